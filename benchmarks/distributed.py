@@ -1,22 +1,16 @@
-"""`torchrun --nproc-per-node N -m elsa_core.bench.distributed`: what several devices gain.
+"""What several devices gain: `torchrun --nproc-per-node N -m benchmarks.distributed`.
 
 Attention of long sequences on one device and sharded over all ranks, and a ViT-B of 4096 pixels in
-patches of 8 (262 145 tokens). Rank 0 prints one JSON document: seconds (medians; of ranks the
-slowest), their ratio, peak memory, and errors of sampled rows against float64.
-
-`--model 4,8` adds to each forward what the model of cost that chooses between the methods
-(`elsa_core.distributed.plan`) says of as many ranks, and of those that were measured. It is
-arithmetic on three numbers of a device, not a measurement.
+patches of 8 (262 145 tokens): seconds (of ranks the slowest), their ratio, peak memory, and errors
+of sampled rows against float64. `--model 4,8` adds to each forward what the model of cost
+(`elsa_core.distributed.plan`) says of as many ranks: arithmetic on three numbers of a device.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.harness import Row, main, options, row
 from elsa_core import reference
 from elsa_core.attention import attention
 from elsa_core.distributed import attention as sharded_attention
@@ -31,7 +26,6 @@ from elsa_core.distributed import explain
 from elsa_core.distributed import plan as costs
 from elsa_core.distributed.agreement import Agreement
 from elsa_core.distributed.plan import shard_lengths
-from elsa_core.measuring import environment
 from elsa_core.measuring.timing import synchronize
 from elsa_core.model_runs.scaling import scaling
 
@@ -107,18 +101,16 @@ def modelled(case: Case, world: int, device_type: str) -> dict[str, dict[str, fl
     return found
 
 
-def measure(case: Case, rounds: int, device: torch.device, method: str) -> dict[str, Any]:
-    """One case on every rank; rank 0's answer is the document's."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found: dict[str, Any] = {"shape": list(case.shape), "dtype": case.dtype,
-                             "direction": "backward" if case.backward else "forward"}  # fmt: skip
-    one: Tensor | None = None
+def measure(name: str, case: Case, given: Namespace) -> list[Row]:
+    """One case on every rank; rank 0's rows are written."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), given.device
+    rows: list[Row] = []
     if rank == 0:
         parts = [operands(case, each, device) for each in range(world)]
         whole = [torch.cat(tensors, 2) for tensors in zip(*parts, strict=True)]
         del parts
-        seconds, memory, one = _timed(case, whole, attention, rounds, None)
-        found |= {"seconds_one": seconds, "memory_one": memory}
+        times, memory, one = _timed(case, whole, attention, given.rounds, None)
+        rows.append(row(name, "one", times, memory_bytes=memory))
         one = one[:, :, : shard_lengths(case.shape[2], world)[0]].clone()
         del whole
     _release(device)
@@ -126,25 +118,28 @@ def measure(case: Case, rounds: int, device: torch.device, method: str) -> dict[
     lengths = shard_lengths(case.shape[2], world)
 
     def over_ranks(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return sharded_attention(query, key, value, method=method, lengths=lengths)
+        return sharded_attention(query, key, value, method=given.method, lengths=lengths)
 
     own = operands(case, rank, device)
-    plan = explain(*own[:3], method=method, lengths=lengths)
-    seconds, memory, out = _timed(case, own, over_ranks, rounds, dist.group.WORLD)
+    plan = explain(*own[:3], method=given.method, lengths=lengths)
+    times, memory, out = _timed(case, own, over_ranks, given.rounds, dist.group.WORLD)
     told: list[Any] = [None] * world
-    error, scale = _error(case, own[0], out, device)
-    dist.all_gather_object(told, (seconds, memory, error, scale))
-    found |= {
-        "seconds": max(each[0] for each in told),
-        "memory": max(each[1] or 0 for each in told) or None,
-        "relative_error": (sum(e[2] for e in told) / sum(e[3] for e in told)) ** 0.5,
-        "method": plan.method, "why": plan.why, "bytes_sent": plan.bytes_sent,
-    }  # fmt: skip
-    if one is not None:
+    dist.all_gather_object(told, (times, memory, *_error(case, own[0], out, device)))
+    if rank == 0:
+        slowest = [max(each) for each in zip(*(t[0] for t in told), strict=True)]
+        rows.append(row(
+            name, "all", slowest, memory_bytes=max(t[1] or 0 for t in told) or None,
+            error=(sum(t[2] for t in told) / sum(t[3] for t in told)) ** 0.5,
+            method=plan.method, bytes_sent=plan.bytes_sent,
+        ))  # fmt: skip
         error, scale = _error(case, own[0], one, device)
-        found["relative_error_one"] = (error / scale) ** 0.5
-        found["speedup"] = found["seconds_one"] / found["seconds"]
-    return found
+        rows[0]["error"] = (error / scale) ** 0.5
+        rows[1]["ratio"] = rows[0]["median"] / rows[1]["median"]
+    for ranks in given.worlds if not case.backward else ():
+        for method, said in modelled(case, ranks, device.type).items():
+            estimate = {"median": said.pop("seconds"), "method": method, **said}
+            rows.append({"case": name, "contender": f"estimate: {ranks} ranks", **estimate})
+    return rows
 
 
 def _timed(
@@ -153,8 +148,8 @@ def _timed(
     call: Callable[..., Any],
     rounds: int,
     group: dist.ProcessGroup | None,
-) -> tuple[float, int | None, Tensor]:
-    """Median seconds after a first call, peak bytes, and the output. `backward`: of it alone."""
+) -> tuple[list[float], int | None, Tensor]:
+    """Seconds after a first call, peak bytes, and the output. `backward`: of it alone."""
     device = tensors[0].device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -176,7 +171,7 @@ def _timed(
         times.append(time.perf_counter() - begun)
     assert isinstance(out, Tensor)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return statistics.median(times[1:]), peak, out.detach()
+    return times[1:], peak, out.detach()
 
 
 def _error(case: Case, query: Tensor, out: Tensor, device: torch.device) -> tuple[float, float]:
@@ -192,17 +187,33 @@ def _error(case: Case, query: Tensor, out: Tensor, device: torch.device) -> tupl
     return float(difference.square().sum()), float(exact.square().sum())
 
 
-def model(quick: bool, rounds: int, device: torch.device) -> dict[str, Any]:
-    """A ViT-B of 262 145 tokens; `quick`: a ViT-Ti of 37."""
+def measure_model(name: str, size: tuple[str, int], given: Namespace) -> list[Row]:
+    """A whole model on one device and on all."""
     from elsa_core.loading import load
     from elsa_core.patching import patch
 
-    name, side = ("vit_tiny_patch16_224", 96) if quick else ("vit_base_patch8_224", 4096)
-    subject = load(name, image_size=side, pretrained=False, device=device).eval()
+    architecture, side = size
+    subject = load(architecture, image_size=side, pretrained=False, device=given.device).eval()
     patch(subject)
-    images = torch.randn((1, 3, side, side), generator=torch.Generator().manual_seed(0)).to(device)
-    found = scaling(subject, images, rounds=rounds)
-    return {"model": name, "image_size": side, "dtype": "fp32", **found.to_dict()}
+    images = torch.randn((1, 3, side, side), generator=torch.Generator().manual_seed(0))
+    found = scaling(subject, images.to(given.device), rounds=given.rounds)
+    return [
+        row(name, "one", [found.seconds_one], memory_bytes=found.memory_one),
+        row(name, "all", [found.seconds], memory_bytes=found.memory, error=found.difference,
+            ratio=found.speedup, method=found.method, bytes_sent=found.bytes_sent,
+            tokens=sum(found.tokens)),
+    ]  # fmt: skip
+
+
+def cases(given: Namespace) -> dict[str, Case | tuple[str, int]]:
+    """The calls, and the model: a ViT-B of 262 145 tokens; `--quick`: a ViT-Ti of 37."""
+    found: dict[str, Case | tuple[str, int]] = {
+        f"{'x'.join(map(str, case.shape))}-{case.dtype}, "
+        f"{'backward' if case.backward else 'forward'}": case
+        for case in (QUICK if given.quick else CASES)
+    }
+    size = ("vit_tiny_patch16_224", 96) if given.quick else ("vit_base_patch8_224", 4096)
+    return found if given.no_model else {**found, f"{size[0]}-{size[1]}-fp32": size}
 
 
 def _release(device: torch.device) -> None:
@@ -210,41 +221,37 @@ def _release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def main() -> None:
-    """Measure, and print on rank 0; each case is a line on stderr when it is done."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="Small cases, on a CPU too.")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--method", default="auto", help="auto, ring, gather or heads.")
-    parser.add_argument("--no-model", action="store_true")
-    parser.add_argument("--model", default="", help="Ranks that the model of cost is asked of: 4,8")
-    given = parser.parse_args()
+def measured(name: str, case: Case | tuple[str, int], given: Namespace) -> list[Row]:
+    if isinstance(case, Case):
+        return measure(name, case, given)
+    return measure_model(name, case, given)
+
+
+def run() -> None:
+    """Measure; the other ranks write nothing."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
-    asked = {int(count) for count in given.model.split(",") if count}
-    worlds = sorted(asked | {dist.get_world_size()}) if asked else []
-    rows: list[dict[str, Any]] = []
-    for case in QUICK if given.quick else CASES:
-        rows.append(measure(case, given.rounds, device, given.method))
-        if worlds and not case.backward:
-            rows[-1]["model_of_cost"] = {
-                str(world): modelled(case, world, device.type) for world in worlds
-            }
-        if dist.get_rank() == 0:
-            sys.stderr.write(f"{json.dumps(rows[-1])}\n")
-    document = {
-        "environment": environment.describe(device),
-        "ranks": dist.get_world_size(),
-        "attention": rows,
-        "model": None if given.no_model else model(given.quick, given.rounds, device),
-    }
+    parser = options(__doc__, device=device, rounds=5, seconds=1e9)
+    parser.add_argument("--method", default="auto", help="auto, ring, gather or heads")
+    parser.add_argument("--no-model", action="store_true")
+    parser.add_argument("--model", dest="worlds", default=(), type=_counts, metavar="4,8",
+                        help="ranks that the model of cost is asked about")  # fmt: skip
     if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+        main(__doc__, cases, measured, parser)
+    else:
+        given = parser.parse_args()
+        for name, case in cases(given).items():
+            if given.match in name:
+                measured(name, case, given)
     dist.destroy_process_group()
 
 
+def _counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
+
+
 if __name__ == "__main__":
-    main()
+    run()

@@ -1,6 +1,4 @@
-"""alpha-entmax attention, forward and in training: `python -m elsa_core.bench.entmax_steps`.
-
-    python -m elsa_core.bench.entmax_steps [--device cuda] [--dry-run] [-o entmax.json]
+"""alpha-entmax attention, forward and in training: `python -m benchmarks.entmax`.
 
 At alpha = 1.5: this package's kernels, those of the authors' package `adasplash` (`adasplash_v1`;
 `adasplash_v2`, whose calls are causal) and `entmax`, where they are installed, and softmax by this
@@ -9,37 +7,29 @@ output, or in training of the worst gradient; of the first heads, or of some row
 `training` is a forward and its gradients of query, key and value. In the table `sparse` tokens lie
 in runs of alike ones, so that few tiles of 64 queries and 64 keys hold a weight; the share of empty
 ones is measured. In the table `packed` the tokens are those of sequences of even lengths up to the
-longest, in one call and in one for each. One JSON document on stdout.
+longest, in one call and in one for each.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
-import json
-import statistics
-import sys
-import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.harness import Row, compared, left_out, main, options
 from elsa_core.attention import attention
 from elsa_core.backends import eager_entmax
 from elsa_core.entmax import entmax_attention
 from elsa_core.entmax_varlen import entmax_varlen_attention
-from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.files import write_json
-from elsa_core.measuring import environment
-from elsa_core.measuring.timing import Contender, time_cpu, time_cuda
-from elsa_core.messages import first_line
+from elsa_core.measuring.timing import Contender
 from elsa_core.precision import DTYPES
 from elsa_core.varlen import varlen_attention
 
@@ -289,92 +279,33 @@ def error(
     )
 
 
-def measure(case: Case, device: torch.device, rounds: int, budget: float) -> dict[str, Any]:
-    """One case: microseconds and error of everyone, and who could not take part."""
-    operands = inputs(case, device)
-    row: dict[str, Any] = {"case": case.name, **asdict(case)}
-    if case.sparse:
-        row["empty_tiles"] = round(empty_share(case, *operands), 4)
+def measure(name: str, case: Case, given: Namespace) -> list[Row]:
+    """Everyone who can take part; `ratio`: how much longer than the fastest of this package's."""
+    operands = inputs(case, given.device)
     expected = exact(case, operands)
-    field, errors, left_out = [], {}, {}
-    for name, function in functions(case, device).items():
-        if isinstance(function, str):
-            left_out[name] = function
-            continue
-        try:
-            errors[name] = error(case, function, operands, expected)
-        except (ArgumentError, AssertionError, ImportError, RuntimeError, TypeError) as failed:
-            left_out[name] = first_line(failed)[:160]
-            continue
-        field.append(Contender(name, functools.partial(results, case, function, operands)))
-    notes: dict[str, str] = {}
-    if device.type == "cuda":
-        samples, notes = time_cuda(field, rounds=rounds, budget_seconds=budget)
-    else:
-        samples = time_cpu(field, rounds=rounds, budget_seconds=budget)
-    row["rows"] = {
-        c.name: {
-            "us": round(statistics.median(samples[c.name]) * 1e6, 2),
-            "error": errors[c.name],
-            **({"note": notes[c.name]} if c.name in notes else {}),
-        }
-        for c in field
-    }
-    return row | {"ratios": ratios(row["rows"]), "left_out": left_out}
+    found = functions(case, given.device)
+    about = {"empty_tiles": empty_share(case, *operands)} if case.sparse else {}
+    taking = {who: each for who, each in found.items() if not isinstance(each, str)}
+
+    def judge(contender: Contender) -> Row:
+        return {"error": error(case, taking[contender.name], operands, expected), **about}
+
+    field = [
+        Contender(who, functools.partial(results, case, each, operands))
+        for who, each in taking.items()
+    ]
+    rows = compared(name, field, given, judge)
+    own = [r["median"] for r in rows if r["contender"].startswith("elsa-") and "median" in r]
+    for each in rows:
+        if own and "median" in each:
+            each["ratio"] = each["median"] / min(own)
+    return rows + [left_out(name, who, why) for who, why in found.items() if isinstance(why, str)]
 
 
-def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """How much longer others take than the fastest of this package's."""
-    own = min(row["us"] for name, row in rows.items() if name.startswith("elsa-"))
-    return {
-        f"{name} / elsa": round(row["us"] / own, 3)
-        for name, row in rows.items()
-        if not name.startswith("elsa-")
-    }
-
-
-def main(arguments: list[str]) -> None:
-    """Measure all cases of a device and print them.
-
-    Raises:
-        ArgumentError: the output exists.
-        UnavailableError: the device is not there.
-    """
-    begin = time.monotonic()
-    parser = argparse.ArgumentParser(prog="python -m elsa_core.bench.entmax_steps")
-    parser.add_argument("--device", choices=tuple(CASES), default="cuda")
-    parser.add_argument("--match", default="", help="only cases whose name holds this")
-    parser.add_argument("--dry-run", action="store_true", help="list cases and who takes part")
-    parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--budget", type=float, default=3.0, help="seconds of timing a case")
-    parser.add_argument("-o", "--output", type=Path)
-    given = parser.parse_args(arguments)
-    if given.output is not None and given.output.exists():
-        raise ArgumentError(f"{given.output} exists")
-    device = torch.device(given.device)
-    cases = [case for case in CASES[given.device] if given.match in case.name]
-    if given.dry_run:
-        for case in cases:
-            taking = [n for n, f in functions(case, device).items() if not isinstance(f, str)]
-            sys.stdout.write(f"{case.name}: {', '.join(taking)}\n")
-        return
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UnavailableError("device: torch sees no CUDA GPU; use --device cpu")
-    rows: list[dict[str, Any]] = []
-    for case in cases:
-        taken = time.monotonic() - begin
-        if taken > given.seconds:
-            rows.append({"case": case.name, "left_out": {"all": "no time was left"}})
-            continue
-        rows.append(measure(case, device, given.rounds, given.budget))
-        sys.stderr.write(f"{taken:5.1f} s  {case.name}: {rows[-1]['ratios']}\n")
-    document = {"environment": environment.describe(device), "alpha": ALPHA, "cases": rows}
-    text = json.dumps(document, indent=1, default=str)
-    sys.stdout.write(text + "\n")
-    if given.output is not None:
-        write_json(given.output, json.loads(text))
+def cases(given: Namespace) -> dict[str, Case]:
+    """The cases of a device by name."""
+    return {case.name: case for case in CASES[given.device.type]}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(__doc__, cases, measure, options(__doc__, rounds=10))

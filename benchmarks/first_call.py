@@ -1,119 +1,109 @@
-"""The time of the first call of a fresh process on a GPU, with a kernel pack and without.
+"""The first call of a fresh process on a GPU, with a kernel pack and without.
 
-    python -m elsa_core.bench.first_call [--pack DIR] [--shape 8,12,197,64] [--dtype fp32] > a.json
+    python -m benchmarks.first_call [--pack DIR] [--shape 8,12,197,64] [--dtype fp32]
 
-Each measurement is a process of its own in which CUDA is up and the packages are imported; these
-times stand apart. `empty`: Triton's cache on disk was empty, so that Triton (up to 3.6 for each
-kind of launch, later once) compiles its launcher as well, with the C compiler; `kept`: it holds
-what the process before left there. Needs a GPU; not part of `elsa bench`.
+Each sample is a process of its own in which CUDA is up and the packages are imported; these times
+stand apart. `cache empty`: Triton's cache on disk was empty, so that Triton compiles its launcher
+as well, with the C compiler; `cache kept`: it holds what the process before left there.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-REPEATS = 3
+import torch
+
+from benchmarks.harness import Row, main, options, row
 
 
-def measured(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
-    """Milliseconds of the steps of this process; call it once, before anything is imported."""
+def steps(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
+    """Seconds of the steps of this process; call it once."""
     times: dict[str, Any] = {}
     last = time.perf_counter()
 
     def step(name: str) -> None:
         nonlocal last
         now = time.perf_counter()
-        times[name] = (now - last) * 1e3
-        last = now
+        times[name], last = now - last, now
 
-    import torch
-
-    step("import_torch_ms")
     torch.zeros(1, device="cuda").add_(1).item()
-    step("cuda_ms")
-    import triton
+    step("cuda")
+    import triton  # noqa: F401
 
     import elsa_core as elsa
     from elsa_core.backends.triton.pack import lookup
     from elsa_core.precision import DTYPES
 
-    step("import_elsa_ms")
+    step("import_elsa")
     q, k, v = (torch.randn(shape, device="cuda", dtype=DTYPES[dtype]) for _ in range(3))
     torch.cuda.synchronize()
-    step("inputs_ms")
-    for name in ("first_call_ms", "second_call_ms"):
+    step("inputs")
+    for name in ("first_call", "second_call"):
         elsa.attention(q, k, v, backend="triton")
         torch.cuda.synchronize()
         step(name)
-    return {
-        **times, **{name: lookup.COUNTS[name] for name in ("hits", "misses")},
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": triton.__version__, "schedule": elsa.explain(q, k, v, backend="triton").schedule,
-    }  # fmt: skip
+    return {**times, **{name: lookup.COUNTS[name] for name in ("hits", "misses")}}
 
 
-def compared(shape: str, dtype: str, pack: str) -> dict[str, Any]:
-    """The medians of fresh processes by variant.
+def fresh(pack: str, cache: str, given: Namespace) -> dict[str, Any]:
+    """The steps of a new process.
 
     Raises:
-        RuntimeError: a process fails; the last line that it wrote says why.
+        RuntimeError: it fails; the last line that it wrote says why.
     """
-    found: dict[str, Any] = {"shape": shape, "dtype": dtype, "repeats": REPEATS}
-    for name, asked in (("pack", pack), ("jit", "0")):
-        runs: dict[str, list[dict[str, Any]]] = {"empty": [], "kept": []}
-        for _ in range(REPEATS):
-            with tempfile.TemporaryDirectory() as cache:
-                for state in ("empty", "kept"):
-                    runs[state].append(_fresh(shape, dtype, asked, cache))
-        for state, documents in runs.items():
-            found[f"{name}_{state}"] = _median(documents)
-    return found
-
-
-def _fresh(shape: str, dtype: str, pack: str, cache: str) -> dict[str, Any]:
     environ = {**os.environ, "ELSA_PACK": pack, "TRITON_CACHE_DIR": cache}
-    command = [sys.executable, "-m", __spec__.name, "--here", "--shape", shape, "--dtype", dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    words = ["--here", "--shape", given.shape, "--dtype", given.dtype]
+    done = subprocess.run([sys.executable, "-m", "benchmarks.first_call", *words],
+                          capture_output=True, text=True, check=False, env=environ)  # fmt: skip
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
-def _median(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run whose first call took the median time, and the least and the longest of them."""
-    ordered = sorted(documents, key=lambda document: float(document["first_call_ms"]))
-    ends = [ordered[0]["first_call_ms"], ordered[-1]["first_call_ms"]]
-    return {**ordered[len(ordered) // 2], "first_call_range_ms": ends}
+def cases(given: Namespace) -> dict[str, None]:
+    """The one call."""
+    return {f"{given.shape.replace(',', 'x')}-{given.dtype}": None}
 
 
-def main() -> None:
-    """Write the document to stdout."""
-    parser = argparse.ArgumentParser(prog="python -m elsa_core.bench.first_call")
-    parser.add_argument("--pack", default="1", help="folder of packs [those of the user's cache]")
-    parser.add_argument("--shape", default="8,12,197,64", help="B,H,N,D")
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "fp16", "bf16"))
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.here:
-        document = measured(tuple(map(int, given.shape.split(","))), given.dtype)
-    else:
-        pack = given.pack if given.pack == "1" else str(Path(given.pack).resolve())
-        try:
-            document = compared(given.shape, given.dtype, pack)
-        except RuntimeError as error:
-            sys.exit(f"error: {error}")
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+def measure(name: str, case: None, given: Namespace) -> list[Row]:
+    """Packs and Triton's compiler in turns, each with an empty cache and with the one it leaves."""
+    packs = {"pack": given.pack if given.pack == "1" else str(Path(given.pack).resolve()),
+             "jit": "0"}  # fmt: skip
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(given.rounds):
+        for kind, pack in packs.items():
+            with tempfile.TemporaryDirectory() as cache:
+                for state in ("empty", "kept"):
+                    found = fresh(pack, cache, given)
+                    runs.setdefault(f"{kind}, cache {state}", []).append(found)
+    rows = []
+    for way, found_steps in runs.items():
+        ordered = sorted(found_steps, key=lambda each: float(each["first_call"]))
+        middle = dict(ordered[len(ordered) // 2])
+        middle.pop("first_call")
+        rows.append(row(name, way, [each["first_call"] for each in found_steps], **middle))
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    parser = options(__doc__, rounds=3)
+    parser.add_argument("--pack", default="1", help="folder of packs [those of the user's cache]")
+    parser.add_argument("--shape", default="8,12,197,64", help="B,H,N,D")
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "fp16", "bf16"))
+    parser.add_argument("--here", action="store_true", help="measure in this process; print JSON")
+    given = parser.parse_args()
+    if given.here:
+        found = steps(tuple(map(int, given.shape.split(","))), given.dtype)
+        sys.stdout.write(json.dumps(found) + "\n")
+    else:
+        main(__doc__, cases, measure, parser)

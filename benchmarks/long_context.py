@@ -1,21 +1,18 @@
-"""`python -m elsa_core.bench.long_context`: long rows, resident and offloaded, against PyTorch's.
+"""Long rows, resident and offloaded, against PyTorch's: `python -m benchmarks.long_context`.
 
-Groups: `million` (1 048 576 tokens, one head), `host` (16 heads, keys and values in host memory),
-`exceeding` (a device too small for keys and values), `vggt` (the global attention of 416 400
-tokens, of random operands) and `llama` (LLaMA-13B with random weights, of as many layers as fit,
-prefilled through transformers, weights resident and streamed from host memory layer by layer). One
-JSON document on stdout, a line on stderr for each case: seconds (medians), ratios, errors of
-sampled rows against float64.
+Groups, for --match: `million` (1 048 576 tokens, one head), `host` (16 heads, keys and values in
+host memory), `exceeding` (a device too small for keys and values), `vggt` (the global attention of
+416 400 tokens, of random operands) and `llama` (LLaMA-13B with random weights, of as many layers as
+fit, prefilled through transformers, weights resident and streamed from host memory layer by layer).
+Errors are of sampled rows against float64. A call takes seconds: rounds are not in turns.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import os
-import statistics
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
@@ -24,20 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.harness import Row, main, options, row
 from elsa_core import reference
 from elsa_core.attention import attention
-from elsa_core.measuring import environment
 from elsa_core.measuring.memory_limit import release
 from elsa_core.offload import streaming
 from elsa_core.precision import DTYPES
 
 _SAMPLED: Final = 8  # rows of each head
+HOST: Final = "elsa, keys and values on the host"
 _WARM: Final = 65536  # queries of the calls that compile
 _LAYERS: Final = 40  # of LLaMA-13B
 _ALIVE: Final = 10  # tensors [tokens, hidden] of a layer at its peak, beside its MLP's three
 _SHARE: Final = 0.9  # of the free memory: the rest is for kernels and fragments
-
-Found = dict[str, Any]
 
 
 class Sizes(NamedTuple):
@@ -68,26 +64,22 @@ def operands(shape: tuple[int, ...], device: torch.device, queries: int = 0) -> 
     ]
 
 
-def million(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Found]:
+def million(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
     """One head of a million tokens."""
-    tensors = operands(sizes.million, device)
-    found = {"case": "million", "shape": list(sizes.million), "dtype": "fp32"}
-    seconds, row = _resident(tensors, rounds)
-    yield found | row
-    yield found | _offloaded(_away(tensors), tensors, rounds, seconds)
-    yield found | _peer(tensors, seconds)
+    name, tensors = _name("million", sizes.million), operands(sizes.million, device)
+    yield (own := _resident(name, tensors, rounds))
+    yield _offloaded(name, _away(tensors), tensors, rounds, own["median"])
+    yield _peer(name, tensors, own["median"])
 
 
-def host(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Found]:
+def host(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
     """Keys and values on the host: as fast as on the device?"""
-    tensors = operands(sizes.host, device)
-    found = {"case": "host", "shape": list(sizes.host), "dtype": "fp32"}
-    seconds, row = _resident(tensors, rounds)
-    yield found | row
-    yield found | _offloaded(_away(tensors), tensors, rounds, seconds)
+    name, tensors = _name("host", sizes.host), operands(sizes.host, device)
+    yield (own := _resident(name, tensors, rounds))
+    yield _offloaded(name, _away(tensors), tensors, rounds, own["median"])
 
 
-def exceeding(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Found]:
+def exceeding(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
     """Few queries, and a device that has half of what keys and values take."""
     tensors = operands(sizes.host, device, sizes.few)
     exact, away = _oracle(*tensors), _away(tensors)
@@ -96,57 +88,49 @@ def exceeding(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Found
     with _device_of(moved // 2, device):
         fits = _fits(lambda: [t.to(device) for t in away])
         release(device)
-        seconds, out = _timed(lambda: _streamed(*away), lambda: _streamed(*away), rounds)
-    report = streaming.report()
-    assert report is not None
-    yield {
-        "case": "exceeding", "shape": list(sizes.host), "queries": sizes.few, "dtype": "fp32",
-        "contender": "elsa, keys and values on the host", "key_value_bytes": moved,
-        "device_bytes": moved // 2 if device.type == "cuda" else None, "resident_fits": fits,
-        "seconds": seconds, "bytes_per_second": moved / seconds,
-        "error": reference.relative_l2(_sampled(out), exact), "report": report.to_dict(),
-    }  # fmt: skip
+        times, out = _timed(lambda: _streamed(*away), lambda: _streamed(*away), rounds)
+    few = f", {sizes.few} queries, memory for half of the keys and values"
+    found = row(_name("exceeding", sizes.host) + few, HOST, times, **_report(),
+                error=reference.relative_l2(_sampled(out), exact))  # fmt: skip
+    yield found | {"key_value_bytes": moved, "resident_fits": fits,
+                   "bytes_per_second": moved / found["median"]}  # fmt: skip
 
 
-def vggt(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Found]:
+def vggt(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
     """The global attention of a VGGT over 416 400 tokens, in float32."""
-    tensors = operands(sizes.vggt, device)
-    found = {"case": "vggt", "shape": list(sizes.vggt), "dtype": "fp32"}
-    seconds, row = _resident(tensors, rounds)
-    yield found | row
-    yield found | _peer(tensors, seconds)
+    name, tensors = _name("vggt", sizes.vggt), operands(sizes.vggt, device)
+    yield (own := _resident(name, tensors, rounds))
+    yield _peer(name, tensors, own["median"])
 
 
 def llama(
-    sizes: Sizes, device: torch.device, rounds: int, layers: int | None, dtypes: tuple[str, ...]
-) -> Iterator[Found]:
+    sizes: Sizes, device: torch.device, rounds: int, layers: int | None, dtype: str
+) -> Iterator[Row]:
     """Prefill of a LLaMA through transformers, with weights resident and streamed.
 
-    layers: None for as many as fit in each dtype.
+    layers: None for as many as fit.
     """
     from transformers import LlamaConfig, LlamaModel
 
     from elsa_core.patching import register
 
     register()
-    for dtype in dtypes:
-        torch.manual_seed(0)
-        release(device)
-        count = layers or fitting(sizes, dtype, _free(device), _free(torch.device("cpu")))
-        config = LlamaConfig(
-            hidden_size=sizes.hidden, intermediate_size=sizes.intermediate, vocab_size=1000,
-            num_attention_heads=sizes.llama_heads, num_hidden_layers=count,
-            max_position_embeddings=max(sizes.prefill), use_cache=False,
-        )  # fmt: skip
-        with device:
-            model = LlamaModel(config).to(DTYPES[dtype]).eval()
-        with torch.inference_mode():
-            for streamed in (False, True):
-                runner = Streamed(model.layers, device) if streamed else None
-                for tokens in sizes.prefill:
-                    yield _prefill(model, runner, tokens, dtype, rounds)
-        del model, runner
-        release(device)
+    torch.manual_seed(0)
+    release(device)
+    count = layers or fitting(sizes, dtype, _free(device), _free(torch.device("cpu")))
+    config = LlamaConfig(
+        hidden_size=sizes.hidden, intermediate_size=sizes.intermediate, vocab_size=1000,
+        num_attention_heads=sizes.llama_heads, num_hidden_layers=count,
+        max_position_embeddings=max(sizes.prefill), use_cache=False,
+    )  # fmt: skip
+    with device:
+        model = LlamaModel(config).to(DTYPES[dtype]).eval()
+    with torch.inference_mode():
+        for weights in ("resident", "host"):
+            runner = Streamed(model.layers, device) if weights == "host" else None
+            for tokens in sizes.prefill:
+                name = f"llama/{tokens}-{dtype}, {count} layers, weights {weights}"
+                yield from _prefill(name, model, runner, tokens, rounds)
 
 
 def fitting(sizes: Sizes, dtype: str, free: int, host: int) -> int:
@@ -168,33 +152,30 @@ def _free(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _prefill(model: Any, runner: Streamed | None, tokens: int, dtype: str, rounds: int) -> Found:
+def _prefill(name: str, model: Any, runner: Streamed | None, tokens: int, rounds: int) -> list[Row]:
     """One length by elsa and by PyTorch's attention, on the same weights."""
     device = next(model.parameters()).device
     ids = torch.randint(1000, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    found: Found = {
-        "case": "llama", "tokens": tokens, "dtype": dtype, "layers": len(model.layers),
-        "weights": "resident" if runner is None else "host",
-    }  # fmt: skip
-    outs = {}
-    for name in ("elsa", "sdpa"):
-        model.set_attn_implementation(name)
+    rows, outs = [], []
 
-        def call() -> Tensor:
-            hidden: Tensor = model(ids).last_hidden_state
-            if runner is not None:
-                runner.finish()
-            return hidden
+    def call() -> Tensor:
+        hidden: Tensor = model(ids).last_hidden_state
+        if runner is not None:
+            runner.finish()
+        return hidden
 
-        seconds, outs[name] = _timed(call, call, rounds)
-        found |= {f"seconds_{name}": seconds, f"tokens_per_second_{name}": tokens / seconds}
+    for way in ("elsa", "sdpa"):
+        model.set_attn_implementation(way)
+        times, out = _timed(call, call, rounds)
+        outs.append(out)
+        rows.append(row(name, way, times))
         if runner is not None:
             report = runner.timeline.report()
             waited = max(0.0, report.seconds - report.fold_seconds) / len(model.layers)
-            found |= {f"wait_per_layer_{name}": waited, f"hidden_{name}": report.hidden}
-    found["difference"] = reference.relative_l2(outs["elsa"], outs["sdpa"].double())
-    found["speedup"] = found["seconds_sdpa"] / found["seconds_elsa"]
-    return found
+            rows[-1] |= {"wait_per_layer": waited, "hidden": report.hidden}
+    rows[0]["difference"] = reference.relative_l2(outs[0], outs[1].double())
+    rows[0]["ratio"] = rows[1]["median"] / rows[0]["median"]
+    return rows
 
 
 class Streamed:
@@ -248,28 +229,38 @@ def _away(tensors: list[Tensor]) -> list[Tensor]:
     return [query, *(h.copy_(t) for h, t in zip(held, others, strict=True))]
 
 
-def _resident(tensors: list[Tensor], rounds: int) -> tuple[float, Found]:
-    seconds, out = _timed(lambda: _own(*tensors), lambda: _warm(_own, tensors), rounds)
-    return seconds, {"contender": "elsa", "seconds": seconds, "error": _error(out, *tensors)}
+def _name(group: str, shape: tuple[int, ...]) -> str:
+    return f"{group}/{'x'.join(map(str, shape))}-fp32"
 
 
-def _offloaded(away: list[Tensor], tensors: list[Tensor], rounds: int, resident: float) -> Found:
-    seconds, out = _timed(lambda: _streamed(*away), lambda: _warm(_streamed, away), rounds)
+def _resident(name: str, tensors: list[Tensor], rounds: int) -> Row:
+    times, out = _timed(lambda: _own(*tensors), lambda: _warm(_own, tensors), rounds)
+    return row(name, "elsa", times, error=_error(out, *tensors))
+
+
+def _offloaded(
+    name: str, away: list[Tensor], tensors: list[Tensor], rounds: int, resident: float
+) -> Row:
+    """`ratio`: of the resident call's speed."""
+    times, out = _timed(lambda: _streamed(*away), lambda: _warm(_streamed, away), rounds)
+    found = row(name, HOST, times, error=_error(out, *tensors), **_report())
+    return found | {"ratio": resident / found["median"]}
+
+
+def _report() -> Row:
     report = streaming.report()
     assert report is not None
-    return {
-        "contender": "elsa, keys and values on the host", "seconds": seconds,
-        "of_resident_speed": resident / seconds, "error": _error(out, *tensors),
-        "report": report.to_dict(),
-    }  # fmt: skip
+    return {"hidden": report.hidden, "copied_bytes": report.copied_bytes}
 
 
-def _peer(tensors: list[Tensor], own: float) -> Found:
-    """PyTorch's own choice of kernel, which is its memory-efficient one in float32 on a GPU."""
+def _peer(name: str, tensors: list[Tensor], own: float) -> Row:
+    """PyTorch's own choice of kernel, its memory-efficient one in float32 on a GPU. `ratio`: its
+    time over elsa's.
+    """
     peer: Callable[..., Tensor] = F.scaled_dot_product_attention
-    seconds, out = _timed(lambda: peer(*tensors), lambda: _warm(peer, tensors), 1)
-    return {"contender": "sdpa", "seconds": seconds, "error": _error(out, *tensors),
-            "elsa_speedup": seconds / own}  # fmt: skip
+    times, out = _timed(lambda: peer(*tensors), lambda: _warm(peer, tensors), 1)
+    found = row(name, "sdpa", times, error=_error(out, *tensors))
+    return found | {"ratio": found["median"] / own}
 
 
 def _own(query: Tensor, key: Tensor, value: Tensor) -> Any:
@@ -288,8 +279,10 @@ def _warm(call: Callable[..., Any], tensors: list[Tensor]) -> None:
     call(query[:, :, :_WARM], key, value)
 
 
-def _timed(call: Callable[[], Any], warm: Callable[[], Any], rounds: int) -> tuple[float, Tensor]:
-    """Median seconds of calls after a warm one, and the last output."""
+def _timed(
+    call: Callable[[], Any], warm: Callable[[], Any], rounds: int
+) -> tuple[list[float], Tensor]:
+    """Seconds of calls after a warm one, and the last output."""
     warm()
     times, out = [], torch.empty(0)
     for _ in range(rounds):
@@ -299,7 +292,7 @@ def _timed(call: Callable[[], Any], warm: Callable[[], Any], rounds: int) -> tup
         out = call()
         _wait()
         times.append(time.perf_counter() - begun)
-    return statistics.median(times), out
+    return times, out
 
 
 def _sampled(rows: Tensor) -> Tensor:
@@ -349,39 +342,30 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def main() -> None:
-    """Measure, and print; each case is a line on stderr when it is done."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    groups = {"million": million, "host": host, "exceeding": exceeding, "vggt": vggt}
-    parser.add_argument(
-        "--only", choices=(*groups, "llama"), action="append", help="A group; default: all."
-    )
-    parser.add_argument("--quick", action="store_true", help="Small cases, on a CPU too.")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument(
-        "--layers", type=int, default=None,
-        help="Of the LLaMA; default: as many as fit into the free memory, 40 at most.",
-    )  # fmt: skip
-    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "fp16"), default=["fp32", "fp16"])
-    given = parser.parse_args()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    sizes = QUICK if given.quick else Sizes()
-    wanted: list[Iterator[Found]] = []
-    for name in given.only or (*groups, "llama"):
-        if name == "llama":
-            wanted.append(llama(sizes, device, given.rounds, given.layers, tuple(given.dtypes)))
-        else:
-            wanted.append(groups[name](sizes, device, given.rounds))
-    rows = []
-    with torch.no_grad():
-        for group in wanted:
-            for row in group:
-                rows.append(row)
-                sys.stderr.write(f"{json.dumps(row)}\n")
-            release(device)
-    document = {"environment": environment.describe(device), "cases": rows}
-    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+def cases(given: Namespace) -> dict[str, Any]:
+    """The groups."""
+    groups: dict[str, Any] = {"million": million, "host": host, "exceeding": exceeding,
+                              "vggt": vggt}  # fmt: skip
+    found = {name: functools.partial(each, rounds=given.rounds) for name, each in groups.items()}
+    for dtype in given.dtypes:
+        found[f"llama-{dtype}"] = functools.partial(
+            llama, rounds=given.rounds, layers=given.layers, dtype=dtype
+        )
+    return found
+
+
+@torch.no_grad()
+def measure(name: str, group: Any, given: Namespace) -> list[Row]:
+    """The rows of one group."""
+    rows = list(group(QUICK if given.quick else Sizes(), given.device))
+    release(given.device)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    parser = options(__doc__, rounds=1)
+    parser.add_argument(
+        "--layers", type=int, help="of the LLaMA [as many as fit into the free memory, 40 at most]"
+    )
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "fp16"), default=["fp32", "fp16"])
+    main(__doc__, cases, measure, parser)

@@ -1,44 +1,35 @@
-"""Times the gradients of windows of more than 64 tokens on this machine's GPU, for its table.
-
-    python -m elsa_core.bench.tune.long_windows [--seconds 90] [-o OUT.json]
+"""Gradients of windows of more than 64 tokens on a GPU: `python -m benchmarks.long_windows`.
 
 Stages of timm's Swin-B with windows of 12 (384 px) and SwinV2-B with windows of 16 and 24, batch 8,
 float32 and bfloat16. Each contender computes the result and all gradients: `composite` (autograd of
 what the models compute), `recomputed` (elsa's forward, gradients in plain PyTorch chunk by chunk),
 and elsa's forward with candidate tiles of `backward_fold` (fold BLOCK, warps) and `backward_rows`
-(chunks BLOCK x CHUNK, warps). `forward` is elsa's forward alone. Medians of rounds in turns, in
-eager calls; MiB: what a call holds at its peak beyond its arguments; errors: of qkv's and the
-bias's gradient against float64, relative L2. `ok`: within twice the composite's, and the same bits
-twice. One JSON document on stdout; cases for which no time is left are named.
+(chunks BLOCK x CHUNK, warps). Errors: the larger of the gradients of qkv and of the bias against
+float64. `ok`: within twice the composite's, and the same bits twice.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
-import sys
-import time
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness import Row, compared, main, options
+from benchmarks.window_cases import BF16, F32, composite, distance, make
 from elsa_core.backends import eager_window
 from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.window import backward, planner, tiling
 from elsa_core.backends.triton.window.backward_plan import Wants, plan_call, tile_plan
 from elsa_core.backends.triton.window.tiling import BackwardPlan
 from elsa_core.backends.window_call import WindowCall
-from elsa_core.bench.tune.window_cases import BF16, F32, composite, distance, make
-from elsa_core.files import write_json
-from elsa_core.measuring import environment
+from elsa_core.measuring.timing import Contender
 
 # batch, side, heads, window, shift, SwinV2's cosine attention
 SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = {
@@ -143,17 +134,8 @@ def by_recomputing(given: WindowCall, grad: Tensor) -> Callable[[], list[Tensor]
     return run
 
 
-def milliseconds(call: Callable[[], object], calls: int) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / calls
-
-
 def peak(call: Callable[[], object]) -> float:
+    """MiB that a call holds at its peak beyond its arguments."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -163,41 +145,34 @@ def peak(call: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measure(shape: str, dtype: str, rounds: int) -> dict[str, Any]:
-    """One case: milliseconds, memory and errors of each contender."""
-    given, grad = arguments(shape, dtype)
-    doubles = [None if t is None or t.dtype == torch.int64 else t.double() for t in given[:5]]
-    expected = eager_window.backward(grad.double(), *doubles, *given[5:], NEEDS)[:2]
+def cases(given: Namespace) -> dict[str, tuple[str, str]]:
+    """Each shape in each dtype."""
+    return {f"{shape}, {dtype}": (shape, dtype) for shape in SHAPES for dtype in DTYPES}
+
+
+def measure(name: str, case: tuple[str, str], given: Namespace) -> list[Row]:
+    """Times, memory and errors of each contender; kernels are compiled ahead in processes."""
+    compile_ahead(*case, given.seconds / 4)
+    call, grad = arguments(*case)
+    doubles = [None if t is None or t.dtype == torch.int64 else t.double() for t in call[:5]]
+    expected = eager_window.backward(grad.double(), *doubles, *call[5:], NEEDS)[:2]
     calls: dict[str, Callable[[], list[Tensor]]] = {
-        "composite": by_autograd(given, grad), "recomputed": by_recomputing(given, grad),
+        "composite": by_autograd(call, grad), "recomputed": by_recomputing(call, grad),
+        **{str(chosen): by_kernels(call, grad, chosen) for chosen in candidates(*case)},
     }  # fmt: skip
-    rows: dict[str, dict[str, Any]] = {}
-    for chosen in candidates(shape, dtype):
-        calls[str(chosen)] = by_kernels(given, grad, chosen)
     theirs: list[float] = []
-    for name in list(calls):
-        try:
-            found, again = calls[name]()[:2], calls[name]()[:2]
-            errors = [distance(x, e) for x, e in zip(found, expected, strict=True)]
-            same = all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
-            theirs = theirs or errors
-            limit = BAND[DTYPES[dtype]]
-            right = same and all(x <= 2 * t + limit for x, t in zip(errors, theirs, strict=True))
-            rows[name] = {"errors": errors, "ok": right, "mib": round(peak(calls[name]), 1)}
-        except Exception as error:  # a candidate that does not fit is a result
-            rows[name] = {"error": repr(error)[:200]}
-            del calls[name]
-    timed: dict[str, Callable[[], object]] = {
-        "forward": lambda: planner.window_attention(*given),
-        **calls,
-    }
-    samples: dict[str, list[float]] = {name: [] for name in timed}
-    for _ in range(rounds):
-        for name, call in timed.items():
-            samples[name].append(milliseconds(call, 5))
-    for name, found_ms in samples.items():
-        rows.setdefault(name, {})["ms"] = round(statistics.median(found_ms), 4)
-    return {"case": shape, "dtype": dtype, "rows": rows}
+
+    def judge(contender: Contender) -> Row:
+        run = calls[contender.name]
+        found, again = run()[:2], run()[:2]
+        errors = [distance(x, e) for x, e in zip(found, expected, strict=True)]
+        same = all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+        theirs[:] = theirs or errors
+        most = [2 * t + BAND[DTYPES[case[1]]] for t in theirs]
+        right = same and all(x <= m for x, m in zip(errors, most, strict=True))
+        return {"error": max(errors), "ok": right, "mib": peak(run)}
+
+    return compared(name, [Contender(n, run) for n, run in calls.items()], given, judge)
 
 
 def compile_one(shape: str, dtype: str, chosen: Candidate) -> None:
@@ -206,38 +181,15 @@ def compile_one(shape: str, dtype: str, chosen: Candidate) -> None:
     torch.cuda.synchronize()
 
 
-def main(given: list[str]) -> None:
-    """Measure all cases and print them."""
-    begin = time.monotonic()
-    parser = argparse.ArgumentParser(prog="python -m elsa_core.bench.tune.long_windows")
-    parser.add_argument("--seconds", type=float, default=90.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args(given)
-    cases = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
-    workers = min(14, os.cpu_count() or 1)
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    tasks = [
-        pool.submit(compile_one, *case, chosen) for case in cases for chosen in candidates(*case)
-    ]
-    _, late = wait(tasks, timeout=options.seconds * 0.6)
+def compile_ahead(shape: str, dtype: str, seconds: float) -> None:
+    """The candidates of a case, side by side; what is late is compiled in its turn."""
+    pool = ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn"))
+    tasks = [pool.submit(compile_one, shape, dtype, each) for each in candidates(shape, dtype)]
+    _, late = wait(tasks, timeout=seconds)
     for process in list((pool._processes or {}).values()) if late else []:
         process.kill()
     pool.shutdown(wait=not late, cancel_futures=True)
-    sys.stderr.write(f"compiled after {time.monotonic() - begin:.1f} s, {len(late)} left\n")
-    rows = []
-    for case in cases:
-        if time.monotonic() - begin > options.seconds:
-            rows.append({"case": case[0], "dtype": case[1], "left out": "no time was left"})
-            continue
-        rows.append(measure(*case, options.rounds))
-        sys.stderr.write(f"{time.monotonic() - begin:5.1f} s {json.dumps(rows[-1])}\n")
-    document = {"environment": environment.describe(torch.device("cuda")), "cases": rows}
-    text = json.dumps(document, indent=1, default=str)
-    sys.stdout.write(text + "\n")
-    if options.output is not None:
-        write_json(options.output, json.loads(text))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(__doc__, cases, measure, options(__doc__, rounds=5, device=torch.device("cuda")))

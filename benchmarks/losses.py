@@ -1,6 +1,6 @@
 """Writes the table of losses that `explain` reads, from the published results.
 
-    python -m elsa_core.bench.losses
+    python -m benchmarks.losses
 
 A case can only be reported where a case of its kind (dtype, head_dim, masked or not, precision) was
 lost on its machine, so the other kinds are left out.
@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Final
 
-from elsa_core.bench import tables
+from elsa_core.bench import published
 from elsa_core.bench.cases import CPU_TABLES, CUDA_TABLES
 from elsa_core.files import write_text
 from elsa_core.measuring.losses import LOST, TABLE, Case
@@ -21,14 +20,11 @@ from elsa_core.measuring.losses import LOST, TABLE, Case
 _FORWARDS: Final = {*CPU_TABLES, *CUDA_TABLES}  # neither gradients nor packed sequences
 
 
-def table(results: Path | None = None) -> str:
-    """The table as JSON, one case a line, from the documents in `results`.
-
-    Raises:
-        ArgumentError: a file is no result document, or this is no checkout.
-    """
-    folder = tables.published() if results is None else results
-    found = [_machine(tables.load(path)) for path in sorted(folder.glob("*.json"))]
+def table() -> str:
+    """The table as JSON, one case a line, from the published results."""
+    held = json.loads((published.RESULTS / published.ENVIRONMENTS).read_text(encoding="utf-8"))
+    names = sorted(name for name, each in held.items() if each.get("command") == "bench attention")
+    found = [_machine(published.read(published.RESULTS / f"{name}.csv")) for name in names]
     machines = [machine for machine in found if machine["cases"]]
     lines = []
     for machine in machines:

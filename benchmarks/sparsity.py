@@ -1,4 +1,4 @@
-"""Tiles left out and their time: `python -m elsa_core.bench.sparsity` prints a JSON document.
+"""Tiles left out and their time: `python -m benchmarks.sparsity`.
 
 Attention of several kinds of scores, causal and not: what `sparsity=` leaves out, its error against
 float64, its time beside the same kernel that leaves out nothing, the ordinary call and PyTorch; and
@@ -12,34 +12,27 @@ direction of its own. `local`: scores fall with the distance. `random`: normal q
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
-import statistics
-import sys
-import time
+from argparse import Namespace
 from collections.abc import Callable
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elsa_core as elsa
+from benchmarks import convergence
+from benchmarks.harness import Row, compared, main, options
 from elsa_core import routing
-from elsa_core.bench import convergence
-from elsa_core.errors import ElsaError, UnavailableError
-from elsa_core.measuring import environment
-from elsa_core.measuring.timing import Contender, time_cpu, time_cuda
+from elsa_core.measuring.timing import Contender
 from elsa_core.precision import DTYPES
 from elsa_core.sparsity import relief_bits, threshold
 
 HEADS, DIM = 2, 32
 LENGTHS: Final = {"cpu": (1024, 2048, 4096, 8192), "cuda": (4096, 16384, 65536)}
-ROUNDS = 12
-BUDGET = {"cpu": 6.0, "cuda": 1.0}  # seconds a row
 SAMPLED_ROWS = 64
 ALL = ("summaries", "order", "frozen")
 # what is timed: name, sparsity, relief
@@ -56,6 +49,19 @@ ASKED: Final[tuple[tuple[str, str | float | None, tuple[str, ...]], ...]] = (
     ("all relief", None, ALL),
 )
 Operands = tuple[Tensor, Tensor, Tensor]
+
+
+class Case(NamedTuple):
+    """One kind of scores."""
+
+    kind: str
+    length: int
+    dtype: str
+    causal: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}/{self.length}-{self.dtype}" + ("-causal" if self.causal else "")
 
 
 @functools.lru_cache(maxsize=1)
@@ -150,83 +156,36 @@ def contenders(given: Operands, causal: bool, run: Callable[..., Any]) -> list[C
     return [*found, Contender("pytorch", sdpa)]
 
 
-def measured(kind: str, length: int, dtype: str, causal: bool, device: str) -> dict[str, Any]:
-    """One row: times in milliseconds, ratios to the kernel that leaves out nothing, counts."""
-    given = operands(kind, length, DTYPES[dtype], device)
+def cases(given: Namespace) -> dict[str, Case]:
+    """Each kind of scores at each length, causal and not."""
+    lengths = (256,) if given.quick else LENGTHS[given.device.type]
+    dtypes = ("fp32", "fp16") if given.device.type == "cuda" else ("fp32",)
+    kinds = ("trained", "runs", "local", "random")
+    found = (Case(*each) for each in product(kinds, lengths, dtypes, (False, True)))
+    return {case.name: case for case in found}
+
+
+def measure(name: str, case: Case, given: Namespace) -> list[Row]:
+    """Each way of `ASKED`, the ordinary call and PyTorch; tiles and maxima counted."""
+    device = given.device.type
+    tensors = operands(case.kind, case.length, DTYPES[case.dtype], device)
     backend = routing.kernels_of("sparse_attention", device)
     # loads the kernels: an operator without them is plain PyTorch
-    routing.name_of("sparse_attention", device, DTYPES[dtype], DIM, DIM, "strict", backend)
+    routing.name_of("sparse_attention", device, DTYPES[case.dtype], DIM, DIM, "strict", backend)
     run = routing.RUNS["sparse_attention", backend]
-    found = contenders(given, causal, run)
-    rows: dict[str, Any] = {}
-    for contender in found:
+
+    def judge(contender: Contender) -> Row:
         with torch.inference_mode():
-            answer = contender.call()
-        out = answer if isinstance(answer, Tensor) else answer[0]  # type: ignore[index]
-        rows[contender.name] = {"error": errors(out, *given, causal)}
-        if not isinstance(answer, Tensor):
-            counts = answer[2].sum((0, 1)).tolist()  # type: ignore[index]
-            names = ("tiles", "left_out", "maxima", "rescaled", "again")
-            rows[contender.name] |= dict(zip(names, counts, strict=True))
-            rows[contender.name]["skip_rate"] = counts[1] / counts[0]
-    if device == "cuda":
-        seconds, notes = time_cuda(found, rounds=ROUNDS, budget_seconds=BUDGET[device])
-    else:
-        (seconds, notes) = time_cpu(found, rounds=ROUNDS, budget_seconds=BUDGET[device]), {}
-    plain = statistics.median(seconds[ASKED[0][0]])
-    for name, samples in seconds.items():
-        middle = statistics.median(samples)
-        rows[name] |= {"ms": middle * 1e3, "least_ms": min(samples) * 1e3}
-        rows[name]["speed_up"] = plain / middle
-    return {
-        "kind": kind, "length": length, "dtype": dtype, "causal": causal, "backend": backend,
-        "shape": list(given[0].shape), "notes": notes, "calls": rows,
-    }  # fmt: skip
+            answer: Any = contender.call()
+        if isinstance(answer, Tensor):
+            return {"error": errors(answer, *tensors, case.causal)}
+        counts = answer[2].sum((0, 1)).tolist()
+        names = ("tiles", "left_out", "maxima", "rescaled", "again")
+        counted = dict(zip(names, map(int, counts), strict=True))
+        return {"error": errors(answer[0], *tensors, case.causal), **counted}
 
-
-def document(
-    device: str, dtypes: list[str], kinds: list[str], lengths: list[int], seconds: float
-) -> dict[str, Any]:
-    """All rows that fit in the time, and those left out."""
-    begin = time.perf_counter()
-    rows, left_out = [], []
-    for length, dtype, kind, causal in product(lengths, dtypes, kinds, (False, True)):
-        name = f"{kind}, {length}, {dtype}, {'causal' if causal else 'not causal'}"
-        if time.perf_counter() - begin > seconds:
-            left_out.append(name)
-            continue
-        sys.stderr.write(f"{name}\n")
-        try:
-            rows.append(measured(kind, length, dtype, causal, device))
-        except (ImportError, UnavailableError) as error:
-            left_out.append(f"{name}: {error}")
-    found: dict[str, Any] = {
-        "environment": environment.describe(device), "rows": rows, "left_out": left_out,
-    }  # fmt: skip
-    if any(row["kind"] == "trained" for row in rows):
-        found["trained_accuracy"] = trained_model()[2]
-    return found
-
-
-def main() -> None:
-    """Write the document to stdout."""
-    parser = argparse.ArgumentParser(prog="python -m elsa_core.bench.sparsity")
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=here)
-    parser.add_argument("--dtypes", default="fp32", help="comma-separated: fp32, fp16, bf16")
-    parser.add_argument("--kinds", default="trained,runs,local,random")
-    parser.add_argument("--lengths", default="", help="comma-separated [1K to 8K, GPU 4K to 64K]")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="no row begins after them")
-    given = parser.parse_args()
-    lengths = [int(n) for n in given.lengths.split(",") if n] or list(LENGTHS[given.device])
-    try:
-        found = document(
-            given.device, given.dtypes.split(","), given.kinds.split(","), lengths, given.seconds
-        )
-    except ElsaError as error:
-        sys.exit(f"error: {error}")
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    return compared(name, contenders(tensors, case.causal, run), given, judge)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, cases, measure, options(__doc__, rounds=12))

@@ -7,13 +7,12 @@ build the documentation.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "elsa_core" / "bench" / "results"
-CHART = ROOT / "docs" / "speed.svg"
+from elsa_core.bench import published
+
+CHART = Path(__file__).with_name("speed.svg")
 
 ATTENTION = ("8x12x197x64", "8x16x577x64", "8x12x1025x64", "1x8x16384x64", "1x8x16384x128")
 MODELS = ("ViT-T-224", "ViT-B-224", "CLIP-L/14-224", "Swin-T-W8-256", "SwinV2-T-W8-256")
@@ -51,7 +50,9 @@ def main() -> None:
 
 def drawn() -> str:
     """The chart as an SVG document."""
-    attention, models = (_load(f"{name}_h200") for name in ("attention", "models"))
+    attention, models = (
+        published.read(published.RESULTS / f"{name}_h200.csv") for name in ("attention", "models")
+    )
     groups = [
         (f"attention, {dtype}", _attention(attention, dtype)) for dtype in ("fp32", "fp16")
     ] + [(f"whole models, {dtype}", _models(models, dtype)) for dtype in ("fp32", "fp16")]
@@ -90,11 +91,6 @@ def _row(bar: Bar, y: int) -> list[str]:
         f'<text x="{LABEL + after:.1f}" y="{y}">{bar.ratio:.2f}x</text>',
         f'<text class="note" x="{PEER}" y="{y}">{bar.peer}</text>',
     ]
-
-
-def _load(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return document
 
 
 def _attention(document: dict[str, Any], dtype: str) -> list[Bar]:

@@ -1,23 +1,18 @@
 """Draws small models in training, patched and original: `python docs/convergence_chart.py`.
 
-Reads docs/convergence.json, which `python -m elsa_core.bench.convergence` wrote, and writes
-docs/convergence.svg and the table of docs/benchmarks.md. A panel is one model on one data set in
-one dtype: test accuracy by epoch, the mean over the seeds as a line and their range as a band.
+Reads results/convergence.csv and writes docs/convergence.svg. A panel is one model on one data set
+in one dtype: test accuracy by epoch, the mean over the seeds as a line, their range as a band.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
-from elsa_core.bench import convergence
+from benchmarks.tables import rows_of
+from elsa_core.bench.published import ENVIRONMENTS, RESULTS
 
-DOCS = Path(__file__).resolve().parent
-SOURCE, CHART = DOCS / "convergence.json", DOCS / "convergence.svg"
-PAGE = DOCS / "benchmarks.md"
-TABLE = re.compile(r"(?<=<!-- begin:convergence -->\n).*?(?=<!-- end:convergence -->)", re.DOTALL)
+CHART = Path(__file__).with_name("convergence.svg")
 
 WIDTH, HEIGHT, GAP, TOP, LEFT, COLUMNS = 180, 120, 34, 64, 40, 4
 WAYS = ("original", "patched")
@@ -36,32 +31,27 @@ polygon.original { fill: #9da7b1 } polygon.patched { fill: #3fb68b } }
 
 
 def main() -> None:
-    """Write the chart and the table."""
-    document = json.loads(SOURCE.read_text(encoding="utf-8"))
-    CHART.write_text(drawn(document), encoding="utf-8")
-    PAGE.write_text(tabled(PAGE.read_text(encoding="utf-8"), document), encoding="utf-8")
+    """Write the chart."""
+    CHART.write_text(drawn(), encoding="utf-8")
 
 
-def tabled(page: str, document: dict[str, Any]) -> str:
-    """The page with the table of a document."""
-    return TABLE.sub(lambda _: convergence.table(document), page)
-
-
-def drawn(document: dict[str, Any]) -> str:
-    """The chart of a document as SVG."""
-    panels: dict[tuple[str, str, str], dict[str, list[list[float]]]] = {}
-    for run in document["runs"]:
-        key = (run["data"], run["model"], run["dtype"])
-        panels.setdefault(key, {way: [] for way in WAYS})[run["way"]].append(run["accuracy"])
+def drawn() -> str:
+    """The chart as an SVG document."""
+    panels: dict[tuple[str, ...], dict[str, list[list[float]]]] = {}
+    for row in rows_of("convergence"):
+        data, _, model = row["case"].partition("/")
+        curves = panels.setdefault((data, *model.split("-")), {way: [] for way in WAYS})
+        curves[row["contender"]].append([float(each) for each in row["accuracy"].split()])
     lines = []
     for i, (key, curves) in enumerate(panels.items()):
         x = LEFT + (i % COLUMNS) * (WIDTH + GAP)
         y = TOP + (i // COLUMNS) * (HEIGHT + 2 * GAP)
         lines += _panel(" · ".join(key), curves, x, y)
-    rows = -(-len(panels) // COLUMNS)
+    high = -(-len(panels) // COLUMNS)
     width = LEFT + min(COLUMNS, len(panels)) * (WIDTH + GAP)
-    height = TOP + rows * (HEIGHT + 2 * GAP)
-    settings = document["settings"]
+    height = TOP + high * (HEIGHT + 2 * GAP)
+    environments = json.loads((RESULTS / ENVIRONMENTS).read_text(encoding="utf-8"))
+    settings = environments["convergence"]["settings"]
     note = (
         f"{settings['seeds']} seeds, mean and range; original dashed, patched (elsa's "
         f"{settings['backend']} kernels) solid"

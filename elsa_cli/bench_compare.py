@@ -22,15 +22,14 @@ def published(given: str | None) -> Document | None:
     """
     if given is None:
         return None
-    from elsa_core.bench import tables
+    from elsa_core.bench import published as results
     from elsa_core.errors import ModelError
     from elsa_core.files import located
 
     path = located(given)
     if not path.exists() and not path.suffix:
-        known = {file.stem: file for file in tables.published().glob("*.json")}
-        path = known.get(given, path)
-    document = tables.load(path)
+        path = results.find(given) or path
+    document = results.load(path)
     try:
         _compared(document, document)  # what it lacks is known before minutes of measuring
     except ModelError as error:
@@ -46,15 +45,17 @@ def names(document: Document) -> tuple[str, ...]:
 
 def files(session: Session, own: Path, other: Document | None) -> None:
     """Compare an earlier run with another one; nothing is measured."""
-    from elsa_core.bench import tables
+    from elsa_core.bench import published as results
     from elsa_core.errors import ArgumentError
 
     assert other is not None
-    document = tables.load(own)
+    if own.suffix == ".csv":
+        raise ArgumentError(f"{own}: --from takes a run as `elsa bench -o` wrote it, in JSON")
+    document = results.load(own)
     if document["command"] != other["command"]:
         raise ArgumentError(f"{own} holds {document['command']}, not {other['command']}")
-    results = document["results"] | added(document, other)
-    session.document(document["command"], document["environment"], results)
+    found = document["results"] | added(document, other)
+    session.document(document["command"], document["environment"], found)
     judge(session, document, other)
 
 

@@ -135,7 +135,7 @@ def _list(
 
 
 def _show(session: Session, document: Document, published: Document | None) -> None:
-    from elsa_core.bench import model_tables, products
+    from elsa_core.bench import products, summary
     from elsa_core.measuring import environment
     from elsa_core.messages import milliseconds
 
@@ -168,5 +168,5 @@ def _show(session: Session, document: Document, published: Document | None) -> N
         session.warn(line)
     if document["results"]["busy"]:
         session.warn(f"the machine was not free: {document['results']['busy']}")
-    text = model_tables.summary(document)
+    text = summary.of_models(document)
     session.line(text.partition("Patched")[1] + text.partition("Patched")[2], even_quiet=True)

@@ -308,7 +308,7 @@ def _check_targets(device: torch.device, given: dict[str, Any]) -> None:
 
 
 def _show(session: Session, report: Report, published: dict[str, Any] | None) -> None:
-    from elsa_core.bench import results, tables
+    from elsa_core.bench import results, summary
     from elsa_core.measuring import environment
 
     added = bench_compare.added(results.document(report), published)
@@ -329,7 +329,7 @@ def _show(session: Session, report: Report, published: dict[str, Any] | None) ->
     if report.busy:
         session.warn(f"the machine was not free: {report.busy}")
     # The first sentence names the machine, which the heading has done.
-    text = tables.summary(results.document(report))
+    text = summary.of_attention(results.document(report))
     session.line(text.partition("At least")[1] + text.partition("At least")[2], even_quiet=True)
 
 

@@ -21,7 +21,7 @@ from elsa_core.errors import ArgumentError, ElsaError
 from elsa_core.measuring.memory_limit import limited
 from elsa_core.measuring.rounds import Settings
 from elsa_core.measuring.timing import Contender
-from elsa_core.messages import first_line, milliseconds
+from elsa_core.messages import first_line
 from elsa_core.model_runs import variants
 from elsa_core.model_runs.runs import Prepared, Progress, prepare, timed
 from elsa_core.patching import patch, unpatch
@@ -31,7 +31,7 @@ TABLE: Final = "families"
 GOAL: Final = 0.99
 PROTOCOL: Final[dict[str, Any]] = {"rounds": 9, "budget_seconds": 2.0}
 PEERS: Final = {"cpu": ("eager",), "cuda": ("eager", "eager+graph")}
-_PAIRS: Final = (
+PAIRS: Final = (
     ("eager", "patched"), ("compile", "patched+compile"), ("eager+graph", "patched+graph"),
     ("compile+graph", "patched+compile+graph"),
 )  # fmt: skip
@@ -193,42 +193,9 @@ def pairs(case: Document) -> dict[str, float]:
     seconds = {each["contender"]: each["seconds"] for each in case["measurements"]}
     return {
         peer: seconds[peer] / seconds[own]
-        for peer, own in _PAIRS
+        for peer, own in PAIRS
         if peer in seconds and own in seconds
     }
-
-
-def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of this table: times and ratios of each kind of run, the slowest marked."""
-    ran = {each["contender"] for case in cases for each in case["measurements"]}
-    kinds = [peer for peer, _ in _PAIRS if peer in ran]
-    columns = ["family", "architecture", ">px", ">batch", "dtype", ">sites"]
-    for peer in kinds:
-        columns += [f">{peer}, ms", f">{dict(_PAIRS)[peer]}, ms", ">gain"]
-    compiled = any(peer.startswith("compile") for peer in kinds)
-    columns += [">gain, best of both"] if compiled else []
-    rows = []
-    for case in cases:
-        asked, found = case["case"], pairs(case)
-        seconds = {each["contender"]: each["seconds"] for each in case["measurements"]}
-        row = [asked["label"], asked["model"].partition(":")[2], str(asked["image_size"])]
-        row += [str(asked["batch"]), asked["dtype"], "/".join(map(str, case["sites"]))]
-        for peer in kinds:
-            times = [seconds.get(name) for name in (peer, dict(_PAIRS)[peer])]
-            row += ["-" if each is None else milliseconds(each) for each in times]
-            row.append(_ratio(case, found.get(peer)))
-        if compiled:
-            row.append(_ratio(case, case["gain"] and case["gain"]["value"]))
-        rows.append(row)
-    return columns, rows
-
-
-def _ratio(case: Document, ratio: float | None) -> str:
-    if ratio is None:
-        return "-"
-    if case["wrong"]:
-        return "wrong"
-    return f"**{ratio:.2f}**" if ratio < GOAL else f"{ratio:.2f}"
 
 
 def summary(document: Document) -> str:
@@ -239,7 +206,7 @@ def summary(document: Document) -> str:
     cases = [each for each in document["results"]["cases"] if each["case"]["table"] == TABLE]
     cases = [case for case in cases if not case["wrong"]]
     text = ""
-    for peer, own in _PAIRS:
+    for peer, own in PAIRS:
         found = sorted(
             (pairs(case)[peer], case["case"]["name"]) for case in cases if peer in pairs(case)
         )

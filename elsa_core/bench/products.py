@@ -10,8 +10,8 @@ models`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ from torch.nn import functional
 
 from elsa_core import calls, reference, routing
 from elsa_core.bench import models
-from elsa_core.bench.forms import allowing_tf32
 from elsa_core.bench.model_cases import Document
 from elsa_core.errors import ElsaError
 from elsa_core.linear import linear, served
@@ -131,6 +130,17 @@ def measure(
             return _measured(case, device, settings)
     except (ElsaError, RuntimeError, MemoryError) as error:
         return _document(case, [], {"all": first_line(error)})
+
+
+@contextmanager
+def allowing_tf32() -> Iterator[None]:
+    """PyTorch's float32 products may use TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 class _Kept:

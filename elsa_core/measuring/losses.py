@@ -1,7 +1,7 @@
 """What the published results say of a call: whether elsa was slower than a peer near it.
 
 `losses.json` beside this file is the part of the results that this needs;
-`python -m elsa_core.bench.losses` writes it.
+`python -m benchmarks.losses` writes it.
 """
 
 from __future__ import annotations

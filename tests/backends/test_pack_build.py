@@ -531,22 +531,3 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert (child.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "interrupted; nothing was written"
     assert not list((tmp_path / "packs").iterdir())
-
-
-def test_first_calls_are_compared_by_medians(monkeypatch) -> None:
-    """Each variant with Triton's cache empty and kept, in the same cache one after the other."""
-    from elsa_core.bench import first_call
-
-    times, caches = iter(range(100)), []
-
-    def fresh(shape: str, dtype: str, pack: str, cache: str) -> dict[str, Any]:
-        caches.append((pack, cache))
-        return {"first_call_ms": float(next(times))}
-
-    monkeypatch.setattr(first_call, "_fresh", fresh)
-    found = first_call.compared("1,2,3,4", "fp16", "here")
-    runs = 2 * first_call.REPEATS
-    assert [pack for pack, _ in caches] == ["here"] * runs + ["0"] * runs
-    assert caches[::2] == caches[1::2] and len(set(caches)) == runs
-    assert found["pack_empty"] == {"first_call_ms": 2.0, "first_call_range_ms": [0.0, 4.0]}
-    assert found["jit_kept"] == {"first_call_ms": 9.0, "first_call_range_ms": [7.0, 11.0]}

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from window_backward_interpreted import TERMS, arguments, distance, exact, peers
 
-from elsa_core.bench.tune.window_cases import poison
+from benchmarks.window_cases import poison
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import elsa_core as elsa
-from elsa_core.bench.tune.window_cases import (
+from benchmarks.window_cases import (
     GEOMETRY,
     ROUNDING,
     cases,
@@ -57,7 +57,7 @@ def swin(batch, height, width, window, shift, dtype, precision="strict", heads=3
 
 @pytest.mark.parametrize(("name", "dtype", "precision"), cases())
 def test_geometry(name, dtype, precision):
-    """`python -m elsa_core.bench.tune.window OUT.json check` compiles these kernels in parallel."""
+    """Every geometry in every precision."""
     agree(make(*GEOMETRY[name], dtype, precision))
 
 

@@ -20,6 +20,7 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 from fence import fenced  # noqa: E402
 
+from benchmarks.window_cases import composite  # noqa: E402
 from elsa_core.backends import eager_window  # noqa: E402
 from elsa_core.backends.triton.window import backward, backward_plan  # noqa: E402
 from elsa_core.backends.triton.window.backward_plan import (  # noqa: E402
@@ -29,7 +30,6 @@ from elsa_core.backends.triton.window.backward_plan import (  # noqa: E402
 )
 from elsa_core.backends.triton.window.tiling import BackwardPlan  # noqa: E402
 from elsa_core.backends.window_call import WindowCall  # noqa: E402
-from elsa_core.bench.tune.window_cases import composite  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 TERMS = ("qkv", "bias", "pad", "logit")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from importlib import resources
-
 import jsonschema
 import pytest
+
+from elsa_cli.schema import document
 
 
 @pytest.fixture(scope="session")
 def schema() -> jsonschema.Draft202012Validator:
     """The schema of the documents that --json prints."""
-    text = resources.files("elsa_cli").joinpath("schemas/result-1.json").read_text("utf-8")
-    loaded = json.loads(text)
-    jsonschema.Draft202012Validator.check_schema(loaded)
-    return jsonschema.Draft202012Validator(loaded)
+    return jsonschema.Draft202012Validator(document())

@@ -11,8 +11,9 @@ import jsonschema
 import pytest
 import torch
 
+from benchmarks import tables
 from elsa_cli.main import run
-from elsa_core.bench import families, models, tables
+from elsa_core.bench import families, models, published
 from elsa_core.bench.model_cases import ModelCase
 from elsa_core.errors import ArgumentError
 from elsa_core.loading.libraries import default_recipe
@@ -114,14 +115,13 @@ def test_a_run_is_cut_resumed_and_shown(
     said = capsys.readouterr().out
     assert "patched against eager: " in said and "slowest: " in said and "of 4 under 0.99" in said
     assert "Not measured: families/no-such-thing-176x1-fp32 (" in said
-    kept = tables.load(Path("m.json"))
+    kept = published.load(Path("m.json"))
     assert kept["results"]["complete"] and kept["results"]["cases"][0] == first
-    lines = tables.render(kept, "families").splitlines()
+    lines = tables.of_document(kept, "families").splitlines()
     assert lines[0] == (
         "| family | architecture | px | batch | dtype | sites | eager, ms | patched, ms | gain |"
     )
     assert len(lines) == 8 and lines[2].startswith("| vision_transformer | test_vit | 160 | 1 |")
-    assert "--table families --baselines eager --rounds 3" in tables.render(kept, "command")
 
 
 def result(name: str, seconds: dict[str, float], **more: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def test_runs_of_one_kind_stand_beside_each_other() -> None:
     text = families.summary(document)
     assert "patched against eager: 0 of 2 under 0.99; slowest: a-224x1-fp32 (2.00), b-" in text
     assert "patched+graph against eager+graph: 1 of 2 under 0.99; slowest: b-224x1-fp32" in text
-    _, rows = families.table_of([fast, slow, lost])
+    _, rows = tables.families_table([fast, slow, lost])
     assert rows[0][6:] == ["2000", "1000", "2.00", "300", "200", "1.50"]
     assert rows[1][6:] == ["2000", "1000", "2.00", "300", "400", "**0.75**"]
     assert rows[2][6:] == ["1000", "9000", "wrong", "-", "-", "-"]
@@ -152,7 +152,7 @@ def test_the_compiled_original_is_a_peer_with_columns() -> None:
                "patched+graph": 0.2}  # fmt: skip
     found = result("a", seconds | {"patched+compile+graph": 0.25}, gain={"value": 1.5})
     lost = result("b", seconds, gain={"value": 1.5})  # the compiler failed on the patched model
-    columns, rows = families.table_of([found, lost])
+    columns, rows = tables.families_table([found, lost])
     assert columns[9:] == [
         ">eager+graph, ms", ">patched+graph, ms", ">gain", ">compile+graph, ms",
         ">patched+compile+graph, ms", ">gain", ">gain, best of both",
@@ -173,10 +173,10 @@ def test_a_compiled_original_is_measured(
     line += ["--rounds", "3", "--budget", "0.3", "--baselines", "eager,compile"]
     assert run([*line, "--case", "families/vision_transformer-160x1-fp32"]) == 0
     capsys.readouterr()
-    [found] = tables.load(Path("m.json"))["results"]["cases"]
+    [found] = published.load(Path("m.json"))["results"]["cases"]
     assert set(families.pairs(found)) == {"eager", "compile"} and not found["wrong"]
     assert {m["contender"] for m in found["measurements"]} >= {"compile", "patched+compile"}
-    head = tables.render(tables.load(Path("m.json")), "families").splitlines()[0]
+    head = tables.of_document(published.load(Path("m.json")), "families").splitlines()[0]
     assert "| compile, ms | patched+compile, ms | gain | gain, best of both |" in head
 
 

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import torch
 
-from elsa_cli import main
+from elsa_cli import schema
 from elsa_cli.main import run
 from elsa_core.bench.tune import linear
 from elsa_core.bench.tune.linear import Product
@@ -21,9 +21,7 @@ from elsa_core.backends.triton.linear import gate, usertable
 from elsa_core.backends.triton.shared import usertable as tiles
 
 GPU = "NVIDIA A100-SXM4-40GB"
-SCHEMA = json.loads(
-    (Path(main.__file__).parent / "schemas" / "result-1.json").read_text(encoding="utf-8")
-)
+SCHEMA = schema.document()
 
 
 @pytest.fixture(autouse=True)

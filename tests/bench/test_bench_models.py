@@ -11,8 +11,9 @@ import jsonschema
 import pytest
 import torch
 
+from benchmarks import tables
 from elsa_cli.main import run
-from elsa_core.bench import compare, models, tables
+from elsa_core.bench import compare, models, published
 from elsa_core.bench.model_cases import ModelCase
 from elsa_core.errors import ArgumentError
 from elsa_core.loading.imagesize import with_image_size
@@ -90,12 +91,12 @@ def test_a_run_is_kept_resumed_shown_and_rendered(
     swin = again["results"]["cases"][1]
     assert swin["case"]["window"] == 4
     assert "sdpa" in {m["contender"] for m in swin["measurements"]}  # Swin leaves it off
-    kept = tables.load(Path("m.json"))
+    kept = published.load(Path("m.json"))
     assert kept["results"] == again["results"]
-    lines = tables.render(kept, "batch8").splitlines()
+    lines = tables.of_document(kept, "batch8").splitlines()
     assert lines[0].startswith("| model | px | batch | eager, ms | sdpa, ms | patched, ms | gain")
     assert lines[2].startswith("| ViT-T | 32 | 2 | ") and len(lines) == 4
-    assert "faster than the fastest baseline in " in tables.render(kept, "summary")
+    assert "faster than the fastest baseline in " in tables.of_document(kept, "summary")
     assert run([*line[:-1], "--resume", "--rounds", "4"]) == 2
     assert "other settings" in capsys.readouterr().err
 
@@ -135,7 +136,7 @@ def test_cases_of_another_selection_complete_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_few_rounds_have_no_interval() -> None:
-    document = tables.load(tables.RESULTS / "models_cpu.json")
+    document = published.read(published.RESULTS / "models_cpu.csv")
     document["results"]["cases"] = document["results"]["cases"][:3]
     for case, rounds, verdict in zip(
         document["results"]["cases"], (3, 5, 6), ("unsure", "unsure", "no difference"), strict=True
@@ -143,9 +144,11 @@ def test_few_rounds_have_no_interval() -> None:
         case["gain"] = {
             "value": 1.4776, "low": 0.9, "high": 1.49, "rounds": rounds, "verdict": verdict,
         }  # fmt: skip
-    cells = [line.split(" | ")[-3] for line in tables.render(document, "batch8").splitlines()[2:]]
+    cells = [
+        line.split(" | ")[-3] for line in tables.of_document(document, "batch8").splitlines()[2:]
+    ]
     assert cells == ["1.48 (3 rounds)", "1.48 (5 rounds)", "1.48 (0.90 to 1.49)"]
-    text = tables.render(document, "summary")
+    text = tables.of_document(document, "summary")
     counts = "in 0 of 3 cases, slower in 0; no difference in 1, undecided in 2 for want of rounds."
     assert counts in text
 
@@ -175,7 +178,7 @@ def test_a_limit_leaves_models_for_later(capsys: pytest.CaptureFixture[str]) -> 
         assert run(["bench", "models", *SHORT, "-o", "m.json", "--limit", "1"]) == 0
     out = capsys.readouterr().out
     assert "1 of 2 models are left; --resume -o m.json goes on" in out
-    assert not tables.load(Path("m.json"))["results"]["complete"]
+    assert not published.load(Path("m.json"))["results"]["complete"]
 
 
 def test_a_model_that_fails_is_a_row(
@@ -186,9 +189,9 @@ def test_a_model_that_fails_is_a_row(
     assert run(["bench", "models", *SHORT, "-o", "m.json"]) == 0
     out, err = capsys.readouterr()
     assert "no: not measured" in out and "multiple of the patch size" in err
-    document = tables.load(Path("m.json"))
-    assert "| Odd | 33 | 1 | - |" in tables.render(document, "batch8")
-    assert "Not measured: batch8/Odd-33x1-fp32 (" in tables.render(document, "summary")
+    document = published.load(Path("m.json"))
+    assert "| Odd | 33 | 1 | - |" in tables.of_document(document, "batch8")
+    assert "Not measured: batch8/Odd-33x1-fp32 (" in tables.of_document(document, "summary")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -235,16 +238,22 @@ def test_a_file_to_resume_that_is_none(capsys: pytest.CaptureFixture[str]) -> No
 # --compare
 
 
-@pytest.fixture
-def published() -> dict[str, Any]:
-    return tables.load(tables.RESULTS / "attention_cpu.json")
+@pytest.fixture(name="published")
+def published_cpu() -> dict[str, Any]:
+    """With what a run's own document has besides."""
+    document = published.read(published.RESULTS / "attention_cpu.csv")
+    for case in document["results"]["cases"]:
+        case["case"]["quick"], case["reached"] = False, None
+        for measured in case["measurements"]:
+            measured["samples"] = [measured["seconds"]]
+    return document
 
 
 def worse(document: dict[str, Any]) -> dict[str, Any]:
     """The same run with elsa slower in its first case, by more than the rounds scatter."""
     changed = copy.deepcopy(document)
     own = changed["results"]["cases"][0]["measurements"][0]
-    own["samples"] = [10 * seconds for seconds in own["samples"]]
+    own |= {name: own[name] / 10 for name in ("ratio", "ratio_p10", "ratio_p90")}
     own["seconds"] *= 10
     return changed
 

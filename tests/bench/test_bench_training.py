@@ -9,8 +9,9 @@ import jsonschema
 import pytest
 import torch
 
+from benchmarks import tables
 from elsa_cli.main import run
-from elsa_core.bench import models, tables, training
+from elsa_core.bench import models, published, training
 from elsa_core.bench.model_cases import ModelCase, empty
 from elsa_core.measuring import busy
 from elsa_core.patching.adapters import timm_attention
@@ -66,12 +67,10 @@ def test_steps_are_kept_resumed_and_rendered(
             assert set(measured["parts"]) == {"forward", "backward", "optimizer"}
             assert all(seconds > 0 for seconds in measured["parts"].values())
     assert again["results"]["cases"][2]["errors"][1] > 1e-4  # bf16 was asked for
-    kept = tables.load(Path("t.json"))
-    lines = tables.render(kept, "steps").splitlines()
+    kept = published.load(Path("t.json"))
+    lines = tables.of_document(kept, "steps").splitlines()
     assert lines[0].endswith("| forward + backward + optimizer of elsa, ms |") and len(lines) == 4
-    assert "faster than the fastest baseline in " in tables.render(kept, "summary")
-    words = tables.render(kept, "command")
-    assert words.startswith("Written by `elsa bench training --device cpu --baselines eager ")
+    assert "faster than the fastest baseline in " in tables.of_document(kept, "summary")
     assert run(["bench", "models", *SHORT, "-o", "t.json", "--resume"]) == 4
     assert "no result of `elsa bench models`" in capsys.readouterr().err
 
@@ -81,7 +80,7 @@ def test_a_case_that_loses_is_named() -> None:
     gain = {"value": 0.8, "low": 0.7, "high": 0.9, "rounds": 9, "verdict": "slower"}
     case = TINY["cpu"]["steps"][0]
     document["results"]["cases"] = [empty(case, "") | {"gain": gain}]
-    assert "Slower: steps/ViT-T-32x2-fp32 (0.80)." in tables.render(document, "summary")
+    assert "Slower: steps/ViT-T-32x2-fp32 (0.80)." in tables.of_document(document, "summary")
 
 
 def test_a_wrong_gradient_ends_with_1(

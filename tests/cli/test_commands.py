@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import MISSING, fields
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 import elsa_core
-from elsa_cli import pipeline
+from elsa_cli import pipeline, schema
 from elsa_cli.options import CHECKED_ROWS
 from elsa_cli.proof_options import PATHS
 from elsa_core.patching.rewrite import patched_sites
@@ -26,9 +25,7 @@ from .conftest import TINY, Answer, Elsa
 # A check costs per site: two are enough wherever their number is not the point.
 FEW = (*TINY, "--model-kwargs", "depth=4", "--include", "blocks.[23].*")
 
-SCHEMA = json.loads(
-    resources.files("elsa_cli").joinpath("schemas/result-1.json").read_text(encoding="utf-8")
-)
+SCHEMA = schema.document()
 
 
 def document(answer: Answer, code: int = 0) -> dict[str, Any]:

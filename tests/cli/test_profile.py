@@ -6,7 +6,6 @@ import json
 import shlex
 import shutil
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import jsonschema
 import pytest
 import torch
 
+from elsa_cli import schema
 from elsa_core.patching.rewrite import patched_sites
 from elsa_core.profiling import sweep
 
@@ -23,9 +23,7 @@ MODEL = "vit_tiny_patch16_224"
 SMALL = "test_vit"  # for whatever does not look at sites
 FAST = ("--rounds", "3", "--budget", "0.2", "--no-errors")
 TINY = (MODEL, "--img", "32", *FAST)
-SCHEMA = json.loads(
-    resources.files("elsa_cli").joinpath("schemas/result-1.json").read_text(encoding="utf-8")
-)
+SCHEMA = schema.document()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import csv
 from pathlib import Path
 
 import pytest
@@ -143,20 +143,21 @@ def hopper(monkeypatch):
 
 def measured_products():
     """The kernels' speed over PyTorch's by (rows, channels, columns), of published products."""
-    read = [
-        json.loads((ROOT / "docs" / name).read_text(encoding="utf-8"))
-        for name in ("layers_h200.json", "linear_forms_h200.json")
-    ]
-    found = {
-        (p["rows"], p["depth"], p["columns"]): min(
-            p["pytorch_ms"] / p[key] for key in ("elsa_ms", "elsa_frozen_ms")
-        )
-        for p in read[0]["products"]
-    }
-    for row in read[1]["rows"]:
-        if row["form"] == "centred" and row["way"] == "elsa":
-            shape = tuple(int(size) for size in row["product"].split("x"))
-            found[shape] = min(row["gain"], found.get(shape, row["gain"]))
+    times: dict[tuple[int, ...], dict[str, float]] = {}
+    found: dict[tuple[int, ...], float] = {}
+    for name in ("layers_h200", "linear_forms_h200"):
+        for row in csv.DictReader((ROOT / "results" / f"{name}.csv").open(encoding="utf-8")):
+            kind, _, sizes = row["case"].partition("/")
+            if kind not in ("products", "centred"):
+                continue
+            shape = tuple(int(size) for size in sizes.split("x"))
+            if kind == "products":
+                times.setdefault(shape, {})[row["contender"]] = float(row["median"])
+            elif row["contender"] == "elsa":
+                found[shape] = float(row["ratio"])
+    for shape, taken in times.items():
+        gain = taken["pytorch"] / max(taken["elsa"], taken["elsa, frozen"])
+        found[shape] = min(gain, found.get(shape, gain))
     return found
 
 

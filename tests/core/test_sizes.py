@@ -12,8 +12,8 @@ from elsa_core.limits import LARGEST_HEAD_DIM
 ROOT = Path(elsa_core.__file__).parent.parent
 FILES = [path for name in ("elsa_core", "elsa_cli") for path in (ROOT / name).rglob("*.py")]
 LINES, FILE_LINES = 60, 400
-# Longer: kernels, which are one unit each, and the tools that measure their tiles.
-EXEMPT = ("elsa_core/backends/triton/", "elsa_core/bench/tune/")
+# Longer: kernels, which are one unit each.
+EXEMPT = ("elsa_core/backends/triton/",)
 
 
 def _is_kernel(function: ast.FunctionDef) -> bool:

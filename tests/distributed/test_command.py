@@ -14,12 +14,10 @@ import jsonschema
 import pytest
 import torch
 
-import elsa_cli
-from elsa_cli import main
+from elsa_cli import main, schema
 
 from .ranks import ports
 
-SCHEMA = Path(elsa_cli.__file__).parent / "schemas" / "result-1.json"
 _SMALL = [
     "profile",
     "vit_tiny_patch16_224",
@@ -46,7 +44,7 @@ def profiled(*flags: str) -> dict[str, Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    jsonschema.validate(document, json.loads(SCHEMA.read_text()))
+    jsonschema.validate(document, schema.document())
     found: dict[str, Any] = document["results"]["scaling"]
     assert found["difference"] < 1e-5
     assert found["speedup"] == pytest.approx(found["seconds_one"] / found["seconds"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +13,6 @@ import pytest
 from sampling import some
 
 import elsa_core
-from elsa_core.bench import training_tables
-from elsa_core.errors import ArgumentError
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -60,47 +56,11 @@ def test_every_block_of_a_page_is_a_step() -> None:
     assert steps(page) == [("bash", "true"), ("bash", "false"), ("python", "x = 1\n\nassert x\n")]
 
 
-def test_the_chart_is_drawn_from_the_results() -> None:
-    drawn = runpy.run_path(str(DOCS / "chart.py"))["drawn"]()
-    assert (DOCS / "speed.svg").read_text(encoding="utf-8") == drawn, "run: python docs/chart.py"
-
-
-def test_convergence_is_that_of_the_result() -> None:
-    chart = runpy.run_path(str(DOCS / "convergence_chart.py"))
-    document = json.loads((DOCS / "convergence.json").read_text(encoding="utf-8"))
-    assert document["settings"]["seeds"] >= 5
-    assert {run["data"] for run in document["runs"]} == {"digits", "mnist5k"}
-    hint = "run: python docs/convergence_chart.py"
-    assert (DOCS / "convergence.svg").read_text("utf-8") == chart["drawn"](document), hint
-    page = (DOCS / "benchmarks.md").read_text("utf-8")
-    assert chart["tabled"](page, document) == page, hint
-
-
-def test_the_tables_of_layers_and_training_are_those_of_the_results() -> None:
-    page = DOCS / "benchmarks.md"
-    hint = "run: python -m elsa_core.bench.training_tables docs/benchmarks.md"
-    assert training_tables.rendered(page) == page.read_text(encoding="utf-8"), hint
-    assert set(training_tables.TABLES) == {
-        "layers", "layers_compiled", "products", "fusions", "training", "training_h100",
-        "training_cpu", "training_cpu_avx512", "gradients", "distributed", "long_context",
-    }  # fmt: skip
-
-
-def test_a_page_without_a_table_s_markers_is_refused(tmp_path: Path) -> None:
-    for file in DOCS.glob("*.json"):
-        shutil.copy(file, tmp_path)
-    page = tmp_path / "page.md"
-    page.write_text("<!-- begin:layers -->\n", encoding="utf-8")
-    with pytest.raises(ArgumentError, match="begin:layers"):
-        training_tables.rendered(page)
-
-
-def test_no_table_has_an_error_beside_the_time_of_another_call() -> None:
-    """Errors of one image stood in the rows of batches of eight."""
-    document = json.loads((DOCS / "layers_h200.json").read_text(encoding="utf-8"))
-    assert "first image" in document["error"]
-    for table in (training_tables.layers_table, training_tables.products_table):
-        assert "error" not in table(document)
+@pytest.mark.parametrize("script", ["chart", "convergence_chart"])
+def test_charts_are_drawn_from_the_results(script: str, tmp_path: Path) -> None:
+    made = runpy.run_path(str(DOCS / f"{script}.py"))
+    chart = made["CHART"].read_text(encoding="utf-8")
+    assert made["drawn"]() == chart, f"run: python docs/{script}.py"
 
 
 def test_every_public_name_is_on_the_page_of_the_api() -> None:

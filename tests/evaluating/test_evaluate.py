@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import elsa_core as elsa
-from elsa_cli import console
+from elsa_cli import console, schema
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.evaluating import labelled_images
@@ -156,8 +155,7 @@ def test_the_command(command: Elsa, trained: Path, digits: Path) -> None:
     assert re.search(r"\d\.\d\dx the throughput \(\d\.\d\d to \d\.\d\d\)$", verdict)
     code, out, err = command("eval", trained, "--images", digits, "--json", "--limit", "30")
     document: dict[str, Any] = json.loads(out)
-    schema = resources.files("elsa_cli").joinpath("schemas/result-1.json").read_text("utf-8")
-    jsonschema.validate(document, json.loads(schema), cls=jsonschema.Draft202012Validator)
+    jsonschema.validate(document, schema.document(), cls=jsonschema.Draft202012Validator)
     assert document["results"]["evaluation"]["images"] == 30
     assert document["results"]["evaluation"]["speed"] is None
     assert document["results"]["evaluation"]["changed"] == []

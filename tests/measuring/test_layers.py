@@ -198,7 +198,7 @@ def test_a_wheel_holds_the_code_and_no_results(wheel: Path) -> None:
     assert {
         "elsa_core/measuring/losses.json",
         "elsa_core/measuring/timing.py",
-        "elsa_core/bench/tables.py",
+        "elsa_core/bench/published.py",
         "elsa_core/bench/tune/search.py",
         "elsa_core/csrc/elsa/attention.cpp",
         "elsa_cli/main.py",

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import elsa_core as elsa
-from elsa_core.bench import tables
-from elsa_core.bench.losses import table
+from benchmarks.losses import table
+from elsa_core.bench import published
 from elsa_core.measuring import losses
 from elsa_core.measuring.losses import TABLE
 
@@ -47,7 +47,7 @@ def test_the_nearest_case_speaks(
 
 
 def test_the_shipped_table_is_what_the_results_give() -> None:
-    assert TABLE.read_text(encoding="utf-8") == table(), "run: python -m elsa_core.bench.losses"
+    assert TABLE.read_text(encoding="utf-8") == table(), "run: python -m benchmarks.losses"
     assert TABLE.stat().st_size < 20_000
     for device_type in ("cpu", "cuda"):
         cases = losses._cases(device_type)
@@ -58,8 +58,8 @@ def test_the_shipped_table_is_what_the_results_give() -> None:
 def test_a_kind_that_lost_nowhere_is_left_out() -> None:
     """What `explain` says does not change by it: every case of the results that lost is found."""
     lost = 0
-    for path in tables.RESULTS.glob("*.json"):
-        document = tables.load(path)
+    for path in published.RESULTS.glob("attention_*.csv"):
+        document = published.read(path)
         device_type = document["environment"]["device"]
         for row in document["results"]["cases"]:
             case = row["case"]

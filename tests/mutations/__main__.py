@@ -109,7 +109,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 def _write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     part = path.with_suffix(".part")
     ordered = dict(sorted(rows.items(), key=lambda item: (item[1]["file"], item[1]["line"])))
-    part.write_text(json.dumps({"schema_version": 1, "mutants": ordered}, indent=1) + "\n")
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in ordered.items())
+    part.write_text(f'{{"schema_version": 1, "mutants": {{\n{lines}\n}}}}\n')
     part.replace(path)
 
 

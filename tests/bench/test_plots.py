@@ -1,0 +1,61 @@
+"""`elsa bench attention --plot`: which cases are drawn, and files that are written whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elsa_core.bench import plots
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.measuring import plots as drawing
+
+
+def case(tokens: int, **more: Any) -> dict[str, Any]:
+    shape = {
+        "batch": 1, "heads": 12, "queries": tokens, "keys": tokens, "head_dim": 64,
+        "dtype": "fp32", "mask": "none", "table": "vit",
+    } | more  # fmt: skip
+    runs = [
+        {"contender": name, "seconds": tokens * 1e-5, "seconds_p10": tokens * 0.9e-5,
+         "seconds_p90": tokens * 1.1e-5, "workspace_bytes": 2_000_000}
+        for name in ("elsa-strict", "sdpa-flash")
+    ]  # fmt: skip
+    return {"case": shape, "measurements": runs, "wrong": []}
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    cases = [case(197), case(577), case(16), case(49, mask="additive"), case(49, head_dim=32)]
+    environment = {"cpu": "A CPU", "threads": 2, "isa": "AVX2", "date": "2026-01-02T03:04:05"}
+    return {"environment": environment, "results": {"cases": cases}}
+
+
+def test_the_longest_family_is_drawn(document: dict[str, Any]) -> None:
+    title, times, memory = plots.family(document)
+    assert title == "fp32 attention, batch 1, 12 heads, head_dim 64"
+    assert [tokens for tokens, _ in times["elsa-strict"]] == [16, 197, 577]
+    assert memory["sdpa-flash"][0] == (16, 2_000_000)
+    document["results"]["cases"] = document["results"]["cases"][:1]
+    with pytest.raises(ArgumentError, match="no two of these cases differ"):
+        plots.family(document)
+
+
+@pytest.mark.parametrize("suffix", drawing.FORMATS)
+def test_plots_are_written_whole(document: dict[str, Any], tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = plots.plot(document, tmp_path / f"plot{suffix}")
+    head = path.read_bytes()[:200]
+    assert head.startswith(b"\x89PNG") if suffix == ".png" else b"<?xml" in head
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(ArgumentError, match="use --force"):
+        plots.plot(document, path)
+
+
+def test_plots_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match=r"\.png or \.svg"):
+        drawing.check(tmp_path / "plot.pdf")
+    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UnavailableError, match=r"elsa-attention\[plot\]"):
+        drawing.check(tmp_path / "plot.png")
