@@ -1,6 +1,6 @@
 """What the record of alpha-entmax attention says of `elsa bench attention`, at alpha = 1.5.
 
-Causal calls, training and sparse operands are measured by `elsa_core.bench.entmax_steps`.
+Causal calls, training and sparse operands are measured by `benchmarks.entmax`.
 """
 
 from __future__ import annotations

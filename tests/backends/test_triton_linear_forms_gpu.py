@@ -1,6 +1,6 @@
 """Forms of linear layers on a real NVIDIA GPU: correctness, and that nothing falls back unseen.
 
-They are not chosen by auto until measured; `python -m elsa_core.bench.forms` times them.
+They are not chosen by auto.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ its version and its address as they are. So what is kept is used in two cases on
 
 - On a CPU, in eval mode, where no gradient is wanted: while every floating source equals the copy
   that was taken of it. A comparison costs up to 0.8% of a site at batch 1, deriving 0.2 to 15%
-  (`elsa_core.bench.derivations`; docs/limits.md has each family). An index is no weight; it is told
+  (docs/decisions.md). An index is no weight; it is told
   apart by identity, version and address.
 - After `elsa_core.freeze`, on any device: the caller has said that the weights do not change.
   Writes that PyTorch counts, training mode and a forward that wants gradients end it all the same.

@@ -1,4 +1,4 @@
-"""Whole models as CUDA graphs, in training and in inference: `python -m elsa_core.bench.graphed`.
+"""Whole models as CUDA graphs, in training and in inference: `python -m benchmarks.graphed`.
 
 Each model stands in one process, in turns, as four contenders: the original and the patched model,
 each eager and through `elsa.graphed`. Training: wall time of a step (forward, loss, backward, fused
@@ -217,7 +217,7 @@ def _times(
         return (time.perf_counter() - start) / calls
 
     interleaved(contenders, 3, sample)
-    return interleaved(contenders, rounds, sample, shuffle=random.Random(0))  # noqa: S311
+    return interleaved(contenders, rounds, sample, shuffle=random.Random(0))
 
 
 _median = statistics.median
@@ -269,7 +269,7 @@ def _measured(kind: str, case: Case, device: torch.device, given: Any) -> Result
 
 def main(arguments: list[str]) -> None:
     """Measure, print the table, write the document."""
-    parser = argparse.ArgumentParser(prog="python -m elsa_core.bench.graphed")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.graphed")
     parser.add_argument("what", choices=("steps", "calls", "all"), nargs="?", default="all")
     parser.add_argument("--match", default="", help="only cases whose model-dtype-batch holds this")
     parser.add_argument("--dtypes", default="fp32,fp16", help="of inference")
