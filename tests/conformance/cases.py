@@ -387,6 +387,7 @@ def _of_attention() -> dict[str, dict[str, Any]]:
         **lengths, **widths, **dtypes, **strides, **masks, **half_masks, **scales, **data,
         "no query": {"queries": 0, "keys": 5},
         "no key": {"queries": 5, "keys": 0},
+        "no key, half": {"queries": 5, "keys": 0, "dtype": "float16"},
         "no batch": {"batch": (0,)},
         "batch of one": {"batch": (1,), "heads": 1},
         "two batch axes": {"batch": (2, 3), "heads": 2, "queries": 17},
@@ -405,14 +406,175 @@ def _of_attention() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
+def _some(*beginnings: str, **changes: Any) -> dict[str, dict[str, Any]]:
+    """Those of `_of_attention` whose names begin so."""
+    return {
+        name: {**row, **changes}
+        for name, row in _of_attention().items()
+        if name.startswith(beginnings)
+    }
+
+
+def _grids() -> dict[str, dict[str, Any]]:
+    """Windows: images that are multiples of the window and odd ones, shifts, terms and layouts."""
+    swin = {"size": (14, 21), "window": (7, 7), "shift": (3, 3), "dim": 32}
+    odd = {"size": (5, 11), "window": (4, 4), "shift": (2, 1)}
+    volume = {"size": (3, 6, 5), "window": (2, 3, 3), "shift": (1, 1, 1)}
+    images = {
+        f"{image}, {dtype}{', ' * bool(name)}{name}": row | change | {"dtype": dtype}
+        for image, row in {"swin": swin, "odd": odd, "volume": volume}.items()
+        for dtype in ("float32", "float16", "bfloat16")
+        for name, change in {
+            "": {}, "padding with a bias": {"pad": True}, "table": {"bias": "table"},
+            "cosine": {"cosine": True}, "head first": {"channels": "head", "pad": True},
+        }.items()
+    }  # fmt: skip
+    return {
+        **images,
+        "float64": swin | {"dtype": "float64", "pad": True, "cosine": True},
+        "no shift": {}, "no bias": {"bias": None}, "transposed bias": {"bias": "transposed"},
+        "one window": {"size": (7, 7), "window": (7, 7), "shift": (3, 3)},
+        "image smaller than a window": {"size": (2, 3), "window": (4, 5), "shift": (1, 2)},
+        "windows of one token": {"size": (3, 5), "window": (1, 1)},
+        "rows of windows": {"size": (4, 9), "window": (1, 5), "shift": (0, 2)},
+        "large windows": {"size": (13, 24), "window": (12, 12), "shift": (6, 6), "heads": 1},
+        "larger windows, half": {"size": (17, 16), "window": (17, 16), "dtype": "float16"},
+        "windows of 400 tokens": {"size": (20, 20), "window": (20, 20), "heads": 1, "batch": 1},
+        "grid": {"size": (8, 12), "grid": True}, "grid, half": {
+            "size": (14, 14), "window": (7, 7), "grid": True, "dtype": "float16"},
+        "grid of a volume": {"size": (4, 6, 6), "window": (2, 3, 2), "grid": True},
+        "minus infinity across regions": swin | {"mask_value": -math.inf},
+        "minus infinity, odd, half": odd | {"mask_value": -math.inf, "dtype": "float16"},
+        "nothing across regions": swin | {"mask_value": 0.0},
+        "scale 0": odd | {"scale": 0.0}, "negative scale": odd | {"scale": -0.7, "pad": True},
+        "scale 0, half": odd | {"scale": 0.0, "dtype": "float16"},
+        "terms in float32, half": swin | {
+            "dtype": "float16", "terms": "float32", "pad": True, "cosine": True},
+        "table in float32, half": odd | {
+            "dtype": "bfloat16", "terms": "float32", "bias": "table"},
+        **{f"{d} channels a head": odd | {"dim": d} for d in (1, 3, 8, 24, 40, 64, 80, 128)},
+        **{f"layout {kind}": odd | {"layout": kind, "dim": 20} for kind in (
+            "guarded", "odd rows", "unaligned", "sliced", "channels first", "expanded", "flipped")},
+        **{f"layout {kind}, half": odd | {"layout": kind, "dim": 20, "dtype": "float16"}
+           for kind in ("guarded", "odd rows", "unaligned")},
+        **{f"data {kind}": odd | {"data": kind, "pad": True} for kind in (
+            "large", "constant", "zeros", "shifted")},
+        "no image": {"batch": 0},
+        "seven heads": {"heads": 7, "dim": 5}, "ieee": swin | {"precision": "ieee"},
+        "lean": swin | {"precision": "lean"},
+    }  # fmt: skip
+
+
+def _layers() -> dict[str, dict[str, Any]]:
+    shapes = {
+        f"{m} x {k} -> {n}": {"batch": (m,), "depth": k, "width": n}
+        for m, k, n in ((1, 1, 1), (1, 192, 100), (7, 33, 65), (197, 96, 384), (64, 768, 5),
+                        (300, 257, 130))
+    }  # fmt: skip
+    terms = {
+        f"{activation}, {dtype}": {"activation": activation, "dtype": dtype, "scale": scale,
+                                   "residual": residual}
+        for activation, scale, residual in (
+            ("none", True, True), ("gelu", False, False), ("gelu_tanh", False, True),
+            ("quick_gelu", False, False), ("silu", True, False), ("relu", True, True))
+        for dtype in ("float32", "float16", "bfloat16")
+    }  # fmt: skip
+    return {
+        **shapes, **terms,
+        "plain": {}, "no bias": {"bias": False}, "float64": {"dtype": "float64", "scale": True},
+        "no row": {"batch": (0,)}, "no batch axis": {"batch": ()}, "four axes": {
+            "batch": (2, 3, 5)},
+        "norm": {"norm": "plain"}, "affine norm": {"norm": "affine", "activation": "gelu"},
+        "gated": {"value": True, "activation": "silu"}, "gated, half": {
+            "value": True, "activation": "gelu", "dtype": "float16", "residual": True},
+        "gated norm": {"value": True, "activation": "silu", "norm": "affine", "bias": False},
+        "half norm": {"norm": "affine", "dtype": "bfloat16"},
+        **{f"layout {kind}": {"layout": kind} for kind in (
+            "guarded", "odd rows", "unaligned", "sliced", "channels first", "every second")},
+        **{f"data {kind}": {"data": kind} for kind in ("constant", "zeros", "shifted")},
+        "ieee": {"precision": "ieee", "batch": (130,), "depth": 128},
+    }  # fmt: skip
+
+
+def _packs() -> dict[str, dict[str, Any]]:
+    """Packed sequences."""
+    lengths = {
+        f"lengths {' '.join(map(str, n))}": {"lengths": n}
+        for n in ((1,), (5, 33, 1, 64), (130, 7), (0, 9, 0, 0, 12), (0,), (17,) * 5, (3, 300))
+    }
+    crossed = {"lengths": (5, 0, 20, 3), "key_lengths": (7, 4, 0, 70)}
+    return {
+        **lengths,
+        "no sequence": {"lengths": ()},
+        "other keys": crossed, "other keys, causal": crossed | {"causal": True},
+        "other keys, half": crossed | {"dtype": "float16"},
+        "causal": {"causal": True}, "causal, half": {"causal": True, "dtype": "bfloat16"},
+        "groups": {"heads": 6, "kv_heads": 2}, "one key head, causal": {
+            "heads": 4, "kv_heads": 1, "causal": True},
+        "64-bit lengths": {"index": "int64"}, "longest lengths unsaid": {"longest": False},
+        "longest lengths unsaid, crossed": crossed | {"longest": False},
+        **{f"head dimensions {d} and {dv}": {"dim": d, "value_dim": dv} for d, dv in (
+            (1, 1), (8, 8), (40, 24), (64, 64), (72, 80), (128, 33), (256, 256))},
+        **{f"{dtype}": {"dtype": dtype, "dim": 64} for dtype in (
+            "float16", "bfloat16", "float64")},
+        **{f"scale {scale}{', causal' * causal}": {"scale": scale, "causal": causal}
+           for scale in (0.0, -0.3) for causal in (False, True)},
+        **{f"layout {kind}": {"layout": kind, "dim": 40} for kind in LAYOUTS if kind not in (
+            "packed", "expanded")},
+        **{f"layout {kind}, half": {"layout": kind, "dim": 40, "dtype": "float16"}
+           for kind in ("guarded", "odd rows", "channels first", "unaligned")},
+        **{f"data {kind}": {"data": kind} for kind in (
+            "large", "constant", "zeros", "shifted")},
+        "ieee": {"precision": "ieee"}, "lean": {"precision": "lean"},
+    }  # fmt: skip
+
+
+_TURBO = {"precision": "turbo", "queries": 70, "keys": 130, "dim": 64}
+_ALPHAS = {
+    f"alpha {alpha}{', causal' * causal}": {"alpha": alpha, "causal": causal, "keys": 90}
+    for alpha in (1.0, 1.01, 1.25, 2.0, 3.0, 4.0, "heads", "batch and heads")
+    for causal in (False, True)
+}
 CASES: dict[str, list[Case]] = {
     "attention": _rows("attention", {
         **_of_attention(),
-        "turbo": {"precision": "turbo", "queries": 70, "keys": 130, "dim": 64},
+        "turbo": _TURBO, "turbo, masked": _TURBO | {"mask": "float"},
         "data tiny": {"data": "tiny", "scale": 1.0},
         "data huge": {"data": "huge", "scale": 1e-30},
         "long rows": {"queries": 9, "keys": 3000, "heads": 1},
         "causal before a short last block": {
             "batch": (1,), "heads": 1, "queries": 1100, "dim": 4, "causal": True},
+    }),
+    "window_attention": _rows("window_attention", _grids() | {
+        "turbo": {"size": (14, 14), "window": (7, 7), "precision": "turbo"}}),
+    "linear": _rows("linear", _layers()),
+    "varlen_attention": _rows("varlen_attention", _packs()),
+    "entmax_attention": _rows("entmax_attention", {
+        **_of_attention(), **_ALPHAS,
+        "sparsemax, half": {"alpha": 2.0, "dtype": "float16", "queries": 70},
+        "alpha of heads, half": {"alpha": "heads", "dtype": "bfloat16", "queries": 70},
+        "sparsemax, masked": {"alpha": 2.0, "mask": "float", "keys": 90},
+        "alpha of heads, masked": {"alpha": "heads", "mask": "hidden row"},
+        "long rows": {"queries": 9, "keys": 1500, "heads": 1},
+    }),
+    "entmax_varlen_attention": _rows("entmax_varlen_attention", {
+        **_packs(),
+        **{f"alpha {a}": {"alpha": a} for a in (1.0, 2.0, "heads", "batch and heads")},
+    }),
+    "sparsity": _rows("sparsity", {
+        **_some("causal", "groups", "one key", "mask hidden", "mask float", "mask bool", "layout",
+                "2 queries", "5 queries", "no ", "data", "float16", "bfloat16", "scale"),
+        **{f"{name}, long rows{', causal' * causal}": {
+            "sparsity": value, "queries": 130, "keys": 700, "heads": 1, "data": "large",
+            "causal": causal}
+           for name, value in (("exact", "exact"), ("1e-6", 1e-6), ("0.001", 1e-3))
+           for causal in (False, True)},
+        "1e-6, half": {"sparsity": 1e-6, "queries": 100, "keys": 700, "dtype": "float16"},
+    }),
+    "dropout": _rows("dropout", {
+        **_some("causal", "groups", "one key", "mask", "layout", "63 queries", "1 queries",
+                "65 queries", "5 queries", "no ", "float16", "bfloat16", "head dimensions", "two"),
+        **{f"probability {p}": {"dropout": p, "keys": 70} for p in (0.01, 0.5, 0.9)},
+        "everything is dropped": {"dropout": 1.0},
     }),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ ULPS = 4
 TURBO = 2.0**-10
 # Calls of one kind before the one that is judged: what is kept between calls is then in use.
 CALLS = 3
+COMPILER = "inductor" if os.environ.get("WHOLE_MATRICES", "0") != "0" else "aot_eager"
 Results = dict[str, Tensor]
 # Operators that are arguments of another one's function.
 PUBLIC = {"sparsity": "attention", "dropout": "attention"}
@@ -99,6 +101,16 @@ def converted(arguments: dict[str, Any], to: Callable[[Tensor], Tensor]) -> dict
     return {name: one(given) for name, given in arguments.items()}
 
 
+def kept(arguments: dict[str, Any]) -> Tensor:
+    """Which weights stay: those that plain attention gives identity matrices as values."""
+    key, value = arguments["key"], arguments["value"]
+    eye = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device)
+    given = arguments | {"value": eye.expand(*value.shape[:-2], -1, -1)}
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return public("dropout", "eager", False)(given)["out"] != 0
+
+
 def visible(call: Call) -> dict[str, Any]:
     """The arguments with zeros in keys that hold NaN or infinity, which no query sees."""
     if call.arguments.get("attn_mask") is None:
@@ -131,6 +143,109 @@ def run(
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         results[f"d {name}"] = torch.zeros_like(leaf) if grad is None else grad
     return results
+
+
+def differentiated(
+    function: Callable[[dict[str, Any]], Results], wants: tuple[str, ...], cotangents: Results
+) -> Callable[[dict[str, Any]], Results]:
+    """The gradients as a function, so that `run` gives second derivatives."""
+
+    def call(arguments: dict[str, Any]) -> Results:
+        out = function(arguments)["out"]
+        given = [arguments[name] for name in wants]
+        cotangent = cotangents["out"].to(out.dtype)
+        grads = torch.autograd.grad(out, given, cotangent, create_graph=True, allow_unused=True)
+        return {f"1 {n}": g for n, g in zip(wants, grads, strict=True) if g is not None}
+
+    return call
+
+
+def by_transform(
+    function: Callable[[dict[str, Any]], Results],
+    arguments: dict[str, Any],
+    wants: tuple[str, ...],
+    along: Results,
+    tangent: bool,
+) -> Results:
+    """Results and derivatives by `torch.func`: "t out" along tangents, or "d <name>"."""
+    leaves = tuple(arguments[name].detach() for name in wants)
+
+    def call(*given: Tensor) -> Tensor:
+        return function(arguments | dict(zip(wants, given, strict=True)))["out"]
+
+    if tangent:
+        tangents = tuple(
+            along[f"d {name}"].to(t.dtype) for name, t in zip(wants, leaves, strict=True)
+        )
+        out, moved = torch.func.jvp(call, leaves, tangents)
+        return {"out": out, "t out": moved}
+    out, back = torch.func.vjp(call, *leaves)
+    grads = back(along["out"].to(out.dtype))
+    return {"out": out} | {f"d {name}": g for name, g in zip(wants, grads, strict=True)}
+
+
+def as_graph(call: Callable[[], Results]) -> Results:
+    """What a CUDA graph of a call gives when it is replayed over memory full of NaN."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(CALLS):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for t in found.values():
+        if t._base is None and t.is_leaf:
+            t.fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    return {name: t.clone() for name, t in found.items()}
+
+
+class Program(torch.nn.Module):
+    """A call with tensors as inputs, which `torch.export` takes."""
+
+    def __init__(self, function: Callable[..., Results], constants: dict[str, Any]) -> None:
+        super().__init__()
+        self.function, self.constants = function, constants
+
+    def forward(self, **tensors: Tensor) -> Results:
+        return self.function(self.constants | tensors)
+
+
+def exported(function: Callable[..., Results], arguments: dict[str, Any]) -> Results:
+    """By the program that `torch.export` makes of a call."""
+    tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
+    program = Program(function, {k: v for k, v in arguments.items() if k not in tensors})
+    return torch.export.export(program, (), tensors).module()(**tensors)
+
+
+def execute(
+    case: Case, mode: str, backend: str, arguments: dict[str, Any], wants: tuple[str, ...],
+    along: Results | None,
+) -> Results:  # fmt: skip
+    """One case on a backend, in a mode."""
+    function = public(case.operator, backend, "lse" in mode)
+    if mode == "twice":
+        assert along is not None
+        return run(differentiated(function, wants, along), arguments, wants, along)
+    if mode in ("tangent", "train func"):
+        assert along is not None
+        return by_transform(function, arguments, wants, along, mode == "tangent")
+    if mode.endswith("compiled"):
+        torch._dynamo.reset()
+        function = torch.compile(function, fullgraph=True, backend=COMPILER)
+    if mode.endswith("graph"):
+        return as_graph(lambda: run(function, arguments, wants, along))
+    if mode.endswith("exported"):
+        with torch.no_grad():
+            torch.manual_seed(0)
+            return exported(function, arguments)
+    for _ in range(1 if along else CALLS):
+        torch.manual_seed(0)  # of what dropout drops
+        found = run(function, arguments, wants, along)
+    return found
 
 
 def cotangents_of(exact: Results, dtype: torch.dtype) -> Results:
@@ -172,12 +287,13 @@ def memory_of(arguments: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def faults(
-    found: Results, exact: Results, peers: Results, dtype: torch.dtype, precision: str
-) -> list[str]:
+def faults(case: Case, found: Results, exact: Results, peers: Results) -> list[str]:
     """What is wrong with results, as lines."""
+    dtype, precision, left_out = dtype_of(case), case.precision, 0.0
+    if case.operator == "sparsity" and case.sparsity != "exact":
+        left_out = 2 * case.sparsity * (case.keys or case.queries)
     said = []
-    largest = max((_norm(t) for name, t in exact.items() if name.startswith("d ")), default=0.0)
+    largest = max((_norm(t) for name, t in exact.items() if name != "lse"), default=0.0)
     lse = exact.get("lse")
     of_scores = 0.0
     if lse is not None and bool(lse.isfinite().any()):  # large scores are rounded more coarsely
@@ -193,7 +309,7 @@ def faults(
         if right.numel() == 0:
             continue
         wanted = dtype if name != "lse" else torch.promote_types(dtype, torch.float32)
-        if not name.startswith("d ") and got.dtype != wanted:
+        if name in ("out", "lse") and got.dtype != wanted:
             said.append(f"{name} is {got.dtype}, not {wanted}")
         got, other = got.double(), peers[name].double()
         if name == "lse":
@@ -203,15 +319,19 @@ def faults(
             said.append(f"{name}: {int((~got.isfinite()).sum())} of {got.numel()} are not finite")
             continue
         size = _norm(right)
-        if name.startswith("d ") and size < 1e-3 * largest:
+        if name != "out" and size < 1e-3 * largest:
             size = largest  # what is left of sums that cancel
         rounding = ULPS * (torch.finfo(dtype).eps + of_scores) if precision != "turbo" else TURBO
+        rounding += left_out
+        if case.operator.startswith("entmax") and case.alpha not in (1.0, 1.01, 1.25, 1.5, 2.0):
+            rounding *= 8  # weights are roots of what may be next to 0
         error, of_peer = _norm(got - right), _norm(other - right)
         of_peer = of_peer if math.isfinite(of_peer) else 0.0
         if error > 2 * of_peer + rounding * size:
             said.append(f"{name}: error {error:.2e}, PyTorch's {of_peer:.2e}, size {size:.2e}")
-    if lse is not None and found["out"].shape == exact["out"].shape:
-        hidden = found["out"][lse == -math.inf]
+    if lse is not None and "out" in found and found["out"].shape == exact["out"].shape:
+        empty = lse == -math.inf  # [H, T] of packed sequences
+        hidden = found["out"][empty if empty.shape == found["out"].shape[:-1] else empty.mT]
         if hidden.numel() and bool((hidden != 0).any()):
             said.append("rows that see nothing are not zeros")
     return said
@@ -244,6 +364,8 @@ def references(
     call = build(case, device, seed)
     clean = visible(call)
     definition = getattr(oracle, PUBLIC.get(case.operator, case.operator))
+    if case.operator == "dropout":
+        clean = clean | {"keep": kept(clean)}
 
     def exactly(given: dict[str, Any]) -> Results:
         return _defined(definition, given)
@@ -251,34 +373,46 @@ def references(
     doubles = converted(clean, lambda t: t.detach().double().contiguous())
     with torch.no_grad():
         exact = exactly(doubles)
-    grads = None
-    if mode.startswith("train"):
-        grads = cotangents_of(exact, dtype_of(case))
-        if "lse" not in mode:
-            grads.pop("lse", None)
-        exact = run(exactly, doubles, call.wants, {n: t.double() for n, t in grads.items()})
     alike = converted(clean, lambda t: t.detach().contiguous())
-    return exact, run(peer(case.operator), alike, call.wants, grads), grads
+    if mode.startswith("infer"):
+        return exact, run(peer(case.operator), alike, call.wants, None), None
+    along = cotangents_of(exact, dtype_of(case))
+    if "lse" not in mode:
+        along.pop("lse", None)
+    if mode.startswith("train"):
+        wide = {name: t.double() for name, t in along.items()}
+        exact = run(exactly, doubles, call.wants, wide)
+        return exact, run(peer(case.operator), alike, call.wants, along), along
+    # derivatives that PyTorch's fused kernels lack: the peer is the definition
+    along |= cotangents_of(
+        {f"{kind} {name}": doubles[name] for name in call.wants for kind in "d1"}, dtype_of(case)
+    )
+    found = []
+    for given in (doubles, alike):
+        if mode == "tangent":
+            found.append(by_transform(exactly, given, call.wants, along, True))
+        else:
+            twice = differentiated(exactly, call.wants, along)
+            found.append(run(twice, given, call.wants, along))
+    return found[0], found[1], along
 
 
 def judge(case: Case, backend: str, mode: str, device: str = "cpu", seed: int = 0) -> list[str]:
     """What is wrong with one case on one backend; nothing where it is right."""
     call = build(case, device, seed)
     arguments = call.arguments
-    exact, peers, grads = references(case, mode, device, seed)
+    exact, peers, along = references(case, mode, device, seed)
     before = memory_of(arguments)
-    function = public(case.operator, backend, "lse" in mode)
     try:
         if explained(case.operator, backend, arguments) != backend and backend != "auto":
             return [f"explain does not name {backend}"]
         with spoilt_memory(arguments):
-            for _ in range(1 if grads else CALLS):
-                found = run(function, arguments, call.wants, grads)
+            found = execute(case, mode, backend, arguments, call.wants, along)
     except UnavailableError as error:
         return [f"refused: {error}"]
     except Exception as error:
         return [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
-    said = faults(found, exact, peers, dtype_of(case), case.precision)
+    said = faults(case, found, exact, peers)
     if not all(torch.equal(now, then) for now, then in before):
         said.append("an operand, or what lies around it, was written")
     return said

@@ -90,7 +90,7 @@ def entmax_weights(s: Tensor, seen: Tensor, alpha: Tensor) -> Tensor:
     with torch.no_grad():
         top = x.amax(-1, keepdim=True)
         low, high = top - 1, top.clone()
-        for _ in range(100):
+        for _ in range(56):
             tau = (low + high) / 2
             total = ((x - tau).clamp_min(0) ** power).sum(-1, keepdim=True)
             low, high = torch.where(total >= 1, tau, low), torch.where(total >= 1, high, tau)
@@ -129,6 +129,8 @@ def by_sequence(one: Any, *packed: Any, **terms: Any) -> Results:
         own = {} if alpha is None else {"alpha": alpha}
         if isinstance(alpha, Tensor) and alpha.dim() == 4 and alpha.shape[0] > 1:
             own = {"alpha": alpha[i]}
+        elif isinstance(alpha, Tensor) and alpha.dim() == 4:
+            own = {"alpha": alpha[0]}
         cut = (query[a:b], key[c:d], value[c:d])
         parts.append(one(*(t.transpose(0, 1) for t in cut), **own, **terms))
     # the lse of a sequence is [H, n]
@@ -172,10 +174,10 @@ def window_attention(
     """Roll, pad, cut, attend, join, crop and roll back, as Swin and MaxViT write it."""
     plane = qkv.dim() == 4
     image = qkv.unsqueeze(1) if plane else qkv
-    window, shift = (
-        (1, *window_size) if plane else tuple(window_size),
-        (0, *shift_size) if plane else tuple(shift_size),
-    )
+    window, shift = tuple(window_size), tuple(shift_size)
+    shift = shift if any(shift) else (0,) * len(window)
+    if plane:
+        window, shift = (1, *window), (0, *shift)
     sizes = image.shape[1:4]
     padded = [-(-n // w) * w for n, w in zip(sizes, window, strict=True)]
     rolled = image.roll([-s for s in shift], (1, 2, 3))

@@ -289,8 +289,8 @@ def _tests(tests: tuple[str, ...], library: str, plain: str, isa: str) -> dict[s
             if report.failed:
                 first.append(report.nodeid)
 
-    if any(test.startswith("tests/backends/") for test in tests):
-        os.environ["WHOLE_MATRICES"] = "1"  # the cases that a suite names, whatever the commit is
+    if any(test.startswith(("tests/backends/", "tests/conformance/")) for test in tests):
+        os.environ["WHOLE_MATRICES"] = "1"  # all cases that a suite names
     code = pytest.main([*_PYTEST, *tests], plugins=[Watch()])
     import elsa_core
 

@@ -10,16 +10,10 @@ from pathlib import Path
 from . import cpp, python
 from .source import Mutant, chosen, identity, mutant
 
-ATTENTION = "tests/backends/test_native.py"
-GRADIENT = "tests/backends/test_native_gradient.py"
-DROPOUT = "tests/backends/test_native_dropout.py"
-WINDOW = "tests/backends/test_native_window.py"
-SPARSE = "tests/backends/test_native_sparse.py"
-MEMORY = "tests/backends/test_native_memory.py"
+CONFORMANCE = "tests/conformance/test_conformance.py"
 TRACE = "tests/bench/test_bench_trace.py"
-VARLEN = "tests/backends/test_native_varlen.py"
-ENTMAX = "tests/backends/test_native_entmax.py"
 MATH = "tests/backends/test_native_math.py"
+MEMORY = "tests/backends/test_native_memory.py"
 BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_told_of_a_wrong_set"
 RUNTIME = ("tests/backends/test_ort_library.py",)
 FAMILIES = "tests/patching/test_adapters_"
@@ -46,6 +40,12 @@ class Suite:
     tests: tuple[str, ...]
     lines: int = 36
     language: str = "c++"
+
+
+def _native(*operators: str) -> tuple[str, ...]:
+    """The CPU kernels' rows of these operators in the conformance suite, as words of pytest."""
+    rows = " or ".join(f"cpu-{name}-" for name in operators)
+    return CONFORMANCE, "-k", f"({rows}) and -native and not compiled and not exported"
 
 
 def _adapter(pattern: str, *tests: str) -> Suite:
@@ -118,20 +118,17 @@ _DECLARATIONS = frozenset(
 )
 # The first that fits a file is its own.
 SUITES = (
-    Suite("csrc/*/varlen.cpp", (VARLEN, "tests/core/test_varlen.py")),
-    Suite("csrc/*/entmax*", (ENTMAX, MEMORY)),
-    Suite("csrc/elsa/gradient*", (GRADIENT, DROPOUT, MEMORY)),
-    Suite("csrc/elsa/philox.h", (DROPOUT,)),
-    Suite("csrc/elsa/window*", (WINDOW, MEMORY)),
-    Suite("csrc/elsa/attention.cpp", (ATTENTION, DROPOUT, SPARSE, MEMORY)),
-    Suite("csrc/elsa/attention*", (ATTENTION, DROPOUT, SPARSE)),
-    Suite("csrc/elsa/simd.h", (MATH, ATTENTION, WINDOW)),
-    Suite("csrc/elsa/tiles.h", (ATTENTION, WINDOW)),
-    Suite("csrc/elsa/pack.h", (ATTENTION, WINDOW)),
-    Suite("csrc/elsa/*", (ATTENTION, DROPOUT)),
-    Suite("csrc/torch/common.h", (ATTENTION, WINDOW, BUILD)),
-    Suite("csrc/torch/window.cpp", (WINDOW, GRADIENT)),
-    Suite("csrc/torch/*", (ATTENTION, GRADIENT, DROPOUT, SPARSE, TRACE)),
+    Suite("csrc/*/varlen.cpp", _native("varlen_attention")),
+    Suite("csrc/*/entmax*", _native("entmax_attention")),
+    Suite("csrc/elsa/gradient*", _native("attention", "varlen_attention", "window_attention")),
+    Suite("csrc/elsa/philox.h", _native("dropout")),
+    Suite("csrc/elsa/window*", _native("window_attention")),
+    Suite("csrc/elsa/attention*", _native("attention", "sparsity", "dropout")),
+    Suite("csrc/elsa/simd.h", (MATH, *_native("attention", "window_attention"))),
+    Suite("csrc/elsa/*", _native("attention", "window_attention", "dropout")),
+    Suite("csrc/torch/common.h", (BUILD, *_native("attention", "window_attention"))),
+    Suite("csrc/torch/window.cpp", _native("window_attention")),
+    Suite("csrc/torch/*", (TRACE, *_native("attention", "sparsity", "dropout"))),
     Suite("csrc/onnxruntime/*", RUNTIME, 50),
     _adapter("timm_sharded_swin", "tests/distributed/test_swins.py"),
     _adapter("timm_swin*", "swin", "tests/patching/test_stale.py", FOLDS, FLAT),

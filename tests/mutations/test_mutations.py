@@ -92,7 +92,11 @@ def test_the_plan_covers_what_it_promises() -> None:
     for file in files:
         suite = suite_of(file)
         assert suite is not None
-        assert all((ROOT / test.partition("::")[0]).is_file() for test in suite.tests), suite
+        assert all(
+            (ROOT / test.partition("::")[0]).is_file()
+            for test in suite.tests
+            if test.startswith("tests/")
+        ), suite
 
 
 def test_kinds_take_turns() -> None:

@@ -1,0 +1,426 @@
+"""What the public operators promise beside their numbers: what they take, refuse, say and keep.
+
+Shapes of any rank, dtypes under autocast, shapes without data, programs for any length, derivatives
+in float64, seeds of dropout, `explain`, and errors of one line that name the argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import elsa_core as elsa
+from elsa_core.errors import ArgumentError, UnavailableError
+
+from .backends import backends
+from .cases import CASES, Case, build
+from .judge import PUBLIC, public
+
+OPERATORS = list(CASES)
+Q = torch.zeros(1, 2, 4, 8)
+P = torch.zeros(5, 2, 8)
+CU = torch.tensor([0, 2, 5])
+IMAGE = torch.zeros(1, 10, 9, 72)
+
+
+def make(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def case(operator: str, **changes: Any) -> Case:
+    return Case(operator, "a call", changes)
+
+
+def f64(operator: str) -> Case:
+    small = {"window_attention": {"size": (2, 3), "window": (2, 2), "shift": (0, 1), "dim": 1,
+                                  "batch": 1, "pad": True},
+             "linear": {"batch": (3,), "depth": 4, "width": 5, "scale": True, "residual": True},
+             "varlen_attention": {"lengths": (3, 1), "heads": 2, "dim": 3},
+             "entmax_varlen_attention": {"lengths": (3, 1), "heads": 2, "dim": 3}}  # fmt: skip
+    dense = {"batch": (1,), "heads": 2, "queries": 3, "keys": 4, "dim": 3, "mask": "own dtype"}
+    return case(operator, dtype="float64", **small.get(operator, dense))
+
+
+# What is refused: the arguments that differ, and a word of the message.
+DENSE = [
+    ({"query": Q.int(), "key": Q.int(), "value": Q.int()}, "query"),
+    ({"key": Q.half()}, "dtype"),
+    ({"key": Q.to("meta")}, "device"),
+    ({"query": Q[0, 0, 0], "key": Q[0, 0, 0], "value": Q[0, 0, 0]}, "rank"),
+    ({"key": Q[..., :4]}, "head_dim"),
+    ({"value": Q[:, :, :3]}, "tokens"),
+    ({"query": Q.expand(2, -1, -1, -1), "key": Q.expand(3, -1, -1, -1)}, "batch"),
+    ({"query": Q.repeat(1, 2, 1, 1)}, "enable_gqa"),
+    ({"query": Q.repeat(1, 2, 1, 1)[:, :3], "enable_gqa": True}, "heads"),
+    ({"attn_mask": torch.zeros(3, 4)}, "attn_mask"),
+    ({"attn_mask": torch.zeros(1, 1, 1, 1, 4)}, "attn_mask"),
+    ({"attn_mask": torch.zeros(4, 4, dtype=torch.int32)}, "attn_mask"),
+    ({"attn_mask": torch.zeros(4, 4, device="meta")}, "attn_mask"),
+    ({"attn_mask": torch.zeros(4, 4), "is_causal": True}, "is_causal"),
+    ({"scale": torch.tensor(0.3)}, "scale must be a number"),
+    ({"precision": "exact"}, "precision"),
+    ({"backend": "fast"}, "backend='fast' is unknown"),
+]
+REFUSED: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
+    "attention": ({"query": Q, "key": Q, "value": Q}, [
+        *DENSE,
+        *(({"dropout_p": p}, "dropout_p") for p in (1.5, -0.1, math.nan)),
+        *(({"sparsity": s}, "sparsity=") for s in (0.0, 1.0, -0.5, "auto", math.nan, True)),
+        ({"dropout_p": 0.1, "sparsity": "exact"}, "exclude each other"),
+        ({"query": Q.clone().requires_grad_(), "sparsity": 0.01}, "has no gradients"),
+    ]),
+    "entmax_attention": ({"query": Q, "key": Q, "value": Q}, [
+        *DENSE,
+        ({"alpha": 0.9}, "alpha=0.9 must be in [1, 4]"),
+        ({"alpha": math.nan}, "alpha=nan must be"),
+        ({"alpha": torch.tensor([1.0, 4.5]).reshape(2, 1, 1)}, "entries from 1.0 to 4.5"),
+        ({"alpha": torch.ones(3, 1, 1)}, "alpha of shape [3, 1, 1] does not broadcast"),
+        ({"alpha": torch.ones((), dtype=torch.int64)}, "alpha must be floating"),
+    ]),
+    "window_attention": (
+        {"qkv": IMAGE, "bias": torch.zeros(4, 16, 16), "num_heads": 4, "window_size": (4, 4),
+         "shift_size": (2, 2)},
+        [
+            ({"window_size": (4, 4, 4)}, "expected"),
+            ({"window_size": (0, 4)}, "must be positive"),
+            ({"window_size": (4.7, 4)}, "window_size must be whole numbers"),
+            ({"window_size": 4}, "window_size must be whole numbers"),
+            ({"shift_size": (2, 2.5)}, "shift_size must be whole numbers"),
+            ({"shift_size": (4, 0)}, "smaller than"),
+            ({"shift_size": (-1, 0)}, "at least 0"),
+            ({"scale": torch.tensor(0.3)}, "scale must be a number"),
+            ({"num_heads": 5}, "does not divide"), ({"num_heads": 0}, "does not divide"),
+            ({"layout": "kqv"}, "layout='kqv' is unknown"),
+            ({"grid": True, "shift_size": (0, 0)}, "grid=True needs"),
+            ({"mask_value": math.nan}, "mask_value"), ({"precision": "exact"}, "precision"),
+            ({"backend": "fast"}, "backend='fast' is unknown"),
+            ({"bias": torch.zeros(4, 16, 15)}, "bias of shape"),
+            ({"bias": torch.zeros(4, 16, 16).half()}, "bias must be float32"),
+            ({"bias_index": torch.zeros(16, 16).int()}, "bias_index must be int64"),
+            ({"bias": None, "bias_index": torch.zeros(16, 16).long()}, "needs bias"),
+            ({"bias": torch.zeros(5, 4), "bias_index": torch.full((16, 16), 5)}, "bias_index"),
+            ({"pad_qkv": torch.zeros(7)}, "pad_qkv of shape"),
+            ({"logit_scale": torch.zeros(2)}, "logit_scale of shape"),
+            ({"qkv": IMAGE.long()}, "must be floating"), ({"qkv": IMAGE[0]}, "expected"),
+            ({"qkv": IMAGE[..., :0]}, "does not divide"),
+        ],
+    ),
+    "linear": ({"input": torch.zeros(3, 8), "weight": torch.zeros(5, 8)}, [
+        ({"input": torch.zeros(3, 7)}, "input must be [..., 8]"),
+        ({"input": torch.zeros(3, 8).int()}, "input must be floating"),
+        ({"weight": torch.zeros(8)}, "weight must be [N, K]"),
+        ({"bias": torch.zeros(4)}, "bias must be [5]"),
+        ({"scale": torch.zeros(1, 5)}, "scale must be [5]"),
+        ({"residual": torch.zeros(1, 5)}, "residual must be [3, 5]"),
+        ({"activation": "tanh"}, "activation='tanh' is unknown"),
+        ({"precision": "exact"}, "precision"), ({"backend": "fast"}, "backend='fast' is unknown"),
+        ({"norm": (torch.zeros(7), None, 1e-5)}, "norm"),
+        ({"value": (torch.zeros(5, 7), None)}, "value"),
+    ]),
+    "varlen_attention": ({"query": P, "key": P, "value": P, "cu_seqlens_q": CU}, [
+        ({"query": P[None]}, "must be [tokens, heads, dim]"),
+        ({"key": P.half()}, "share one floating dtype"),
+        ({"key": P[..., :4]}, "key has head_dim 4"),
+        ({"value": P[:4]}, "key has [5, 2] tokens and heads, value [4, 2]"),
+        ({"key": P[:, :1], "value": P[:, :1]}, "key has 1 heads, query 2"),
+        ({"cu_seqlens_q": CU.float()}, "cu_seqlens_q must be int32 or int64"),
+        ({"cu_seqlens_q": CU[None]}, "cu_seqlens_q must be [sequences + 1]"),
+        ({"cu_seqlens_q": torch.tensor([0, 6, 5])}, "cu_seqlens_q must start with 0, not decrease"),
+        ({"cu_seqlens_k": torch.tensor([1, 2, 5])}, "cu_seqlens_k must start with 0"),
+        ({"cu_seqlens_q": torch.tensor([0, 2, 4])}, "end with 5 tokens"),
+        ({"cu_seqlens_k": CU[[0, 2]]}, "cu_seqlens_q is of 2 sequences, cu_seqlens_k of 1"),
+        ({"max_seqlen_q": 2}, "max_seqlen_q=2, but a sequence has 3"),
+        ({"scale": torch.ones(())}, "scale must be a number"),
+        ({"backend": "fast"}, "backend='fast' is unknown"), ({"precision": "low"}, "'low'"),
+    ]),
+}  # fmt: skip
+given, rows = REFUSED["varlen_attention"]
+REFUSED["entmax_varlen_attention"] = (given, [*rows, ({"alpha": 0.9}, "alpha=0.9 must be in")])
+
+
+@pytest.mark.parametrize(
+    ("operator", "change", "words"),
+    [(name, *row) for name, (_, rows) in REFUSED.items() for row in rows],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_does_not_fit_is_refused(operator: str, change: dict[str, Any], words: str) -> None:
+    with pytest.raises((ArgumentError, TypeError)) as error:
+        getattr(elsa, operator)(**REFUSED[operator][0] | change)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("operator", REFUSED)
+def test_arguments_of_other_types_are_named(operator: str) -> None:
+    right = REFUSED[operator][0]
+    for name in [name for name, t in right.items() if isinstance(t, Tensor)]:
+        with pytest.raises(TypeError, match=f"{name} must be a torch"):
+            getattr(elsa, operator)(**right | {name: [1.0]})
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_backend_that_cannot_serve_says_why(operator: str) -> None:
+    if operator == "linear":  # PyTorch's product serves what a backend does not
+        return
+    with pytest.raises(UnavailableError, match="triton"):
+        public(operator, "triton", False)(build(case(operator)).arguments)
+
+
+def test_too_wide_a_head_is_plain_pytorchs() -> None:
+    wide = torch.zeros(1, 1, 4, 300)
+    with pytest.raises(UnavailableError, match="head_dim"):
+        elsa.attention(wide, wide, wide, backend="native")
+    route = elsa.explain(wide, wide, wide)
+    assert route.backend == "eager" and any(r.startswith("native:") for r in route.reasons)
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+@pytest.mark.parametrize("operator", ["attention", "entmax_attention", "sparsity", "dropout"])
+def test_any_rank_and_broadcast_batches(operator: str, backend: str) -> None:
+    """Leading axes are a batch; axes of one are broadcast, masks as PyTorch does."""
+    call = public(operator, backend, False)
+    extra = {"sparsity": {"sparsity": "exact"}, "dropout": {"dropout_p": 0.3}}.get(operator, {})
+
+    def run(*tensors: Tensor, **terms: Any) -> Tensor:
+        torch.manual_seed(0)
+        names = ("query", "key", "value", "attn_mask")
+        return call(dict(zip(names, tensors, strict=False)) | extra | terms)["out"]
+
+    for shape in ((20, 8), (3, 20, 8), (2, 3, 4, 20, 8), (2, 1, 3, 2, 20, 8)):
+        q, k, v, mask = (make(*shape, seed=i) for i in range(4))
+        mask = make(20, 20, seed=5)
+        flat = [t.reshape(1, -1, 20, 8) for t in (q, k, v)]
+        if len(shape) > 3:
+            flat = [t.reshape(-1, shape[-3], 20, 8) for t in (q, k, v)]
+        torch.testing.assert_close(run(q, k, v, mask), run(*flat, mask).reshape(shape))
+    q, k, v = make(1, 4, 7, 8), make(3, 1, 20, 8, seed=1), make(3, 4, 20, 8, seed=2)
+    wide = run(q.expand(3, -1, -1, -1), k.expand(-1, 4, -1, -1), v)
+    torch.testing.assert_close(run(q, k, v), wide)
+    q, k = make(4, 3, 8), make(2, 5, 8, seed=1)
+    grouped = run(q, k, k, make(4, 3, 5, seed=3), enable_gqa=True)
+    assert grouped.shape == (4, 3, 8)
+    windows = make(2, 4, 16, 3, 2, 8).permute(3, 0, 4, 1, 2, 5)  # [3, B, H, windows, N, D]
+    torch.testing.assert_close(run(*windows), run(*(t.contiguous() for t in windows)))
+
+
+@pytest.mark.parametrize("operator", ["attention", "entmax_attention"])
+def test_the_callers_transpose_is_a_view(operator: str) -> None:
+    q = make(2, 3, 11, 8)
+    out = getattr(elsa, operator)(q, q, q)
+    rows = out.transpose(1, 2).reshape(2, 11, 24)
+    assert rows.data_ptr() == out.data_ptr() and rows.is_contiguous()
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_shapes_without_data_and_under_autocast(operator: str) -> None:
+    arguments = build(case(operator)).arguments
+    if operator not in ("linear", "window_attention"):  # whose operands a layer casts
+        with torch.autocast("cpu", torch.bfloat16):
+            assert public(operator, "auto", False)(arguments)["out"].dtype == torch.bfloat16
+    shape = public(operator, "auto", False)(arguments)["out"].shape
+    meta = {n: t.to("meta") if isinstance(t, Tensor) else t for n, t in arguments.items()}
+    assert public(operator, "auto", False)(meta)["out"].shape == shape
+
+
+def test_nan_stays_in_its_rows() -> None:
+    for operator in ("attention", "entmax_attention"):
+        for backend in ("eager", "native"):
+            q, k = make(1, 1, 5, 8), make(1, 1, 9, 8, seed=1)
+            q[0, 0, 2, 3] = math.nan
+            out = getattr(elsa, operator)(q, k, k, backend=backend)
+            assert out[0, 0, 2].isnan().all() and out[0, 0, [0, 1, 3, 4]].isfinite().all()
+
+
+def test_alpha_of_one_is_softmax_and_zeros_are_exact() -> None:
+    q, k = make(1, 2, 50, 16), make(1, 2, 200, 16, seed=1)
+    assert torch.equal(elsa.entmax_attention(q, k, k, alpha=1), elsa.attention(q, k, k))
+    weights = elsa.entmax_attention(q, k, torch.eye(200).expand(1, 2, 200, 200))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 50), rtol=0, atol=1e-6)
+    assert 0.5 < (weights == 0).float().mean() < 1
+
+
+# Derivatives
+
+
+@pytest.mark.parametrize("operator", [name for name in OPERATORS if name != "sparsity"])
+def test_derivatives_agree_with_differences(operator: str) -> None:
+    call = build(f64(operator))
+    names = call.wants
+    leaves = [call.arguments[name].clone().requires_grad_() for name in names]
+
+    def run(*tensors: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        given = call.arguments | dict(zip(names, tensors, strict=True))
+        return public(operator, "auto", False)(given)["out"]
+
+    assert torch.autograd.gradcheck(run, leaves, check_batched_grad=False)
+    if operator in ("attention", "window_attention", "linear"):
+        assert torch.autograd.gradgradcheck(run, leaves)
+
+
+def test_a_backend_without_forward_mode_says_so() -> None:
+    q = make(1, 2, 5, 8)
+    with forward_ad.dual_level():
+        with pytest.raises(UnavailableError, match="native' has no forward-mode AD"):
+            elsa.attention(q, q, q, backend="native")
+        assert elsa.explain(q, q, q).backend == "eager"
+
+
+@pytest.mark.parametrize("operator", ["attention", "window_attention", "entmax_attention"])
+def test_derivatives_of_each_sample(operator: str) -> None:
+    """`vmap` of a gradient is the gradients one by one."""
+    call = build(f64(operator))
+    name = call.wants[0]
+
+    def loss(t: Tensor) -> Tensor:
+        return public(operator, "auto", False)(call.arguments | {name: t})["out"].sin().sum()
+
+    many = torch.stack([call.arguments[name], call.arguments[name] * 2])
+    one_by_one = torch.stack([torch.func.grad(loss)(t) for t in many])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(many), one_by_one)
+
+
+# Programs
+
+
+class Block(nn.Module):
+    """A projection and one operator, of any batch and length."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.call = nn.Linear(16, 48), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return self.call(q, k, v).transpose(1, 2).flatten(-2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+@pytest.mark.parametrize("operator", ["attention", "entmax_attention", "sparsity"])
+def test_one_program_serves_every_length(operator: str, backend: str) -> None:
+    """A new batch or length compiles nothing; exported programs keep the operator."""
+    extra = {"sparsity": "exact"} if operator == "sparsity" else {}
+    function = getattr(elsa, PUBLIC.get(operator, operator))
+    block = Block(lambda q, k, v: function(q, k, v, backend=backend, **extra)).eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for batch, length in ((2, 5), (3, 9), (5, 33), (2, 64)):
+            x = make(batch, length, 16)
+            torch.testing.assert_close(compiled(x), block(x))
+    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2)}
+    if operator == "entmax_attention":
+        return
+    program = torch.export.export(block, (make(2, 5, 16),), dynamic_shapes=(dims,))
+    names = [str(node.target) for node in program.graph.nodes]
+    assert operator == "sparsity" or any("elsa." in name for name in names)
+    x = make(4, 37, 16)
+    torch.testing.assert_close(program.module()(x), block(x))
+
+
+def test_one_program_serves_all_packed_lengths() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Any:
+        return elsa.varlen_attention(q * 2, k, v, ends, is_causal=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for number, lengths in enumerate(((5, 0, 9), (1, 30, 2, 2), (64, 0))):
+        q, k, v = (make(sum(lengths), 2, 8, seed=s).requires_grad_() for s in (1, 2, 3))
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+            out = compiled(q, k, v, ends)
+            grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+        plain = step(q, k, v, ends)
+        torch.testing.assert_close(out, plain)
+        for a, b in zip(grads, torch.autograd.grad(plain.square().sum(), (q, k, v)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_operators_are_what_pytorch_is_told(grads: bool) -> None:
+    """`opcheck`: schema, fake and autograd of the operators that programs hold."""
+    q, k, mask = make(2, 4, 9, 8), make(2, 2, 12, 8, seed=1), make(1, 4, 9, 12)
+    for t in (q, k):
+        t.requires_grad_(grads)
+    ops = torch.ops.elsa
+    for name in ("attention", "attention_eager"):
+        torch.library.opcheck(getattr(ops, name), (q, k, k * 2, mask, False, 0.3, "strict"))
+    for name in ("entmax_attention", "entmax_attention_eager"):
+        given = (q, k, k * 2, None, None, 1.5, True, 0.3, "strict")
+        torch.library.opcheck(getattr(ops, name), given)
+    seed = torch.tensor([3, 4])
+    for name in ("attention_dropout", "attention_dropout_eager"):
+        given = (q, k, k * 2, mask, False, 0.3, "strict", 0.2, seed)
+        torch.library.opcheck(getattr(ops, name), given)
+    x = make(1, 1, 5, 7, 24).requires_grad_(grads)
+    window = (x, make(2, 12, 12), None, None, None, 2, [1, 3, 4], [0, 1, 2], 0.5, -100.0, "qkv")
+    for name in ("window_attention", "window_attention_eager"):
+        torch.library.opcheck(getattr(ops, name), (*window, False, "strict"))
+    packed, ends = make(9, 2, 8).requires_grad_(grads), torch.tensor([0, 4, 9])
+    for name in ("varlen_attention", "varlen_attention_eager"):
+        given = (packed, packed, packed * 2, ends, ends, True, 0.3, "strict")
+        torch.library.opcheck(getattr(ops, name), given)
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("backend", [b for b in backends("dropout", "cpu") if b != "auto"])
+def test_what_is_dropped_follows_the_seed(backend: str) -> None:
+    q, v = torch.zeros(2, 3, 40, 4), torch.eye(48).expand(2, 3, 48, 48)
+    k = torch.zeros(2, 3, 48, 4)
+    kept = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        kept += [elsa.attention(q, k, v, dropout_p=0.3, backend=backend) > 0 for _ in range(2)]
+    assert torch.equal(kept[0], kept[2]) and torch.equal(kept[1], kept[3])
+    assert not torch.equal(kept[0], kept[1]) and not torch.equal(kept[0], kept[4])
+    centred = kept[0].double() - 0.7
+    spread = 0.3 * 0.7
+    assert abs(centred.mean()) < 5 * math.sqrt(spread / centred.numel())
+    for dim in range(4):  # neighbours have nothing to do with each other
+        last = centred.shape[dim] - 1
+        pairs = centred.narrow(dim, 0, last) * centred.narrow(dim, 1, last)
+        assert abs(pairs.mean()) < 5 * spread / math.sqrt(pairs.numel()), dim
+
+
+def test_no_dropout_draws_nothing() -> None:
+    x = make(1, 2, 9, 8)
+    state = torch.get_rng_state()
+    assert torch.equal(elsa.attention(x, x, x, dropout_p=0.0), elsa.attention(x, x, x))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# explain
+
+
+@pytest.mark.parametrize("operator", REFUSED)
+def test_explain_names_who_serves_and_raises_what_the_call_does(operator: str) -> None:
+    right, rows = REFUSED[operator]
+    explain = elsa.explain if operator == "attention" else getattr(elsa, f"explain_{operator}")
+    route = explain(**right)
+    assert route.backend in backends(operator, "cpu") and route.schedule
+    for change, words in rows:
+        if change.keys() & {"scale", "mask_value"}:  # numbers that choose nothing
+            continue
+        with pytest.raises((ArgumentError, TypeError)) as error:
+            explain(**right | change)
+        assert words in str(error.value), change
+
+
+def test_plain_attention_needs_memory_linear_in_tokens() -> None:
+    length = 4096
+    q = make(1, 1, length, 8)
+    for operator in ("attention", "entmax_attention"):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            getattr(elsa, operator)(q, q, q, backend="eager")
+        largest = max(event.self_cpu_memory_usage for event in profile.events())
+        assert largest < length * length * 4 / 3
