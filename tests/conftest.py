@@ -120,7 +120,9 @@ def with_torch() -> Iterator[Warm]:
 def inductor_place() -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """A context in which Inductor can compile C++: its commands quote no path, so a temporary
     folder whose name has a space is replaced. Tests skip where there is no compiler."""
-    reason = "" if shutil.which(os.environ.get("CXX", "g++")) else "there is no C++ compiler"
+    reason = (
+        "" if shutil.which(os.environ.get("CXX", "g++").split()[0]) else "there is no C++ compiler"
+    )
     with ExitStack() as stack:
         folder = tempfile.gettempdir()
         if " " in folder and not reason:

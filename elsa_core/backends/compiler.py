@@ -249,8 +249,10 @@ def compiler() -> list[str]:
 
 
 def _named_compiler() -> list[str]:
-    """The command in CXX, empty where the variable is."""
+    """The command in CXX, or the one file whose path it is; empty where the variable is."""
     named = os.environ.get("CXX", "")
+    if os.path.isfile(named):  # noqa: PTH113  # no error where the name is too long
+        return [named]
     try:
         return shlex.split(named)
     except ValueError as error:

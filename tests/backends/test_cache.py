@@ -35,7 +35,7 @@ def place(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "copier"
     script.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && echo copier 1.0 && exit\n'
-        f'for output; do :; done\necho run >> {tmp_path}/runs\ncp "{built}" "$output"\n'
+        f'for output; do :; done\necho run >> "{tmp_path}/runs"\ncp "{built}" "$output"\n'
     )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
@@ -209,8 +209,8 @@ def hangs(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     script = tmp_path / "hangs"
     script.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] && [ -z "$HANG" ] && echo hangs 1.0 && exit\n'
-        f'trap "touch {tmp_path}/asked; exit 1" TERM\necho half > "$TMPDIR/cc.s"\n'
-        f"touch {tmp_path}/started\nsleep {word}\nexit 1\n"
+        f'trap "touch \'{tmp_path}/asked\'; exit 1" TERM\necho half > "$TMPDIR/cc.s"\n'
+        f"touch '{tmp_path}/started'\nsleep {word}\nexit 1\n"
     )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))

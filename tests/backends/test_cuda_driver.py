@@ -34,7 +34,7 @@ for _ in range(2):
     error = opened(None)
     print("open" if error is None else error.decode())
 with open("/proc/self/maps") as maps:
-    print(*sorted({line.split()[-1] for line in maps if "libcuda.so.1" in line}))
+    print(*sorted({line.split(maxsplit=5)[5].strip() for line in maps if "libcuda.so.1" in line}))
 """
 
 

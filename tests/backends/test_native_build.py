@@ -151,7 +151,7 @@ def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
     slow = tmp_path / "slow-compiler"
     slow.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && echo slow 1.0 && exit\n'
-        f"touch {tmp_path}/started-$$\nexec sleep 60\n"
+        f"touch '{tmp_path}/started-'$$\nexec sleep 60\n"
     )
     slow.chmod(0o755)
     program = "from elsa_core.backends import native\nnative.build()"

@@ -92,7 +92,7 @@ def test_memory_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", CALLS], capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"LD_PRELOAD": str(library)},
+        env=os.environ | {"LD_PRELOAD": library.name, "LD_LIBRARY_PATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.split("|") for line in done.stdout.splitlines()]

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -192,7 +193,8 @@ class Judge:
         os._exit(0)
 
     def _variables(self, isa: str, file: str) -> dict[str, str]:
-        compiler = f"{sys.executable} -I -S {Path(__file__).with_name('compile.py')}"
+        script = Path(__file__).with_name("compile.py")
+        compiler = shlex.join([sys.executable, "-I", "-S", str(script)])
         return {
             "PYTHONPATH": str(self.changed), "CXX": compiler, "ELSA_SET": isa or "avx512",
             "ELSA_CACHE_DIR": str(self.folder / ("cache" if isa else "usual")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -89,8 +90,8 @@ def run(folder: Path, name: str, tests: tuple[str, ...]) -> tuple[int, str]:
         "LD_PRELOAD": first,
         # Python's own memory is freed at its end or never; torch mixes malloc with delete.
         "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:allocator_may_return_null=1"
-        f":log_path={folder}/report",
-        "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={folder}/report",
+        f":log_path='{folder}/report'",
+        "UBSAN_OPTIONS": f"print_stacktrace=1:log_path='{folder}/report'",
     }
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *left_out, *tests],
@@ -103,7 +104,8 @@ def run(folder: Path, name: str, tests: tuple[str, ...]) -> tuple[int, str]:
 
 def _environment(folder: Path, name: str) -> dict[str, str]:
     places = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    compiler = f"{sys.executable} -I -S {Path(__file__).with_name('compile.py')}"
+    script = Path(__file__).with_name("compile.py")
+    compiler = shlex.join([sys.executable, "-I", "-S", str(script)])
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(places), "CXX": compiler, "ELSA_SET": name,
         "ELSA_CPU_ISA": name, "ELSA_OBJECTS": str(folder), "ELSA_CACHE_DIR": str(folder),
