@@ -26,6 +26,7 @@ _SIZES = {"ti": "tiny", "t": "tiny", "s": "small", "b": "base", "l": "large", "h
 _SHORT = re.compile(r"vit[-_]?(ti|t|s|b|l|h|g)[-_/]?(\d+)")
 _ASKED_FOR = {"clip": "open_clip:ViT-B-32", "openclip": "open_clip:ViT-B-32"}
 _SHOWN = 4
+_LONGEST_LABELS = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -181,3 +182,10 @@ def _squashed(name: str) -> str:
 def _words(name: str) -> list[str]:
     spelt = _SHORT.sub(lambda m: f"vit_{_SIZES[m.group(1)]}_patch{m.group(2)}", name.lower())
     return [word for word in re.split(r"[^a-z0-9]+", spelt) if word]
+
+
+def classes(path: Path) -> tuple[str, ...]:
+    """The names of classes in a text file, one a line."""
+    from elsa_core.reading import read_text
+
+    return tuple(read_text(path, _LONGEST_LABELS).removeprefix("\ufeff").splitlines())

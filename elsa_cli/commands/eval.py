@@ -32,10 +32,14 @@ _SHOWN = 10  # images of which the table tells; --json has all
 @model_options
 @click.option(
     "--images", type=FilePath(folder=True), required=True, metavar="DIR",
-    help="Images in one folder a class: its number, ImageNet's synset, or any name.",
+    help="Images in one folder a class: its name, number, or ImageNet's synset.",
 )  # fmt: skip
 @click.option(
     "--labels", type=FilePath(), metavar="FILE",
+    help="Names of the classes, one a line [default: those that came with the weights].",
+)  # fmt: skip
+@click.option(
+    "--annotations", type=FilePath(), metavar="FILE",
     help="Classes of the images: lines of FILE CLASS or FILE,CLASS. Folders do not matter then.",
 )  # fmt: skip
 @click.option(
@@ -56,6 +60,7 @@ def command(
     model: str,
     images: Path,
     labels: Path | None,
+    annotations: Path | None,
     limit: int | None,
     batch_size: int,
     **given: Any,
@@ -63,8 +68,9 @@ def command(
     """Run the images of DIR through MODEL as it is and patched: top-1, top-5, the images whose
     class changed, and the throughput of both.
 
-    Folders are classes by their numbers, by ImageNet's synsets (n01440764), or in sorted order of
-    their names. Reading and preparing images takes no part in the throughput.
+    Folders are classes by their names, by ImageNet's synsets (n01440764), by their numbers, or, for
+    a model without names of classes, in sorted order. Reading and preparing images takes no part in
+    the throughput.
     """
     from elsa_cli import pipeline, render
     from elsa_cli.probes import environment
@@ -73,8 +79,10 @@ def command(
     names.check(model)
     names.check_images(images)
     names.check_file(labels, "file of labels")
+    names.check_file(annotations, "file of annotations")
+    named = () if labels is None else names.classes(labels)
     loaded = pipeline.open_model(session, model, options)
-    found = _labelled(loaded, images, labels, limit)
+    found = _labelled(loaded, images, named, annotations, limit)
     report = pipeline.patch_model(session, loaded, options, strict=False)
     routes = pipeline.routes(session, loaded, report)
     outcome = _evaluate(session, loaded, found, batch_size)
@@ -94,14 +102,19 @@ def command(
 
 
 def _labelled(
-    loaded: Loaded, images: Path, labels: Path | None, limit: int | None
+    loaded: Loaded,
+    images: Path,
+    named: tuple[str, ...],
+    annotations: Path | None,
+    limit: int | None,
 ) -> LabelledImages:
     from elsa_core.errors import ModelError
     from elsa_core.evaluating import labelled_images
 
     if loaded.num_classes < 1:
         raise ModelError(f"{loaded.name} has no classifier: eval needs one output a class")
-    return labelled_images(images, loaded.num_classes, labels, limit)
+    own = loaded.recipe.labels if len(loaded.recipe.labels) == loaded.num_classes else ()
+    return labelled_images(images, loaded.num_classes, named or own, annotations, limit)
 
 
 def _evaluate(

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from elsa_core.loading import Loaded
     from elsa_core.proof import CheckReport
 
-_LONGEST_LABELS = 16 * 2**20
 _EXACT = "computing float64 of the fp32 model"
 FORMATS = ("torchscript", "onnx", "pt2")
 
@@ -103,7 +102,7 @@ _MODULES = {
 )
 @click.option(
     "--labels", type=FilePath(), metavar="FILE",
-    help="Names of the classes for load.py, one a line [default: ImageNet's for its weights].",
+    help="Names of the classes for load.py, one a line [default: those of the weights].",
 )  # fmt: skip
 @click.option("--aoti", is_flag=True, help="Also compile model.aoti.pt2 (AOTInductor).")
 @click.option(
@@ -163,7 +162,7 @@ def command(
     _check_inputs(model, options, labels, sign)
     archs = _archs(gpu_archs, options)
     key = None if sign is None else _private_key(sign)
-    labelled = () if labels is None else _names(labels)
+    labelled = () if labels is None else names.classes(labels)
     steps, exact = Steps(), None
     if options.dtype != "fp32":
         steps.next(_EXACT)
@@ -298,12 +297,6 @@ def _check_gpu(
         from elsa_core.exporting import gpu_library
 
         gpu_library.check(archs, device, onnx and onnx_mode != "standard", formats)
-
-
-def _names(path: Path) -> tuple[str, ...]:
-    from elsa_core.reading import read_text
-
-    return tuple(read_text(path, _LONGEST_LABELS).removeprefix("\ufeff").splitlines())
 
 
 def _private_key(path: Path) -> Ed25519PrivateKey:

@@ -57,21 +57,24 @@ class LabelledImages:
 def labelled_images(
     directory: str | os.PathLike[str],
     classes: int,
-    labels: str | os.PathLike[str] | None = None,
+    names: Sequence[str] = (),
+    annotations: str | os.PathLike[str] | None = None,
     limit: int | None = None,
 ) -> LabelledImages:
     """Find the images of a folder and the class of each.
 
-    Without `labels` the folders right below `directory` are the classes: ImageNet's synsets
-    (n01440764) for a model of its 1000 classes, whole numbers, or else their names in sorted order,
-    which must be as many as the model has classes. `labels` is a text file of lines `FILE CLASS` or
-    `FILE,CLASS`: the path below `directory`, and a whole number or one of ImageNet's synsets; a
-    first line that ends in no class is a header.
+    Without `annotations` the folders right below `directory` are the classes, by the first of these
+    that holds for all of them: names of classes (upper and lower case alike, `_` like a space),
+    ImageNet's synsets (n01440764) for a model of its 1000 classes, whole numbers, or, where the
+    names are not known, folders in sorted order, which must be as many as the model has classes.
+    `annotations` is a text file of lines `FILE CLASS` or `FILE,CLASS`: the path below `directory`,
+    and a class as folders have it; a first line that ends in no class is a header.
 
     Args:
         directory: the folder.
         classes: outputs of the model.
-        labels: the file.
+        names: of the classes, in order; empty where they are not known.
+        annotations: the file.
         limit: the most images; they are taken at equal distances, so that all classes take part.
 
     Raises:
@@ -79,30 +82,39 @@ def labelled_images(
         ArgumentError: the classes are not those of the model; the line says how to name them.
     """
     root = located(directory, ModelError)
+    if names and len(names) != classes:
+        raise ArgumentError(
+            f"names (--labels): {len(names)} names of classes, the model has {classes}"
+        )
     files, _ = image_files(root)
     if limit is not None and limit < len(files):
         files = [files[i * len(files) // limit] for i in range(limit)]
-    names = [file.relative_to(root).as_posix() for file in files]
-    if labels is not None:
-        path = located(labels, ModelError)
-        given = _from_file(path, classes)
-        found = [given.get(name, given.get(name.rpartition("/")[2], -1)) for name in names]
+    paths = [file.relative_to(root).as_posix() for file in files]
+    if annotations is not None:
+        path = located(annotations, ModelError)
+        given = _from_file(path, classes, names)
+        found = [given.get(name, given.get(name.rpartition("/")[2], -1)) for name in paths]
         if not any(label >= 0 for label in found):
-            raise ArgumentError(f"{path} (--labels) names no image of {root}: {names[0]} is one")
+            raise ArgumentError(f"{path} (--annotations) names no image of {root}: {paths[0]}")
         return LabelledImages(root, tuple(files), tuple(found), f"classes from {path}")
-    parts = [name.partition("/") for name in names]
+    parts = [name.partition("/") for name in paths]
     folders = sorted({folder for folder, slash, _ in parts if slash})
     if not folders or not all(slash for _, slash, _ in parts):
         raise ArgumentError(
             f"{root} (--images) has images outside of class folders: put each into the folder of "
-            "its class, or name their classes in a file (--labels)"
+            "its class, or name their classes in a file (--annotations)"
         )
-    numbers, how = _numbered(root, folders, classes)
+    numbers, how = _numbered(root, folders, classes, names)
     return LabelledImages(root, tuple(files), tuple(numbers[folder] for folder, _, _ in parts), how)
 
 
-def _numbered(root: Path, folders: Sequence[str], classes: int) -> tuple[Mapping[str, int], str]:
+def _numbered(
+    root: Path, folders: Sequence[str], classes: int, names: Sequence[str]
+) -> tuple[Mapping[str, int], str]:
     """The class of each folder, and how it was found."""
+    known = _by_name(names)
+    if all(_plain(folder) in known for folder in folders):
+        return {folder: known[_plain(folder)] for folder in folders}, "folders are names of classes"
     synsets = _synsets() if classes == _IMAGENET else {}
     if all(folder in synsets for folder in folders):
         return synsets, "folders are ImageNet's synsets"
@@ -114,12 +126,29 @@ def _numbered(root: Path, folders: Sequence[str], classes: int) -> tuple[Mapping
                 f"{classes - 1}"
             )
         return found, "folders are numbers of classes"
+    if known:
+        wrong = next(folder for folder in folders if _plain(folder) not in known)
+        raise ArgumentError(
+            f"{root}: folder {wrong[:60]!r} is none of the model's classes ({names[0]!r}, ...): "
+            "name the folders by them or by their numbers, or give other names (--labels)"
+        )
     if len(folders) != classes:
         raise ArgumentError(
             f"{root} has {len(folders)} class folders ({folders[0]}, ...), the model {classes} "
-            "classes: name the folders by the classes' numbers, or give --labels"
+            "classes without names: name the folders by the classes' numbers, or give --labels"
         )
-    return {folder: i for i, folder in enumerate(folders)}, "folders are classes in sorted order"
+    how = "folders are classes in sorted order, since the model has no names"
+    return {folder: i for i, folder in enumerate(folders)}, how
+
+
+def _by_name(names: Sequence[str]) -> dict[str, int]:
+    """The class of each name; none where two are alike."""
+    found = {_plain(name): i for i, name in enumerate(names) if name}
+    return found if len(found) == len([name for name in names if name]) else {}
+
+
+def _plain(name: str) -> str:
+    return " ".join(name.casefold().replace("_", " ").split())
 
 
 def _synsets() -> dict[str, int]:
@@ -128,23 +157,27 @@ def _synsets() -> dict[str, int]:
     return {name: i for i, name in enumerate(ImageNetInfo("imagenet-1k").label_names())}
 
 
-def _from_file(path: Path, classes: int) -> dict[str, int]:
+def _from_file(path: Path, classes: int, names: Sequence[str]) -> dict[str, int]:
     text = read_text(path, _LARGEST_FILE).removeprefix("\ufeff")
+    known = _by_name(names)
     synsets = _synsets() if classes == _IMAGENET else {}
     found: dict[str, int] = {}
     lines = [line for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines, 1):
         name, given = _fields(line)
-        if given.isdecimal() and int(given) < classes:
+        if _plain(given) in known:
+            found[name.removeprefix("./")] = known[_plain(given)]
+        elif given.isdecimal() and int(given) < classes:
             found[name.removeprefix("./")] = int(given)
         elif given in synsets:
             found[name.removeprefix("./")] = synsets[given]
         elif number > 1 or given.isdecimal():
             raise ArgumentError(
-                f"{path} (--labels), line {number}: {given[:60]!r} is no class, 0 to {classes - 1}"
+                f"{path} (--annotations), line {number}: {given[:60]!r} is no class, 0 to"
+                f" {classes - 1}"
             )
     if not found:
-        raise ArgumentError(f"{path} (--labels) holds no line of a file and its class")
+        raise ArgumentError(f"{path} (--annotations) holds no line of a file and its class")
     return found
 
 

@@ -124,7 +124,8 @@ def readme(manifest: dict[str, Any]) -> str:
 def _command(manifest: dict[str, Any], format: str) -> str:
     """One line of shell that runs the model once."""
     if manifest["preprocess"] is not None:
-        return f"python load.py cat.jpg --format {format}"
+        usual = manifest["preprocess"]["input_size"][0] in (1, 3)
+        return f"python load.py {'cat.jpg' if usual else 'image.npy'} --format {format}"
     arrays = ", ".join(
         f"np.zeros(({', '.join(map(str, [1, *one['shape'][1:]]))}), '{one['dtype']}')"
         for one in manifest["inputs"]
@@ -158,6 +159,11 @@ def _in_words(manifest: dict[str, Any]) -> str:
             f"scales it to 0..1, subtracts the mean {mean}\n"
             f"and divides by the standard deviation {std}, channel by channel.\n" + _batch(manifest)
         )
+        if channels not in (1, 3):
+            lines.append(
+                f"load.py takes a .npy [height, width, {channels}] (integers are divided by their "
+                f"type's\nmaximum) or a TIFF of {channels} bands or pages, and no photograph."
+            )
         if assumed := given.get("assumed"):
             lines.append(
                 f"**Assumed, since the weights do not say it: {', '.join(assumed)}.** If they were "

@@ -353,3 +353,16 @@ def test_the_scope_reaches_every_command(elsa: Elsa) -> None:
     alone = ("--include", "*.mlp", "--scope", "model")
     assert document(elsa("check", *small, *alone, "--json"))["results"]["routes"] == {}
     assert "1 of 6 sites patched" in elsa("check", *small, *alone).out
+
+
+@pytest.mark.parametrize("arguments", [("inspect",), ("patch", "-o", "saved")])
+def test_a_tag_without_pretrained_says_that_weights_are_random(
+    elsa: Elsa, arguments: tuple[str, ...]
+) -> None:
+    """Under --quiet too: the tag names published weights, and none were loaded."""
+    command, *rest = arguments
+    answer = elsa(command, "test_vit.r160_in1k", "-q", *rest)
+    assert answer.code == 0
+    assert "the weights of test_vit.r160_in1k are RANDOM: add --pretrained" in answer.err
+    answer = elsa(command, "test_vit", "-q", *rest, *["--force"] * bool(rest))
+    assert answer.code == 0 and "RANDOM" not in answer.err

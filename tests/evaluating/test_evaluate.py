@@ -107,8 +107,19 @@ def test_folders_and_files_name_classes(digits: Path, tmp_path: Path) -> None:
     shutil.copytree(digits, named)
     for folder in list(named.iterdir()):
         folder.rename(named / f"digit {folder.name}")
-    assert labelled_images(named, 10).how == "folders are classes in sorted order"
-    assert labelled_images(named, 10).labels == found.labels
+    ordered = labelled_images(named, 10)
+    assert ordered.how == "folders are classes in sorted order, since the model has no names"
+    assert ordered.labels == found.labels
+    names = [f"Digit_{number}" for number in (3, 1, 4, 0, 5, 9, 2, 6, 8, 7)]
+    other = labelled_images(named, 10, names)
+    assert other.how == "folders are names of classes"
+    assert other.labels == tuple(names.index(f"Digit_{n}") for n in found.labels)
+    with pytest.raises(ArgumentError, match=r"folder 'digit 0' is none .* \('a0', ...\).*--labels"):
+        labelled_images(named, 10, [f"a{number}" for number in range(10)])
+    with pytest.raises(ArgumentError, match=r"\(--labels\): 2 names of classes, the model has 10"):
+        labelled_images(named, 10, ["a", "b"])
+    turned = labelled_images(digits, 10, list("9876543210"))  # names come before numbers
+    assert turned.labels == tuple(9 - number for number in found.labels)
     with pytest.raises(ArgumentError, match=r"has 10 class folders .*, the model 11"):
         labelled_images(named, 11)
     with pytest.raises(ArgumentError, match="folder 9 is no class of the model"):
@@ -125,7 +136,7 @@ def test_imagenets_synsets(digits: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{},{}", "{}\t{}", "./{} {}"])
-def test_labels_of_a_file(digits: Path, tmp_path: Path, line: str) -> None:
+def test_annotations(digits: Path, tmp_path: Path, line: str) -> None:
     flat = tmp_path / "flat"
     flat.mkdir()
     for file in digits.glob("*/*.png"):
@@ -133,17 +144,17 @@ def test_labels_of_a_file(digits: Path, tmp_path: Path, line: str) -> None:
     text = [line.format(file.name, file.name[0]) for file in sorted(flat.iterdir())][1:]
     labels = tmp_path / "labels.csv"
     labels.write_text("\n".join([line.format("file", "class"), *text]))
-    found = labelled_images(flat, 10, labels)
+    found = labelled_images(flat, 10, annotations=labels)
     assert found.labels[0] == -1  # the one that the file leaves out
     assert found.labels[1:] == tuple(int(file.name[0]) for file in found.files[1:])
     with pytest.raises(ArgumentError, match="outside of class folders"):
         labelled_images(flat, 10)
     labels.write_text("a.png 1\nb.png twelve\n")
     with pytest.raises(ArgumentError, match="line 2: 'twelve' is no class, 0 to 9"):
-        labelled_images(flat, 10, labels)
+        labelled_images(flat, 10, annotations=labels)
     labels.write_text("other.png 1\n")
     with pytest.raises(ArgumentError, match="names no image"):
-        labelled_images(flat, 10, labels)
+        labelled_images(flat, 10, annotations=labels)
 
 
 def test_the_command(command: Elsa, trained: Path, digits: Path) -> None:
@@ -153,6 +164,10 @@ def test_the_command(command: Elsa, trained: Path, digits: Path) -> None:
     verdict = out.splitlines()[-1]
     assert verdict.startswith("top-1 9") and "0 of 360 images changed their class" in verdict
     assert re.search(r"\d\.\d\dx the throughput \(\d\.\d\d to \d\.\d\d\)$", verdict)
+    Path("names.txt").write_text("\n".join("9876543210"))
+    code, out, _ = command("eval", trained, "--images", digits, "--labels", "names.txt")
+    assert code == 0 and "(folders are names of classes)" in out
+    assert not out.splitlines()[-1].startswith("top-1 9")
     code, out, err = command("eval", trained, "--images", digits, "--json", "--limit", "30")
     document: dict[str, Any] = json.loads(out)
     jsonschema.validate(document, schema.document(), cls=jsonschema.Draft202012Validator)
@@ -195,6 +210,7 @@ def test_the_command_says_what_is_missing(
         (("test_vit",), 2, "--images"),
         (("test_vit", "--images", "nowhere"), 4, "no such folder"),
         (("test_vit", "--images", digits, "--labels", "none.txt"), 4, "no such file of labels"),
+        (("test_vit", "--images", digits, "--annotations", "x"), 4, "no such file of annotations"),
         ((trained, "--images", tmp_path), 2, "class folder"),
         (("test_vit", "--model-kwargs", "num_classes=0", "--images", digits), 4, "no classifier"),
     ):

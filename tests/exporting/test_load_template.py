@@ -87,6 +87,51 @@ def test_images_that_are_none(bundle: Path) -> None:
         template.preprocess(bundle / "thin.png", bundle)
 
 
+def channels(facts: dict[str, Any], count: int) -> None:
+    facts["preprocess"] |= {
+        "input_size": [count, 16, 16], "mean": [0.25] * count, "std": [0.5] * count,
+        "crop_pct": 1.0, "interpolation": "bilinear",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["u1.npy", "u2.npy", "f4.npy", "pages.tif"])
+def test_images_of_five_channels(bundle: Path, facts: dict[str, Any], kind: str) -> None:
+    channels(facts, 5)
+    levels = np.array([0, 51, 102, 153, 255])
+    path = bundle / kind
+    if kind == "pages.tif":
+        first, *rest = (Image.new("L", (20, 16), int(level)) for level in levels)
+        first.save(path, save_all=True, append_images=rest)
+    else:
+        scale = {"u1": 1, "u2": 257, "f4": 1 / 255}[kind[:2]]
+        np.save(path, np.broadcast_to((levels * scale).astype(kind[:2]), (16, 20, 5)))
+    found = template.preprocess(path)
+    assert found.shape == (1, 5, 16, 16) and found.dtype == np.float32
+    expected = (levels / 255 - 0.25) / 0.5
+    np.testing.assert_allclose(found[0, :, 3, 5], expected, atol=1e-6)
+    assert template.main([str(path)]) == 0
+    assert template.main([str(bundle)]) == 0  # a folder's arrays are found
+
+
+def test_a_photograph_is_not_five_channels(
+    bundle: Path, facts: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    channels(facts, 5)
+    pictures(bundle / "images", 10)
+    np.save(bundle / "images" / "a.npy", np.zeros((5, 16, 16), np.uint8))
+    assert template.main([str(bundle / "images")]) == 1
+    said = capsys.readouterr().err
+    assert "the image has 3 channels (PNG RGB), the model takes 5: give a .npy [height" in said
+    assert "uint8 [5, 16, 16] is not [height, width, 5]" in said
+
+
+def test_grey_of_a_photograph(bundle: Path, facts: dict[str, Any]) -> None:
+    channels(facts, 1)
+    Image.new("RGB", (20, 16), (255, 0, 0)).save(bundle / "red.png")
+    found = template.preprocess(bundle / "red.png")
+    np.testing.assert_allclose(found, np.full((1, 1, 16, 16), (76 / 255 - 0.25) / 0.5), atol=1e-6)
+
+
 def test_probabilities_with_names(
     bundle: Path, facts: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -215,15 +215,19 @@ def _openvino(path: Path) -> Model:
 
 
 def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
-    """An image file (or PIL image) as the model's input, float32 [1, 3, height, width]: resized so
-    that the centre crop keeps the share `crop_pct`, scaled to 0..1, normalised."""
+    """An image file (or PIL image) as the model's input, float32 [1, channels, height, width]:
+    resized so that the centre crop keeps the share `crop_pct`, scaled to 0..1, normalised.
+
+    A model of one channel sees grey. One of other than 1 and 3 takes a .npy [height, width,
+    channels] (integers are divided by their type's maximum) or a TIFF of as many bands or pages."""
     from PIL import Image
 
     given = manifest(bundle)["preprocess"]
     if given is None:
         raise ValueError("this model takes no images: see the inputs in manifest.json")
-    picture = image if isinstance(image, Image.Image) else _opened(image)
     channels, height, width = given["input_size"]
+    bands = _bands(image, channels)
+    picture = bands[0]
     rows, columns = (int(side / given["crop_pct"]) for side in (height, width))
     size = (max(width, rows * picture.width // picture.height), rows)
     if rows * picture.width < columns * picture.height:
@@ -232,22 +236,54 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
         now = f"{picture.width} x {picture.height} pixels, {size[0]} x {size[1]} after resizing"
         raise ValueError(f"{now}, are more than the {MAX_PIXELS} that are read: crop it first")
     method = getattr(Image.Resampling, given["interpolation"].upper(), Image.Resampling.BICUBIC)
-    picture = picture.convert("RGB" if channels == 3 else "L").resize(size, method)
     left, top = round((size[0] - width) / 2), round((size[1] - height) / 2)
-    picture = picture.crop((left, top, left + width, top + height))
-    pixels = np.asarray(picture, dtype=np.float32).reshape(height, width, -1) / 255.0
+    box = (left, top, left + width, top + height)
+    parts = [np.asarray(band.resize(size, method).crop(box), dtype=np.float32) for band in bands]
+    pixels = np.concatenate([part.reshape(height, width, -1) for part in parts], -1) / 255.0
     pixels = (pixels - np.float32(given["mean"])) / np.float32(given["std"])
     return np.asarray(pixels.transpose(2, 0, 1)[None], dtype=np.float32)
 
 
-def _opened(image: Any) -> Any:
-    """The image of a regular file: a FIFO would block, /dev/zero never ends."""
-    from PIL import Image
+def _bands(image: Any, channels: int) -> list[Any]:
+    """The image as PIL images of one size that have the model's channels together, on 0..255."""
+    from PIL import Image, ImageSequence
 
+    if str(image).endswith(".npy"):
+        array = np.load(_regular(image), allow_pickle=False)
+        array = array[..., None] if array.ndim == 2 else array
+        if array.ndim != 3 or array.shape[-1] != channels or array.dtype.kind not in "buif":
+            found = f"{array.dtype} {list(array.shape)}"
+            raise ValueError(f"{found} is not [height, width, {channels}] of the model's channels")
+        whole = np.iinfo(array.dtype).max if array.dtype.kind in "iu" else 1.0
+        planes = (array * (255.0 / whole)).astype(np.float32)
+        return [Image.fromarray(np.ascontiguousarray(planes[..., i])) for i in range(channels)]
+    picture = image if isinstance(image, Image.Image) else _opened(image)
+    if channels in (1, 3):
+        return [picture.convert("RGB" if channels == 3 else "L")]
+    pages = [page.copy() for page in ImageSequence.Iterator(picture)]
+    count = sum(len(page.getbands()) for page in pages)
+    if count != channels or picture.format not in ("TIFF", None) or picture.mode == "P":
+        raise ValueError(
+            f"the image has {count} channels ({picture.format} {picture.mode}), the model takes "
+            f"{channels}: give a .npy [height, width, {channels}] or a TIFF of {channels} bands"
+        )
+    return [band for page in pages for band in page.split()]
+
+
+def _regular(image: Any) -> Any:
+    """The path of a regular file: a FIFO would block, /dev/zero never ends."""
     if isinstance(image, (str, os.PathLike)) and not stat.S_ISREG(Path(image).stat().st_mode):
         raise ValueError(f"{os.fspath(image)} is not a regular file")
+    return image
+
+
+def _opened(image: Any) -> Any:
+    from PIL import Image
+
     Image.init()
-    return Image.open(image, formats=[name for name in IMAGE_FORMATS if name in Image.OPEN])
+    return Image.open(
+        _regular(image), formats=[name for name in IMAGE_FORMATS if name in Image.OPEN]
+    )
 
 
 def _assumed(facts: dict[str, Any]) -> str:
@@ -282,11 +318,13 @@ def softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.asarray(shares / shares.sum(-1, keepdims=True))
 
 
-def images_in(paths: Sequence[str]) -> list[Path]:
-    """The files, and those in folders and their sub-folders whose names are those of images."""
+def images_in(paths: Sequence[str], arrays: bool = False) -> list[Path]:
+    """The files, and those in folders and their sub-folders whose names are those of images, and
+    of .npy files where `arrays`."""
     from PIL import Image
 
     suffixes = {s for s, kind in Image.registered_extensions().items() if kind in IMAGE_FORMATS}
+    suffixes |= {".npy"} if arrays else set()
     found = []
     for path in map(Path, paths):
         inside = sorted(each for each in path.rglob("*.*") if each.suffix.lower() in suffixes)
@@ -382,7 +420,8 @@ def main(arguments: Sequence[str]) -> int:
         random = "the weights are random, and so are the results" * drawn
         for line in filter(None, (_assumed(facts), random)):
             print(plain(f"warning: {line}"), file=sys.stderr)
-        files = images_in(given.images)
+        channels = (facts["preprocess"] or {"input_size": [3]})["input_size"][0]
+        files = images_in(given.images, arrays=channels not in (1, 3))
         for entry in predictions(load(given.format, device=given.device), files, given):
             if "error" in entry:
                 failed = 1
