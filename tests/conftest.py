@@ -23,6 +23,9 @@ from quick_compiler import QuickCompiler
 from warm import Warm, warm
 
 ROOT = Path(__file__).parents[1]
+# What this machine lacks, read before any test changes the environment.
+LACKING = {name for name in ("g++", "c++", "clang++") if shutil.which(name) is None}
+NO_COMPILER = len(LACKING) == 3 and "CXX" not in os.environ
 
 
 def pytest_configure() -> None:
@@ -48,6 +51,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 0 if item.get_closest_marker("long") else 1
 
     items.sort(key=turn)
+    if NO_COMPILER:
+        for item in items:
+            if item.get_closest_marker("compiler"):
+                item.add_marker(pytest.mark.skip(reason="there is no C++ compiler"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that ends because this machine has no C++ compiler is skipped, and says so."""
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    lacks = isinstance(error, FileNotFoundError) and error.filename in LACKING
+    if report.failed and (lacks or (NO_COMPILER and "no C++ compiler was found" in str(error))):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), item.location[1] or 0, "there is no C++ compiler")
+    return report
 
 
 def hold() -> None:
@@ -120,18 +141,15 @@ def with_torch() -> Iterator[Warm]:
 def inductor_place() -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """A context in which Inductor can compile C++: its commands quote no path, so a temporary
     folder whose name has a space is replaced. Tests skip where there is no compiler."""
-    reason = (
-        "" if shutil.which(os.environ.get("CXX", "g++").split()[0]) else "there is no C++ compiler"
-    )
     with ExitStack() as stack:
         folder = tempfile.gettempdir()
-        if " " in folder and not reason:
+        if " " in folder:
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
 
         @contextmanager
         def place() -> Iterator[None]:
-            if reason:
-                pytest.skip(reason)
+            if NO_COMPILER:
+                pytest.skip("there is no C++ compiler")
             if folder == tempfile.gettempdir():
                 yield
                 return

@@ -20,6 +20,8 @@ from elsa_core.backends.triton.shared import device, launch
 from elsa_core.backends.triton.shared.device import Described
 from elsa_core.routing import measured
 
+pytestmark = pytest.mark.compiler
+
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc" / "cuda"
 SLICE = Described("NVIDIA H200 MIG 1g.18gb", (9, 0), 16)

@@ -18,6 +18,8 @@ from warm import Warm
 
 triton = pytest.importorskip("triton")
 
+pytestmark = pytest.mark.compiler
+
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc" / "cuda"
 CUDA_HEADERS = Path(triton.__file__).parent / "backends" / "nvidia" / "include"

@@ -20,6 +20,8 @@ from warm import Warm
 from elsa_core.backends import compiler, native
 from elsa_core.errors import UnavailableError
 
+pytestmark = pytest.mark.compiler
+
 LOAD = """
 import logging
 logging.basicConfig(level="WARNING", format="%(message)s")

@@ -66,6 +66,7 @@ def test_doctor_survives_every_probe_that_breaks(
     assert answer.out.count("OSError: no such luck") >= 3
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
@@ -169,6 +170,7 @@ def test_sizes_for_people() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.compiler
 def test_build_twice_at_once_then_again(tmp_path: Path, quick_compiler: QuickCompiler) -> None:
     """One process compiles, the other waits and takes its library; a third finds it."""
     command = [sys.executable, "-m", "elsa_cli", "build", "--json"]
@@ -194,6 +196,7 @@ def test_build_twice_at_once_then_again(tmp_path: Path, quick_compiler: QuickCom
     assert quick_compiler.units() == units
 
 
+@pytest.mark.compiler
 def test_build_of_a_machine_with_a_gpu(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA library is built too: a first call on the GPU would take those seconds."""
     from elsa_core.backends import cuda
@@ -250,6 +253,7 @@ def test_patch_goes_on_without_a_compiler(
     answer.fails(3, "no-such-compiler")
 
 
+@pytest.mark.compiler
 def test_a_cache_that_cannot_be_written(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("file").write_text("")
     monkeypatch.setenv("ELSA_CACHE_DIR", str(Path("file/cache").absolute()))
