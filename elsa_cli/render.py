@@ -130,6 +130,7 @@ def patched(session: Session, report: PatchReport) -> None:
 def checked(session: Session, report: CheckReport) -> None:
     """The errors of each group of sites, and of the model on each input."""
     from elsa_core.grouping import group
+    from elsa_core.proof.text import classes
 
     rows = []
     for label, members in group(report.sites, lambda site: site.ok):
@@ -138,16 +139,13 @@ def checked(session: Session, report: CheckReport) -> None:
             [f"{_mark(worst)} {label}", f"{len(members)}x", *_errors(worst), worst.worst_case]
         )
     for case in report.cases:
-        agree = (
-            f"top-1 {case.top1_rows - case.top1_flips}/{case.top1_rows}" if case.top1_rows else ""
-        )
         by = "" if case.path == "eager" else f", {case.path}"
-        rows.append([f"{_mark(case)} model: {case.case}{by}", "", *_errors(case), agree])
+        rows.append([f"{_mark(case)} model: {case.case}{by}", "", *_errors(case), classes(case)])
     for label, alike in group(report.gradients, lambda one: one.ok):
         slope = max(alike, key=lambda one: _severity(one.excess))
         title, of = f"{_mark(slope)} gradients: {label}", f"{slope.worst}, {slope.worst_case}"
         rows.append([title, f"{len(alike)}x", *_errors(slope), of])
-    titles = ["  relative error", ">", ">elsa", ">original", ">allowed", "worst input"]
+    titles = ["  rel. error", ">", ">elsa", ">original", ">allowed", "worst input"]
     session.table(titles, rows, wrap=5)
     session.line()
     rates = [site.skip_rate for site in report.sites if site.skip_rate is not None]

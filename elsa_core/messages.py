@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+Progress = Callable[[str, int, int], None]
 _LONGEST_LINE: Final = 240
+_CLEAR: Final = "\r\x1b[2K"  # a terminal's line
 
 
 @contextmanager
@@ -22,6 +26,30 @@ def quiet(level: int = logging.WARNING) -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@contextmanager
+def shown(progress: Progress | bool | None) -> Iterator[Progress | None]:
+    """What a long call tells its steps to, for the length of a `with` block: `progress` itself, or
+    where none is given a line on stderr if that is a terminal. False: nothing.
+    """
+    if callable(progress):
+        yield progress
+    elif progress is False or sys.stderr is None or not sys.stderr.isatty():
+        yield None
+    else:
+        try:
+            yield _draw
+        finally:
+            sys.stderr.write(_CLEAR)
+            sys.stderr.flush()
+
+
+def _draw(what: str, done: int, total: int) -> None:
+    line = f"{what} {done}/{total}" if total else what
+    line = "".join(each if each.isprintable() else "?" for each in line)
+    sys.stderr.write(_CLEAR + line[: shutil.get_terminal_size().columns - 1])
+    sys.stderr.flush()
 
 
 def first_line(error: BaseException) -> str:

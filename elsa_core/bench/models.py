@@ -229,7 +229,9 @@ def _checked(model: nn.Module, given: torch.Tensor, case: ModelCase, backend: st
     patched = shared_copy(model)
     patch(patched, precision=case.precision, backend=backend)
     try:
-        found = check(patched, given[:1], stress=False, batch_size=1, paths=("eager",))
+        found = check(
+            patched, given[:1], stress=False, batch_size=1, paths=("eager",), progress=False
+        )
     except (ElsaError, RuntimeError, MemoryError):
         return []
     return list(found.failures)

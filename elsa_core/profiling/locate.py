@@ -347,7 +347,9 @@ def _errors(
     """(patched, original) error of each patched site on these inputs, and what went wrong."""
     rows = len(first_tensor(arguments))
     try:
-        outcome = check(patched, arguments, stress=False, batch_size=rows, paths=("eager",))
+        outcome = check(
+            patched, arguments, stress=False, batch_size=rows, paths=("eager",), progress=False
+        )
     except (ElsaError, RuntimeError, MemoryError) as error:
         return {}, (f"errors were not checked: {first_line(error)}",)
     found = {site.path: (site.patched_error, site.original_error) for site in outcome.sites}

@@ -12,6 +12,7 @@ from torch import nn
 from elsa_core.errors import ArgumentError
 from elsa_core.inputs.cases import ModelInput, as_cases
 from elsa_core.measuring.rounds import Settings
+from elsa_core.messages import shown
 from elsa_core.model_runs.runs import (
     ModelRuns,
     Prepared,
@@ -73,7 +74,7 @@ def profile(
     seed: int = 0,
     sites: bool | None = None,
     errors: bool = True,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> ProfileReport:
     """Measure what patching a model gains against the ways one would otherwise run it.
 
@@ -97,7 +98,8 @@ def profile(
             None: on a CPU only if the budget suffices.
         errors: also measure the error of every run's output against float64, and with sites that
             of each site, both on the inputs that are timed.
-        progress: called with (what, steps done, steps in all; 0 unknown).
+        progress: called with (what, steps done, steps in all; 0 unknown). Default: a line on stderr
+            where that is a terminal; False: nothing.
 
     Returns:
         The report.
@@ -114,12 +116,12 @@ def profile(
         raise TypeError(f"seed must be a whole number, not {type(seed).__name__}")
     if rounds < 1 or not budget_seconds > 0:
         raise ArgumentError("profile: rounds and budget_seconds must be positive")
-    tell = progress or (lambda what, done, total: None)
     model = plain_model(model)
     arguments = next(iter(as_cases(inputs).values()))
     settings = Settings(rounds, budget_seconds, seed, decide=True)
     device, start = first_tensor(arguments).device, time.perf_counter()
-    with on_device(device):
+    with shown(progress) as told, on_device(device):
+        tell = told or (lambda what, done, total: None)
         ready = prepare(
             model, arguments, baselines, tell, precision=precision, backend=backend,
             include=include, exclude=exclude, scope=scope,

@@ -16,6 +16,7 @@ from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.inputs.cases import ModelInput, as_cases
+from elsa_core.messages import shown
 from elsa_core.operands import require_number
 from elsa_core.patching import is_layer, original, patched_sites
 from elsa_core.processes import environment_kept
@@ -48,7 +49,7 @@ def check(
     paths: Sequence[str] | None = None,
     grad: bool = False,
     sparsity_bound: float = 0.0,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> CheckReport:
     """Judges a patched model against the original one, with float64 as the oracle.
 
@@ -83,7 +84,8 @@ def check(
         sparsity_bound: The relative error that sites patched with a number as `sparsity` whose
             calls reach a sparse operator, and the model with them, are granted beside that; at
             least 0.
-        progress: Called with (what, steps done, steps in all).
+        progress: Called with (what, steps done, steps in all). Default: a line on stderr where that
+            is a terminal; False: nothing.
 
     Raises:
         TypeError: An argument of a wrong type.
@@ -118,11 +120,11 @@ def check(
     asked = Asked(
         factor, batch_size, stress, grad, chosen, by_name=paths is not None, bound=sparsity_bound
     )
-    with _undisturbed(model, device):
+    with shown(progress) as told, _undisturbed(model, device):
         with original(model):
             oracle = _oracle(model)
         steps = len(cases) * (len(sites) + 1) + int(grad) + 1  # the last: the timing
-        run = CheckRun(model, sites, oracle, asked, dtype, device, fault, progress, steps)
+        run = CheckRun(model, sites, oracle, asked, dtype, device, fault, told, steps)
         checks = run.cases(cases)
         name, case = next(iter(cases.items()))
         batch = run.first_batch(case)

@@ -65,6 +65,8 @@ class ModelCheck:
     `path` says how the patched model ran, one of `elsa_core.proof.paths.PATHS`.
     `top1_rows` is 0 where the output is no [rows, classes]. `top1_ties` are rows whose two best
     classes the original's own rounding can swap; `top1_tie_flips` of them did swap.
+    `shown` is False where the numbers prove nothing, since the output depends on no site or the
+    original's own error hides any other: `notes` say which, and the sites carry the proof.
     """
 
     case: str
@@ -84,6 +86,7 @@ class ModelCheck:
     ok: bool
     reason: str
     notes: tuple[str, ...] = ()
+    shown: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         return dict(plain(self))
@@ -302,17 +305,22 @@ def _rank(gradient: Comparison) -> tuple[bool, bool, float]:
     return gradient.excess > 1.0, gradient.original_error < LEGIBLE, gradient.excess
 
 
-def model_check(case: str, path: str, inputs: int, judgement: Judgement) -> ModelCheck:
-    """The verdict on one case by one path."""
+def model_check(
+    case: str, path: str, inputs: int, judgement: Judgement, *, shown: bool = True
+) -> ModelCheck:
+    """The verdict on one case by one path; `shown`: the output depends on the sites."""
     comparisons, top1 = judgement.comparisons, judgement.top1
     output = max(comparisons, key=lambda key: comparisons[key].excess, default="")
     worst_one = comparisons.get(output)
     why = worst_one.reason() if worst_one is not None else "nothing was compared"
     reason = judgement.error or why or top1.reason()
     notes = []
-    if worst_one is not None and worst_one.oracle.maximum == 0.0:
-        notes.append("the output is zero, so it shows nothing: the sites carry the proof")
+    if not shown:
+        notes.append(
+            "the output depends on no site, so it shows nothing: the sites carry the proof"
+        )
     if worst_one is not None and worst_one.original_error >= LEGIBLE:
+        shown = False
         notes.append("the original's own error hides any other: the sites carry the proof")
     if worst_one is not None and worst_one.samples > 1:
         notes.append(_SAMPLES.format(worst_one.samples))
@@ -329,6 +337,7 @@ def model_check(case: str, path: str, inputs: int, judgement: Judgement) -> Mode
         ok=not reason,
         reason=reason,
         notes=tuple(notes),
+        shown=shown,
     )
 
 

@@ -16,10 +16,12 @@ from elsa_core.messages import first_line
 from elsa_core.patching import original
 from elsa_core.proof import paths
 from elsa_core.proof.compare import TURBO_EPS, map_floating
+from elsa_core.proof.dependence import depends, filled
 from elsa_core.proof.judge import MODEL_SAMPLES, Judgement, settle
 from elsa_core.proof.report import ModelCheck, model_check
 from elsa_core.proof.samples import jittered, nearby
-from elsa_core.proof.sides import Fault, Given, PatchedError, Sides, finding, of_model
+from elsa_core.proof.sides import Fault, Given, PatchedError, Sides, finding, of_model, own
+from elsa_core.proof.site_cases import FILLED
 from elsa_core.proof.site_run import Asked, Progress, SiteRun
 
 Judgements = dict[str, Judgement]
@@ -43,6 +45,9 @@ class CheckRun:
         progress: called with (what, steps done, steps in all).
         steps: of the whole check: one for each case, and for each site in it, and what follows.
         left_out: paths that the original or this machine cannot take, with the reason.
+
+    `whole` is the model whose outputs are judged: a copy with other weights where those of zero
+    hide the sites. `shown`: whether its output depends on them at all.
     """
 
     model: nn.Module
@@ -62,7 +67,13 @@ class CheckRun:
         self.site_run = SiteRun(
             self.sites, self.oracle, self.asked, self.dtype, self.fault, self.tick
         )
-        self.sides = of_model(self.model, self.oracle, self.sites, self.fault)
+        self.shown, self.label = True, ""
+        self._judge(self.model, self.oracle, self.sites)
+
+    def _judge(self, model: nn.Module, oracle: nn.Module, sites: Mapping[str, nn.Module]) -> None:
+        """Make `model` the one whose outputs are judged: the model, or a copy of it."""
+        self.whole = model
+        self.sides = of_model(model, oracle, sites, self.fault)
         self.by_path: dict[str, Sides] = {
             path: self.sides if path == paths.EAGER else self._through(path)
             for path in self.asked.paths
@@ -77,11 +88,26 @@ class CheckRun:
     def cases(self, cases: Mapping[str, tuple[Any, ...]]) -> tuple[ModelCheck, ...]:
         """Every case by every path; a site's hard cases come from the first that reaches it."""
         each = len(self.sites) + 1
+        self._require_shown(next(iter(cases.values())))
         results: list[ModelCheck] = []
         for index, (name, case) in enumerate(cases.items()):
             results += self._case(name, case)
             self.tick(name, (index + 1) * each - self.done)
         return tuple(one for one in results if one.path not in self.left_out)
+
+    def _require_shown(self, case: tuple[Any, ...]) -> None:
+        """Judge a copy without weights of zero where they hide what the sites give."""
+        given = self._prepared(next(chunks(case, 1)))
+        if depends(self.model, self.sites, given):
+            return
+        twins = filled(self.model, self.oracle)
+        if twins is not None:
+            sites = {path: twins[0].get_submodule(path) for path in self.sites}
+            if depends(twins[0], sites, given):
+                self.label = f", {FILLED}"
+                self._judge(*twins, sites)
+                return
+        self.shown = False
 
     def first_batch(self, case: tuple[Any, ...]) -> Given:
         """The first `batch_size` rows of a case, in the model's dtype and on its device."""
@@ -115,7 +141,11 @@ class CheckRun:
             MODEL_SAMPLES,
             lambda seed: self._batch(name, jittered(first, seed), doubtful),
         )
-        return [model_check(name, path, inputs, each) for path, each in judged.items()]
+        label = name + self.label
+        return [
+            model_check(label, path, inputs, each, shown=self.shown)
+            for path, each in judged.items()
+        ]
 
     def _settled(self, name: str, first: Given, eager: Judgement) -> None:
         """The eager path in the calls that follow some of their kind."""
@@ -143,6 +173,9 @@ class CheckRun:
         path of `judged`; a path that raises is out of it."""
         with watch or nullcontext():
             try:
+                if watch is not None and self.whole is not self.model:
+                    with original(self.model):
+                        self.model(*own(batch)[0])
                 one = self.sides.original(batch)
             except (ElsaError, torch.OutOfMemoryError):
                 raise
@@ -170,7 +203,7 @@ class CheckRun:
 
         def run_patched(given: Given) -> Any:
             if not run:  # made with the first batch: what it raises is a finding too
-                run.append(paths.runner(path, self.model, self.fault))
+                run.append(paths.runner(path, self.whole, self.fault))
             return run[0](given)
 
         return replace(self.sides, run_patched=run_patched, fault=nullcontext)
@@ -193,8 +226,8 @@ class CheckRun:
             self._leave_out(path, f"this machine lacks its compiler: {reason}")
             return
         try:
-            with original(self.model):
-                run = paths.runner(path, self.model, None)
+            with original(self.whole):
+                run = paths.runner(path, self.whole, None)
             finding(lambda: run(batch))
         except PatchedError as other:
             reason = str(other).removeprefix("the patched code raises ")

@@ -19,6 +19,7 @@ from elsa_core.messages import first_line
 from elsa_core.patching import entry, original
 from elsa_core.proof.compare import map_floating
 from elsa_core.proof.entry import call, watched
+from elsa_core.proof.oracle import exactly
 
 # Positional and named arguments of one call.
 Given = tuple[tuple[Any, ...], dict[str, Any]]
@@ -85,14 +86,14 @@ class Sides:
             return finding(lambda: self.run_patched(given))
 
     def exact(self, given: Given) -> Any:
-        """What the original makes of them in float64.
+        """What the original makes of them in float64, its own casts included (`exactly`).
 
         Raises:
             ModelError: it does not run in float64.
         """
         try:
             args, kwargs = map_floating(given, torch.float64)
-            return self.run_exact((args, kwargs))
+            return exactly(lambda: self.run_exact((args, kwargs)), self.weights)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError) as error:

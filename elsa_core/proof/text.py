@@ -22,15 +22,21 @@ def check_summary(report: CheckReport) -> Summary:
         name = label if len(members) == 1 else f"{label} ({len(members)} sites)"
         rows.append((_mark(worst), name, *_errors(worst), worst.worst_case))
     for case in report.cases:
-        same = case.top1_rows - case.top1_flips
-        agree = f"top-1 {same}/{case.top1_rows}" if case.top1_rows else ""
-        rows.append((_mark(case), f"model: {case.case}", *_errors(case), agree))
+        rows.append((_mark(case), f"model: {case.case}", *_errors(case), classes(case)))
     verdict = "agree" if report.ok else "do NOT agree"
     title = f"outputs {verdict} · {report.dtype} on {report.device} · against float64"
     lines = [f"failed: {line}" for line in report.failures]
     if report.fault_injection:
         lines.append(f"ELSA_FAULT_INJECTION is on: {report.fault_injection}")
     return Summary(title, _COLUMNS, rows, lines)
+
+
+def classes(case: ModelCheck) -> str:
+    """How many rows have the same first class, or that the case proves nothing."""
+    if not case.shown and case.ok:
+        return "shows nothing"
+    same = case.top1_rows - case.top1_flips
+    return f"top-1 {same}/{case.top1_rows}" if case.top1_rows else ""
 
 
 def _mark(result: SiteCheck | ModelCheck) -> str:

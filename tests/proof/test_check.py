@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from elsa_core.patching.adapters.timm_attention import ElsaAttention
 from elsa_core.patching.adapters.timm_swin import ElsaSwinTransformerBlock
 from elsa_core.patching.rewrite import patch, patched_sites
 from elsa_core.proof.checking import CheckReport, check
+from elsa_core.proof.oracle import exactly
 from elsa_core.proof.site_cases import zeros_filled
 
 SIZE = (3, 32, 32)
@@ -101,6 +104,39 @@ def test_weights_of_zero_hide_no_error(cls: type[nn.Module], stress: bool) -> No
     assert site.ok is report.ok is (cls is ElsaAttention)
     assert site.worst_case == "noise, zero weights filled" and "zero" in site.notes[0]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("cls", [ElsaAttention, Wrong])
+@pytest.mark.parametrize("hiding", ["head", "norm"])
+def test_a_model_that_gives_zeros_is_judged_with_other_weights(
+    cls: type[nn.Module], hiding: str
+) -> None:
+    """timm starts Hiera's head at zero: its errors were 0.0 whatever the sites computed."""
+    model = with_site(cls)
+    with torch.no_grad():
+        for parameter in getattr(model, hiding).parameters():
+            parameter.zero_()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    report = check(model, noise(), stress=False)
+    for case in report.cases:
+        assert case.case == "input, zero weights filled" and case.shown
+        assert case.original_error > 0 and case.ok is (cls is ElsaAttention)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_whose_output_depends_on_no_site_shows_nothing() -> None:
+    class Ignores(VisionTransformer):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            super().forward(x, *args, **kwargs)
+            return x.mean((2, 3))
+
+    model = vit()
+    model.__class__ = Ignores
+    patch(model)
+    report = check(model, noise(), stress=False)
+    case = report.cases[0]
+    assert report.ok and not case.shown and "depends on no site" in case.notes[0]
+    assert "shows nothing" in str(report) and "top-1" not in str(report)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.001])
@@ -213,6 +249,35 @@ def test_a_site_that_draws_at_random_is_not_proven() -> None:
     report = check(model, torch.randn(2, 3, 9, 8))
     assert not report.ok and "the original's own error is" in report.sites[0].reason
     assert any("hides any other" in note for note in report.cases[0].notes)
+
+
+class Casts(nn.Module):
+    """Attention in bfloat16 inside a float32 model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        q, k, v = (each.bfloat16() for each in qkv)
+        out = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(out.to(x.dtype).transpose(1, 2).flatten(2)).float()
+
+
+def test_a_model_that_casts_to_bfloat16_itself() -> None:
+    """The oracle computed the rest in bfloat16 too, and condemned what was nearer to float64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Casts(), nn.Linear(64, 10)).eval()
+    patch(model)
+    report = check(model, 2 * torch.randn(2, 197, 64), grad=True)
+    assert report.ok, report.failures
+    q = torch.randn(8, 8, dtype=torch.float64)
+    rounded = q.bfloat16().double()
+    found = exactly(lambda: (q.bfloat16() @ q.bfloat16()).float().softmax(-1).half(), model.half())
+    assert torch.equal(found, (rounded @ rounded).softmax(-1))
+    found = exactly(lambda: q.bfloat16() @ q.bfloat16().mT, model.bfloat16())
+    assert torch.equal(found, q @ q.mT)
 
 
 @pytest.mark.parametrize("cls", [ElsaAttention, Wrong])
@@ -431,6 +496,22 @@ def test_progress_counts_to_the_end() -> None:
     check(model, inputs(), progress=lambda *step: seen.append(step))
     assert [done for _, done, _ in seen] == list(range(1, 14)) and {s[2] for s in seen} == {13}
     assert seen[0][0] == "blocks.0.attn" and seen[-1][0] == "timing"
+
+
+@pytest.mark.parametrize(("given", "drawn"), [(None, True), (False, False)])
+def test_progress_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, given: bool | None, drawn: bool
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    model, shown = vit(depth=1), Terminal()
+    patch(model)
+    monkeypatch.setattr(sys, "stderr", shown)
+    check(model, noise(), stress=False, progress=given)
+    assert ("blocks.0.attn 1/3" in shown.getvalue()) is drawn
+    assert not drawn or shown.getvalue().endswith("\r\x1b[2K")
 
 
 def test_what_cannot_be_checked() -> None:
