@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from elsa_cli import completion, config, file_options
+from elsa_cli import completion, config, examples, file_options
 from elsa_cli.console import Session
 from elsa_cli.errors import PlaceError
 
@@ -55,6 +55,7 @@ class Command(click.Command):
                 # Named after the flag, which is what a user knows, not after the parameter.
                 flag = max(param.opts, key=len).lstrip("-")
                 param.envvar = f"ELSA_{flag.upper().replace('-', '_')}"
+        attributes.setdefault("epilog", examples.of(args[0] if args else attributes["name"]))
         settings = {"help_option_names": ["-h", "--help"]}
         attributes["context_settings"] = settings | attributes.get("context_settings", {})
         super().__init__(*args, **attributes)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 
-from elsa_cli.main import COMMANDS
+from elsa_cli.console import Session
+from elsa_cli.examples import EXAMPLES
+from elsa_cli.main import COMMANDS, all_commands
 
 from .conftest import Elsa, environment
 
@@ -114,3 +118,16 @@ def test_unknown_option_names_the_close_one(elsa: Elsa) -> None:
 
 def test_missing_model(elsa: Elsa) -> None:
     elsa("patch").fails(2, "MODEL")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_help_page_ends_with_two_examples_that_parse(name: str) -> None:
+    command = all_commands()[name]
+    text = command.get_help(click.Context(command, info_name=f"elsa {name}"))
+    lines = [line.strip() for line in text.splitlines()[-2:]]
+    assert text.splitlines()[-3].strip() == "Examples:" and tuple(lines) == EXAMPLES[name]
+    for line in lines:
+        words = shlex.split(line.partition("|")[0].removeprefix('eval "$(').removesuffix(')"'))
+        assert words[:2] == ["elsa", name]
+        with command.make_context(name, words[2:], obj=Session()):
+            pass
