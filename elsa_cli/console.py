@@ -41,7 +41,7 @@ _ASCII = {"·": "-", "→": "->", "…": "...", "✓": "ok", "✗": "no", "≤":
 # A file or a pipe has no width: numbers stay on one line there, and prose is folded all the same.
 PIPE_WIDTH = 200
 # What is left of a column that is folded.
-FOLDED_WIDTH = 12
+FOLDED_WIDTH = 8
 # Between two lines of progress where stderr is a file or a pipe.
 _BEAT_SECONDS = 10.0
 
@@ -64,6 +64,7 @@ class Session:
     def __init__(self) -> None:
         self.debug = False
         self.json = False
+        self._documented = False
         self.quiet = False
         self.verbose = False
         self.arguments: list[str] = []
@@ -89,17 +90,17 @@ class Session:
 
     def document(self, command: str, environment: dict[str, Any], results: Any) -> None:
         """Print the one JSON document of `command`; only with --json."""
-        if self.json:
-            from elsa_cli.version import version
+        self._document({"command": command, "environment": environment, "results": results})
 
-            document = {
-                "schema_version": SCHEMA_VERSION,
-                "elsa_version": version(),
-                "command": command,
-                "environment": environment,
-                "results": results,
-            }
-            self._write(json.dumps(jsonable(document), indent=2, allow_nan=False) + "\n")
+    def _document(self, content: dict[str, Any]) -> None:
+        """Print one JSON document, unless one has been printed; only with --json."""
+        if not self.json or self._documented:
+            return
+        from elsa_cli.version import version
+
+        self._documented = True
+        document = {"schema_version": SCHEMA_VERSION, "elsa_version": version(), **content}
+        self._write(json.dumps(jsonable(document), indent=2, allow_nan=False) + "\n")
 
     def text(self, text: str) -> None:
         """Print `text` as it is, whatever the output flags say (a completion script)."""
@@ -130,10 +131,12 @@ class Session:
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, wrap: int | None = None
     ) -> None:
-        """Print a table. A column whose title starts with ">" is aligned to the right; column
-        number `wrap` alone is folded where the terminal is too narrow, so that paths and names stay
-        whole. Where that does not do, lines are longer than the terminal is wide: no column is cut
-        or left out."""
+        """Print a table. A column whose title starts with ">" is aligned to the right.
+
+        Where the terminal is too narrow, column number `wrap` is folded; where that does not do,
+        the other texts too, the first column, which holds paths and names, last. Without `wrap`
+        nothing is. Numbers never are: lines may be longer than the terminal is wide.
+        """
         if self.json or self.quiet or not rows:
             return
         from rich import box
@@ -146,17 +149,23 @@ class Session:
             header_style="bold",
             show_edge=False,
         )
-        for index, title in enumerate(columns):
+        for title in columns:
             table.add_column(
                 self.fit(title.lstrip(">")),
                 justify="right" if title.startswith(">") else "left",
                 overflow="fold",
-                no_wrap=index != wrap,
+                no_wrap=True,
             )
         for row in rows:
             table.add_row(*(self._cell(cell) for cell in row))
         console = self._console()
-        console.width = max(console.width, _least_width(console, table, wrap))
+        texts = [i for i, title in enumerate(columns) if not title.startswith(">")]
+        folded = [] if wrap is None else [wrap, *(i for i in (*texts[1:], texts[0]) if i != wrap)]
+        for index in folded:
+            if _least_width(console, table) <= console.width:
+                break
+            table.columns[index].no_wrap = False
+        console.width = max(console.width, _least_width(console, table))
         self._draw(console, table)
 
     def _cell(self, text: str) -> Any:
@@ -308,15 +317,20 @@ class Session:
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def fail(self, code: int, line: str, error: BaseException) -> None:
-        """Say on stderr why the command ends; the traceback only with --debug."""
+        """Say on stderr why the command ends; the traceback only with --debug. With --json also as
+        the document, where the command has printed none."""
         if self.debug and line and code != INTERRUPTED:
             lines = "".join(traceback.format_exception(error)).splitlines()
             self._stderr.writelines(f"{printable(line)}\n" for line in lines)
         if code == INTERRUPTED:
             kept = ", ".join(str(path) for path in self.written)
-            self.log(f"interrupted; {kept} is complete" if kept else f"{line}; nothing was written")
+            line = f"interrupted; {kept} is complete" if kept else f"{line}; nothing was written"
+            self.log(line)
         elif line:
             self.log(line, "error:", "1;31")
+        if line:
+            with contextlib.suppress(OutputError):
+                self._document({"error": line, "exit_code": code})
 
     def _leave(self, code: int) -> None:
         """End inside an import, where no exception gets through."""
@@ -368,16 +382,16 @@ def _described(text: str, label: str, done: int, total: int) -> str:
     return f"{text} {done}/{total} {label}" if total else f"{text}: {label}"
 
 
-def _least_width(console: Console, table: Table, wrap: int | None) -> int:
-    """The width at which column `wrap` alone is folded, the whole one without it."""
+def _least_width(console: Console, table: Table) -> int:
+    """The width at which the columns that may be folded are."""
     options = console.options.update(width=sys.maxsize)
-    whole = console.measure(table, options=options).maximum
-    if wrap is None:
-        return whole
-    column = table.columns[wrap]
-    cells = [console.measure(cell, options=options).maximum for cell in column.cells]
-    widest = max(cells, default=0)
-    return whole - max(0, widest - max(FOLDED_WIDTH, len(str(column.header))))
+    width = console.measure(table, options=options).maximum
+    for column in table.columns:
+        if not column.no_wrap:
+            cells = [console.measure(cell, options=options).maximum for cell in column.cells]
+            widest = max((*cells, len(str(column.header))), default=0)
+            width -= max(0, widest - max(FOLDED_WIDTH, len(str(column.header))))
+    return width
 
 
 class _Relay(logging.Handler):

@@ -111,6 +111,7 @@ def run(arguments: Sequence[str]) -> int:
     session = Session()
     session.arguments = list(arguments)
     session.debug = "--debug" in arguments
+    session.json = "--json" in arguments  # also of an error before the options are read
     try:
         with (
             session,

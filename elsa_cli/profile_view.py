@@ -106,7 +106,9 @@ def _one(session: Session, row: Document) -> None:
                 f"{run['name']}: host {_ms(run['host_seconds'])} ms, "
                 f"GPU {_ms(run['device_seconds'])} ms{energy}"
             )
-    session.table(("run", ">ms", ">10-90%", ">images/s", ">MB", "times as fast as eager"), rows)
+    session.table(
+        ("run", ">ms", ">10-90%", ">images/s", ">MB", "times as fast as eager"), rows, wrap=0
+    )
     for name, why in found["left_out"].items():
         session.line(f"without {name}: {why}", "dim")
     session.line()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import tempfile
 from pathlib import Path
 
-from elsa_cli.errors import ENVIRONMENT, CommandError, TargetError
+from elsa_cli.errors import ENVIRONMENT, CommandError, TargetError, check_text
 
 PLOTS = (".png", ".svg")
 
@@ -27,6 +28,27 @@ def check_new(path: Path, force: bool, hint: str = "") -> None:
     check_writable(path)
 
 
+def check_folder(output: Path, force: bool, *, zipped: bool = False) -> None:
+    """Refuse a directory that exists, unless `force`, and one that cannot be made; with `zipped` a
+    file.
+
+    Raises: TargetError.
+    """
+    check_text(output)
+    if zipped and output.is_dir():
+        raise TargetError(f"{output} is a directory; with --zip, -o names a file")
+    if output.exists() and not force:
+        raise TargetError(f"{output} exists; give another -o, or --force to replace it")
+    if output.exists() and not zipped and not output.is_dir():
+        raise TargetError(f"{output} is not a directory; --force replaces directories only")
+    above = output.absolute()
+    while above != above.parent:
+        above = above.parent
+        if os.path.lexists(above):
+            break
+    _try(above, output)
+
+
 def check_plot(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before anything heavy is imported.
 
@@ -43,8 +65,12 @@ def check_writable(path: Path) -> None:
 
     Raises: TargetError.
     """
+    _try(path.parent, path)
+
+
+def _try(folder: Path, path: Path) -> None:
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryDirectory(prefix=".elsa-", dir=folder):
             pass
     except OSError as error:
         raise TargetError(f"{path} cannot be written: {error.strerror}") from None

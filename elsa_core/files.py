@@ -45,6 +45,17 @@ def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentErro
     return path
 
 
+def require_writable(target: Path) -> None:
+    """Find out whether something can be made beside `target`, or beside its first missing parent.
+
+    Raises:
+        OSError: it cannot.
+    """
+    above = next(path for path in target.parents if os.path.lexists(path))
+    with tempfile.TemporaryDirectory(prefix=".elsa-", dir=above):
+        pass
+
+
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """Give a fresh directory beside `target` that becomes it on success and vanishes otherwise."""

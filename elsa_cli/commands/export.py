@@ -13,7 +13,6 @@ from click.shell_completion import CompletionItem
 from elsa_cli import bundle_view, completion, names
 from elsa_cli.architectures import Known
 from elsa_cli.console import Session
-from elsa_cli.errors import TargetError, check_text
 from elsa_cli.options import (
     Command,
     FilePath,
@@ -26,6 +25,7 @@ from elsa_cli.options import (
     pass_session,
 )
 from elsa_cli.site_options import site_options
+from elsa_cli.targets import check_folder, check_writable
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -173,6 +173,7 @@ def command(
     pipeline.import_ahead(session, "torch._dynamo", *(m for f in formats for m in _MODULES[f]))
     output = output or Path(f"{loaded.name}{f'-{tower}' if tower else ''}-elsa")
     _check_early(output, zipped, force, formats, dynamic_size)
+    _require_own(output, zipped, force)
     if quantize:
         steps.next(_EXACT)
         exact = _exact_outputs(session, loaded, options)
@@ -248,17 +249,21 @@ def _check_early(
     """Refuse what cannot end well before seconds go into loading; `export` checks again."""
     if dynamic_size and "pt2" not in formats:
         raise click.UsageError("--dynamic-size concerns model.pt2: name pt2 in --formats")
-    if output is None:
+    if output is None:  # its name is the model's
+        check_writable(Path("bundle"))
         return
     if zipped and output.suffix != ".zip":
         output = Path(f"{output}.zip")
-    check_text(output)
-    if zipped and output.is_dir():
-        raise TargetError(f"{output} is a directory; with --zip, -o names a file")
-    if output.exists() and not force:
-        raise TargetError(f"{output} exists; give another -o, or --force to replace it")
-    if output.exists() and not zipped and not output.is_dir():
-        raise TargetError(f"{output} is not a directory; --force replaces bundles only")
+    check_folder(output, force, zipped=zipped)
+
+
+def _require_own(output: Path, zipped: bool, force: bool) -> None:
+    """Refuse what elsa did not write before minutes go into the check."""
+    from elsa_core.exporting.bundle import check_output
+
+    if zipped and output.suffix != ".zip":
+        output = Path(f"{output}.zip")
+    check_output(output.resolve(), output, zipped, force)
 
 
 def _check_quantize(quantize: str | None, formats: tuple[str, ...], options: Options) -> None:

@@ -10,7 +10,7 @@ import click
 
 from elsa_cli.commands.check import failure
 from elsa_cli.console import Session
-from elsa_cli.errors import TargetError, VerdictError, check_text
+from elsa_cli.errors import VerdictError
 from elsa_cli.options import (
     Command,
     FilePath,
@@ -22,6 +22,7 @@ from elsa_cli.options import (
     pass_session,
 )
 from elsa_cli.site_options import site_options
+from elsa_cli.targets import check_folder
 
 if TYPE_CHECKING:
     from elsa_core.patching import PatchReport
@@ -81,10 +82,13 @@ def command(
     options = Options.of(given)
     # Images are read by the check alone: whoever names some wants one.
     check = check or options.images is not None
-    _check_target(output, force)
+    if output is not None:
+        check_folder(output, force)
     if plan is not None:
         pipeline.check_plan_alone(plan)
     loaded = pipeline.open_model(session, model, options)
+    if output is not None:
+        _require_own(output, force)
     if plan is None:
         report = pipeline.patch_model(session, loaded, options, all_sites, offload)
     else:
@@ -127,15 +131,11 @@ def command(
     session.line(_next(session, options, output, saved, check), "dim")
 
 
-def _check_target(output: Path | None, force: bool) -> None:
-    """Refuse an existing target before seconds go into loading; `save` checks again."""
-    if output is None:
-        return
-    check_text(output)
-    if output.exists() and not force:
-        raise TargetError(f"{output} exists; give another -o DIR, or --force to replace it")
-    if output.exists() and not output.is_dir():
-        raise TargetError(f"{output} is not a directory; --force replaces directories only")
+def _require_own(output: Path, force: bool) -> None:
+    """Refuse a directory that elsa did not write before minutes go into the check."""
+    from elsa_core.loading import check_target
+
+    check_target(output.resolve(), output, force)
 
 
 def _verdict(report: PatchReport, outcome: CheckReport | None, dry_run: bool) -> str:
@@ -158,5 +158,9 @@ def _next(
             f"or elsa_core.load({str(saved)!r}{named})"
         )
     nothing = "Nothing was written. " if output is not None else ""
-    added = ("--check",) if not check else () if output is not None else ("-o", "DIR")
-    return f"{nothing}Next: {session.again('patch', *added, without=('--dry-run',))}"
+    if not check:
+        return f"{nothing}Next: {session.again('patch', '--check', without=('--dry-run',))}"
+    # It has passed: what is left is to save.
+    added = () if output is not None else ("-o", "DIR")
+    step = session.again("patch", *added, without=("--dry-run", "--check"), valued=("--images",))
+    return f"{nothing}Next: {step}"

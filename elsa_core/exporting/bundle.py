@@ -63,6 +63,7 @@ from elsa_core.exporting.templates import load as template
 from elsa_core.loading import Given, assumed_text, check_target, write_model
 from elsa_core.precision import dtype_name
 from elsa_core.processes import environment_kept
+from elsa_core.summary import Summarised, Summary
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -73,8 +74,8 @@ if TYPE_CHECKING:
 DEFAULT_FORMATS = ("torchscript", "onnx", "pt2")
 
 
-@dataclass(frozen=True)
-class Bundle:
+@dataclass(frozen=True, repr=False)
+class Bundle(Summarised):
     """A bundle that `export` wrote.
 
     Attributes:
@@ -97,6 +98,24 @@ class Bundle:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {"path": str(self.path), "manifest": self.manifest}
+
+    def summary(self) -> Summary:
+        """Five lines: what it holds, of which model, how exact, and how it runs."""
+        model, formats = self.manifest["model"], ", ".join(each.format for each in self.artefacts)
+        where = f"{model['dtype']} on {model['device']}"
+        errors = [max(each.batches.values()) for each in self.artefacts if each.format != INT8]
+        error, allowed = max(errors, default=(0.0, 0.0))
+        sizes = [each["size"] for each in self.manifest["files"].values()]
+        zipped = self.path.suffix == ".zip"
+        return Summary(
+            f"bundle {self.path} · {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB",
+            lines=[
+                f"model: {model['name']} · {model['weights']} · {where}",
+                f"formats: {formats}",
+                f"each reproduces the model: error {error:.1e}, allowed {allowed:.1e}",
+                f"run: python {'load.py of it' if zipped else self.path / 'load.py'} IMAGE",
+            ],
+        )
 
 
 @environment_kept()
@@ -193,12 +212,13 @@ def export(
     say = progress or (lambda line: None)
     try:
         target = given.resolve()
-        _check_target(target, given, zip, force)
+        check_output(target, given, zip, force)
+        files.require_writable(target)
         preprocess = Given(mean, std, crop_pct, interpolation)
         exported = export_target(model, loaded, inputs, seed, chosen.batches, preprocess)
         if loaded is None and exported.preprocess is not None and exported.preprocess.assumed:
             text = assumed_text(exported.preprocess)
-            warnings.warn(f"the model does not say its preprocessing: {text} assumed", stacklevel=2)
+            warnings.warn(f"the model does not say its preprocessing: {text} assumed", stacklevel=3)
         _check_support(exported, chosen)
         if "onnx" in chosen.formats:
             require_onnx(exported.device)
@@ -264,7 +284,12 @@ def _choices(
     return Choices(tuple(n for n in FORMATS if n in names), onnx_mode, opset, dynamic_size)
 
 
-def _check_target(target: Path, given: Path, zip: bool, force: bool) -> None:
+def check_output(target: Path, given: Path, zip: bool, force: bool) -> None:
+    """Refuse a target that exists without `force`, or that elsa did not write.
+
+    Raises:
+        ArgumentError: it may not be replaced; says why.
+    """
     if not zip:
         check_target(target, given, force)
         return
@@ -306,7 +331,9 @@ def _checked(exported: ExportTarget, given: CheckReport | None, say: Say) -> Che
         from elsa_core.proof import check
 
         say("checking the patched model against the original")
-        given = check(exported.model, tuple(t[:1] for t in exported.inputs), stress=True)
+        given = check(
+            exported.model, tuple(t[:1] for t in exported.inputs), stress=True, progress=False
+        )
     if not given.ok:
         raise ExportError(
             f"the patched model does not agree with the original: {given.failures[0]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -31,7 +32,8 @@ class Answer:
     def fails(self, code: int, *words: str) -> None:
         """The run ended with `code` and one line on stderr that holds all `words`."""
         assert self.code == code, (self.code, self.out, self.err)
-        assert self.out == ""
+        if self.out:  # --json
+            assert json.loads(self.out)["exit_code"] == code
         lines = self.err.splitlines()
         assert len(lines) == 1, self.err
         assert lines[0].startswith("error: "), self.err

@@ -289,11 +289,35 @@ def test_a_target_that_exists(elsa: Elsa) -> None:
     assert Path("file").read_text() == "precious"
 
 
-def test_a_target_that_cannot_be_written(elsa: Elsa) -> None:
-    Path("file").write_text("x")
-    answer = elsa("patch", *TINY, "-o", "file/inside")
-    answer.fails(2, "file/inside")
-    elsa("patch", *TINY, "-o", "/proc/nothing/here").fails(2, "/proc/nothing/here")
+@pytest.mark.parametrize("command", ["patch", "export"])
+def test_a_target_that_cannot_be_written_is_found_before_the_work(elsa: Elsa, command: str) -> None:
+    """It took up to minutes: no model is looked up before."""
+    Path("file").touch()
+    for target in ("/proc/elsa/out", "/dev/null/out", "file/below", "file"):
+        answer = elsa(command, "no/such/model", "-o", target, "--force")
+        answer.fails(2, target)
+    foreign = Path("thesis")
+    foreign.mkdir()
+    (foreign / "thesis.tex").touch()
+    arguments = (command, "vit_tiny_patch16_224", "--img", "32", "-o", foreign, "--force")
+    elsa(*arguments, "--include", "no.such").fails(2, "is not a directory that elsa wrote")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("check",), 2),
+        (("inspect", "no/such/model"), 4),
+        (("patch", "vit_tiny", "-o", "/proc/elsa/out"), 2),
+        (("no-such-command",), 2),
+    ],
+)
+def test_an_error_is_a_document_too(elsa: Elsa, arguments: tuple[str, ...], code: int) -> None:
+    answer = elsa(*arguments, "--json")
+    answer.fails(code)
+    found = json.loads(answer.out)
+    assert found["schema_version"] == 1 and found["exit_code"] == code
+    assert answer.err == f"error: {found['error']}\n"
 
 
 def test_ctrl_c_in_the_middle_of_writing(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_patch_check(elsa: Elsa) -> None:
     assert answer.code == 0
     verdict = next(line for line in answer.out.splitlines() if " sites patched" in line)
     assert verdict.startswith("12 of 12 sites patched · outputs agree (error ")
+    assert answer.out.splitlines()[-1] == "Next: elsa patch vit_tiny_patch16_224 --img 64 -o DIR"
     assert " ms" not in verdict  # of a few runs no time can be told: `profile` measures
 
 

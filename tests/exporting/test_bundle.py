@@ -87,6 +87,9 @@ def test_what_a_bundle_holds(bundle: Bundle, vit: Loaded) -> None:
     assert manifest["libraries"]["lib/libelsa_torch.so"]["minimum"] == "2.10"
     assert manifest["libraries"]["lib/libelsa_torch.so"]["gpu_archs"] == []
     assert "batch x 3 x 64 x 64" in (bundle.path / "README.md").read_text()
+    first, *lines = str(bundle).splitlines()
+    assert first.startswith(f"bundle {bundle.path} · 11 files") and len(lines) == 4
+    assert lines[1] == "formats: torchscript, onnx, pt2" and str(bundle) == repr(bundle)
     for size in ("1", "2", "3"):
         verification = manifest["artefacts"]["pt2"]["verification"]["batches"][size]
         assert verification["error"] <= verification["allowed"]

@@ -30,7 +30,7 @@ from elsa_core import files
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.exporting import archive, signature
 from elsa_core.exporting import verify as verifying
-from elsa_core.exporting.bundle import Bundle, _check_target, _sign, _staged, export
+from elsa_core.exporting.bundle import Bundle, _sign, _staged, check_output, export
 from elsa_core.exporting.manifest import files_in
 from elsa_core.exporting.verify import ArtefactReport, verify
 
@@ -374,7 +374,7 @@ def test_a_zip_onto_a_directory_is_refused_before_the_work(
         assert run([*line, *force]) == 2
         assert "is a directory; with --zip, -o names a file" in capsys.readouterr().err
     with pytest.raises(ArgumentError, match="is a directory"):
-        _check_target(target, target, zip=True, force=True)
+        check_output(target, target, zip=True, force=True)
 
 
 def test_a_name_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
