@@ -15,6 +15,7 @@
 #include <string>
 #include <utility>
 
+#include "../elsa/sizes.h"
 #include "blas.h"
 #include "operators.h"
 
@@ -404,8 +405,8 @@ elsa_cuda::ProductKind kind_of(const Short& about, PyObject* const* given, const
   constexpr int64_t kTogether = elsa_cuda::kProductAlignment / 2;
   if (columns < 1 || depth < 1 || columns % kTogether != 0 || depth % kTogether != 0) return {};
   if (sizes[0].back() != depth) return {};
-  int64_t rows = 1;
-  for (size_t i = 0; i + 1 < sizes[0].size(); ++i) rows *= sizes[0][i];
+  const int64_t rows = elsa::product(sizes[0].data(), sizes[0].size() - 1);
+  if (elsa::product({rows, depth}) < 0 || elsa::product({rows, columns}) < 0) return {};
   std::vector<int64_t> result = sizes[0];
   result.back() = columns;
   if (kind.bias && sizes[2] != std::vector<int64_t>{columns}) return {};

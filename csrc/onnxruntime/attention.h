@@ -56,6 +56,7 @@ void check_dims(const Context& c, int64_t head_dim, int64_t value_dim) {
 
 // [batch, queries, heads, value_dim] into `out`.
 void run_attention(Context& c, Attention& a, void* out) {
+  if (!fits(a)) fail(c.api, "%s: the tensors have too many elements", c.name);
   if (c.gpu) return c.gpu->attention(c, a, out);
   struct Lse;
   const size_t rows = static_cast<size_t>(a.batch * a.heads * a.queries);

@@ -13,7 +13,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "../elsa/attention.h"
+#include "../elsa/sizes.h"
 #include "abi.h"
 
 namespace elsa::ort {
@@ -111,6 +111,9 @@ class Context {
            kMaxRank);
     }
     check(GetDimensions(api, info.handle, tensor.size, tensor.rank));
+    if (product(tensor.size, tensor.rank) < 0) {
+      fail(api, "%s: %s has too many elements", name, label);
+    }
     void* data = nullptr;
     check(GetTensorMutableData(api, const_cast<OrtValue*>(value), &data));
     tensor.data = static_cast<const char*>(data);

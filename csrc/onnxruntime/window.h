@@ -33,8 +33,9 @@ class WindowAttentionKernel {
              static_cast<long long>(a_.window[i]), static_cast<long long>(a_.shift[i]));
       }
     }
-    if (a_.window[0] * a_.window[1] * a_.window[2] > kMaxTokens) {
-      fail(api, "%s: a window holds at most %lld tokens", kLabel,
+    const int64_t tokens = product(a_.window, 3);
+    if (tokens > kMaxTokens || product({a_.heads, tokens, tokens}) < 0) {
+      fail(api, "%s: a window holds at most %lld tokens, and a bias 2^48 numbers", kLabel,
            static_cast<long long>(kMaxTokens));
     }
   }
@@ -58,15 +59,16 @@ class WindowAttentionKernel {
     }
     const int64_t size[5] = {qkv.size[0], qkv.size[1], qkv.size[2], qkv.size[3], channels};
     a.out = c.output(size, 5);
+    a.batch = size[0];
+    a.depth = size[1];
+    a.height = size[2];
+    a.width = size[3];
+    if (!fits(a)) fail(c.api, "%s: the image is too large for its windows", c.name);
     const Tensor bias = c.input(1, "bias"), pad = c.input(2, "pad_qkv");
     const Tensor logit_scale = c.input(3, "logit_scale");
     check_terms(c, a, bias, pad, logit_scale, qkv);
     if (qkv.empty()) return;
     a.qkv = qkv.data;
-    a.batch = size[0];
-    a.depth = size[1];
-    a.height = size[2];
-    a.width = size[3];
     int64_t stride = qkv.size[4];
     for (int i = 3; i >= 0; --i) {
       a.stride[i] = size[i] == 1 ? 0 : stride;

@@ -95,16 +95,16 @@ std::tuple<Tensor, Tensor, Tensor> sparse_attention(const Tensor& query, const T
                                                     int64_t relief) {
   STD_TORCH_CHECK(threshold <= 0.0 && relief >= 0 && relief < 8,
                   "elsa::sparse_attention: threshold must not be positive, relief 0 to 7");
-  const int64_t batch = query.sizes()[0], heads = query.sizes()[1];
+  const elsa::Attention a = problem(query, key, value, attn_mask, is_causal, scale);
+  const int64_t batch = a.batch, heads = a.heads;
   Tensor counts =
       elsa_torch::empty<3>({batch, heads, elsa::kCounts}, {heads * elsa::kCounts, elsa::kCounts, 1},
                            aoti_torch_dtype_int64());
   elsa::Sparse sparse;
   sparse.counts = static_cast<int64_t*>(counts.mutable_data_ptr());
   for (int64_t i = 0; i < batch * heads * elsa::kCounts; ++i) sparse.counts[i] = 0;
-  const int64_t keys = key.sizes()[2];
   sparse.threshold =
-      static_cast<float>(threshold == 0.0 ? exact_threshold(query, keys) : threshold);
+      static_cast<float>(threshold == 0.0 ? exact_threshold(query, a.keys) : threshold);
   sparse.summaries = relief & 1;
   sparse.order = relief & 2;
   sparse.frozen = relief & 4;

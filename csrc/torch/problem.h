@@ -6,6 +6,7 @@
 
 #include "../elsa/attention.h"
 #include "../elsa/gradient.h"
+#include "../elsa/sizes.h"
 #include "common.h"
 
 namespace elsa_torch {
@@ -85,6 +86,7 @@ elsa::Attention problem(const Tensor& query, const Tensor& key, const Tensor& va
   a.keys = k.size[2];
   a.head_dim = q.size[3];
   a.value_dim = v.size[3];
+  STD_TORCH_CHECK(elsa::fits(a), "elsa::attention: the tensors have too many elements");
   a.scale = static_cast<float>(scale);
   a.causal = is_causal;
   if (attn_mask.has_value()) a.mask = mask_view(*attn_mask, a);

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../elsa/sizes.h"
 #include "common.h"
 
 namespace {
@@ -88,6 +89,7 @@ Packed packed(const Tensor& query, const Tensor& key, const Tensor& value,
   STD_TORCH_CHECK(a.query.dtype == a.key.dtype && a.query.dtype == a.value.dtype &&
                       a.query.dtype != elsa::DType::kBool,
                   kName, ": query, key and value must have one floating dtype");
+  STD_TORCH_CHECK(elsa::fits(a), kName, ": the tensors have too many elements");
   a.scale = static_cast<float>(scale);
   a.causal = is_causal;
   p.query = bounds(cu_seqlens_q, "cu_seqlens_q", a.queries);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../elsa/gradient.h"
+#include "../elsa/sizes.h"
 #include "common.h"
 
 namespace {
@@ -34,7 +35,8 @@ elsa::WindowAttention problem(const Tensor& qkv, int64_t heads, const std::vecto
   elsa::WindowAttention a;
   a.dtype = elsa_torch::dtype_of(qkv.scalar_type(), kName);
   STD_TORCH_CHECK(a.dtype != elsa::DType::kBool, kName, ": qkv must not be boolean");
-  STD_TORCH_CHECK(heads >= 1 && sizes[4] > 0 && sizes[4] % (3 * heads) == 0, kName, ": ", sizes[4],
+  const int64_t group = elsa::product({3, heads});
+  STD_TORCH_CHECK(group > 0 && sizes[4] > 0 && sizes[4] % group == 0, kName, ": ", sizes[4],
                   " channels are not 3 * ", heads, " heads * head_dim");
   STD_TORCH_CHECK(strides[4] == 1, kName, ": the channels of qkv must be dense");
   a.qkv = qkv.const_data_ptr();
@@ -43,7 +45,7 @@ elsa::WindowAttention problem(const Tensor& qkv, int64_t heads, const std::vecto
   a.height = sizes[2];
   a.width = sizes[3];
   a.heads = heads;
-  a.head_dim = sizes[4] / (3 * heads);
+  a.head_dim = sizes[4] / group;
   a.grid = grid;
   STD_TORCH_CHECK(a.head_dim <= elsa::kLargestHeadDim, kName, ": head_dim must be 1 to ",
                   elsa::kLargestHeadDim, ", got ", a.head_dim);
@@ -51,16 +53,15 @@ elsa::WindowAttention problem(const Tensor& qkv, int64_t heads, const std::vecto
   for (int i = 0; i < 3; ++i) {
     a.window[i] = window[i];
     a.shift[i] = shift[i];
-    STD_TORCH_CHECK(window[i] >= 1 && window[i] <= INT32_MAX, kName,
-                    ": window_size must be positive, got ", window[i]);
+    STD_TORCH_CHECK(window[i] >= 1, kName, ": window_size must be positive, got ", window[i]);
     STD_TORCH_CHECK(shift[i] >= 0 && shift[i] < window[i], kName, ": shift_size ", shift[i],
                     " must be at least 0 and smaller than the window of ", window[i]);
     STD_TORCH_CHECK(!grid || (shift[i] == 0 && sizes[i + 1] % window[i] == 0), kName,
                     ": grid needs sizes that are multiples of the window, and no shift");
   }
-  const int64_t rows = window[0] * window[1];
-  STD_TORCH_CHECK(rows <= INT32_MAX && rows * window[2] <= INT32_MAX, kName, ": a window of ",
-                  window[0], " x ", window[1], " x ", window[2], " tokens is too large");
+  STD_TORCH_CHECK(elsa::fits(a), kName, ": an image of ", a.depth, " x ", a.height, " x ", a.width,
+                  " in windows of ", window[0], " x ", window[1], " x ", window[2],
+                  " tokens is too large");
   return a;
 }
 

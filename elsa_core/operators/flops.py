@@ -23,25 +23,30 @@ import torch
 from torch import Tensor
 
 _COUNTER = "torch.utils.flop_counter"
-_GRADIENTS = (3, 2)  # products of channels of keys and of values, backward; one each forward
+# products of channels of keys and of values
+_FORWARD, _GRADIENTS = (1, 1), (3, 2)
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, of_key: int = 1, of_value: int = 1) -> int:
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, *, products: tuple[int, int] = _FORWARD
+) -> int:
     """[B, Hq, Nq, D], [B, Hkv, Nk, D] and [B, Hkv, Nk, Dv]."""
     pairs = math.prod(query.shape[:3]) * key.shape[2]
-    return 2 * pairs * (of_key * query.shape[3] + of_value * value.shape[3])
+    return 2 * pairs * (products[0] * query.shape[3] + products[1] * value.shape[3])
 
 
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor,
-    of_key: int = 1, of_value: int = 1,
+    *, products: tuple[int, int] = _FORWARD,
 ) -> int:  # fmt: skip
     """[T, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv]; without data sequences are as long as each other."""
     try:
         pairs = int((starts_q.diff() * starts_k.diff()).sum())
     except (NotImplementedError, RuntimeError):  # meta and fake tensors
         pairs = query.shape[0] * key.shape[0] // max(1, starts_q.shape[0] - 1)
-    return 2 * pairs * query.shape[1] * (of_key * query.shape[2] + of_value * value.shape[2])
+    return (
+        2 * pairs * query.shape[1] * (products[0] * query.shape[2] + products[1] * value.shape[2])
+    )
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -49,11 +54,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
 
 
 def _attention_backward(_: Tensor, __: Tensor, *given: Any, **___: Any) -> int:
-    return _dense(*given[:3], *_GRADIENTS)
+    return _dense(*given[:3], products=_GRADIENTS)
 
 
 def _entmax_backward(_: Tensor, *given: Any, **__: Any) -> int:
-    return _dense(*given[:3], *_GRADIENTS)
+    return _dense(*given[:3], products=_GRADIENTS)
 
 
 def _varlen(*given: Any, **_: Any) -> int:
@@ -61,11 +66,11 @@ def _varlen(*given: Any, **_: Any) -> int:
 
 
 def _varlen_backward(_: Tensor, __: Tensor, *given: Any, **___: Any) -> int:
-    return _packed(*given[:5], *_GRADIENTS)
+    return _packed(*given[:5], products=_GRADIENTS)
 
 
 def _entmax_varlen_backward(_: Tensor, *given: Any, **__: Any) -> int:
-    return _packed(*given[:5], *_GRADIENTS)
+    return _packed(*given[:5], products=_GRADIENTS)
 
 
 def _window(qkv: Tensor, *given: Any, products: int = 2, **_: Any) -> int:

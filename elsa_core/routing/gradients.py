@@ -15,6 +15,7 @@ from elsa_core import operators, packing
 from elsa_core.backends import cuda, eager
 from elsa_core.backends.support import Request
 from elsa_core.operators import attention as attention_operator
+from elsa_core.operators import flops
 from elsa_core.operators import window as window_operator
 from elsa_core.operators.record import implement
 from elsa_core.routing import measured
@@ -301,3 +302,4 @@ _EAGER: dict[str, tuple[Any, Callable[..., Any]]] = {
         cuda.direct(torch.ops.elsa.window_attention_backward.default, window_attention_backward),
     ),
 }
+flops.offer()  # of all operators, which are defined now

@@ -17,7 +17,6 @@ from elsa_core import operators
 from elsa_core import precision as precisions
 from elsa_core.backends import cuda, onednn, portable, sdpa, sdpa_cudnn, sdpa_varlen
 from elsa_core.backends.support import Backend, Implementation, Request, Support
-from elsa_core.operators import flops
 from elsa_core.operators.record import has_kernel, implement, implement_on_cuda, variant
 from elsa_core.precision import dtype_name
 
@@ -399,4 +398,3 @@ for _operator, _kernel in KERNELS_ON_CUDA.items():
     else:
         implement(_operator, _kernel, "CUDA")
 cuda.offer({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})
-flops.offer()
