@@ -24,7 +24,6 @@ NO_TENSOR_SCALE = "scale must be a number, not a tensor: multiply query by it to
 # tables that a small call finds in no cache.
 _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _transforms = torch._C._functorch.peek_interpreter_stack
-_level = torch._C._functorch.maybe_current_level
 _batched = torch._C._functorch.is_legacy_batchedtensor
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 # Checks of arguments hold for a trace too. PyTorch leaves out the warnings of its own modules so.
@@ -81,16 +80,6 @@ def place(tensor: Tensor) -> str:
     return device.type if device.index is None else f"{device.type}:{device.index}"
 
 
-Surroundings = tuple[int, int | None, int, bool]
-
-
-def surroundings() -> Surroundings:
-    """How many modes and transforms are active, and whether a trace is, of those of `traced` that a
-    forward can begin and end itself. No compiler comes here.
-    """
-    return _modes(), _level(), forward_ad._current_level, _tracing() is not None
-
-
 def recorded() -> bool:
     """As `traced`, but for the modes that only observe."""
     # a constant for the compiler, which need not know of observers
@@ -111,49 +100,6 @@ def by_operator(*grads: Tensor | None) -> bool:
     if torch.is_grad_enabled() or traced():
         return True
     return any(t is not None and _batched(t) for t in grads)
-
-
-_KINDS: set[Any] = set()
-_FORGOTTEN = [0]
-_MOST_KINDS = 4096
-
-
-def first_of_kind(kind: Any) -> bool:
-    """Whether no call of this kind (a hashable value) was here before.
-
-    Nothing can be loaded while a CUDA graph is recorded. So the first eager call that PyTorch's own
-    kernels serve because it is small, in the run that warms up, has the kernels loaded that serve
-    its like in the graph.
-    """
-    if kind in _KINDS:
-        return False
-    if len(_KINDS) >= _MOST_KINDS:
-        _KINDS.clear()
-    _KINDS.add(kind)
-    return True
-
-
-def forget_kinds() -> None:
-    """Ask about every kind of call anew: what serves its like has changed."""
-    _KINDS.clear()
-    _FORGOTTEN[0] += 1
-
-
-def forgotten() -> int:
-    """How often the kinds were forgotten: what was concluded from them holds while it is equal."""
-    return _FORGOTTEN[0]
-
-
-def was_seen(kind: Any) -> bool:
-    """Whether `first_of_kind` was asked about such a call."""
-    return kind in _KINDS
-
-
-def is_own_stream(device: torch.device) -> bool:
-    """Whether the current stream of a GPU is none that PyTorch begins with; of others no."""
-    if device.type != "cuda":
-        return False
-    return torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
 
 
 def exporting_onnx() -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from elsa_core import calls, dense_inference, dropping, graph_steps, operators, routing, short_calls
+from elsa_core import calls, dropping, operators, routing
 from elsa_core import sparsity as sparse
 from elsa_core.backends.support import Request
 from elsa_core.errors import UnavailableError
@@ -20,7 +21,7 @@ from elsa_core.operands import (
     operands,
     require_dense,
 )
-from elsa_core.routing import Chosen, Layout, Route
+from elsa_core.routing import Chosen, Layout, Route, launches
 
 Answer = Tensor | tuple[Tensor, Tensor]
 _profiled, _cast = torch._C._autograd._profiler_enabled, torch._C._is_any_autocast_enabled
@@ -76,14 +77,13 @@ def ordinary(
     """
     if calls.traced() or _cast() or dropout_p != 0.0:
         return None
-    short = short_calls.ATTENTION
-    if backend == "auto" and not return_lse and short.serve is not None:
-        out: Tensor | None = short_calls.served(
-            short, query, key, value, attn_mask, is_causal, scale, precision
-        )
+    auto = backend == "auto" and not return_lse
+    given = (query, key, value, attn_mask, is_causal, scale, precision)
+    cached = launches.ATTENTION.find
+    if auto and cached is not None and not launches.is_seen(query, key, value, attn_mask):
+        out = cached(*given)
         if out is not None:
             return out
-    alone = (attn_mask, scale) if backend == "auto" and not return_lse else None
     try:
         shape, others, dtype, device = query.shape, key.shape, query.dtype, query.device
         if not (
@@ -116,11 +116,101 @@ def ordinary(
         arguments = (query, key, value, attn_mask, is_causal, scale, precision)
         if recorded:
             return _recorded(arguments, choice, backend)
-        result = dense_inference.inferred(choice, arguments, alone)
+        result = _inferred(choice, arguments, given if auto else None)
         return _with_lse(*result, backend) if return_lse else result[0]
     except (AttributeError, RuntimeError):
         require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
         raise
+
+
+def _inferred(
+    choice: Chosen, arguments: tuple[Any, ...], given: tuple[Any, ...] | None
+) -> tuple[Tensor, Tensor | None]:
+    """A call that autograd does not record. given: of the caller, where `auto` chooses and the
+    output alone is wanted.
+    """
+    if given is not None:
+        out = _by_row(choice, *arguments)
+        if out is not None:
+            return out, None
+    found: tuple[Tensor, Tensor | None]
+    if choice.direct is None or _profiled():
+        found = calls.below_autograd(choice.run, *arguments)
+        return found
+    found = choice.direct(*arguments)
+    # where a row holds, its backend declined this call alone
+    if given is not None and found[0].is_cuda and not _has_row(choice, *arguments[:5]):
+        launches.ATTENTION.admit(arguments, given)
+    return found
+
+
+def _has_row(
+    choice: Chosen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> bool:
+    masked = None if mask is None else mask.shape
+    shapes = query.shape, key.shape, masked
+    return any(row.holds(*shapes, causal=causal) for row, _ in choice.rows)
+
+
+def _by_row(
+    choice: Chosen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
+) -> Tensor | None:
+    """An inference call by the backend that was measured to be faster there; None if there is none.
+
+    Not for exported programs, which hold for other lengths too.
+    """
+    if mask is not None and mask.dtype != query.dtype:
+        return None
+    masked = None if mask is None else mask.shape
+    for row, serve in choice.rows:
+        if row.holds(query.shape, key.shape, masked, causal=rest[0]):
+            layout = Layout(query, key, value, rest[0], rest[1])
+            if routing.peer_fault(row.backend, layout, "whole"):
+                continue
+            out: Tensor | None = serve(query, key, value, mask, *rest)
+            if out is not None:
+                return out
+    return None
+
+
+def _measured_faster(
+    kind: tuple[str, torch.dtype, int, int, str], backend: str, arguments: tuple[Any, ...]
+) -> Tensor | None:
+    """The output of a call, as `_by_row` gives it; a compiler may be tracing it."""
+    query, key, value, attn_mask = arguments[:4]
+    if calls.exporting():  # such a program holds for other lengths and GPUs
+        return None
+    if is_compiling():
+        if calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask):
+            return None
+        return _compiled_by_row(kind, backend, arguments)
+    if calls.traced() or calls.differentiates(query, key, value, attn_mask):
+        return None
+    choice = routing.chosen("attention", query.device, *kind[1:], backend)
+    return _by_row(choice, *arguments)
+
+
+def _compiled_by_row(
+    kind: tuple[str, torch.dtype, int, int, str], backend: str, arguments: tuple[Any, ...]
+) -> Tensor | None:
+    """As `_by_row`, for a graph that `torch.compile` makes for the lengths of this call alone.
+
+    A length that it left open decides nothing: the graph would be made anew for each.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # 1.7 s, not eager's
+
+    query, key, value, mask, causal, scale = arguments[:6]
+    if mask is not None and mask.dtype != query.dtype:
+        return None
+    masked = None if mask is None else mask.shape
+    for row in routing.rows_of("attention", *kind, backend):
+        if row.holds(query.shape, key.shape, masked, statically_known_true, causal=causal):
+            if routing.peer_fault(row.backend, Layout(query, key, value, causal, scale), "whole"):
+                continue
+            out: Tensor | None = routing.BY_ROW["attention", row.backend](*arguments)
+            if out is not None:
+                return out
+    return None
 
 
 def _recorded(arguments: tuple[Any, ...], choice: Chosen, backend: str) -> Tensor | None:
@@ -202,7 +292,7 @@ def _served(
         name = _trains_whole(*asked) or (plain and _without_kernels(*asked)) or name
         _refuse_faulty(backend, Layout(q, k, v, is_causal, scale))
         arguments = (q, k, v, mask, is_causal, scale, precision)
-        faster = None if return_lse else dense_inference.measured_faster(kind, backend, arguments)
+        faster = None if return_lse else _measured_faster(kind, backend, arguments)
         run = routing.RUNS["attention", name]
         answer = run(*arguments) if faster is None else (faster, None)
     return answer
@@ -235,10 +325,8 @@ def _trains_whole(
     return_lse: bool,
     is_causal: bool,
     scale: float,
-    asked: bool = False,
 ) -> str:
-    """The backend that takes this call and its gradients as a whole; empty where there is none.
-    `asked`: only a question, see `graph_steps.serve`."""
+    """The backend that takes this call and its gradients as a whole; empty where there is none."""
     if backend != "auto" or return_lse:
         return ""
     gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
@@ -248,9 +336,26 @@ def _trains_whole(
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     name = routing.training_name("attention", *kind, gradient, work, boolean)
     plain = attn_mask is None and not is_causal
-    if name and plain and work is not None and query.is_cuda:
-        name = "" if graph_steps.serve(query, key, value, kind, gradient, asked=asked) else name
+    if (
+        name
+        and plain
+        and work is not None
+        and query.is_cuda
+        and _leads_in_graphs(query, key, value)
+    ):
+        name = routing.training_name("attention", *kind, gradient)
     return _if_taken(name, Layout(query, key, value, is_causal, scale), attn_mask)
+
+
+def _leads_in_graphs(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a CUDA graph, which saves the host's time, records a small training call that the
+    table gives to this package's kernels there.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        return False
+    row = routing.training_row("attention", "cuda", query.dtype)
+    graphs = None if row is None else row.in_graphs
+    return graphs is not None and graphs.holds(query, key, value)
 
 
 def _without_kernels(
@@ -333,7 +438,7 @@ def explain(
         return routing.route(request, routing.PLAIN, schedule=arguments, because=f"has no {alone}")
     kind = (calls.place(q), q.dtype, q.shape[-1], v.shape[-1], precision)
     given = (q, k, v, mask, kind, backend, False, is_causal, scale)
-    whole = _trains_whole(*given, asked=True)
+    whole = _trains_whole(*given)
     faster = "trains slower: the shipped table of measurements"
     if not whole:
         whole = _without_kernels(*given)

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from elsa_core import calls, routing, short_calls
+from elsa_core import calls, routing
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
 from elsa_core.operands import explain_types, require_linear_tuples
 from elsa_core.operators.linear import ACTIVATIONS, epilogue
 from elsa_core.precision import validate
-from elsa_core.routing import Route
+from elsa_core.routing import Route, launches
 
 # The weight [K] and the bias [K] of a layer norm, each perhaps None, and its eps.
 Norm = tuple[Tensor | None, Tensor | None, float]
@@ -48,8 +48,7 @@ def linear(
     On sm_90 float32 products are computed on tensor cores, from operands split into halves of 11
     significant bits, with float32 sums of short chains: faster than PyTorch's, and with smaller
     errors. Not with precision="ieee", nor where PyTorch itself was allowed TF32, nor under
-    autocast. Small eager ones are, past PyTorch's dispatcher, where nothing is recorded; there half
-    precision is cuBLASLt's, as in PyTorch. Else half precision is computed here in few cases, see
+    autocast. Half precision is cuBLASLt's, as in PyTorch, but for few channels, see
     `elsa_core.backends.triton.linear.gate`.
 
     On AMD's processors with AVX-512, PyTorch's MKL computes float32 products with AVX2; there
@@ -83,15 +82,14 @@ def linear(
     Sources: split products as in Ootomo and Yokota, arXiv 2203.03341; gated linear units as in
     Shazeer, arXiv 2002.05202.
     """
-    tried = norm is None and value is None
+    plain = norm is None and value is None
     try:
-        # the first question is a constant for the compiler, which would guard on the others
-        here = tried and not is_compiling() and short_calls.LINEAR.admits
-        if here and (input.is_cuda or short_calls.LINEAR.serve is not None):
-            asked = (input, weight, bias, activation, residual, scale, precision, None, None)
-            short = short_calls.product(asked, backend)
-            if short is not None:  # what was admitted was checked
-                return short
+        # the compiler, which would guard on the others, reads no further than its own question
+        if plain and not is_compiling() and backend == "auto":
+            given = (input, weight, bias, activation, residual, scale, precision, None, None)
+            found = launches.find_linear(given)
+            if found is not None:  # such a call was checked before
+                return found
         _check(input, weight, bias, residual, scale, norm, value)
         _check_names(activation, precision, backend, input.dtype)
     except (AttributeError, TypeError) as error:
@@ -100,16 +98,15 @@ def linear(
         _explain_types(error, input, weight, terms, norm, value, names)
         raise
     if value is not None:
-        given = (activation, norm, precision, backend)
-        out = served_gated(input, (weight, bias), value, *given)
+        out = served_gated(input, (weight, bias), value, activation, norm, precision, backend)
         if out is None:
             if norm is not None:
                 input = functional.layer_norm(input, input.shape[-1:], *norm)
             out = served(input, weight, bias, activation, precision=precision, backend=backend)
             out = out * served(input, *value, precision=precision, backend=backend)
         return epilogue(out, "none", residual, scale)
-    return served(
-        input, weight, bias, activation, residual, scale, precision, backend, norm=norm, tried=tried
+    return _computed(
+        input, weight, bias, activation, residual, scale, precision, backend, norm=norm
     )
 
 
@@ -125,46 +122,91 @@ def served(
     halves: Tensor | None = None,
     powers: Tensor | None = None,
     norm: Norm | None = None,
-    *,
-    tried: bool = False,
 ) -> Tensor:
-    """`linear` without its checks, for patched layers. tried: not by the short way, which has
-    declined.
+    """`linear` without its checks, for patched layers.
 
     `halves` and `powers` are `elsa::split_weight` of this weight, kept by the caller, who answers
     for the weight not having changed since.
     """
-    if norm is not None:
-        terms = (activation, residual, scale, precision, halves, powers)
-        found = _normed(input, weight, bias, norm, terms, backend)
+    if norm is None and not is_compiling() and backend == "auto":
+        given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
+        found = launches.find_linear(given)
         if found is not None:
             return found
+    return _computed(
+        input, weight, bias, activation, residual, scale, precision, backend, halves, powers, norm
+    )
+
+
+def _computed(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    backend: str = "auto",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+    norm: Norm | None = None,
+) -> Tensor:
+    """A call that the cache of launches does not hold."""
+    if norm is not None:
+        terms = (activation, residual, scale, precision, halves, powers)
+        normed = _normed(input, weight, bias, norm, terms, backend)
+        if normed is not None:
+            return normed
         input = functional.layer_norm(input, input.shape[-1:], *norm)
     given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
-    here = not tried and not is_compiling() and short_calls.LINEAR.admits
-    if here and (input.is_cuda or short_calls.LINEAR.serve is not None):
-        short = short_calls.product(given, backend)
-        if short is not None:
-            return short
     fused = activation != "none" or residual is not None or scale is not None
     if fused and _composes(input, weight, bias, residual, scale):
-        product = served(input, weight, bias, precision=precision, backend=backend)
+        product = _computed(input, weight, bias, precision=precision, backend=backend)
         return epilogue(product, activation, residual, scale)
     device_type = "cuda" if input.is_cuda else input.device.type
     if device_type == "cpu" and calls.keeps_products() and _is_uniform(input, weight, bias):
         kept: Tensor = torch.ops.elsa.linear.default(*given)
         return kept
     serving = routing.SERVING.get(("linear", device_type, backend), ())
+    if device_type == "cuda" and backend == "auto" and _is_left_to_pytorch(input, weight, bias):
+        serving = ()
     for serve in serving:
         out: Tensor | None = serve(*given)
         if out is not None:
             # a backend ahead of it may have declined this call alone
-            first = backend == "auto" and serve is serving[0] and not is_compiling()
-            if first and short_calls.LINEAR.admits:
-                short_calls.admit_product(given)
+            if backend == "auto" and serve is serving[0] and device_type == "cuda":
+                _admit(given)
             return out
     product = functional.linear(input, weight, bias)
     return epilogue(product, activation, residual, scale) if fused else product
+
+
+def _is_left_to_pytorch(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether this is a small eager layer, which Python overhead bounds: PyTorch computes it, but
+    for float32 ones whose launch the cache can hold.
+    """
+    if calls.recorded() or input.is_nested or weight.dim() != 2:
+        return False
+    work = input.numel() * weight.shape[0]
+    if work >= routing.eager_least("linear", input.dtype):
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    return (
+        work > routing.eager_products(input.device, input.dtype)
+        or input.numel() < routing.eager_rows(input.device, input.dtype) * weight.shape[1]
+        or calls.differentiates(input, weight, bias)
+        or not launches.LINEAR.works()
+    )
+
+
+def _admit(given: tuple[Any, ...]) -> None:
+    """Put a float32 layer that a kernel computed into the cache of launches."""
+    input, weight = given[:2]
+    if is_compiling() or input.dtype != torch.float32 or weight.dim() != 2 or calls.traced():
+        return
+    if not calls.differentiates(*given):
+        launches.LINEAR.admit(given, given)
 
 
 def served_gated(

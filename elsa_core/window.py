@@ -10,11 +10,11 @@ from typing import NamedTuple, SupportsIndex
 import torch
 from torch import Tensor
 
-from elsa_core import calls, operators, routing, short_calls
+from elsa_core import calls, operators, routing
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
 from elsa_core.operands import explain_types, require_inside, require_tensor
-from elsa_core.routing import Route
+from elsa_core.routing import Route, launches
 
 LAYOUTS = ("qkv", "head")
 _HALF = (torch.float16, torch.bfloat16)
@@ -90,9 +90,15 @@ def window_attention(
     traced = calls.traced()
     try:
         # traced first: a compiler would guard on the others
-        if not traced and backend == "auto" and short_calls.WINDOW_ATTENTION.serve is not None:
-            found: Tensor | None = short_calls.served(
-                short_calls.WINDOW_ATTENTION, qkv, bias, bias_index, pad_qkv, logit_scale,
+        cached = launches.WINDOW_ATTENTION.find
+        if (
+            not traced
+            and backend == "auto"
+            and cached is not None
+            and not launches.is_seen(qkv, bias, pad_qkv, logit_scale)
+        ):
+            found = cached(
+                qkv, bias, bias_index, pad_qkv, logit_scale,
                 num_heads, window_size, shift_size, scale, mask_value, layout, grid, precision,
             )  # fmt: skip
             if found is not None:
@@ -128,7 +134,7 @@ def window_attention(
             out = calls.below_autograd(run, *arguments)
             ours = run is operators.WINDOW_ATTENTION.overload
             if qkv.is_cuda and backend == "auto" and ours and as_given:
-                short_calls.WINDOW_ATTENTION.admit(
+                launches.WINDOW_ATTENTION.admit(
                     arguments,
                     (qkv, bias, bias_index, pad_qkv, logit_scale, num_heads, window_size,
                      shift_size, scale, mask_value, layout, grid, precision),

@@ -23,6 +23,7 @@ constexpr int kClusterSpread = 1;
 constexpr int kMaxDynamicSharedBytes = 8;
 constexpr int kNonPortableClusterAllowed = 14;
 constexpr int kPreferShared = 1;
+constexpr int kCaptureRelaxed = 2;
 
 struct Attribute {  // CUlaunchAttribute
   uint32_t id;
@@ -53,6 +54,7 @@ struct Config {  // CUlaunchConfig
   F(current_device, "cuCtxGetDevice", Device*)                           \
   F(push_context, "cuCtxPushCurrent_v2", Context)                        \
   F(pop_context, "cuCtxPopCurrent_v2", Context*)                         \
+  F(capture_mode, "cuThreadExchangeStreamCaptureMode", int*)             \
   F(load_module, "cuModuleLoadData", Module*, const void*)               \
   F(get_function, "cuModuleGetFunction", Function*, Module, const char*) \
   F(unload_module, "cuModuleUnload", Module)                             \

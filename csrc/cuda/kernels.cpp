@@ -20,7 +20,20 @@ std::mutex guard;
 std::deque<Kernel> kernels;  // a deque: what it holds never moves
 std::map<std::pair<uint32_t, Device>, Function> functions;
 
+// Lets this thread load kernels while a stream is captured, as PyTorch allocates memory then.
+class Relaxed {
+ public:
+  Relaxed() { driver().capture_mode(&mode_); }
+  ~Relaxed() { driver().capture_mode(&mode_); }
+  Relaxed(const Relaxed&) = delete;
+  Relaxed& operator=(const Relaxed&) = delete;
+
+ private:
+  int mode_ = kCaptureRelaxed;
+};
+
 Function load(const Kernel& kernel) {
+  const Relaxed relaxed;
   const Driver& cuda = driver();
   const char* name = kernel.symbol.c_str();
   Module module = nullptr;

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from elsa_core import calls, reference, routing
+from elsa_core import reference, routing
 from elsa_core.bench import models
 from elsa_core.bench.model_cases import Document
 from elsa_core.errors import ElsaError
@@ -151,8 +151,6 @@ class _Kept:
         self.output = torch.empty(0)
 
     def __call__(self) -> Tensor:
-        if self.output.numel() == 0:
-            calls.forget_kinds()  # the call ahead of a capture loads the kernels of small products
         self.output = self._call()
         return self.output
 

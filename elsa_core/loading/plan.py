@@ -25,7 +25,6 @@ class Plan:
     """The arguments of `patch` and the paths of the sites that it patched.
 
     `kept` are (path, reason) of sites left alone on purpose, because a profile found them slower.
-    `free` is that of `PatchReport`.
     In the scope "model" a projection goes with the attention that it lies in, whose time a profile
     measures as one, unless `include`, `exclude` or `kept` say otherwise.
     """
@@ -38,7 +37,6 @@ class Plan:
     kept: tuple[tuple[str, str], ...] = ()
     scope: str = "attention"
     offload: str | None = None
-    free: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return elsa_plan.json."""
@@ -53,7 +51,6 @@ class Plan:
             "kept": dict(self.kept),
             "scope": self.scope,
             **({} if self.offload is None else {"offload": self.offload}),
-            **({"free": True} if self.free else {}),
         }
 
 
@@ -67,7 +64,6 @@ def plan_of(report: PatchReport) -> Plan:
         tuple(site.path for site in report.patched),
         scope=report.scope,
         offload=report.offload,
-        free=report.free,
     )
 
 
@@ -104,10 +100,7 @@ def read_plan(path: Path) -> Plan:
     include, exclude, sites = (tuple(values or ()) for values in lists)
     reasons = tuple((str(site), why[:200]) for site, why in kept.items())
     names = str(texts[0]), str(texts[1])
-    free = content.get("free", False)
-    if not isinstance(free, bool):
-        raise ModelError(f"{path}: free must be true or false")
-    return Plan(*names, include, exclude, sites, reasons, str(scope), offload, free)
+    return Plan(*names, include, exclude, sites, reasons, str(scope), offload)
 
 
 def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
@@ -116,7 +109,7 @@ def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
     Raises:
         ModelError: the plan does not fit the model, or asks for something this elsa lacks.
     """
-    from elsa_core.patching import find_sites, free_layers, layers_within, patch, sites_of
+    from elsa_core.patching import find_sites, layers_within, patch, sites_of
 
     modules = dict(model.named_modules())
     absent = [site for site in plan.sites if site not in modules]
@@ -137,16 +130,12 @@ def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
         )  # fmt: skip
     except (ArgumentError, NothingPatchedError) as error:
         raise ModelError(f"{path} cannot be applied: {error}") from None
-    if plan.free:
-        free_layers(model)
     why_kept = dict(plan.kept)
     left = tuple(
         dataclasses.replace(site, reason=why_kept.get(site.path, site.reason))
         for site in report.kept
     )
-    return dataclasses.replace(
-        report, kept=left, include=plan.include, exclude=plan.exclude, free=plan.free
-    )
+    return dataclasses.replace(report, kept=left, include=plan.include, exclude=plan.exclude)
 
 
 def _literal(path: str) -> str:

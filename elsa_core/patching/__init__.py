@@ -12,7 +12,6 @@ from elsa_core import lazy
 if TYPE_CHECKING:
     from elsa_core.patching.adapters import attention_within, computes_otherwise, entry
     from elsa_core.patching.adapters.derived import DERIVED
-    from elsa_core.patching.adapters.handing import ACTIVATION, RESIDUAL, left_out
     from elsa_core.patching.adapters.hf_transformers import register
     from elsa_core.patching.adapters.table import (
         LAYERS,
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
         register_adapter,
     )
     from elsa_core.patching.frozen import FreezeReport, FrozenState, freeze, refresh, unfreeze
-    from elsa_core.patching.layers import free_layers, is_layer, patched_scope
+    from elsa_core.patching.layers import is_layer, patched_scope
     from elsa_core.patching.page import write_page
     from elsa_core.patching.report import PatchReport
     from elsa_core.patching.rewrite import (
@@ -44,11 +43,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "adapters": ("attention_within", "computes_otherwise", "entry"),
     "adapters.derived": ("DERIVED",),
-    "adapters.handing": ("ACTIVATION", "RESIDUAL", "left_out"),
     "adapters.hf_transformers": ("register",),
     "adapters.table": ("LAYERS", "SWITCHES", "register_adapter"),
     "frozen": ("FreezeReport", "FrozenState", "freeze", "refresh", "unfreeze"),
-    "layers": ("free_layers", "is_layer", "patched_scope"),
+    "layers": ("is_layer", "patched_scope"),
     "page": ("write_page",),
     "report": ("PatchReport",),
     "rewrite": (
@@ -65,10 +63,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "ACTIVATION",
     "DERIVED",
     "LAYERS",
-    "RESIDUAL",
     "SWITCHES",
     "AttentionSite",
     "FreezeReport",
@@ -79,12 +75,10 @@ __all__ = [
     "computes_otherwise",
     "entry",
     "find_sites",
-    "free_layers",
     "freeze",
     "inspect",
     "is_layer",
     "layers_within",
-    "left_out",
     "original",
     "patch",
     "patched_scope",

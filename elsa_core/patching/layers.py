@@ -46,19 +46,6 @@ def patched_scope(model: nn.Module) -> str:
     return MODEL if any(is_layer(m) or _of_layers(m) for m in patched) else ATTENTION
 
 
-def scope_within(block: nn.Module, free: bool) -> str:
-    """`patched_scope` of a block; "auto" where no layer is patched and nobody asked for that."""
-    scope = patched_scope(block)
-    return AUTO if free and scope == ATTENTION else scope
-
-
-def free_layers(model: nn.Module) -> None:
-    """Tell the blocks of a patched model that nobody said what was to be patched."""
-    for module in model.modules():
-        if "elsa_scope" in module.__dict__:
-            module.__dict__["elsa_scope"] = scope_within(module, True)
-
-
 def _of_layers(module: nn.Module) -> bool:
     """Whether a patched module is the companion of layers, which no other scope has."""
     return adapters.is_companion(module) and not getattr(module, "elsa_any_scope", False)
@@ -112,8 +99,8 @@ def normed_images(model: nn.Module) -> set[nn.Module]:
 
 def companions(model: nn.Module, selected: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """The modules whose classes are swapped beside those of `selected`: the linear layers within
-    MLPs, the blocks that hand terms to a selected site, and in any scope models that say what is
-    padding (`elsa_any_scope`)."""
+    MLPs, the blocks around selected layers, and in any scope models that say what is padding
+    (`elsa_any_scope`)."""
     chosen = set(selected)
     for module in selected:
         yield from adapters.parts(module)

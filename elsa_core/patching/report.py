@@ -25,8 +25,6 @@ class PatchReport(Summarised):
         scope: "attention", or "model" with linear layers, MLPs and patch embeddings.
         sparsity: what the sites may leave out, None for nothing.
         offload: "host" where what a backward needs is kept in host memory.
-        free: whether elsa may compute the linear layers of blocks of which attention alone is
-            patched, in calls that wait for the host: nobody said what was to be patched.
     """
 
     patched: tuple[AttentionSite, ...]
@@ -38,7 +36,6 @@ class PatchReport(Summarised):
     scope: str = layers.ATTENTION
     sparsity: str | float | None = None
     offload: str | None = None
-    free: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -52,7 +49,6 @@ class PatchReport(Summarised):
             "scope": self.scope,
             "sparsity": self.sparsity,
             "offload": self.offload,
-            "free": self.free,
         }
 
     def summary(self) -> Summary:

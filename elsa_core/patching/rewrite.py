@@ -1,10 +1,10 @@
 """`patch` and `unpatch`: swap the class of each site's module for elsa's, in place.
 
 A patched module is the same object with the same parameters, buffers, hooks and `__dict__`, plus
-two strings (`elsa_precision`, `elsa_backend`), of a ViT's blocks a third one (`elsa_scope`), and,
-where asked for, `elsa_sparsity` and `elsa_offload`; only its class differs. So state dicts,
-deepcopy, pickle, `torch.compile` and `torch.export` see the model that they saw before. The model
-itself gets a subclass of its class, of the same name (`elsa_core.patching.adapters.model`).
+two strings (`elsa_precision`, `elsa_backend`) and, where asked for, `elsa_sparsity` and
+`elsa_offload`; only its class differs. So state dicts, deepcopy, pickle, `torch.compile` and
+`torch.export` see the model that they saw before. With `offload` the model itself gets a subclass
+of its class, of the same name (`elsa_core.patching.adapters.offloaded`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from typing import Any
 
 from torch import nn
 
-from elsa_core import calls
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.patching import adapters, globs, layers
-from elsa_core.patching.adapters import asked
+from elsa_core.patching.adapters import names
 from elsa_core.patching.adapters.derived import DERIVED
-from elsa_core.patching.adapters.direct import withdraw
-from elsa_core.patching.adapters.kept import leave
-from elsa_core.patching.adapters.model import asking, is_asking, may_ask
+from elsa_core.patching.adapters.offloaded import is_offloaded, may_offload, offloaded
 from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.patching.report import PatchReport
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
@@ -33,8 +30,7 @@ from elsa_core.precision import validate
 from elsa_core.sparsity import checked
 
 _ATTRIBUTES = (
-    "elsa_precision", "elsa_backend", "elsa_sparsity", "elsa_scope", "elsa_group", "elsa_lengths",
-    "elsa_offload",
+    "elsa_precision", "elsa_backend", "elsa_sparsity", "elsa_group", "elsa_lengths", "elsa_offload",
 )  # fmt: skip
 _MAX_NAMED = 3  # classes that an error line spells out
 
@@ -67,8 +63,7 @@ def patch(
         scope: "attention": the attention sites alone. "model": linear layers, MLPs and patch
             embeddings too, with what follows a product (activation, LayerScale, residual) in its
             call. "auto": "model" where the shipped measurements say that it is faster, which is
-            float32 on sm_90, else "attention"; without globs elsa computes ViT blocks' layers too
-            in eager calls that wait for the host. On a CPU layers keep PyTorch's own products.
+            float32 on sm_90, else "attention".
         mesh: where given, the model's tokens are sharded over its ranks too, see
             `elsa_core.distributed.shard`.
         sparsity: as `elsa_core.attention` takes it, for global attention of the adapters (windows,
@@ -97,12 +92,10 @@ def patch(
         from elsa_core.patching import sharding
 
         sharding.require_shardable(model)
-    asked.check_names(precision, backend)
+    names.check_names(precision, backend)
     sparsity, offload = checked(sparsity), _offload(offload, mesh)
     wanted, unwanted = globs.texts("include", include), globs.texts("exclude", exclude)
-    free = scope == layers.AUTO and include is None and exclude is None
     scope = layers.scope_of(model, scope)
-    withdraw(model)
     sites = find_sites(model, scope)
     selected, kept = [], []
     for site in sites:
@@ -120,12 +113,12 @@ def patch(
             f"strict: {len(refused)} of {len(refused) + len(selected)} sites cannot be patched: "
             + _named(refused)
         )
-    _swap(model, selected, precision, backend, sparsity, offload, free)
+    _swap(model, selected, precision, backend, sparsity, offload)
     if mesh is not None:
         sharding.shard(model, mesh)
     done = tuple(replace(site, patched=True) for site in selected)
     return PatchReport(
-        done, tuple(kept), precision, backend, wanted, unwanted, scope, sparsity, offload, free
+        done, tuple(kept), precision, backend, wanted, unwanted, scope, sparsity, offload
     )
 
 
@@ -147,9 +140,6 @@ def unpatch(model: nn.Module) -> int:
     ]
     own = [_own_class(module) for module in modules]
     count = sum(not adapters.is_companion(module) for module in modules)
-    withdraw(model)
-    leave(model)
-    calls.forget_kinds()
     for module, cls in zip(modules, own, strict=True):
         module.__class__ = cls
         DERIVED.drop(module)
@@ -175,7 +165,6 @@ def original(model: nn.Module) -> Iterator[nn.Module]:
     """
     modules = plain_model(model).modules()
     patched = {m: (type(m), _own_class(m)) for m in modules if adapters.is_patched(m)}
-    leave(plain_model(model))
     for module, (_, own) in patched.items():
         module.__class__ = own
     try:
@@ -194,7 +183,6 @@ def _swap(
     backend: str,
     sparsity: str | float | None,
     offload: str | None,
-    free: bool,
 ) -> None:
     modules = [model.get_submodule(site.path) for site in selected]
     for module, site in zip(modules, selected, strict=True):
@@ -208,15 +196,14 @@ def _swap(
         for module in modules
     ]
     whole = None
-    if not adapters.is_patched(model) and model not in modules and may_ask(model):
-        whole = asking(type(model))
-    if offload is not None and whole is None and not is_asking(model):
-        raise ArgumentError(
-            f"offload={offload!r} cannot change the class of {type(model).__name__}, which is "
-            "patched or called in a way of its own: call it within "
-            "torch.autograd.graph.save_on_cpu(pin_memory=True)"
-        )
-    calls.forget_kinds()
+    if offload is not None and not is_offloaded(model):
+        if adapters.is_patched(model) or model in modules or not may_offload(model):
+            raise ArgumentError(
+                f"offload={offload!r} cannot change the class of {type(model).__name__}, which is "
+                "patched or called in a way of its own: call it within "
+                "torch.autograd.graph.save_on_cpu(pin_memory=True)"
+            )
+        whole = offloaded(type(model))
     for module, cls in zip(modules, classes, strict=True):
         module.__class__ = cls
         module.__dict__["elsa_precision"] = precision
@@ -225,11 +212,8 @@ def _swap(
     if whole is not None:
         model.__class__ = whole
         model.__dict__.update(elsa_precision="strict", elsa_backend="auto")
-    if is_asking(model):
+    if is_offloaded(model):
         _set(model, elsa_offload=offload)
-    for module in modules:
-        if hasattr(module, "elsa_scope"):  # a block, which asks in each call
-            module.__dict__["elsa_scope"] = layers.scope_within(module, free)
 
 
 def _set(module: nn.Module, **options: Any) -> None:
@@ -257,7 +241,7 @@ def _check_served(module: nn.Module, site: AttentionSite, precision: str, backen
         validate(precision, weight.dtype)
     except ArgumentError as error:
         raise ArgumentError(f"{path}: {error}") from error
-    answer = asked.served(precision, backend, weight.device, weight.dtype, site.head_dim)
+    answer = names.served(precision, backend, weight.device, weight.dtype, site.head_dim)
     if not answer.ok:
         raise UnavailableError(f"backend={backend!r} cannot serve {path}: {answer.reason}")
 
@@ -266,8 +250,8 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
     try:
         return adapters.with_base(module, adapters.base_class(module))
     except ModelError:
-        # a model derived since stays as it is: its class only asks, and no site is left to answer
-        if "elsa_asks" in getattr(adapters.patched_class(module), "__dict__", {}):
+        # a model derived since stays as it is: its class does nothing without `elsa_offload`
+        if "elsa_offloads" in getattr(adapters.patched_class(module), "__dict__", {}):
             return type(module)
         raise
 

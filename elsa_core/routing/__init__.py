@@ -50,8 +50,6 @@ from elsa_core.routing.measured import (
     eager_least,
     eager_products,
     eager_rows,
-    eager_short,
-    graphs_least,
     linear_by_pytorch,
     linear_form,
     product_by_pytorch,
@@ -60,6 +58,7 @@ from elsa_core.routing.measured import (
     tried,
     unmeasured,
 )
+from elsa_core.routing.measured import training as training_row
 from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN, SHIPPED
 
@@ -86,9 +85,7 @@ __all__ = [
     "eager_least",
     "eager_products",
     "eager_rows",
-    "eager_short",
     "gradient_name",
-    "graphs_least",
     "implementation",
     "kernels_of",
     "linear_by_pytorch",
@@ -111,6 +108,7 @@ __all__ = [
     "support",
     "switched",
     "training_name",
+    "training_row",
     "trains_original",
     "tried",
     "unmeasured",

@@ -363,7 +363,7 @@ def mask_kind(attn_mask: Tensor | None, is_causal: bool) -> str:
     return "bool" if attn_mask.dtype == torch.bool else "additive"
 
 
-measured.ON_CHANGE.extend((cuda.forget, calls.forget_kinds))  # what held before
+measured.ON_CHANGE.append(cuda.forget)  # what held before
 
 
 def _forget() -> None:

@@ -202,15 +202,6 @@ def eager_least(operator: str, dtype: torch.dtype) -> int:
     return least
 
 
-@functools.lru_cache(maxsize=64)
-def eager_short(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether small eager attention of patched sites is elsa's where such a call passes by
-    PyTorch's dispatcher, see `elsa_core.short_calls`.
-    """
-    rows = (row for row in _table()["eager_short"] if dtype_name(dtype) in row["dtypes"])
-    return any(_is_of(device, row.get("capability")) for row in rows)
-
-
 def _is_of(device: torch.device, capability: list[int] | None) -> bool:
     """Whether a device is a whole GPU of this compute capability; None: any device."""
     if capability is None:
@@ -230,7 +221,7 @@ def eager_rows(device: torch.device, dtype: torch.dtype) -> int:
 @functools.lru_cache(maxsize=64)
 def eager_products(device: torch.device, dtype: torch.dtype) -> int:
     """The most multiply-adds of a small eager linear layer of patched blocks that is elsa's where
-    such a call passes by PyTorch's dispatcher; 0 where none is, see `elsa_core.short_calls`.
+    the cache can hold the launch; 0 where none is, see `elsa_core.routing.launches`.
     """
     rows = (row for row in _table()["eager_products"] if _is_of(device, row["capability"]))
     return max((row["most"].get(dtype_name(dtype), 0) for row in rows), default=0)
@@ -243,16 +234,6 @@ def small_products(capability: tuple[int, int] | None, dtype: torch.dtype) -> in
         if tuple(row["capability"]) == capability
     )  # fmt: skip
     return next(most, 0)
-
-
-@functools.lru_cache(maxsize=256)
-def graphs_least(site: str, dtype: torch.dtype) -> int:
-    """The multiply-adds of query key^T from which a site of this class, by its full name, runs
-    elsa's operators in a CUDA graph of inference: 0 but for those that lose below that.
-    """
-    name = dtype_name(dtype)
-    rows = (r for r in _table()["graphs"] if site in r["sites"] and name in r["dtypes"])
-    return max((int(row["below"]) for row in rows), default=0)
 
 
 def product_by_pytorch(input: Tensor, weight: Tensor, known: Callable[[Any], bool] = bool) -> bool:

@@ -19,10 +19,11 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 import elsa_core as elsa
-from elsa_core import operators, routing, short_calls
+from elsa_core import operators, routing
 from elsa_core.backends import cuda
 from elsa_core.backends.triton.linear import gate
 from elsa_core.linear import served
+from elsa_core.routing import launches as launch_cache
 
 HALF, SINGLE = torch.float16, torch.float32
 
@@ -125,7 +126,7 @@ def products(stub: str) -> None:
     """Linear layers, from `elsa.linear` and from a patched layer, with weights that follow."""
     loaded, call = started(stub), operators.LINEAR.overload
     serve, admit = loaded.short("linear")  # type: ignore[misc]
-    short_calls.LINEAR.serve = serve
+    launch_cache.LINEAR.find = serve
     routing.eager_least = lambda *_: 0  # no product is small
     x, layer = torch.empty(1, 64, 64), torch.nn.Linear(64, 128)
     residual, factors = torch.empty(1, 64, 128), torch.empty(128)
@@ -156,8 +157,8 @@ def products(stub: str) -> None:
         assert served(x, layer.weight, layer.bias).shape == (1, 64, 128)
         assert loaded.counts()[1] == before + 2
         with Seeing() as seeing:
-            short_calls.LINEAR._asked, short_calls.LINEAR._admit = True, admit
-            short_calls.LINEAR.admit(tuple(plain), tuple(plain))
+            launch_cache.LINEAR._looked, launch_cache.LINEAR._admit = True, admit
+            launch_cache.LINEAR.admit(tuple(plain), tuple(plain))
             elsa.linear(x, layer.weight, layer.bias)
         assert not any("is_neg" in each for each in seeing.names), seeing.names
         assert loaded.counts()[1] == before + 2
@@ -316,10 +317,10 @@ class Seen(Tensor):
 
 
 def told_as_ever(stub: str) -> None:
-    """What is no plain tensor is told by the checks, which the short way leaves it to."""
+    """What is no plain tensor is told by the checks, which the cache of launches leaves it to."""
     loaded = started(stub)
-    for short in (short_calls.ATTENTION, short_calls.WINDOW_ATTENTION, short_calls.LINEAR):
-        short.serve = loaded.short(short._operator)[0]  # type: ignore[index]
+    for short in (launch_cache.ATTENTION, launch_cache.WINDOW_ATTENTION, launch_cache.LINEAR):
+        short.find = loaded.short(short._operator)[0]  # type: ignore[index]
     q, k, v = (torch.zeros(1, 2, 9, 8) for _ in range(3))
     for call, said in (
         (lambda: elsa.attention(q, k, v, [1]), "attn_mask must be a torch"),  # type: ignore[arg-type]

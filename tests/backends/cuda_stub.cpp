@@ -99,6 +99,10 @@ STUB Result cuCtxPopCurrent_v2(Context* context) {
   say("pop");
   return answer("cuCtxPopCurrent");
 }
+STUB Result cuThreadExchangeStreamCaptureMode(int* mode) {
+  return *mode >= 0 && *mode <= 2 ? answer("cuThreadExchangeStreamCaptureMode") : 1;
+}
+
 STUB Result cuModuleLoadData(Module* module, const void* code) {
   say(std::string("load ") + static_cast<const char*>(code));
   *module = reinterpret_cast<Module>(const_cast<void*>(code));

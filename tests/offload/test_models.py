@@ -19,7 +19,7 @@ from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading import load, save
 from elsa_core.offload import activations
 from elsa_core.patching import require_shardable
-from elsa_core.patching.adapters import host
+from elsa_core.patching.adapters import hooks
 
 
 def vit(**given: object) -> VisionTransformer:
@@ -216,7 +216,7 @@ def test_a_compiled_program_sees_what_was_noted_since() -> None:
     """A compiler guards no key of a `__dict__`."""
 
     def read(module: nn.Module, x: Tensor) -> Tensor:
-        return x if host.noted(module, "elsa_offload") is None else 2 * x
+        return x if hooks.noted(module, "elsa_offload") is None else 2 * x
 
     torch.compiler.reset()
     module, x = nn.Identity(), torch.ones(2)

@@ -285,7 +285,6 @@ def test_places_and_tables_in_few_launches(monkeypatch, keys, more, prefix):
     expected = decomposed._places(keys, more, prefix, like)
     table = decomposed.table_ahead(rel, keys[1], keys[1])
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
-    monkeypatch.setattr(decomposed, "is_captured", lambda: False)
     found = decomposed._places(keys, more, prefix, like)
     assert torch.equal(found, expected) and found.dtype == expected.dtype
     assert torch.equal(decomposed.table_ahead(rel, keys[1], keys[1]), table)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.errors import NothingPatchedError
 from elsa_core.patching import sites
-from elsa_core.patching.adapters import host, redirect
+from elsa_core.patching.adapters import redirect
 from elsa_core.patching.rewrite import patch, unpatch
 
 timm = pytest.importorskip("timm")
@@ -341,17 +341,6 @@ def test_a_class_that_no_module_has_is_gone() -> None:
     sites._kind_by_code.cache_clear()
     gc.collect()
     assert len(redirect._CLASSES) == before
-
-
-@torch.no_grad()
-def test_a_call_within_an_original_block_is_pytorchs() -> None:
-    """Where the host would be waited for, a block asks for its library's own forward."""
-    model, x = ByImportedName().eval(), torch.randn(2, 5, 16)
-    expected = model(x)
-    patch(model)
-    with Count() as count:
-        assert torch.equal(host.all_original(model, x), expected)
-    assert count.calls == 0
 
 
 @torch.no_grad()

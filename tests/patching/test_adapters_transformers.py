@@ -157,12 +157,11 @@ def test_what_was_registered_reaches_the_operator(monkeypatch: pytest.MonkeyPatc
 def test_a_site_asks_for_what_it_was_patched_with(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
-        common, "attention", lambda *operands, **options: asked.append(options) or operands[0]
+        common, "attention", lambda *given, **named: asked.append((given, named)) or given[0]
     )
     x, mask = torch.randn(1, 2, 3, 4), torch.ones(3, 3, dtype=torch.bool)
     site = SimpleNamespace(elsa_precision="ieee", elsa_backend="eager")
     common.attend(site, x, x, x, mask, scale=0.5, dropout_p=0.25, is_causal=True)
-    assert asked == [
-        {"attn_mask": mask, "dropout_p": 0.25, "is_causal": True, "scale": 0.5,
-         "enable_gqa": True, "precision": "ieee", "backend": "eager", "sparsity": None}
-    ]  # fmt: skip
+    given, named = asked[0]
+    assert given[3:] == (mask, 0.25, True, 0.5, True)
+    assert named == {"precision": "ieee", "backend": "eager", "sparsity": None, "offload": None}

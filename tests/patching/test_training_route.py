@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,7 +106,6 @@ def test_small_attention_trains_by_the_original(
     monkeypatch: pytest.MonkeyPatch, tokens: int, left: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(calls, "is_own_stream", lambda device: False)
     site = Attention(64, 4)
     site.elsa_backend, site.elsa_precision = "auto", "strict"
     x = torch.randn(1, tokens, 64).as_subclass(OnCuda)
@@ -118,34 +116,6 @@ def test_small_attention_trains_by_the_original(
         assert not trains_by_pytorch(site, x, site.qkv)
     site.elsa_backend = "triton"
     assert not trains_by_pytorch(site, x, site.qkv)
-
-
-def test_small_attention_of_a_graph_trains_by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a CUDA graph the host's time does not count, where the warm-up has loaded the kernels."""
-    now = SimpleNamespace(capturing=False, own=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
-    monkeypatch.setattr(calls, "is_own_stream", lambda device: now.own)
-    monkeypatch.setattr(measured, "_capability", lambda device: (9, 0))
-    calls.forget_kinds()
-    site = Attention(128, 4)
-    site.elsa_backend, site.elsa_precision = "auto", "strict"
-    x = torch.randn(1, 130, 128).as_subclass(OnCuda)
-
-    def left(x: torch.Tensor = x) -> bool:
-        return trains_by_pytorch(site, x, site.qkv)
-
-    assert left()  # waits for the host
-    now.capturing = True
-    assert left()  # nothing has loaded the kernels
-    now.capturing, now.own = False, True
-    assert left() and left()  # warms up
-    assert left(x.half())  # PyTorch's at any size
-    now.capturing = True
-    assert not left()
-    assert left(torch.cat((x, x)))  # of another batch nothing was loaded
-    assert left(x.half())
-    now.capturing = now.own = False
-    assert left()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

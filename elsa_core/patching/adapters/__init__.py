@@ -13,9 +13,6 @@ from torch import nn
 from elsa_core.backends.support import Support
 from elsa_core.errors import ModelError
 from elsa_core.patching.adapters import redirect, table
-from elsa_core.patching.adapters.handing import ACTIVATION, RESIDUAL, left_out
-
-__all__ = ["ACTIVATION", "RESIDUAL", "left_out"]
 
 
 def patched_class(module: nn.Module) -> type[nn.Module] | None:

@@ -1,34 +1,22 @@
-"""What adapters share: views of projections, and the one call of the operator.
+"""What adapters share: views of projections, calls of the operators, when the original runs.
 
 Helpers take the module as Any: model libraries are untyped, and attributes differ between versions.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from elsa_core import calls, graph_steps, routing, short_calls
+from elsa_core import calls, routing
 from elsa_core.attention import attention
-from elsa_core.linear import Norm, served
+from elsa_core.linear import served
 from elsa_core.operators.linear import epilogue
-from elsa_core.patching.adapters.handing import (
-    ACTIVATION,
-    leaves_out,
-    taken,
-    taken_norm,
-    waiting,
-)
-from elsa_core.patching.adapters.host import (
-    by_sdpa,
-    has_hooks,
-    is_shown,
-    is_within_original,
-    noted,
-)
+from elsa_core.patching.adapters.hooks import has_hooks, is_watched, noted
 
 
 def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,6 +35,9 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 def join_heads(out: Tensor) -> Tensor:
     """[B, N, H * D] of the operator's result [B, H, N, D], whose memory it already is."""
     return out.transpose(1, 2).flatten(2)
+
+
+# Linear layers.
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
@@ -72,77 +63,27 @@ def project(
     activation: str = "none",
     residual: Tensor | None = None,
     scale: Tensor | None = None,
-    norm: nn.Module | None = None,
 ) -> Tensor:
-    """residual + scale * activation(layer(norm(x))), a projection of the patched site: one call
-    where that is a plain linear layer without hooks, and the norm in it where a kernel takes it. On
-    a CPU a recorded program calls the layer, see `is_elsas`. A block may have handed the layer a
-    residual and a scale.
+    """residual + scale * activation(layer(x)), where the original calls the layer: one call of the
+    operator where that is a plain linear one that nothing watches, else the layer is called.
     """
-    if activation != "none" and leaves_out(ACTIVATION):
-        return epilogue(project(site, layer, x, norm=norm), activation, residual, scale)
-    if is_plain_linear(layer) and not is_shown(layer) and is_elsas(layer, x):
-        if is_within_original(site):
-            out = by_pytorch(layer, x if norm is None else norm(x))
-            return epilogue(out, activation, residual, scale)
-        within = None
-        if waiting():
-            if residual is None and scale is None:
-                residual, scale = taken(layer, x, layer.weight.shape[0])  # type: ignore[arg-type, index]
-            within = taken_norm(layer, x) if norm is None else None
-        if norm is not None:
-            within = norm_of(norm, x)  # type: ignore[arg-type]
-            x = norm(x) if within is None else x
-        kept: Any = getattr(layer, "elsa_halves", None)
-        halves, powers = (None, None) if kept is None else kept()
-        return served(
-            x, layer.weight, layer.bias, activation, residual, scale, site.elsa_precision,  # type: ignore[arg-type]
-            site.elsa_backend, halves, powers, within,
-        )  # fmt: skip
-    return epilogue(layer(x if norm is None else norm(x)), activation, residual, scale)
+    if not is_plain_linear(layer) or is_watched(layer) or not is_elsas(layer, x):
+        return epilogue(layer(x), activation, residual, scale)
+    kept: Any = getattr(layer, "elsa_halves", None)
+    halves = (None, None) if kept is None else kept()
+    return served(
+        x, layer.weight, layer.bias, activation, residual, scale, site.elsa_precision,  # type: ignore[arg-type]
+        site.elsa_backend, *halves,
+    )  # fmt: skip
 
 
 def is_elsas(layer: nn.Module, x: Tensor) -> bool:
-    """Whether a layer's product of x is a call of elsa's. A recorded program on a CPU calls the
+    """Whether the operator computes a layer's product of x. A recorded program on a CPU calls the
     layer, but for ONNX, which has a node for it, where the layer itself is patched.
     """
     if x.is_cuda or not calls.recorded():
         return True
     return type(layer) is not nn.Linear and calls.keeps_products()
-
-
-def by_pytorch(layer: Any, x: Tensor) -> Tensor:
-    """layer(x) of a plain linear layer without hooks, as its class computes it."""
-    terms = layer._parameters  # here the host finds them sooner than as attributes
-    try:
-        return functional.linear(x, terms["weight"], terms["bias"])
-    except KeyError:  # something derived stands for a parameter
-        return functional.linear(x, layer.weight, layer.bias)
-
-
-# Layer norms whose forward is `torch.nn.functional.layer_norm` in float32.
-_NORMS = (
-    "open_clip.transformer.LayerNorm",
-    "timm.layers.norm.LayerNorm",
-    "torch.nn.modules.normalization.LayerNorm",
-)
-
-
-def norm_of(module: Any, x: Tensor) -> Norm | None:
-    """What `elsa_core.linear` takes of a layer norm over the channels of x; None where the module
-    must be called: no kernel takes its norm, another class, another shape, or hooks.
-    """
-    if x.dtype != torch.float32 or not routing.linear_form(routing.NORM, x.device):
-        return None
-    cls = type(module)
-    if f"{cls.__module__}.{cls.__qualname__}" not in _NORMS or is_shown(module):
-        return None
-    if tuple(module.normalized_shape) != x.shape[-1:]:
-        return None
-    vectors = (module.weight, module.bias)
-    if any(type(v) not in (Tensor, nn.Parameter, type(None)) for v in vectors):
-        return None
-    return *vectors, module.eps
 
 
 def project_by(
@@ -151,13 +92,11 @@ def project_by(
     weight: Tensor,
     bias: Tensor | None,
     halves: tuple[Tensor | None, Tensor | None] = (None, None),
-    terms: tuple[Tensor | None, Tensor | None] = (None, None),
-    norm: Norm | None = None,
 ) -> Tensor:
-    """residual + scale * (norm(x) @ weight.T + bias) with the patched site's precision and backend:
-    [..., K] -> [..., N]. `terms` are the residual and the scale.
+    """x @ weight.T + bias, [..., K] -> [..., N], where the original reads a layer's weight and does
+    not call the layer.
     """
-    given = ("none", *terms, site.elsa_precision, site.elsa_backend, *halves, norm)
+    given = ("none", None, None, site.elsa_precision, site.elsa_backend, *halves)
     return served(x, weight, bias, *given)
 
 
@@ -183,19 +122,96 @@ def activation_of(module: nn.Module) -> str:
 
 def passed(module: nn.Module, x: Tensor) -> Tensor:
     """module(x), without the call where it changes nothing: an identity, dropout in eval mode."""
-    cls = type(module)
-    idle = cls is nn.Identity or (cls is nn.Dropout and (not module.training or module.p == 0.0))  # type: ignore[comparison-overlap]
-    if idle and not is_shown(module):
+    if is_idle(module):
         return x
     out: Tensor = module(x)
     return out
 
 
-def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
-    """Whether an eager call keeps the original forward, which calls PyTorch's own kernel.
+def is_idle(module: nn.Module) -> bool:
+    """Whether a module hands on what it gets, and nothing watches it."""
+    cls = type(module)
+    dropout: Any = module
+    idle = cls is nn.Identity or (cls is nn.Dropout and (not module.training or dropout.p == 0.0))
+    return idle and not is_watched(module)
 
-    That is so where gradients are wanted and the shipped table gives forward and gradients to that
-    kernel: the operator would call it too, and take the host more time.
+
+# When the original forward runs.
+
+
+def runs_original(
+    work: Callable[[Any, Tensor], int] | None = None, *, layered: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a patched attention's forward run the original one where attention weights have to
+    exist (hooks on them, or another module in the place of softmax or dropout), and in small eager
+    calls on a GPU.
+
+    Args:
+        work: from the module and its first argument x, the multiply-adds of query key^T. None:
+            elsa's forward is the cheaper one in small calls too.
+        layered: whether it is where elsa computes the linear layers as well.
+    """
+
+    def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+        name = forward.__name__
+
+        @functools.wraps(forward)
+        def chosen(self: Any, x: Tensor, *given: Any, **named: Any) -> Any:
+            small = work is not None and is_small(self, x, lambda: work(self, x))
+            if (small and not (layered and computes_layers(self))) or weights_are_hooked(self):
+                return getattr(self.elsa_base, name)(self, x, *given, **named)
+            return forward(self, x, *given, **named)
+
+        return chosen
+
+    return decorated
+
+
+all_tokens = runs_original(lambda site, x: x.numel() * x.shape[-2])
+"""`runs_original` of tokens [..., N, C] that all meet each other."""
+first_token = runs_original(lambda site, x: x.numel())
+"""`runs_original` of tokens [..., N, C] whose first one alone is a query."""
+
+
+def all_pixels(rows: int, columns: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`runs_original` of images whose pixels all meet each other; the axes are those of x. Of x
+    [B, N, C] the second axis is that of the tokens.
+    """
+
+    def work(site: Any, x: Tensor) -> int:
+        return x.numel() * (x.shape[1] if x.dim() == 3 else x.shape[rows] * x.shape[columns])
+
+    return runs_original(work)
+
+
+def is_small(site: Any, x: Tensor, work: Callable[[], int], operator: str = "attention") -> bool:
+    """Whether this is a small eager call on a GPU of a site patched without names: Python overhead
+    bounds it, and the original forward may have less.
+
+    Asked anew in every call. A CUDA graph saves the host's time and records elsa's kernels.
+    """
+    # first what is constant for a compiler, which may read no length
+    if not x.is_cuda or calls.traced() or work() >= routing.eager_least(operator, x.dtype):
+        return False
+    space = site.__dict__
+    return (
+        space["elsa_backend"] == "auto"
+        and space["elsa_precision"] == "strict"
+        and "elsa_sparsity" not in space
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def computes_layers(site: nn.Module) -> bool:
+    """Whether elsa computes a linear layer of an attention too: then its forward has the fewer
+    launches, also in small calls.
+    """
+    return any("elsa_base" in type(part).__dict__ for part in site._modules.values())
+
+
+def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
+    """Whether an eager call keeps the original forward since the table gives its training to
+    PyTorch's own kernel: the operator would call that too, and take the host more time.
 
     Args:
         site: a patched module that attends within x [B, N, C]. projection: its first one.
@@ -207,18 +223,11 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
     fused = x.is_cuda and getattr(site, "fused_attn", False) and site.elsa_backend == "auto"
     if not fused or calls.traced() or not wants_training(site, x, projection):
         return False
+    if torch.cuda.is_current_stream_capturing():  # the operator chooses, as in eager calls
+        return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     kind = ("cuda", dtype, site.head_dim, site.head_dim, site.elsa_precision)
-    if not routing.training_name("attention", *kind, ("query",), x.numel() * x.shape[1]):
-        return False
-    return not graph_steps.serve_packed(x, site.num_heads, kind)
-
-
-def load_for_graph(site: Any, x: Tensor, projection: nn.Module) -> None:
-    """Load what a CUDA graph of this eager call would run, where the call may warm up for one: a
-    step on a stream of the caller's own."""
-    if torch.is_grad_enabled() and calls.is_own_stream(x.device):
-        trains_by_pytorch(site, x, projection)
+    return bool(routing.training_name("attention", *kind, ("query",), x.numel() * x.shape[1]))
 
 
 def wants_training(site: Any, x: Tensor, projection: nn.Module) -> bool:
@@ -291,20 +300,6 @@ def scale_of(module: Any) -> float | None:
     return scale
 
 
-def attend_small(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """Attention of an eager call on a GPU that waits for the host, where such calls were admitted
-    to the short way and the shipped table takes it for their dtype; None where PyTorch is to serve.
-    [B, H, N, D] -> [B, H, N, Dv].
-    """
-    if short_calls.ATTENTION.serve is None or not routing.eager_short(query.device, query.dtype):
-        return None
-    if torch._C._is_any_autocast_enabled() or calls.traced():
-        return None
-    given = query, key, value, None, False, None, "strict"
-    out: Tensor | None = short_calls.served(short_calls.ATTENTION, *given)
-    return out
-
-
 def attend(
     module: Any,
     query: Tensor,
@@ -318,41 +313,20 @@ def attend(
 ) -> Tensor:
     """The operator with the patched module's precision and backend: [B, H, N, D] -> [B, H, N, Dv].
 
-    `scale` is 1 / sqrt(D) if None; for `dropout_p` see `drop_p`. Small eager calls on a GPU are
-    PyTorch's, see `by_sdpa`. Where weights are dropped, none is left out for its size. Of a model
-    in host memory that was patched with `offload` a GPU computes it.
+    `scale` is 1 / sqrt(D) if None; for `dropout_p` see `drop_p`. Where weights are dropped, none is
+    left out for its size. Of a model in host memory that was patched with `offload` a GPU computes
+    it.
     """
     sparsity = None if dropout_p else noted(module, "elsa_sparsity")
-    names = module.elsa_backend, module.elsa_precision
-    by_pytorch = mask is None and sparsity is None and query.is_cuda
-    if by_pytorch and by_sdpa(query, key, value, *names):
-        plain = scale is None and dropout_p == 0.0 and not is_causal
-        small = attend_small(query, key, value) if plain else None
-        return small if small is not None else functional.scaled_dot_product_attention(
-            query, key, value, None, dropout_p, is_causal, scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
+    offload = None
     if noted(module, "elsa_offload") is not None:
         from elsa_core.offload.activations import streams
 
-        if streams(module, query, key, mask, dropout_p):
-            streamed: Any = attention(
-                query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=True,
-                precision=module.elsa_precision, backend=module.elsa_backend, offload="host",
-            )  # fmt: skip
-            return streamed  # type: ignore[no-any-return]
+        offload = "host" if streams(module, query, key, mask, dropout_p) else None
     out: Any = attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=True,
-        precision=module.elsa_precision,
-        backend=module.elsa_backend,
-        sparsity=sparsity,
-    )
+        query, key, value, mask, dropout_p, is_causal, scale, True,
+        precision=module.elsa_precision, backend=module.elsa_backend,
+        sparsity=None if offload else sparsity, offload=offload,
+    )  # fmt: skip
     result: Tensor = out
     return result

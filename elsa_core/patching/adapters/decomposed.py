@@ -10,7 +10,6 @@ Reference:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -20,15 +19,9 @@ from torch import Tensor
 from elsa_core import calls
 from elsa_core.limits import LARGEST_HEAD_DIM
 from elsa_core.patching.adapters.common import attend
-from elsa_core.patching.adapters.host import is_captured
 
 _WIDEST = LARGEST_HEAD_DIM
-# Constants that eager calls made, for CUDA graphs of the same calls, which need not fill them in
-# each replay. Graphs may read them, so none is dropped; elements of one, and of all.
-_CONSTANTS: Final[dict[Any, Tensor]] = {}
-_LARGEST: Final = 1 << 18
 _SMALL: Final = 1 << 20  # elements of queries
-_MOST: Final = 1 << 22
 
 
 def attend_decomposed(
@@ -79,7 +72,7 @@ def attend_decomposed(
         # One launch reads the offsets as the products left them; it takes four dimensions.
         offsets = [t.flatten(0, 1) for t in offsets]
         if more:
-            offsets.append(_constant(_filled, query, (*offsets[0].shape[:3], more)))
+            offsets.append(query.new_zeros(*offsets[0].shape[:3], more))
         grid = wide.flatten(0, 1).unflatten(1, (q_rows, q_columns))
         query = torch.cat((grid, *offsets), dim=-1).flatten(1, 2).unflatten(0, query.shape[:2])
     else:
@@ -101,33 +94,11 @@ def _is_small(x: Tensor) -> bool:
     return merges and x.numel() <= _SMALL
 
 
-def _constant(make: Callable[..., Tensor], like: Tensor, *shape: Any) -> Tensor:
-    """make(*shape, like), whose values depend on nothing else: in a CUDA graph what an eager call
-    made before, where that was kept.
-    """
-    key = (make, shape, like.dtype, like.device)
-    found = _CONSTANTS.get(key)
-    if is_captured():
-        return make(*shape, like) if found is None else found
-    if found is not None:  # which another stream may not have filled yet
-        return make(*shape, like)
-    with torch.inference_mode(False), torch.no_grad():
-        made = make(*shape, like)
-    total = sum(each.numel() for each in list(_CONSTANTS.values()))
-    if made.numel() <= _LARGEST and total + made.numel() <= _MOST:
-        _CONSTANTS.setdefault(key, made)  # another thread's may be in a graph by now
-    return made
-
-
-def _filled(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    return torch.zeros(shape, dtype=like.dtype, device=like.device)
-
-
 def _places(keys: tuple[int, int], more: int, prefix: int, like: Tensor) -> Tensor:
     """[prefix + rows * columns, rows + columns + more]: one-hot row and column of each key."""
     rows, columns = keys
     if like.is_cuda and not calls.traced():
-        return _constant(_placed, like, keys, more, prefix)
+        return _placed(keys, more, prefix, like)
     of_row = F.one_hot(torch.arange(rows, device=like.device), rows)
     of_column = F.one_hot(torch.arange(columns, device=like.device), columns)
     parts = of_row[:, None].expand(-1, columns, -1), of_column[None].expand(rows, -1, -1)

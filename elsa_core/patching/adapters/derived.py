@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from elsa_core import calls
-from elsa_core.patching.adapters.host import has_hooks
+from elsa_core.patching.adapters.hooks import has_hooks
 
 
 class Derivation(NamedTuple):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from elsa_core.attention import attention
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.patching.adapters import padding
-from elsa_core.patching.adapters.asked import check_names
+from elsa_core.patching.adapters.names import check_names
 
 # Arguments that change the scores in ways that the operator does not know.
 _UNKNOWN_TERMS = ("softcap", "s_aux", "head_mask", "cache")

@@ -1,4 +1,4 @@
-"""open_clip's own attention modules on `elsa_core.attention`, and its blocks.
+"""open_clip's own attention modules on `elsa_core.attention`.
 
 Its towers of `nn.MultiheadAttention` are served by `torch_multihead`, its `Attention` by the
 redirect; with scaled_cosine that one hands 4-D tensors to `torch.bmm` and raises by itself. Read
@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from open_clip.modified_resnet import AttentionPool2d
-from open_clip.transformer import ResidualAttentionBlock
 from torch import Tensor
 
 from elsa_core.patching.adapters.common import attend, join_heads, split_heads
-from elsa_core.patching.adapters.residual import Adds, added, added_by, normalised
 
 
 class ElsaAttentionPool2d(AttentionPool2d):  # type: ignore[misc]  # open_clip is untyped
@@ -34,31 +32,3 @@ class ElsaAttentionPool2d(AttentionPool2d):  # type: ignore[misc]  # open_clip i
         v = split_heads(F.linear(x, self.v_proj.weight, self.v_proj.bias), self.num_heads)
         out = attend(self, q, k, v)
         return F.linear(join_heads(out), self.c_proj.weight, self.c_proj.bias).squeeze(1)
-
-
-class ElsaResidualAttentionBlock(Adds, ResidualAttentionBlock):  # type: ignore[misc]
-    """A block of a tower, whose residuals and LayerScale go into its products: [B, N, C]."""
-
-    elsa_base = ResidualAttentionBlock
-
-    def elsa_forward(
-        self,
-        q_x: Tensor,
-        k_x: Tensor | None = None,
-        v_x: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-    ) -> Tensor:
-        crosses = hasattr(self, "ln_1_kv")
-        k_x = self.ln_1_kv(k_x) if crosses and k_x is not None else None
-        v_x = self.ln_1_kv(v_x) if crosses and v_x is not None else None
-
-        def attended() -> Tensor:
-            alone = k_x is None and v_x is None
-            part = self.attn if alone else None
-            out: Tensor = normalised(
-                part, self.ln_1, q_x, lambda y: self.attention(y, k_x, v_x, attn_mask)
-            )
-            return out
-
-        x = added_by(attended, q_x, self.attn, self.ls_1, None)
-        return added(x, self.ln_2, self.mlp, self.ls_2, None)

@@ -70,15 +70,14 @@ def may_wait(x: Tensor, heads: int, head_dim: int, module: Any) -> bool:
     """Whether a model's forward of tokens x [B, N, ...] may ask its device how many there are.
 
     On a GPU where blocks of so many tokens take longer there than on the host, packed sequences
-    have a kernel and no graph is being recorded; nor on a stream of the caller's own, as calls that
-    warm up for a graph are on: they load the kernels that it needs, where padding is masked.
+    have a kernel and no graph is being recorded.
     """
     if calls.traced() or x.device.type not in ("cpu", "cuda"):
         return False
     if x.device.type == "cpu":
         return True
     work = x.shape[0] * heads * x.shape[1] ** 2 * head_dim
-    if torch.cuda.is_current_stream_capturing() or calls.is_own_stream(x.device):
+    if torch.cuda.is_current_stream_capturing():
         return False
     return work >= measured.eager_least("attention", x.dtype) and has_kernel(
         x, head_dim, module.elsa_precision, module.elsa_backend

@@ -19,24 +19,20 @@ import operator
 import re
 import threading
 import weakref
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 
+from elsa_core import calls, routing
 from elsa_core.attention import attention
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
-from elsa_core.patching.adapters import asked, table
-from elsa_core.patching.adapters.common import attend_small, hooks_weights, other_part
-from elsa_core.patching.adapters.host import (
-    by_sdpa,
-    is_original,
-    is_within_original,
-    reads_switch,
-)
+from elsa_core.patching.adapters import names, table
+from elsa_core.patching.adapters.common import hooks_weights, other_part
 from elsa_core.patching.bytecode import Method, methods, sdpa_calls, variable_globals
 
 _PREFIX = "Redirected"
@@ -116,7 +112,7 @@ def __getattr__(name: str) -> type[nn.Module]:  # PEP 562
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _, precision, backend, module, qualname = fields
     try:
-        asked.check_names(precision, backend)
+        names.check_names(precision, backend)
     except ArgumentError as error:
         raise AttributeError(f"{name!r}: {error}") from error
     cls = operator.attrgetter(qualname)(importlib.import_module(module))
@@ -135,40 +131,31 @@ def _build(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module
         if not sdpa_calls(method.function):
             continue
         rebuilt = namespace[method.name] = _rebuilt(method, replaced)
-        # the class was written with it, as `flat.py` asks
         rebuilt.__module__ = __name__
         rebuilt.__qualname__ = f"{namespace['__qualname__']}.{method.name}"
         for switch in set(table.SWITCHES) & set(method.function.__code__.co_names):
-            namespace[switch] = _always_on(switch, cls, method.name)
+            namespace[switch] = _always_on(switch)
     return type(f"Elsa{cls.__name__}", (cls,), namespace)
 
 
 def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    *given: Any,
-    precision: str,
-    backend: str,
-    **named: Any,
+    query: Any, key: Any, value: Any, attn_mask: Any = None, *given: Any, **named: Any
 ) -> Any:
-    """What is called in the place of `scaled_dot_product_attention`; itself where the host would
-    be waited for.
+    """What is called in the place of `scaled_dot_product_attention`; that itself in small eager
+    calls with a mask, of which it checks less.
     """
-    if is_original(backend, precision) or (
-        query.is_cuda and by_sdpa(query, key, value, backend, precision, attn_mask)
-    ):
-        plain = attn_mask is None and not given and not named
-        small = attend_small(query, key, value) if plain else None
-        return (
-            small
-            if small is not None
-            else scaled_dot_product_attention(query, key, value, attn_mask, *given, **named)
-        )
-    return attention(
-        query, key, value, attn_mask, *given, precision=precision, backend=backend, **named
-    )
+    if attn_mask is not None and query.is_cuda and _is_small(query, key, named):
+        own = {k: v for k, v in named.items() if k not in ("precision", "backend")}
+        return scaled_dot_product_attention(query, key, value, attn_mask, *given, **own)
+    return attention(query, key, value, attn_mask, *given, **named)
+
+
+def _is_small(query: Any, key: Any, named: dict[str, Any]) -> bool:
+    """As `common.is_small`, of a call of attention."""
+    if calls.traced() or named["precision"] != "strict" or named["backend"] != "auto":
+        return False
+    small = query.numel() * key.shape[-2] < routing.eager_least("attention", query.dtype)
+    return small and not torch.cuda.is_current_stream_capturing()
 
 
 def _rebuilt(method: Method, replaced: Any) -> FunctionType:
@@ -202,23 +189,15 @@ def _with_replaced(value: Any, path: tuple[str, ...], replaced: Any) -> Any:
     return copy
 
 
-def _always_on(switch: str, cls: Any, reader: str) -> property:
+def _always_on(switch: str) -> property:
     """A data descriptor: it wins over the instance's own value, which stays as it is.
 
     Off where the weights of the eager branch pass through a hook or another module than its own
-    (`common.weights_are_hooked`) and the instance's own value is off. The
-    instance's own value where the original `reader`, a method of cls, asks (`direct.py`).
+    (`common.weights_are_hooked`) and the instance's own value is off.
     """
 
     def read(self: nn.Module) -> bool:
-        space = self.__dict__
-        own = space.get(reader)
-        if (type(own) is MethodType and own.__func__ is getattr(cls, reader)) or is_within_original(
-            self
-        ):
-            return bool(space.get(switch, True))
-        reads_switch(self)
-        return not hooks_weights(self) or bool(space.get(switch, True))
+        return not hooks_weights(self) or bool(self.__dict__.get(switch, True))
 
     def write(self: nn.Module, value: bool) -> None:
         self.__dict__[switch] = value

@@ -16,7 +16,7 @@ from elsa_core.distributed import agreement
 from elsa_core.distributed.groups import by_name, place
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.monoid import state_dtype
-from elsa_core.patching.adapters.host import has_hooks
+from elsa_core.patching.adapters.hooks import has_hooks
 from elsa_core.precision import dtype_name
 from elsa_core.version import __version__
 

@@ -116,14 +116,7 @@ _TIMM = (
     Row("layers.other_pool.SimPool1d", POOLING),
     Row("layers.other_pool.SimPool2d", POOLING),
     Row("models.beit.Attention", GLOBAL),
-    Row("models.beit.Block", COMPANION, "timm_folded.ElsaBeitBlock"),
     Row("models.cait.ClassAttn", CLASS),
-    Row("models.cait.LayerScaleBlock", COMPANION, "timm_folded.ElsaLayerScaleBlock"),
-    Row(
-        "models.cait.LayerScaleBlockClassAttn",
-        COMPANION,
-        "timm_folded.ElsaLayerScaleBlockClassAttn",
-    ),
     Row("models.cait.TalkingHeadAttn", "talking-heads", reason=_TALKING),
     Row(
         "models.coat.FactorAttnConvRelPosEnc",
@@ -167,11 +160,9 @@ _TIMM = (
         "timm_levit.ElsaCascadedGroupAttention",
     ),
     Row("models.eva.EvaAttention", GLOBAL, "timm_eva.ElsaEvaAttention"),
-    Row("models.eva.EvaBlock", COMPANION, "timm_folded.ElsaEvaBlock"),
     Row("models.fastvit.Attention", GLOBAL),
     Row("models.gcvit.WindowAttentionGlobal", WINDOW, "timm_plain.ElsaWindowAttentionGlobal"),
     Row("models.gemma4_vit.Gemma4Attention", GLOBAL),
-    Row("models.hiera.HieraBlock", COMPANION, "timm_folded.ElsaHieraBlock"),
     Row("models.hiera.MaskUnitAttention", GLOBAL),
     Row("models.hieradet_sam2.MultiScaleAttention", GLOBAL),
     Row("models.iformer.SHMA", GLOBAL),
@@ -189,7 +180,6 @@ _TIMM = (
     ),
     Row("models.mvitv2.MultiScaleAttention", GLOBAL, "timm_mvitv2.ElsaMultiScaleAttention"),
     Row("models.mvitv2.MultiScaleAttentionPoolFirst", GLOBAL),
-    Row("models.mvitv2.MultiScaleBlock", COMPANION, "timm_folded.ElsaMultiScaleBlock"),
     Row("models.naflexvit.NaFlexVit", COMPANION, "timm_naflex.ElsaNaFlexVit"),
     Row("models.nest.Attention", WINDOW, "timm_plain.ElsaNestAttention"),
     Row("models.nextvit.EfficientAttention", GLOBAL),
@@ -226,7 +216,6 @@ _TIMM = (
     Row("models.vision_transformer.DiffParallelScalingBlock", GLOBAL),
     Row("models.vision_transformer.ParallelScalingBlock", GLOBAL),
     Row("models.vision_transformer_relpos.RelPosAttention", GLOBAL),
-    Row("models.vision_transformer_relpos.RelPosBlock", COMPANION, "timm_folded.ElsaRelPosBlock"),
     Row("models.vision_transformer_sam.Attention", GLOBAL, "timm_sam.ElsaSamAttention"),
     Row("models.volo.Attention", GLOBAL),
     Row("models.volo.ClassAttention", CLASS, "timm_plain.ElsaVoloClassAttention"),
@@ -236,17 +225,11 @@ _TIMM = (
         reason="its weights come from a linear layer, not from query-key products",
     ),
     Row("models.xcit.XCA", "channel", reason=_CHANNEL),
-    Row("models.xcit.XCABlock", COMPANION, "timm_folded.ElsaXCABlock"),
 )
 
 _OPEN_CLIP = (
     Row("modified_resnet.AttentionPool2d", POOLING, "open_clip_towers.ElsaAttentionPool2d"),
     Row("transformer.Attention", GLOBAL),
-    Row(
-        "transformer.ResidualAttentionBlock",
-        COMPANION,
-        "open_clip_towers.ElsaResidualAttentionBlock",
-    ),
 )
 
 _TORCHVISION = (
@@ -266,12 +249,6 @@ _TORCHVISION = (
         WINDOW,
         "torchvision_swin.ElsaShiftedWindowAttentionV2",
     ),
-    Row(
-        "models.swin_transformer.SwinTransformerBlock",
-        COMPANION,
-        "torchvision_blocks.ElsaSwinTransformerBlock",
-    ),
-    Row("models.vision_transformer.EncoderBlock", COMPANION, "torchvision_blocks.ElsaEncoderBlock"),
     Row("models.vision_transformer.MLPBlock", MLP, "torchvision_mlp.ElsaMLPBlock"),
     Row("models.video.mvit.MultiscaleAttention", GLOBAL),
     Row("models.video.swin_transformer.ShiftedWindowAttention3d", WINDOW),

@@ -10,22 +10,20 @@ so that nothing is copied on either side of the operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from timm.layers import apply_rot_embed_cat
 from timm.layers.attention import Attention, AttentionRope
 from torch import Tensor
-from torch.nn import Module
 
-from elsa_core.operators.linear import epilogue
-from elsa_core.patching.adapters import flat
 from elsa_core.patching.adapters.common import (
+    all_tokens,
     attend,
+    computes_layers,
     drop_p,
+    is_small,
     join_heads,
-    load_for_graph,
     project,
     scale_of,
     split_heads,
@@ -33,7 +31,6 @@ from elsa_core.patching.adapters.common import (
     trains_by_pytorch,
     weights_are_hooked,
 )
-from elsa_core.patching.adapters.host import is_host_bound, is_within_original, or_original
 from elsa_core.patching.adapters.padding import is_packed, padding_of, without_padding
 
 
@@ -41,17 +38,24 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     """timm's ViT attention: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = Attention
-    elsa_calls_sdpa = True
-    elsa_normalises = True
     elsa_precision: str
     elsa_backend: str
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        if is_within_original(self):
-            return self._original(x, attn_mask, is_causal)
+        if self.elsa_runs_original(x, attn_mask):
+            shown: Tensor = super().forward(x, attn_mask, **causal_term(is_causal))
+            return shown
         return self.elsa_added(x, None, None, attn_mask, is_causal)
+
+    def elsa_runs_original(self, x: Tensor, attn_mask: Tensor | None) -> bool:
+        """Whether the original forward has to run, or is the cheaper one."""
+        if is_packed(attn_mask):  # which the original cannot read
+            return False
+        if is_small(self, x, lambda: x.numel() * x.shape[-2]) and not computes_layers(self):
+            return True
+        return weights_are_hooked(self) or trains_by_pytorch(self, x, self.qkv)
 
     def elsa_added(
         self,
@@ -60,49 +64,22 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         scale: Tensor | None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        norm: Module | None = None,
     ) -> Tensor:
-        """residual + scale * forward(norm(x)); the first two are for calls without dropout."""
-        if norm is not None and getattr(self, "gate", None) is not None:
-            x, norm = norm(x), None  # the gate reads it too
-
-        def by_elsa() -> Tensor:
-            gate = gate_of(self, x)
-            q, k, v = split_packed(project(self, self.qkv, x, norm=norm), self.num_heads)
-            q, k = self.q_norm(q), self.k_norm(k)
-            return attended(self, q, k, v, attn_mask, is_causal, gate, residual, scale)
-
-        if is_packed(attn_mask):
-            return by_elsa()
-        if is_within_original(self) or self._keeps_original(x, by_elsa):
-            shown = self._original(_of(norm, x), attn_mask, is_causal)
-        elif weights_are_hooked(self):
-            shown = super().forward(_of(norm, x), attn_mask, **causal_term(is_causal))
-        else:
-            return by_elsa()
-        return epilogue(shown, "none", residual, scale)
-
-    def _keeps_original(self, x: Tensor, by_elsa: Callable[[], Tensor]) -> bool:
-        if is_host_bound(self, "attention", x, x.numel() * x.shape[-2], by_elsa):
-            load_for_graph(self, x, self.qkv)
-            return True
-        return trains_by_pytorch(self, x, self.qkv)
-
-    def _original(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """The original forward, in calls that are not compiled."""
-        out = flat.served(self, flat.attention, x) if attn_mask is None and not is_causal else None
-        return super().forward(x, attn_mask, **causal_term(is_causal)) if out is None else out
+        """residual + scale * forward(x); the two are for calls without dropout."""
+        gate = gate_of(self, x)
+        q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
+        q, k = self.q_norm(q), self.k_norm(k)
+        return attended(self, q, k, v, attn_mask, is_causal, gate, residual, scale)
 
 
 class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
     """timm's attention with rotary positions: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = AttentionRope
-    elsa_calls_sdpa = True
     elsa_precision: str
     elsa_backend: str
 
-    @or_original
+    @all_tokens
     def forward(
         self,
         x: Tensor,
@@ -110,9 +87,6 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        if weights_are_hooked(self):
-            shown: Tensor = super().forward(x, rope, attn_mask, **causal_term(is_causal))
-            return shown
         gate = gate_of(self, x)
         if self.qkv is not None:
             q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
@@ -133,11 +107,6 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
 def causal_term(is_causal: bool) -> dict[str, bool]:
     """The argument where it matters: older versions do not have it."""
     return {"is_causal": True} if is_causal else {}
-
-
-def _of(norm: Module | None, x: Tensor) -> Tensor:
-    normed: Tensor = x if norm is None else norm(x)
-    return normed
 
 
 def gate_of(module: Any, x: Tensor) -> Tensor | None:

@@ -14,8 +14,8 @@ from timm.layers.bottleneck_attn import BottleneckAttn
 from timm.layers.halo_attn import HaloAttn
 from torch import Tensor
 
+from elsa_core.patching.adapters.common import all_pixels
 from elsa_core.patching.adapters.decomposed import attend_decomposed, table_ahead
-from elsa_core.patching.adapters.host import image_or_original
 
 
 class ElsaBottleneckAttn(BottleneckAttn):  # type: ignore[misc]  # timm is untyped
@@ -25,7 +25,7 @@ class ElsaBottleneckAttn(BottleneckAttn):  # type: ignore[misc]  # timm is untyp
     elsa_precision: str
     elsa_backend: str
 
-    @image_or_original((2, 3))
+    @all_pixels(2, 3)
     def forward(self, x: Tensor) -> Tensor:
         height, width = self.pos_embed.height, self.pos_embed.width
         fits = x.shape[2] == height and x.shape[3] == width
@@ -49,7 +49,7 @@ class ElsaHaloAttn(HaloAttn):  # type: ignore[misc]  # timm is untyped
     elsa_precision: str
     elsa_backend: str
 
-    @image_or_original((2, 3))
+    @all_pixels(2, 3)
     def forward(self, x: Tensor) -> Tensor:
         batch, _, height, width = x.shape
         block, side, win, halo = self.block_size, self.block_size_ds, self.win_size, self.halo_size

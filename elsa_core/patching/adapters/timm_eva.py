@@ -10,25 +10,23 @@ from timm.models.eva import EvaAttention
 from torch import Tensor
 
 from elsa_core.patching.adapters.common import (
+    all_tokens,
     project,
     project_by,
     split_heads,
     split_packed,
-    weights_are_hooked,
 )
-from elsa_core.patching.adapters.host import or_original
-from elsa_core.patching.adapters.timm_attention import attended, causal_term, gate_of, rotate
+from elsa_core.patching.adapters.timm_attention import attended, gate_of, rotate
 
 
 class ElsaEvaAttention(EvaAttention):  # type: ignore[misc]  # timm is untyped
     """EVA's attention, whose keys have no bias: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = EvaAttention
-    elsa_calls_sdpa = True
     elsa_precision: str
     elsa_backend: str
 
-    @or_original
+    @all_tokens
     def forward(
         self,
         x: Tensor,
@@ -36,9 +34,6 @@ class ElsaEvaAttention(EvaAttention):  # type: ignore[misc]  # timm is untyped
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        if weights_are_hooked(self):
-            shown: Tensor = super().forward(x, rope, attn_mask, **causal_term(is_causal))
-            return shown
         gate = gate_of(self, x)
         if self.qkv is not None:
             q, k, v = split_packed(self._elsa_packed(x), self.num_heads)

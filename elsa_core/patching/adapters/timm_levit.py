@@ -1,9 +1,8 @@
 """Attention with a learned table of biases by offset, and values wider than queries: timm's LeViT,
 EfficientFormer and EfficientViT (MSRA), on `elsa_core.attention`.
 
-Read against timm 1.0.20, 1.0.29 and 1.0.31. The models keep the gathered biases of eval mode in a
-cache of their own, which does not follow the weights; it is not read here, and replaced for an
-original forward (`kept.py`).
+Read against timm 1.0.20, 1.0.29 and 1.0.31. In eval mode the models keep the gathered
+biases in a cache of their own, which does not follow the weights; it is not read here.
 """
 
 from __future__ import annotations
@@ -17,10 +16,14 @@ from timm.models.levit import Attention, AttentionDownsample
 from torch import Tensor
 
 from elsa_core import calls
-from elsa_core.patching.adapters.common import attend, join_heads, split_heads
+from elsa_core.patching.adapters.common import (
+    all_pixels,
+    all_tokens,
+    attend,
+    join_heads,
+    split_heads,
+)
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
-from elsa_core.patching.adapters.host import image_or_original, or_original
-from elsa_core.patching.adapters.kept import current
 
 
 class _LearntBias(Derives):
@@ -28,12 +31,6 @@ class _LearntBias(Derives):
 
     attention_biases: Tensor
     attention_bias_idxs: Tensor
-
-    attention_bias_cache: dict[str, Tensor]
-
-    def elsa_kept(self) -> Any:
-        """The module that keeps what it gathers of its weights: biases by device."""
-        return self
 
     def elsa_derivation(self) -> Derivation:
         """The biases [H, Nq, Nk] by pair."""
@@ -47,7 +44,7 @@ class ElsaLevitAttention(_LearntBias, Attention):  # type: ignore[misc]  # timm 
     elsa_precision: str
     elsa_backend: str
 
-    @image_or_original((2, 3))
+    @all_pixels(2, 3)
     def forward(self, x: Tensor) -> Tensor:
         heads = _heads(self.qkv(x), self.num_heads, self.use_conv)
         q, k, v = heads.split([self.key_dim, self.key_dim, self.val_dim], dim=-1)
@@ -63,7 +60,7 @@ class ElsaLevitAttentionDownsample(_LearntBias, AttentionDownsample):  # type: i
     elsa_precision: str
     elsa_backend: str
 
-    @image_or_original((2, 3))
+    @all_pixels(2, 3)
     def forward(self, x: Tensor) -> Tensor:
         heads = _heads(self.kv(x), self.num_heads, self.use_conv)
         k, v = heads.split([self.key_dim, self.val_dim], dim=-1)
@@ -81,7 +78,7 @@ class ElsaEfficientFormerAttention(_LearntBias, EfficientFormerAttention):  # ty
     elsa_precision: str
     elsa_backend: str
 
-    @or_original
+    @all_tokens
     def forward(self, x: Tensor) -> Tensor:
         heads = _heads(self.qkv(x), self.num_heads, False)
         q, k, v = heads.split([self.key_dim, self.key_dim, self.val_dim], dim=-1)
@@ -97,7 +94,7 @@ class ElsaCascadedGroupAttention(_LearntBias, CascadedGroupAttention):  # type: 
     elsa_precision: str
     elsa_backend: str
 
-    @image_or_original((2, 3))
+    @all_pixels(2, 3)
     def forward(self, x: Tensor) -> Tensor:
         size = x.shape[2:]
         bias = derived(self.elsa_derivation())
@@ -118,9 +115,6 @@ class ElsaCascadedGroupAttention(_LearntBias, CascadedGroupAttention):  # type: 
 def _gathered(module: Any) -> Tensor:
     """[H, Nq, Nk]"""
     table, index = module.attention_biases, module.attention_bias_idxs
-    ahead = current(module)
-    if ahead is not None:
-        return ahead
     if not calls.wanted(table=table):  # half the time; its gradient would add in no fixed order
         found: Tensor = table.index_select(1, index.flatten()).unflatten(1, index.shape)
         return found

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from elsa_core.patching.adapters.common import project, scale_of
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
-from elsa_core.patching.adapters.host import windows_or_original
 from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
@@ -47,7 +46,6 @@ class ElsaPartitionAttentionCl(Derives, PartitionAttentionCl):  # type: ignore[m
         per_call = _table if type(attn.rel_pos) is RelPosBias else None
         return Derivation(self, attn, _bias, (), (attn.rel_pos,), per_call)
 
-    @windows_or_original(-1)
     def _partition_attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn

@@ -13,21 +13,14 @@ from torch import Tensor, nn
 
 from elsa_core import routing
 from elsa_core.linear import served_gated
-from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.common import (
     activation_of,
     is_plain_linear,
-    norm_of,
+    is_small,
     passed,
     project,
 )
-from elsa_core.patching.adapters.handing import ACTIVATION, leaves_out
-from elsa_core.patching.adapters.host import (
-    all_original,
-    is_host_bound,
-    is_shown,
-    is_within_original,
-)
+from elsa_core.patching.adapters.hooks import is_watched
 from elsa_core.patching.adapters.torch_layers import linear_parts, why_not_plain
 
 
@@ -35,7 +28,6 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
     """The MLP of a ViT block: [..., C] -> [..., C], any floating dtype."""
 
     elsa_base = Mlp
-    elsa_normalises = True
     elsa_precision: str
     elsa_backend: str
 
@@ -50,33 +42,16 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
         return linear_parts(module)
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_within_original(self):
-            return super().forward(x)  # type: ignore[no-any-return]
-        return self.elsa_added(x)
+        return self.elsa_added(x, None, None)
 
-    def elsa_added(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        scale: Tensor | None = None,
-        norm: nn.Module | None = None,
-    ) -> Tensor:
-        """residual + scale * forward(norm(x)); the first two are for calls without dropout."""
-
-        def by_elsa() -> Tensor:
-            return _second(self, _activated(self, self.fc1, x, norm), residual, scale)
-
-        work = _work(x, self.fc1)
-        if is_within_original(self) or is_host_bound(self, "linear", x, work, by_elsa):
-            shown = all_original(super().forward, x if norm is None else norm(x))
-            return epilogue(shown, "none", residual, scale)
-        return by_elsa()
+    def elsa_added(self, x: Tensor, residual: Tensor | None, scale: Tensor | None) -> Tensor:
+        """residual + scale * forward(x); the two are for calls without dropout."""
+        return _second(self, _activated(self, self.fc1, x), residual, scale)
 
 
 class _Gates:
     """What the MLPs with a gate share; `_layers` names their first linear layers."""
 
-    elsa_normalises = True
     elsa_precision: str
     elsa_backend: str
     _layers: tuple[str, ...]
@@ -87,31 +62,12 @@ class _Gates:
         return linear_parts(module)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if is_within_original(self):
-            return super().forward(x)  # type: ignore[misc, no-any-return]
-        out: Tensor = self.elsa_added(x)
-        return out
-
-    def elsa_added(
-        self: Any,
-        x: Tensor,
-        residual: Tensor | None = None,
-        scale: Tensor | None = None,
-        norm: nn.Module | None = None,
-    ) -> Tensor:
-        """residual + scale * forward(norm(x)); the first two are for calls without dropout."""
-
-        def by_elsa() -> Tensor:
-            hidden = _gated(self, x, norm)
-            if hidden is None:
-                hidden = self._apart(x if norm is None else norm(x))
-            return _second(self, hidden, residual, scale)
-
-        work = _work(x, getattr(self, self._layers[0]))
-        if is_within_original(self) or is_host_bound(self, "linear", x, work, by_elsa):
-            shown = all_original(super().forward, x if norm is None else norm(x))  # type: ignore[misc]
-            return epilogue(shown, "none", residual, scale)
-        return by_elsa()
+        # hidden channels are about four times as many
+        if is_small(self, x, lambda: 4 * x.numel() * x.shape[-1], "linear"):
+            out: Tensor = super().forward(x)  # type: ignore[misc]
+            return out
+        hidden = _gated(self, x)
+        return _second(self, self._apart(x) if hidden is None else hidden)
 
 
 class ElsaSwiGLU(_Gates, SwiGLU):  # type: ignore[misc]  # timm is untyped
@@ -161,38 +117,30 @@ def _why_not(module: Any, *layers: nn.Module) -> str:
     return reason
 
 
-def _work(x: Tensor, layer: Any) -> int:
-    """Multiply-adds of a product; 0 of what has taken a linear layer's place without its weight."""
-    weight = getattr(layer, "weight", None)
-    return x.numel() * weight.shape[0] if isinstance(weight, Tensor) else 0
-
-
-def _activated(module: Any, layer: nn.Module, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-    """The activation of a layer's output, in one call unless a hook sees the activation."""
-    activation = "" if is_shown(module.act) else activation_of(module.act)
+def _activated(module: Any, layer: nn.Module, x: Tensor) -> Tensor:
+    """The activation of a layer's output, in one call unless something watches the activation."""
+    activation = "" if is_watched(module.act) else activation_of(module.act)
     if not activation:  # one without a name may have taken its place since
-        apart: Tensor = module.act(project(module, layer, x, norm=norm))
+        apart: Tensor = module.act(project(module, layer, x))
         return apart
-    return project(module, layer, x, activation=activation, norm=norm)
+    return project(module, layer, x, activation=activation)
 
 
-def _gated(module: Any, x: Tensor, norm: nn.Module | None) -> Tensor | None:
-    """The gated hidden channels of norm(x), in one call; None where no kernel takes it, or a hook
-    sees what is between.
+def _gated(module: Any, x: Tensor) -> Tensor | None:
+    """The gated hidden channels of x, in one call; None where no kernel takes it, or something
+    watches what is between.
     """
     layers = [getattr(module, name) for name in module._layers]
-    if not routing.linear_form(routing.GATED, x.device) or leaves_out(ACTIVATION):
+    if not routing.linear_form(routing.GATED, x.device):
         return None
-    if any(map(is_shown, (module.act, *layers))) or not activation_of(module.act):
+    if any(map(is_watched, (module.act, *layers))) or not activation_of(module.act):
         return None
     if not all(map(is_plain_linear, layers)):
         return None
     gate, value = map(_operands, layers) if len(layers) == 2 else _halved(module, layers[0])
-    within = None if norm is None else norm_of(norm, x)
     return served_gated(
-        x if norm is None or within is not None else norm(x), gate[:2], value[:2],
-        activation_of(module.act), within, module.elsa_precision, module.elsa_backend,
-        (*gate[2:], *value[2:]),
+        x, gate[:2], value[:2], activation_of(module.act), None, module.elsa_precision,
+        module.elsa_backend, (*gate[2:], *value[2:]),
     )  # fmt: skip
 
 
@@ -210,7 +158,9 @@ def _halved(module: Any, layer: Any) -> list[tuple[Any, ...]]:
     return pair[::-1] if module.gate_last else pair
 
 
-def _second(module: Any, x: Tensor, residual: Tensor | None, scale: Tensor | None) -> Tensor:
+def _second(
+    module: Any, x: Tensor, residual: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """What follows the activation: dropout, norm, the last layer, dropout."""
     x = passed(module.norm, passed(module.drop1, x))
     return passed(module.drop2, project(module, module.fc2, x, residual=residual, scale=scale))

@@ -12,11 +12,14 @@ from typing import Any
 from timm.models.mvitv2 import MultiScaleAttention, reshape_post_pool, reshape_pre_pool
 from torch import Tensor
 
-from elsa_core import calls
-from elsa_core.patching.adapters import flat, flat_mvitv2
-from elsa_core.patching.adapters.common import attend, join_heads, project, split_packed
+from elsa_core.patching.adapters.common import (
+    attend,
+    join_heads,
+    project,
+    runs_original,
+    split_packed,
+)
 from elsa_core.patching.adapters.decomposed import attend_decomposed, table
-from elsa_core.patching.adapters.host import original_by
 
 _Size = list[int]
 
@@ -43,18 +46,7 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
     elsa_precision: str
     elsa_backend: str
 
-    def elsa_small_forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:
-        """`forward` in calls that wait for the host: the original's functions in a row."""
-        # a mode may have begun since the model was called
-        run = None if calls.traced() else flat.run_of(self, flat_mvitv2.attention)
-        if run is not None:
-            try:
-                return run(x, feat_size)  # type: ignore[no-any-return]
-            except KeyError:  # a weight is a parameter no longer
-                pass
-        return MultiScaleAttention.forward(self, x, feat_size)  # type: ignore[no-any-return]
-
-    @original_by(pooled_work)
+    @runs_original(pooled_work, layered=False)
     def forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:
         q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         q, q_size = _pooled(self, q, feat_size, self.pool_q, self.norm_q)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from elsa_core import calls, routing
 from elsa_core.patching.adapters import padding
 from elsa_core.patching.adapters.common import weights_are_hooked
-from elsa_core.patching.adapters.direct import packing
-from elsa_core.patching.adapters.host import is_shown, is_within_original
+from elsa_core.patching.adapters.hooks import is_watched
 from elsa_core.patching.adapters.padding import Padding
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 
@@ -63,10 +62,8 @@ class ElsaNaFlexVit(NaFlexVit):  # type: ignore[misc]  # timm is untyped
             "patch_valid": given.get("patch_valid", patch_valid),
             "attn_mask": given.get("attn_mask", attn_mask),
         }
-        if _may_pack(self, given["patches"], **terms):
-            with packing(self):
-                if all(map(_is_plain, self.blocks)):
-                    return self._packed(given["patches"], terms)
+        if _may_pack(self, given["patches"], **terms) and all(map(_is_plain, self.blocks)):
+            return self._packed(given["patches"], terms)
         whole: Tensor = super().forward(x, patch_coord, patch_valid, attn_mask)
         return whole
 
@@ -123,7 +120,7 @@ def _may_pack(
     """Whether blocks that are plain can take a call's tokens packed, where no tracer sees it."""
     if patch_coord is None or patch_valid is None or attn_mask is not None:
         return False
-    if calls.traced() or is_within_original(model) or model.rope is not None:
+    if calls.traced() or model.rope is not None:
         return False
     if model.attn_pool is None and model.global_pool not in _POOLS:
         return False
@@ -144,6 +141,6 @@ def _is_plain(block: Any) -> bool:
     if block.attn.elsa_backend not in routing.names("varlen_attention"):
         return False
     return not any(
-        part.training or is_shown(part) or part._compiled_call_impl or "forward" in vars(part)
+        part.training or is_watched(part) or part._compiled_call_impl or "forward" in vars(part)
         for part in block.modules()
     )

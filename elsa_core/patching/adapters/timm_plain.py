@@ -20,20 +20,18 @@ from timm.models.volo import ClassAttention
 from torch import Tensor
 
 from elsa_core.patching.adapters.common import (
+    all_pixels,
+    all_tokens,
     attend,
     drop_p,
+    first_token,
     join_heads,
     other_part,
     project,
+    runs_original,
     scale_of,
     split_heads,
     split_packed,
-    weights_are_hooked,
-)
-from elsa_core.patching.adapters.host import (
-    first_or_original,
-    image_or_original,
-    or_original,
 )
 
 # Until 1.0.29 timm gave an image's windows the global queries of other images; kept as it is there.
@@ -54,7 +52,7 @@ class ElsaCrossAttention(CrossAttention):  # type: ignore[misc]  # timm is untyp
     elsa_precision: str
     elsa_backend: str
 
-    @first_or_original
+    @first_token
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.wq(x[:, :1]), self.num_heads)
         k, v = (
@@ -70,7 +68,7 @@ class ElsaVoloClassAttention(ClassAttention):  # type: ignore[misc]  # timm is u
     elsa_precision: str
     elsa_backend: str
 
-    @first_or_original
+    @first_token
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.q(x[:, :1]), self.num_heads)
         k, v = (
@@ -86,7 +84,7 @@ class ElsaTntAttention(TntAttention):  # type: ignore[misc]  # timm is untyped
     elsa_precision: str
     elsa_backend: str
 
-    @or_original
+    @all_tokens
     def forward(self, x: Tensor) -> Tensor:
         q, k = (
             split_heads(half, self.num_heads) for half in project(self, self.qk, x).chunk(2, dim=-1)
@@ -102,7 +100,7 @@ class ElsaConvitMHSA(MHSA):  # type: ignore[misc]  # timm is untyped
     elsa_precision: str
     elsa_backend: str
 
-    @or_original
+    @all_tokens
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         return _projected(self, q, k, v)
@@ -115,7 +113,7 @@ class ElsaNestAttention(NestAttention):  # type: ignore[misc]  # timm is untyped
     elsa_precision: str
     elsa_backend: str
 
-    @or_original
+    @runs_original()
     def forward(self, x: Tensor) -> Tensor:
         batch, blocks = x.shape[:2]
         q, k, v = split_packed(project(self, self.qkv, x).flatten(0, 1), self.num_heads)
@@ -134,7 +132,7 @@ class ElsaWindowAttentionGlobal(WindowAttentionGlobal):  # type: ignore[misc]  #
     elsa_precision: str
     elsa_backend: str
 
-    @or_original
+    @all_tokens
     def forward(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
         if self.use_global and q_global is not None:
             fits = x.shape[-1] == q_global.shape[-1]
@@ -159,7 +157,7 @@ class ElsaSHSA(SHSA):  # type: ignore[misc]  # timm is untyped
     elsa_precision: str
     elsa_backend: str
 
-    @image_or_original((2, 3))
+    @all_pixels(2, 3)
     def forward(self, x: Tensor) -> Tensor:
         attended, rest = x.split([self.pdim, self.dim - self.pdim], dim=1)
         packed = self.qkv(self.pre_norm(attended)).flatten(2).transpose(1, 2).unsqueeze(1)
@@ -182,11 +180,8 @@ class ElsaVisformerAttention(VisformerAttention):  # type: ignore[misc]  # timm 
         """Why it keeps its own forward: a part of its eager branch, where that is on."""
         return "" if module.fused_attn else other_part(module)
 
-    @image_or_original((2, 3))
+    @all_pixels(2, 3)
     def forward(self, x: Tensor) -> Tensor:
-        if weights_are_hooked(self):
-            kept: Tensor = VisformerAttention.forward(self, x)
-            return kept
         packed = self.qkv(x).flatten(2).unflatten(1, (3, self.num_heads, self.head_dim))
         # as the original for PyTorch's kernel, which copies the three one by one
         q, k, v = packed.permute(1, 0, 2, 4, 3).contiguous().unbind(0)

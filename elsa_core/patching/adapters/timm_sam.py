@@ -11,6 +11,7 @@ from timm.models.vision_transformer_sam import Attention
 from torch import Tensor
 
 from elsa_core.patching.adapters.common import (
+    all_pixels,
     attend,
     drop_p,
     join_heads,
@@ -19,7 +20,6 @@ from elsa_core.patching.adapters.common import (
     split_packed,
 )
 from elsa_core.patching.adapters.decomposed import attend_decomposed, table
-from elsa_core.patching.adapters.host import image_or_original
 
 
 class ElsaSamAttention(Attention):  # type: ignore[misc]  # timm is untyped
@@ -29,7 +29,7 @@ class ElsaSamAttention(Attention):  # type: ignore[misc]  # timm is untyped
     elsa_precision: str
     elsa_backend: str
 
-    @image_or_original((1, 2))
+    @all_pixels(1, 2)
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[1:3]
         q, k, v = split_packed(project(self, self.qkv, x.flatten(1, 2)), self.num_heads)

@@ -47,23 +47,8 @@ class ShardedAttention(ElsaAttention):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Never the original one, which knows this rank's tokens alone."""
-        return self.elsa_added(x, None, None, attn_mask, is_causal)
-
-    def elsa_added(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        scale: Tensor | None,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        norm: nn.Module | None = None,
-    ) -> Tensor:
-        """residual + scale * forward(norm(x)); the first two are for calls without dropout."""
-        if norm is not None and getattr(self, "gate", None) is not None:
-            x, norm = norm(x), None  # the gate reads it too
         gate = gate_of(self, x)
-        q, k, v = split_packed(project(self, self.qkv, x, norm=norm), self.num_heads)
+        q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
         out = attention(
             q, k, v, _with_rank_4(attn_mask), group=self.elsa_group, is_causal=is_causal,
@@ -73,8 +58,7 @@ class ShardedAttention(ElsaAttention):
         y = self.norm(join_heads(out))
         if gate is not None:
             y = y * gate
-        y = project(self, self.proj, y, residual=residual, scale=scale)
-        return self.proj_drop(y)  # type: ignore[no-any-return]
+        return self.proj_drop(project(self, self.proj, y))  # type: ignore[no-any-return]
 
 
 def _with_rank_4(mask: Tensor | None) -> Tensor | None:

@@ -37,7 +37,6 @@ class ElsaSwinTransformerV2Block(Derives, SwinTransformerV2Block):  # type: igno
     elsa_base = SwinTransformerV2Block
     elsa_attention = "attn"
     elsa_entry = "_attn"
-    elsa_stays = True  # its own method takes the host less than the original's
     elsa_precision: str
     elsa_backend: str
 
@@ -111,7 +110,6 @@ class ElsaSwinTransformerV2CrBlock(Derives, SwinTransformerV2CrBlock):  # type: 
     elsa_base = SwinTransformerV2CrBlock
     elsa_attention = "attn"
     elsa_entry = "_shifted_window_attn"
-    elsa_stays = True  # as of the block above
     elsa_precision: str
     elsa_backend: str
 

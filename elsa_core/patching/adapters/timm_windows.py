@@ -13,12 +13,9 @@ from timm.models.tiny_vit import Attention as TinyVitAttention
 from timm.models.tiny_vit import TinyVitBlock
 from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from elsa_core.patching.adapters.common import drop_p, project, scale_of
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
-from elsa_core.patching.adapters.host import windows_or_original
-from elsa_core.patching.adapters.kept import follow
 from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
@@ -40,7 +37,6 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
     elsa_precision: str
     elsa_backend: str
 
-    @windows_or_original(-1)
     def forward(self, x: Tensor, size: Any) -> Tensor:
         image = x.unflatten(1, tuple(size))
         terms = (self.qkv, self.num_heads, (self.ws, self.ws))
@@ -74,7 +70,6 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
         """Why this instance stays as it is; empty if it does not."""
         return why_not(module.attn, WindowAttention)
 
-    @windows_or_original(1)
     def forward(self, x: Tensor) -> Tensor:
         attn = self.attn
         called = is_hooked(attn, WindowAttention)
@@ -118,10 +113,6 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
             return "its values are of another width than its keys"
         return why_not(attn, TinyVitAttention)
 
-    def elsa_kept(self) -> Any:
-        """The module that keeps what it gathers of its weights: biases by device."""
-        return self._modules["attn"]
-
     def elsa_derivation(self) -> Derivation:
         """The relative position bias."""
         attn = self.attn
@@ -131,13 +122,10 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
             self, attn, _learnt_bias, (table, index), per_call=_learnt_table, keep=small
         )
 
-    @windows_or_original(-1)
     def forward(self, x: Tensor) -> Tensor:
         attn, window = self.attn, self.window_size
         called = is_hooked(attn, TinyVitAttention)
         if called or keeps_original(self, x, attn.qkv, attn.num_heads, (window, window)):
-            if not is_compiling():
-                follow(attn)
             out: Tensor = super().forward(x)
             return out
         pad = None

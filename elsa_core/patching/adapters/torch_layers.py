@@ -9,37 +9,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from elsa_core import calls, short_calls
+from elsa_core import calls, routing
 from elsa_core.linear import served
-from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.common import (
     activation_of,
-    by_pytorch,
     is_elsas,
     is_plain_linear,
+    is_small,
     passed,
     project,
     why_no_weight,
 )
 from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives
 from elsa_core.patching.adapters.halves import NONE, Halves, of_layer
-from elsa_core.patching.adapters.handing import taken, taken_norm, waiting
-from elsa_core.patching.adapters.host import (
-    all_original,
-    has_hooks,
-    is_host_bound,
-    is_settled,
-    is_shown,
-    is_within_original,
-    told,
-)
+from elsa_core.patching.adapters.hooks import has_hooks, is_watched
 
 
 class ElsaLinear(Derives, nn.Linear):
@@ -65,44 +55,13 @@ class ElsaLinear(Derives, nn.Linear):
         return DERIVED.frozen(self, (self.weight,)) or NONE
 
     def forward(self, input: Tensor) -> Tensor:
-        if is_within_original(self):
-            return by_pytorch(self, input)
-        if not is_elsas(self, input):
-            return super().forward(input)
-        terms, norm = NONE, None
-        if waiting():
-            terms, norm = taken(self, input, self.weight.shape[0]), taken_norm(self, input)
-        work = input.numel() * self.weight.shape[0]
-        # no compiler reads what calls before it have found
-        if not is_compiling() and short_calls.LINEAR.serve is not None and terms[0] is None:
-            large = norm is None and short_calls.is_large(work, input.dtype)
-            short = self._elsa_short(input) if large else None
-            if short is not None:
-                return short
-
-        def by_elsa() -> Tensor:
-            return served(
-                input, self.weight, self.bias, "none", *terms, self.elsa_precision,
-                self.elsa_backend, *self.elsa_halves(), norm,
-            )  # fmt: skip
-
-        form = terms[0] is None, terms[1] is None, norm is None
-        if is_host_bound(self, "linear", input, work, by_elsa, form):
-            if norm is not None:
-                input = functional.layer_norm(input, input.shape[-1:], *norm)
-            return epilogue(super().forward(input), "none", *terms)
-        return by_elsa()
-
-    def _elsa_short(self, input: Tensor) -> Tensor | None:
-        """A call by the short way, of a product that does not wait for the host; None of others."""
-        own, space = self._parameters, self.__dict__  # the host finds them sooner than attributes
-        if "weight" not in own or "bias" not in own or "weight" in space or "bias" in space:
-            return None  # something derived stands for a parameter
-        given = (input, own["weight"], own["bias"], "none", None, None, self.elsa_precision)
-        out = short_calls.product((*given, *self.elsa_halves()), self.elsa_backend)
-        if out is not None and not is_settled(self):
-            told(self, False)
-        return out
+        weight = self.weight
+        if _is_small(input, weight) or not is_elsas(self, input):
+            return functional.linear(input, weight, self.bias)
+        return served(
+            input, weight, self.bias, "none", None, None, self.elsa_precision,
+            self.elsa_backend, *self.elsa_halves(),
+        )  # fmt: skip
 
 
 class ElsaPatchConv2d(Derives, nn.Conv2d):
@@ -118,30 +77,22 @@ class ElsaPatchConv2d(Derives, nn.Conv2d):
     @staticmethod
     def elsa_why_not(module: Any) -> str:
         """Why this instance stays as it is; empty if it does not."""
-        whole = (
-            tuple(module.stride) == tuple(module.kernel_size)
-            and math.prod(module.kernel_size) > 1
-            and module.groups == 1
-            and all(step == 1 for step in module.dilation)
-            and module.padding in ((0, 0), "valid")
-        )
-        return why_no_weight(module) if whole else "its windows overlap, are padded or grouped"
+        reason = why_no_weight(module)
+        if reason or _cuts_patches(module):
+            return reason
+        return "its windows overlap, are padded or grouped"
 
     def elsa_derivation(self) -> Derivation | None:
         """The halves of the weight [N, C * h * w], where a kernel reads them."""
         return of_layer(self)
 
     def forward(self, input: Tensor) -> Tensor:
-        whole = input.dim() != 4 or (not input.is_cuda and calls.recorded())
-        if whole or is_within_original(self):
+        # its settings may have changed since `patch`
+        if input.dim() != 4 or not _cuts_patches(self) or (not input.is_cuda and calls.recorded()):
             return super().forward(input)
-        work = input.numel() * self.out_channels
-        if is_host_bound(self, "linear", input, work, lambda: self._elsa_product(input)):
+        if is_small(self, input, lambda: input.numel() * self.out_channels, "linear"):
             return super().forward(input)
-        return self._elsa_product(input)
-
-    def _elsa_product(self, input: Tensor) -> Tensor:
-        height, width = self.kernel_size
+        height, width = self.weight.shape[2:]
         rows, columns = input.shape[2] // height, input.shape[3] // width
         cut = input[:, :, : rows * height, : columns * width]
         tiles = cut.unflatten(3, (columns, width)).unflatten(2, (rows, height))
@@ -152,6 +103,28 @@ class ElsaPatchConv2d(Derives, nn.Conv2d):
             self.elsa_backend, *halves,
         )  # fmt: skip
         return out.permute(0, 3, 1, 2)
+
+
+def _is_small(input: Tensor, weight: Tensor) -> bool:
+    """As `common.is_small`, with fewer questions: PyTorch's product is right whatever they ask."""
+    if not input.is_cuda or is_compiling():  # which may read no length
+        return False
+    if input.numel() * weight.shape[0] >= routing.eager_least("linear", input.dtype):
+        return False
+    return not (torch.cuda.is_current_stream_capturing() or calls.exporting())
+
+
+def _cuts_patches(layer: nn.Conv2d) -> bool:
+    """Whether a convolution reads each pixel once: then it is a product of patches."""
+    size = tuple(layer.weight.shape[2:])
+    return (
+        tuple(layer.stride) == size
+        and math.prod(size) > 1
+        and layer.groups == 1
+        and all(step == 1 for step in layer.dilation)
+        and layer.padding in ((0, 0), "valid")
+        and layer.padding_mode == "zeros"
+    )
 
 
 class ElsaSequential(nn.Sequential):
@@ -172,7 +145,7 @@ class ElsaSequential(nn.Sequential):
         return linear_parts(module)
 
     def forward(self, input: Tensor) -> Tensor:
-        return chained(self, input, super().forward)
+        return chained(self, input)
 
 
 _FUNCTIONS = {functional.relu: "relu", functional.gelu: "gelu"}
@@ -183,36 +156,21 @@ class ElsaTransformerEncoderLayer(nn.TransformerEncoderLayer):
 
     elsa_base = nn.TransformerEncoderLayer
     elsa_companion = True
-    elsa_any_scope = True
-    elsa_scope: str = "model"  # "attention" where no layer within is patched
     elsa_precision: str
     elsa_backend: str
 
     @staticmethod
     def elsa_serves(module: Any) -> tuple[nn.Module, ...]:
         """The sites whose products take the layer's terms."""
-        return module.self_attn, module.linear1, module.linear2
-
-    def forward(self, src: Tensor, *given: Any, **named: Any) -> Tensor:
-        own = super().forward
-        if is_within_original(self) or is_compiling() or src.is_nested or not src.is_cuda:
-            return own(src, *given, **named)
-        operator, work = "linear", src.numel() * self.linear1.out_features
-        if self.elsa_scope != "model":
-            tokens = src.shape[1 if self.self_attn.batch_first and src.dim() == 3 else 0]
-            operator, work = "attention", src.numel() * tokens
-        if is_host_bound(self, operator, src, work, lambda: own(src, *given, **named)):
-            out: Tensor = all_original(own, src, *given, **named)
-            return out
-        return own(src, *given, **named)
+        return module.linear1, module.linear2
 
     def _ff_block(self, x: Tensor) -> Tensor:
         activate: Any = self.activation
         if isinstance(activate, nn.Module):
-            name = "" if is_shown(activate) else activation_of(activate)
+            name = "" if is_watched(activate) else activation_of(activate)
         else:
             name = _FUNCTIONS.get(activate, "")
-        if not name or self.elsa_scope != "model" or is_within_original(self):
+        if not name:
             return super()._ff_block(x)
         x = passed(self.dropout, project(self, self.linear1, x, activation=name))
         return passed(self.dropout2, project(self, self.linear2, x))
@@ -242,24 +200,8 @@ def linear_parts(module: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(layer for layer in module.children() if is_plain_linear(layer))
 
 
-def chained(site: Any, x: Tensor, own: Callable[[Tensor], Tensor]) -> Tensor:
-    """What the layers of a sequence make of x, in as few calls as there are linear layers; by its
-    own forward in eager calls on a GPU that would wait for the host.
-    """
-    if is_within_original(site):
-        return own(x)
-    if x.is_cuda and not is_compiling():
-        # none where they were replaced since, by LoRA for example
-        sizes = (layer.weight.numel() for layer in site if is_plain_linear(layer))
-        largest = max(sizes, default=0)
-        work = x.numel() // x.shape[-1] * largest
-        if largest and is_host_bound(site, "linear", x, work, lambda: _chained(site, x)):
-            out: Tensor = all_original(own, x)
-            return out
-    return _chained(site, x)
-
-
-def _chained(site: Any, x: Tensor) -> Tensor:
+def chained(site: Any, x: Tensor) -> Tensor:
+    """What the layers of a sequence make of x, in as few calls as there are linear layers."""
     layers = list(site)
     while layers:
         layer = layers.pop(0)

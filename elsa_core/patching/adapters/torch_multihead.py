@@ -3,18 +3,16 @@
 Read against torch 2.10 to 2.15. In eval mode PyTorch sends the module, and the whole of a
 `TransformerEncoderLayer`, through one C++ operator each, which no export format knows. The adapter
 replaces the first by its forward, and turns the second off through `_qkv_same_embed_dim`, which
-PyTorch reads before it takes that path. Both stay in eager calls on a GPU that wait for the host.
+PyTorch reads before it takes that path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.adapters.common import (
@@ -26,8 +24,6 @@ from elsa_core.patching.adapters.common import (
 )
 from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives
 from elsa_core.patching.adapters.halves import NONE, Halves, are_read, split
-from elsa_core.patching.adapters.handing import taken, taken_norm
-from elsa_core.patching.adapters.host import all_original, is_host_bound, is_within_original
 
 
 class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
@@ -51,7 +47,7 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
     # A data descriptor: it wins over the instance's own value, which stays in its __dict__.
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        return is_within_original(self) and bool(self.__dict__["_qkv_same_embed_dim"])
+        return False
 
     @_qkv_same_embed_dim.setter
     def _qkv_same_embed_dim(self, value: bool) -> None:
@@ -67,29 +63,6 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        own = super().forward
-        given: Any = (
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights,
-            is_causal,
-        )  # fmt: skip
-        if is_within_original(self):
-            return own(*given)
-        if _is_host_bound(self, query, key, lambda: self._elsa_forward(*given)):
-            found: tuple[Tensor, Tensor | None] = all_original(own, *given)
-            return found
-        return self._elsa_forward(*given)
-
-    def _elsa_forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        average_attn_weights: bool,
-        is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
         if query.is_nested:
             alone = key_padding_mask is None and attn_mask is None and not need_weights
@@ -110,8 +83,7 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
         drop = self.dropout if self.training else 0.0
         out = attend(self, q, k, v, mask, dropout_p=drop, is_causal=causal)
         last, heads = self.out_proj, join_heads(out)
-        terms = taken(last, heads, self.embed_dim)
-        joined = project_by(self, heads, last.weight, last.bias, self._elsa_halves()[1], terms)
+        joined = project_by(self, heads, last.weight, last.bias, self._elsa_halves()[1])
         if query.dim() == 2:
             joined = joined.squeeze(0)
         elif not self.batch_first:
@@ -128,8 +100,7 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
         if weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         elif same_keys and same_queries:
-            norm = taken_norm(self, query)
-            packed = project_by(self, query, weight, bias, self._elsa_halves()[0], norm=norm)
+            packed = project_by(self, query, weight, bias, self._elsa_halves()[0])
             return split_packed(packed, self.num_heads)
         else:
             weights = weight.chunk(3)
@@ -212,13 +183,6 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
             is_causal=is_causal,
         )
         return out.transpose(0, 1) if turn else out, weights
-
-
-def _is_host_bound(module: Any, query: Tensor, key: Tensor, by_elsa: Callable[[], object]) -> bool:
-    if is_compiling() or query.is_nested:
-        return False
-    keys = key.shape[1 if module.batch_first and key.dim() == 3 else 0]
-    return is_host_bound(module, "attention", query, query.numel() * keys, by_elsa)
 
 
 def _split(module: Any) -> tuple[Halves, Halves]:

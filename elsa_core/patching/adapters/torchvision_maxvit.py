@@ -14,7 +14,7 @@ from torchvision.models.maxvit import PartitionAttentionLayer, RelativePositiona
 
 from elsa_core.patching.adapters.common import project
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
-from elsa_core.patching.adapters.host import has_hooks, windows_or_original
+from elsa_core.patching.adapters.hooks import has_hooks
 from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
@@ -47,7 +47,6 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
         small = is_small(table, attn.n_heads, attn.max_seq_len)
         return Derivation(self, attn, _bias, (table, index), per_call=_table, keep=small)
 
-    @windows_or_original(1)
     def forward(self, x: Tensor) -> Tensor:
         norm, attn, drop = self.attn_layer
         grid = tuple(self.grid_size)

@@ -32,7 +32,7 @@ class ElsaMLP(MLP):  # type: ignore[misc]  # torchvision is untyped
         return linear_parts(module)
 
     def forward(self, input: Tensor) -> Tensor:
-        return chained(self, input, super().forward)
+        return chained(self, input)
 
 
 class ElsaMLPBlock(MLPBlock):  # type: ignore[misc]  # torchvision is untyped
@@ -53,4 +53,4 @@ class ElsaMLPBlock(MLPBlock):  # type: ignore[misc]  # torchvision is untyped
         return linear_parts(module)
 
     def forward(self, input: Tensor) -> Tensor:
-        return chained(self, input, super().forward)
+        return chained(self, input)

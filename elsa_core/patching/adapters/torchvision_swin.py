@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
-from elsa_core.patching.adapters.common import project, project_by
+from elsa_core.patching.adapters.common import project_by
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
-from elsa_core.patching.adapters.handing import taken_norm
 from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
@@ -126,14 +125,11 @@ def _attended(attn: Any, x: Tensor, terms: _Terms) -> Tensor:
         )
     ]
     padded = any(shift) and (below > 0 or right > 0)
-    norm = taken_norm(attn.qkv, x)
-    if padded and norm is not None:  # padding is zeros of what is normalised
-        x, norm = F.layer_norm(x, x.shape[-1:], *norm), None
     if padded:  # the roll carries padding with it, unlike the operator's own
         x = F.pad(x, (0, 0, 0, right, 0, below))
     out = attend_windows(
         attn,
-        project_by(attn, x, attn.qkv.weight, terms.qkv_bias, norm=norm),
+        project_by(attn, x, attn.qkv.weight, terms.qkv_bias),
         terms.bias.bias,
         bias_index=terms.bias.bias_index,
         num_heads=attn.num_heads,
@@ -144,5 +140,5 @@ def _attended(attn: Any, x: Tensor, terms: _Terms) -> Tensor:
     )
     if padded:
         out = out[:, :height, :width]
-    joined = project(attn, attn.proj, out)
+    joined = project_by(attn, out, attn.proj.weight, attn.proj.bias)
     return F.dropout(joined, attn.dropout, attn.training)

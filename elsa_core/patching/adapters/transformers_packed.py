@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from elsa_core import calls, routing
 from elsa_core.patching.adapters import padding
-from elsa_core.patching.adapters.host import is_within_original
 from elsa_core.varlen import varlen_attention
 
 # Classes of one and the same forward.
@@ -85,7 +84,7 @@ class PackedAttention(nn.Module):
 
 def _packs(site: Any, x: Tensor) -> bool:
     """Whether one call of packed sequences serves the site."""
-    if is_within_original(site) or site.elsa_backend not in routing.names("varlen_attention"):
+    if site.elsa_backend not in routing.names("varlen_attention"):
         return False
     if site.training and site.attention_dropout:
         return False

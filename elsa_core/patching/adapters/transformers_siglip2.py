@@ -22,8 +22,7 @@ from transformers.models.siglip2.modeling_siglip2 import (
 from elsa_core import routing
 from elsa_core.patching.adapters import hf_transformers, padding
 from elsa_core.patching.adapters.common import attend, join_heads, split_heads
-from elsa_core.patching.adapters.direct import packing
-from elsa_core.patching.adapters.host import is_shown, is_within_original
+from elsa_core.patching.adapters.hooks import is_watched
 from elsa_core.varlen import varlen_attention
 
 
@@ -66,7 +65,7 @@ class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transform
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        if is_within_original(self) or not _looks_up_ours(self):
+        if not _looks_up_ours(self):
             found: tuple[Tensor, Any] = super().forward(hidden_states, attention_mask, **kwargs)
             return found
         layers = (self.q_proj, self.k_proj, self.v_proj)
@@ -110,13 +109,12 @@ class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
 
     def forward(self, inputs_embeds: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
         if not kwargs and _may_pack(self, inputs_embeds):
-            with packing(self):
-                packed = None
-                if all(map(_is_plain, self.layers)):
-                    valid = padding.hidden_keys(attention_mask, on_gpu=True)
-                    packed = None if valid is None else _packed(inputs_embeds, valid)
-                if packed is not None:
-                    return self._through_layers(inputs_embeds, packed)
+            packed = None
+            if all(map(_is_plain, self.layers)):
+                valid = padding.hidden_keys(attention_mask, on_gpu=True)
+                packed = None if valid is None else _packed(inputs_embeds, valid)
+            if packed is not None:
+                return self._through_layers(inputs_embeds, packed)
         return super().forward(inputs_embeds, attention_mask, **kwargs)
 
     def _through_layers(self, x: Tensor, packed: Packed) -> Any:
@@ -164,7 +162,7 @@ def _may_pack(encoder: Any, x: Tensor) -> bool:
     if torch.is_grad_enabled() and x.requires_grad:  # a gradient of each padded token of its own
         return False
     site = encoder.layers[0].self_attn if len(encoder.layers) else None
-    if is_within_original(encoder) or not isinstance(site, ElsaSiglip2Attention):
+    if not isinstance(site, ElsaSiglip2Attention):
         return False
     return padding.may_wait(x, site.num_heads, site.head_dim, site)
 
@@ -182,7 +180,7 @@ def _is_plain(layer: Any) -> bool:
     if site.elsa_backend not in routing.names("varlen_attention") or not _looks_up_ours(site):
         return False
     return not any(
-        part.training or is_shown(part) or part._compiled_call_impl for part in layer.modules()
+        part.training or is_watched(part) or part._compiled_call_impl for part in layer.modules()
     )
 
 

@@ -98,7 +98,4 @@ def _serves(site: nn.Module, args: Any, kwargs: Any) -> bool:
         return True
     if torch.cuda.is_current_stream_capturing() or calls.recorded():
         return True
-    # what warms up for a CUDA graph runs on a stream of its own
-    if calls.is_own_stream(tensors[0].device):
-        return True
     return max(tensor.numel() for tensor in tensors) >= _LARGE

@@ -22,7 +22,7 @@ from elsa_core.patching.adapters.common import (
     other_part,
     wants_training,
 )
-from elsa_core.patching.adapters.host import has_hooks
+from elsa_core.patching.adapters.hooks import has_hooks
 from elsa_core.window import window_attention
 
 # A dense bias of up to these bytes a block is kept: every window of 7x7 or 8x8, not those of 24x24,

@@ -191,22 +191,8 @@ def serve(
     """
     fused = activation != "none" or residual is not None or scale is not None
     terms = (activation, residual, scale, precision, halves, powers)
-    kind = _kind_of(input, weight, bias, fused, precision)
-    if kind is not None and calls.was_seen(kind):
-        known: Tensor | None = _eager(input, weight, bias, *terms)
-        return known
-    if not _suits(input, weight, fused):
-        return None
-    small = _is_small(input, weight)
     if (
-        (
-            small
-            and _seen(
-                input,
-                weight,
-                (activation, bias is None, residual is None, scale is None, halves is None),
-            )
-        )
+        not _suits(input, weight, fused)
         or not _fits(input, weight, bias)
         or not _serves(input.device, input.dtype, precision)
         or (not fused and precision == "strict" and _loses(input, weight))
@@ -217,19 +203,14 @@ def serve(
     wanted = calls.differentiates(input, weight, bias)
     if wanted and not recorded and input.numel() * weight.shape[0] < LEAST_TRAINED:
         return None
-    if wanted and plain and not (small or fused or calls.traced()):
+    if wanted and plain and not (fused or calls.traced()):
         by_kernel: Tensor = Eager.apply(input, weight, bias, precision, _forward, _backward)
         return by_kernel
-    if not small and (recorded or wanted or not plain):
+    if recorded or wanted or not plain:
         out: Tensor = torch.ops.elsa.linear.default(input, weight, bias, *terms)
         return out
-    if not small:
-        if kind is not None:
-            calls.first_of_kind(kind)
-        return _eager(input, weight, bias, *terms)
-    if plain and not torch.cuda.is_current_stream_capturing():
-        _eager(input, weight, bias, *terms)  # a graph may be recorded of it later
-    return None
+    known: Tensor | None = _eager(input, weight, bias, *terms)
+    return known
 
 
 def serve_normed(
@@ -254,9 +235,8 @@ def serve_normed(
         return None
     if not _gains(input, weight):
         return None
-    terms = (activation, residual is None, scale is None, halves is None, "norm")
     if (
-        (_is_small(input, weight) and _seen(input, weight, terms))
+        _is_small(input, weight)
         or not _fits(input, weight, bias)
         or not _serves(input.device, input.dtype, precision)
         or calls.differentiates(input, weight, bias, norm_weight, norm_bias)
@@ -297,9 +277,8 @@ def serve_gated(
         return None
     if not _gains(input, weight):
         return None
-    terms = (activation, bias is None, value_bias is None, kept == (), eps is None, "gated")
     if (
-        (_is_small(input, weight) and _seen(input, weight, terms))
+        _is_small(input, weight)
         or not _fits(input, weight, bias)
         or not _fits(input, value, value_bias)
         or not _serves(input.device, input.dtype, precision)
@@ -316,26 +295,6 @@ def serve_gated(
     from elsa_core.backends.triton.linear import gated
 
     return gated.gated_linear(*given)
-
-
-def _kind_of(
-    input: Tensor, weight: Tensor, bias: Tensor | None, fused: bool, precision: str
-) -> Any:
-    """All that the questions of `serve` read of an eager float32 product without gradients, in one
-    term: those that the kernel computed are asked about once. None of any other call, and of small
-    ones.
-    """
-    if input.dtype != torch.float32 or calls.traced() or torch.is_grad_enabled():
-        return None
-    if type(input) is not Tensor or type(weight) not in (Tensor, nn.Parameter):  # `_plain`
-        return None
-    if input.is_nested:  # which has no shape
-        return None
-    if input.numel() * weight.shape[0] < eager_least("linear", input.dtype):
-        return None
-    settings = torch.is_autocast_enabled("cuda"), _precision("cuda", "matmul")
-    terms = weight.dtype, None if bias is None else bias.dtype, fused, precision
-    return "product", input.shape, weight.shape, input.device, *terms, *settings
 
 
 def _plain(input: Tensor, weight: Tensor) -> bool:
@@ -384,11 +343,6 @@ def _is_small(input: Tensor, weight: Tensor) -> bool:
 
 def _waits(input: Tensor, weight: Tensor) -> bool:
     return input.numel() * weight.shape[0] < eager_least("linear", input.dtype)
-
-
-def _seen(input: Tensor, weight: Tensor, terms: tuple[str | bool, ...]) -> bool:
-    """Whether such a small call was here before; the first one has its kernels loaded."""
-    return not calls.first_of_kind((input.shape, weight.shape, input.dtype, input.device, terms))
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -448,7 +402,6 @@ _served_from._dynamo_marked_constant = True
 def forget() -> None:
     """Read the user's tables again."""
     _least_served.cache_clear()
-    calls.forget_kinds()
     cuda.forget()
 
 

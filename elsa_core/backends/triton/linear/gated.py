@@ -267,8 +267,6 @@ def gated_linear(
     call = PLANS.get(key, _plan, given, activation, eps, precision, kept)
     if call is None:
         return None
-    if not call.loaded and input.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
     norm = None if eps is None else (norm_weight, norm_bias)
     with planner.on_device_of(input):
         return call(input, weight, bias, value, value_bias, norm, kept)

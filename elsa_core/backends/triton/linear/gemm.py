@@ -98,13 +98,10 @@ def linear(
     Returns:
         [..., N], dense; or None where this is PyTorch's to compute, or to refuse: another GPU than
         sm_90, rows that do not begin at multiples of 16 bytes, shapes, dtypes or devices
-        that do not fit together. None too where the kernel would have to be loaded while a CUDA
-        graph is recorded.
+        that do not fit together.
     """
     call = planned(input, weight, bias, activation, residual, scale)
     if call is None:
-        return None
-    if not call.loaded and input.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     out = input.new_empty((*input.shape[:-1], weight.shape[0]))
     terms = (weight if term is None else term for term in (bias, scale, residual))

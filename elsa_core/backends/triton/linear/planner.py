@@ -94,14 +94,12 @@ def linear(
     Returns:
         [..., N], dense; None where this is PyTorch's to compute, or to refuse: few rows or
         channels, rows that do not begin at multiples of 16 bytes, shapes, dtypes or devices that do
-        not fit together, and where kernels would have to be loaded while a CUDA graph is recorded.
+        not fit together.
     """
     call = planned(
         input, weight, bias, activation, residual, scale, precision, halves is not None
     )  # fmt: skip
     if call is None:
-        return None
-    if not call.loaded and input.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     with on_device_of(input):
         return call(input, weight, bias, scale, residual, halves, powers)
@@ -123,8 +121,6 @@ def normed_linear(
     )  # fmt: skip
     call = PLANS.get(key, _plan_normed, given, eps, activation, precision, halves is not None)
     if call is None:
-        return None
-    if not call.loaded and input.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     with on_device_of(input):
         return call(input, weight, bias, scale, residual, halves, powers, (norm_weight, norm_bias))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,26 @@ def recording(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         _recorders.pop()
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Let this thread load kernels while a CUDA graph is captured, as PyTorch allocates memory
+    then: the driver would refuse it, or end the capture.
+    """
+    if INTERPRETED or torch.version.hip or not torch.cuda.is_initialized():
+        yield
+        return
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 def _hooked(runtime: Any) -> bool:
@@ -70,12 +91,8 @@ class Launch:
     def __call__(self, *pointers: Tensor) -> None:
         if self.compiled is not None:
             if self.launcher is None:
-                # a library that made the first launch has the kernel; Triton would load it now
-                asks = bool(_FIRST) and not _hooked(self.runtime)
-                captured = asks and torch.cuda.is_current_stream_capturing()
-                if captured and self._made_by_first(self.compiled, pointers):
-                    return
-                self._bind()
+                with _loading():
+                    self._bind()
             # addresses: for a tensor the launcher would ask the driver whose memory it is
             addresses = [p.data_ptr() for p in pointers]
             stream = self.stream(self.device)
@@ -91,7 +108,8 @@ class Launch:
             found = lookup.find(self.kernel, pointers, self.tail, self.options)
             if found is not None and self._launched(found, pointers):
                 return
-        compiled = self.kernel[self.grid](*pointers, **self.tail, **self.options)
+        with _loading():
+            compiled = self.kernel[self.grid](*pointers, **self.tail, **self.options)
         self.loaded = True
         if not INTERPRETED and hasattr(compiled, "__getitem__") and direct_launch_known():
             self._keep(compiled, pointers)
@@ -104,8 +122,10 @@ class Launch:
         from triton import knobs
 
         quick = not _watched(knobs.runtime) and self._made_by_first(found, pointers)
-        if not quick and not lookup.load(found):
-            return False
+        if not quick:
+            with _loading():
+                if not lookup.load(found):
+                    return False
         self._keep(found, pointers)
         self.loaded = True
         if not quick:

@@ -13,9 +13,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import elsa_core as elsa
-from elsa_core import short_calls
 from elsa_core.backends import cuda
 from elsa_core.backends.cuda import library
+from elsa_core.routing import launches
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,11 +77,11 @@ def test_the_second_call_of_a_layout_has_the_bits_of_the_first(
     with torch.no_grad():
         first = elsa.attention(*given, **terms)
         assert isinstance(first, torch.Tensor)
-        serve = short_calls.ATTENTION.serve
+        serve = launches.ATTENTION.find
         assert serve is not None
         found: list[Any] = []
         monkeypatch.setattr(
-            short_calls.ATTENTION, "serve", lambda *a: (found.append(serve(*a)), found[-1])[1]
+            launches.ATTENTION, "find", lambda *a: (found.append(serve(*a)), found[-1])[1]
         )
         second = elsa.attention(*given, **terms)
         stream = torch.cuda.Stream()
@@ -114,10 +114,10 @@ def test_windows(dtype: torch.dtype, shift: int) -> None:
             lambda: elsa.window_attention(qkv, bias, pad_qkv=pad.to(dtype), **named)
         )
     assert served == 1 and torch.equal(first, again) and first.stride() == again.stride()
-    assert short_calls.WINDOW_ATTENTION.serve is not None
+    assert launches.WINDOW_ATTENTION.find is not None
     terms = (3, (7, 7), (shift, shift), None, -100.0, "qkv", False, "strict")
     given = (qkv, bias, None, pad.to(dtype), None)
-    found = short_calls.WINDOW_ATTENTION.serve(*given, *terms)
+    found = launches.WINDOW_ATTENTION.find(*given, *terms)
     assert found is not None and torch.equal(found, first)
 
 
@@ -127,7 +127,7 @@ def test_parameters_take_it() -> None:
     named: dict[str, Any] = {"num_heads": 3, "window_size": (7, 7), "pad_qkv": pad}
     with torch.no_grad():
         first = elsa.window_attention(qkv, **named)
-        serve = short_calls.WINDOW_ATTENTION.serve
+        serve = launches.WINDOW_ATTENTION.find
         assert serve is not None
         terms = (3, (7, 7), (0, 0), None, -100.0, "qkv", False, "strict")
         found = serve(qkv, None, None, pad, None, *terms)
@@ -160,11 +160,11 @@ def test_linear_layers_have_the_bits_of_the_first_call(
     given = (x, layer.weight, layer.bias)
     with torch.no_grad():
         first = elsa.linear(*given, **named)
-        serve = short_calls.LINEAR.serve
+        serve = launches.LINEAR.find
         assert serve is not None
         found: list[Any] = []
         monkeypatch.setattr(
-            short_calls.LINEAR, "serve", lambda *a: (found.append(serve(*a)), found[-1])[1]
+            launches.LINEAR, "find", lambda *a: (found.append(serve(*a)), found[-1])[1]
         )
         second = elsa.linear(*given, **named)
         stream = torch.cuda.Stream()
@@ -183,7 +183,7 @@ def test_linear_layers_have_the_bits_of_the_first_call(
 
 def test_products_follow_weights_and_settings() -> None:
     layer, x, _ = layer_and_rows()
-    serve, served = short_calls.LINEAR, lambda: elsa.linear(x, layer.weight, layer.bias)
+    serve, served = launches.LINEAR, lambda: elsa.linear(x, layer.weight, layer.bias)
     with torch.no_grad():
         before = served()
         assert took(served)[1] == 1
@@ -206,7 +206,7 @@ def test_products_follow_weights_and_settings() -> None:
         with torch.autocast("cuda", torch.float16):
             out, count = took(served)
             assert count == 0 and out.dtype == torch.float16
-        assert serve.serve is not None and took(served)[1] == 1
+        assert serve.find is not None and took(served)[1] == 1
     out = served()
     assert out.requires_grad
     out.sum().backward()
@@ -226,8 +226,8 @@ def test_patched_layers_take_it(frozen: bool) -> None:
         first = model(x)
         given = [x, layer.weight, layer.bias, "none", None, None, "strict"]
         given += list(model[0].elsa_halves())  # type: ignore[operator]
-        assert short_calls.LINEAR.serve is not None
-        found = short_calls.LINEAR.serve(*given)
+        assert launches.LINEAR.find is not None
+        found = launches.LINEAR.find(*given)
         again, served = took(lambda: model(x))
     assert served == 1 and found is not None
     assert torch.equal(first, found) and torch.equal(first, again)
@@ -312,7 +312,7 @@ def test_a_graph_of_layers_that_cublaslt_served() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_windows_of_a_patched_swin(dtype: torch.dtype) -> None:
-    """Their modules are read once, and what they hold is read in each call."""
+    """A warm call launches from the cache, and reads what the modules hold."""
     swin = pytest.importorskip("timm.models.swin_transformer")
     torch.manual_seed(0)
     block = swin.SwinTransformerBlock(96, (56, 56), 3, window_size=7, shift_size=3)
@@ -331,7 +331,7 @@ def test_the_windows_of_a_patched_swin(dtype: torch.dtype) -> None:
         with torch.cuda.graph(graph):
             recorded = block._attn(x)
         graph.replay()
-    count = 3 if dtype == torch.float32 else 1  # the projections of float32 are patched
+    count = 3 if dtype == torch.float32 else 1  # of few channels PyTorch computes the layers
     assert served == count
     for each in (first, out, recorded):  # a graph's products are elsa's
         assert (each - exact).norm() <= 2 * (own - exact).norm() + 1e-6 * exact.norm()
@@ -398,24 +398,7 @@ def test_who_is_served_by_pytorch_stays_so() -> None:
     with torch.no_grad():
         for _ in range(2):
             elsa.attention(*given)
-        serve, terms = short_calls.ATTENTION.serve, (None, False, None, "strict")
+        serve, terms = launches.ATTENTION.find, (None, False, None, "strict")
         assert serve is not None and serve(*given[:3], *terms) is not None
         cuda.forget()
         assert serve(*given[:3], *terms) is None
-
-
-def test_small_calls_of_a_patched_model_in_half_precision_take_it() -> None:
-    """The first calls load and admit."""
-    timm = pytest.importorskip("timm")
-    model = timm.create_model("vit_tiny_patch16_224", depth=3).to("cuda", torch.float16).eval()
-    x = torch.randn(1, 3, 224, 224, device="cuda", dtype=torch.float16)
-    with torch.inference_mode():
-        exact = timm.create_model("vit_tiny_patch16_224", depth=3).to("cuda", torch.float64).eval()
-        exact.load_state_dict(model.state_dict())
-        expected, own = exact(x.double()), model(x)
-        elsa.patch(model)
-        for _ in range(4):
-            model(x)
-        out, served = took(lambda: model(x))
-    assert served == 15, "attention and four linear layers of each block"
-    assert (out - expected).norm() <= 2 * (own - expected).norm()
