@@ -225,6 +225,7 @@ def _images(session: Session, loaded: Loaded, folder: Path) -> Any:
         loaded.mean,
         loaded.std,
         crop_pct=loaded.crop_pct,
+        crop_mode=loaded.crop_mode,
         interpolation=loaded.interpolation,
     )
     if batch.left_out:

@@ -53,6 +53,7 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
             "std": list(loaded.std),
             "crop_pct": loaded.crop_pct,
             "interpolation": loaded.interpolation,
+            "crop_mode": loaded.crop_mode,
             "assumed": list(loaded.recipe.preprocess.assumed),
         },
     }

@@ -124,7 +124,7 @@ def _evaluate(
     from elsa_core.inputs.images import reader
 
     read = reader(loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
-                  interpolation=loaded.interpolation)  # fmt: skip
+                  crop_mode=loaded.crop_mode, interpolation=loaded.interpolation)  # fmt: skip
     with session.stage("evaluating") as update:
         batches = found.batches(read, batch_size)
         return evaluate(loaded.model, batches, total=len(found.files), progress=update)

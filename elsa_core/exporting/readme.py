@@ -155,7 +155,8 @@ def _in_words(manifest: dict[str, Any]) -> str:
         colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels}-channel")
         lines.append(
             f"In: {colours} images of {height} x {width} pixels. `load.preprocess` resizes one\n"
-            f"({given['interpolation']}) so that the centre crop keeps {share:g} of it,\n"
+            f"({given['interpolation']}{_cropped(given)}) so that the centre crop keeps\n"
+            f"{share:g} of it, "
             f"scales it to 0..1, subtracts the mean {mean}\n"
             f"and divides by the standard deviation {std}, channel by channel.\n" + _batch(manifest)
         )
@@ -183,6 +184,11 @@ def _in_words(manifest: dict[str, Any]) -> str:
     if manifest["model"]["weights"].startswith("random"):
         lines.append("**The weights are random: what comes out means nothing.**")
     return "\n\n".join(lines) + "\n"
+
+
+def _cropped(given: dict[str, Any]) -> str:
+    words = {"squash": ", both sides apart", "border": ", the longer side, with a border"}
+    return words.get(given["crop_mode"], "")
 
 
 def _batch(manifest: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any, BinaryIO, NoReturn
 
 import torch
@@ -54,8 +54,13 @@ def read_checkpoint(path: Path, key: str | None = None) -> Weights:
         _check_archive(path, file)
         file.seek(0)
         try:
-            # timm's training script stores its arguments; a Namespace runs no code when rebuilt.
-            with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            # Training scripts store their arguments; these classes run no code when rebuilt.
+            plain: list[Any] = [
+                argparse.Namespace,
+                PosixPath,
+                (PosixPath, "pathlib._local.PosixPath"),
+            ]
+            with torch.serialization.safe_globals(plain), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:

@@ -14,8 +14,10 @@ from elsa_core.loading.recipe import (
     ASSUMABLE,
     CLIP_MEAN,
     CLIP_STD,
+    CROP_MODES,
     INTERPOLATIONS,
     MAX_IMAGE_SIZE,
+    RESIZE_MODES,
     Preprocess,
     Recipe,
     check_blocks,
@@ -108,6 +110,11 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
     size = [size, size] if type(size) is int else size
     assumed = _assumed(config.get("elsa", {}), {**given, "crop_pct": 1.0}, where)
     given = {"mean": CLIP_MEAN, "std": CLIP_STD} | {k: v for k, v in given.items() if v is not None}
+    modes = {word: mode for mode, word in RESIZE_MODES.items()}
+    mode = given.get("resize_mode") or "shortest"
+    if mode not in modes:
+        raise ModelError(f"{where}: resize_mode must be one of {', '.join(modes)}")
+    given |= {"crop_mode": modes[mode]}
     cfg = {**given, "input_size": [3, *size] if isinstance(size, list) else None, "crop_pct": 1.0}
     name = config.get("architecture") or "custom"
     for each in (name, model_cfg["vision_cfg"].get("timm_model_name") or name):
@@ -139,9 +146,15 @@ def _preprocess(cfg: Mapping[str, Any], where: str) -> Preprocess:
     interpolation = cfg.get("interpolation", default.interpolation)
     if interpolation not in INTERPOLATIONS:
         raise ModelError(f"{where}: interpolation must be one of {', '.join(INTERPOLATIONS)}")
+    mode = cfg.get("crop_mode") or default.crop_mode
+    if mode not in CROP_MODES:
+        raise ModelError(f"{where}: crop_mode must be one of {', '.join(CROP_MODES)}")
     mean = _per_channel(cfg, "mean", default.mean, -1e6, where)
     std = _per_channel(cfg, "std", default.std, 1e-6, where)
-    return replace(default, mean=mean, std=std, interpolation=interpolation, crop_pct=float(crop))
+    return replace(
+        default, mean=mean, std=std, interpolation=interpolation, crop_pct=float(crop),
+        crop_mode=mode,
+    )  # fmt: skip
 
 
 def _assumed(extension: Any, cfg: Mapping[str, Any], where: str) -> tuple[str, ...]:

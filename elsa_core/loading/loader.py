@@ -45,6 +45,7 @@ class Loaded:
         mean: per channel, on images scaled to 0..1; likewise `std`.
         interpolation: how images are resized ("bicubic", ...).
         crop_pct: the share of the resized image that the centre crop keeps.
+        crop_mode: "center", "squash" (both sides are resized) or "border", as timm has them.
         num_classes: outputs of the classifier, 0 where the model ends in features.
         weights: where the weights come from, in words: "random (seed 0)".
         notes: lines for the user: an alias that was completed, an architecture that was recognised.
@@ -72,6 +73,10 @@ class Loaded:
     tower: str | None = None
     warnings: tuple[str, ...] = ()
     alike: tuple[Recipe, ...] = ()
+
+    @property
+    def crop_mode(self) -> str:
+        return self.recipe.preprocess.crop_mode
 
     @property
     def unsaid(self) -> str:

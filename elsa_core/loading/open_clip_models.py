@@ -16,7 +16,7 @@ from elsa_core.loading import hub, timm_models
 from elsa_core.loading.building import built
 from elsa_core.loading.checkpoint import check_file
 from elsa_core.loading.library import Library, Size, check_tag, unknown
-from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, Preprocess, Recipe
+from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, RESIZE_MODES, Preprocess, Recipe
 from elsa_core.loading.shown import Shapes, Shown
 from elsa_core.loading.weights import Weights, one_file
 from elsa_core.messages import first_line
@@ -72,6 +72,7 @@ def _recipe(name: str, tag: str | None = None) -> Recipe:
         tuple(known.get("std") or CLIP_STD),
         known.get("interpolation") or "bicubic",
         1.0,
+        crop_mode=_crop_mode(known),
     )
     return Recipe("open_clip", name, {}, 0, preprocess, tag, cfg)
 
@@ -216,8 +217,15 @@ def _preprocessings(recipe: Recipe) -> dict[str, Preprocess]:
             mean=tuple(cfg.get("mean") or CLIP_MEAN),
             std=tuple(cfg.get("std") or CLIP_STD),
             interpolation=cfg.get("interpolation") or "bicubic",
+            crop_mode=_crop_mode(cfg),
         )
     return found
+
+
+def _crop_mode(cfg: Mapping[str, Any]) -> str:
+    """How published weights' images are cropped, in timm's words."""
+    word = cfg.get("resize_mode") or "shortest"
+    return next((mode for mode, name in RESIZE_MODES.items() if name == word), "center")
 
 
 # --- what tensors show -------------------------------------------------------------------------

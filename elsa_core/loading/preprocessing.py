@@ -13,7 +13,14 @@ from typing import Any
 
 from elsa_core.errors import ArgumentError
 from elsa_core.loading import libraries
-from elsa_core.loading.recipe import ASSUMABLE, INTERPOLATIONS, Given, Preprocess, Recipe
+from elsa_core.loading.recipe import (
+    ASSUMABLE,
+    CROP_MODES,
+    INTERPOLATIONS,
+    Given,
+    Preprocess,
+    Recipe,
+)
 from elsa_core.loading.stated import stated as read
 
 _FLAGS = {key: f"--{key.replace('_', '-')}" for key in ASSUMABLE}
@@ -99,6 +106,8 @@ def of_model(model: Any, input_size: tuple[int, int, int], given: Given) -> Prep
     if said == given == Given():
         return None
     usual = Preprocess(assumed=ASSUMABLE)
+    if isinstance(cfg, dict) and cfg.get("crop_mode") in CROP_MODES:
+        usual = dataclasses.replace(usual, crop_mode=cfg["crop_mode"])
     mean, std = _several("mean", said.mean or ()), _several("std", said.std or ())
     if mean and len(mean) == len(std):
         usual = dataclasses.replace(usual, mean=mean, std=std)

@@ -20,6 +20,10 @@ MAX_IMAGE_SIZE = 16_384
 MAX_BLOCKS = 1000
 BLOCKS = re.compile("depth|layers|block|stages")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+# As timm has them: shorter side resized and the centre cropped; both sides resized; longer side
+# resized and the rest filled.
+CROP_MODES = ("center", "squash", "border")
+RESIZE_MODES = {"center": "shortest", "squash": "squash", "border": "longest"}  # open_clip's words
 ASSUMABLE = ("mean", "std", "crop_pct", "interpolation")
 MAX_LABELS = 100_000
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -49,6 +53,7 @@ class Preprocess:
     interpolation: str = "bicubic"
     crop_pct: float = 0.875
     assumed: tuple[str, ...] = ()
+    crop_mode: str = "center"
 
     def with_channels(self, count: int) -> Preprocess:
         """Return the same for images of `count` channels, each treated as the average one was."""
@@ -126,6 +131,7 @@ class Recipe:
             "std": given.std,
             "crop_pct": given.crop_pct,
             "interpolation": given.interpolation,
+            "crop_mode": given.crop_mode,
             **({"label_names": self.labels} if self.labels else {}),
         }
         model.elsa_assumed = given.assumed
@@ -147,6 +153,7 @@ class Recipe:
                 "fixed_input_size": "img_size" in self.args,
                 "interpolation": given.interpolation,
                 "crop_pct": given.crop_pct,
+                "crop_mode": given.crop_mode,
                 "mean": list(given.mean),
                 "std": list(given.std),
                 "num_classes": self.num_classes,
@@ -169,7 +176,7 @@ class Recipe:
                 "mean": list(given.mean),
                 "std": list(given.std),
                 "interpolation": given.interpolation,
-                "resize_mode": "shortest",
+                "resize_mode": RESIZE_MODES[given.crop_mode],
             },
             "elsa": {"assumed": list(given.assumed), "unsaid": dict(self.unsaid)},
         }

@@ -88,8 +88,9 @@ def recipe(name: str, tag: str | None = None) -> Recipe:
     if cfg is None:
         return Recipe("timm", name, tag=tag)
     preprocess = Preprocess(
-        tuple(cfg.input_size), tuple(cfg.mean), tuple(cfg.std), cfg.interpolation, cfg.crop_pct
-    )
+        tuple(cfg.input_size), tuple(cfg.mean), tuple(cfg.std), cfg.interpolation, cfg.crop_pct,
+        crop_mode=cfg.crop_mode,
+    )  # fmt: skip
     return Recipe("timm", name, {}, None, preprocess, tag or cfg.tag or None)
 
 
@@ -196,6 +197,7 @@ def _preprocessings(recipe: Recipe) -> dict[str, Preprocess]:
                 std=tuple(cfg.std),
                 interpolation=cfg.interpolation,
                 crop_pct=cfg.crop_pct,
+                crop_mode=cfg.crop_mode,
             )
     return found
 

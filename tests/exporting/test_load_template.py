@@ -125,6 +125,24 @@ def test_a_photograph_is_not_five_channels(
     assert "uint8 [5, 16, 16] is not [height, width, 5]" in said
 
 
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+@pytest.mark.parametrize("size", [(90, 70), (50, 131)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_images_are_cropped_as_timm_does(
+    bundle: Path, facts: dict[str, Any], mode: str, size: tuple[int, int], count: int
+) -> None:
+    from timm.data import create_transform
+
+    channels(facts, count)
+    facts["preprocess"] |= {"crop_mode": mode, "crop_pct": 0.9, "input_size": [count, 32, 32]}
+    noise = np.random.default_rng(1).integers(0, 255, (size[1] // 8, size[0] // 8, 3), np.uint8)
+    image = Image.fromarray(noise).resize(size).convert("RGB" if count == 3 else "L")
+    given = facts["preprocess"]
+    keys = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
+    theirs = create_transform((count, 32, 32), **{key: given[key] for key in keys})(image).numpy()
+    assert np.abs(template.preprocess(image)[0] - theirs).max() < 0.02
+
+
 def test_grey_of_a_photograph(bundle: Path, facts: dict[str, Any]) -> None:
     channels(facts, 1)
     Image.new("RGB", (20, 16), (255, 0, 0)).save(bundle / "red.png")

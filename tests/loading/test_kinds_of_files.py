@@ -49,7 +49,7 @@ def prefixed(state: State, prefix: str, scale: float = 1.0) -> State:
 
 
 def timm_training(folder: Path, model: nn.Module) -> tuple[Path, dict[str, Any]]:
-    args = Namespace(model=NAME, **STATED, model_kwargs={}, gp=None)
+    args = Namespace(model=NAME, **STATED, model_kwargs={}, gp=None, data_dir=Path("data"))
     content = {"arch": NAME, "args": args, "state_dict": model.state_dict(), "epoch": 2}
     torch.save(content, folder / "last.pth.tar")
     return folder / "last.pth.tar", {}

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import timm
+import torch
 from safetensors.torch import save_file
 
 from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.loading import timm_models
 from elsa_core.loading.configuration import from_config, from_open_clip_config
 from elsa_core.loading.loader import load_model
+from elsa_core.loading.preprocessing import of_model
 from elsa_core.loading.recipe import CLIP_MEAN, Given
 
 DEIT = "deit_tiny_patch16_224"
@@ -121,3 +124,21 @@ def test_configurations_that_say_a_part() -> None:
     for noted in (["size"], "mean", [1], [["mean"]]):
         with pytest.raises(ModelError, match="assumed must list"):
             from_config({"architecture": "x", "elsa": {"assumed": noted}}, "config")
+
+
+def test_crop_modes_are_kept() -> None:
+    """Some of timm's weights and SigLIP's towers resize both sides; all were cropped."""
+    recipe = timm_models.recipe("maxvit_tiny_tf_384", "in1k")
+    assert recipe.preprocess.crop_mode == "squash"
+    assert from_config(recipe.to_config(), "config").preprocess == recipe.preprocess
+    model = torch.nn.Identity()
+    recipe.describe(model)
+    assert of_model(model, recipe.preprocess.input_size, Given()) == recipe.preprocess
+    towers: dict[str, Any] = {"vision_cfg": {"image_size": 32}, "text_cfg": {}}
+    given = {"model_cfg": towers, "preprocess_cfg": {"resize_mode": "squash"}}
+    clip = from_open_clip_config(given, "config")
+    assert clip.preprocess.crop_mode == "squash"
+    assert clip.to_open_clip_config()["preprocess_cfg"]["resize_mode"] == "squash"
+    for wrong in ({"crop_mode": "x"}, {"crop_mode": ["squash"]}):
+        with pytest.raises(ModelError, match="crop_mode must be one of"):
+            from_config({"architecture": "x", "pretrained_cfg": wrong}, "config")

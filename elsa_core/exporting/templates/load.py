@@ -229,19 +229,39 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
     bands = _bands(image, channels)
     picture = bands[0]
     rows, columns = (int(side / given["crop_pct"]) for side in (height, width))
-    size = (max(width, rows * picture.width // picture.height), rows)
-    if rows * picture.width < columns * picture.height:
+    mode, fill = given.get("crop_mode"), [0] * channels
+    if mode == "squash":
+        size = (columns, rows)
+    elif mode == "border":
+        ratio = max(picture.width / columns, picture.height / rows)
+        size = (round(picture.width / ratio), round(picture.height / ratio))
+        fill = [round(255 * mean) for mean in given["mean"]]
+    elif rows * picture.width < columns * picture.height:
         size = (columns, max(height, columns * picture.height // picture.width))
+    else:
+        size = (max(width, rows * picture.width // picture.height), rows)
     if max(picture.width * picture.height, size[0] * size[1]) > MAX_PIXELS:
         now = f"{picture.width} x {picture.height} pixels, {size[0]} x {size[1]} after resizing"
         raise ValueError(f"{now}, are more than the {MAX_PIXELS} that are read: crop it first")
     method = getattr(Image.Resampling, given["interpolation"].upper(), Image.Resampling.BICUBIC)
-    left, top = round((size[0] - width) / 2), round((size[1] - height) / 2)
-    box = (left, top, left + width, top + height)
-    parts = [np.asarray(band.resize(size, method).crop(box), dtype=np.float32) for band in bands]
-    pixels = np.concatenate([part.reshape(height, width, -1) for part in parts], -1) / 255.0
+    place = (_offset(size[0], width), _offset(size[1], height))
+    parts = []
+    for band in bands:
+        count = len(band.getbands())
+        canvas = Image.new(
+            band.mode, (width, height), tuple(fill[:count]) if count > 1 else fill[0]
+        )
+        canvas.paste(band.resize(size, method), place)
+        fill = fill[count:]
+        parts.append(np.asarray(canvas, dtype=np.float32).reshape(height, width, -1))
+    pixels = np.concatenate(parts, -1) / 255.0
     pixels = (pixels - np.float32(given["mean"])) / np.float32(given["std"])
     return np.asarray(pixels.transpose(2, 0, 1)[None], dtype=np.float32)
+
+
+def _offset(side: int, wanted: int) -> int:
+    """Where the resized image begins in the input: cropped at its centre, or within a border."""
+    return (wanted - side) // 2 if side < wanted else -round((side - wanted) / 2)
 
 
 def _bands(image: Any, channels: int) -> list[Any]:
