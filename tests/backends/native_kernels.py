@@ -1,8 +1,4 @@
-"""What the tests of the CPU kernels share: data, errors, fenced memory and processes of their own.
-
-`test_instruction_sets` runs the tests of a file again, in one process for each instruction set,
-which names it in ELSA_CPU_ISA.
-"""
+"""What the tests of the CPU kernels share: data, errors, fenced memory and processes."""
 
 from __future__ import annotations
 
@@ -11,16 +7,12 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
 ULPS = 4
-AGAIN = "ELSA_CPU_ISA" in os.environ
-once = pytest.mark.skipif(AGAIN, reason="the same whichever kernels run")
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -51,13 +43,3 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": places, **variables},
     )  # fmt: skip
-
-
-def call_apart(function: Callable[[], None]) -> None:
-    """Call a function of a test file in a process that may die of it: this one, where `AGAIN`."""
-    if AGAIN:
-        function()
-        return
-    file, name = function.__module__, function.__name__
-    done = run("-c", f"import {file} as t; t.native.load(); t.{name}(); print('alive')")
-    assert done.stdout.strip() == "alive", f"exit {done.returncode}: {done.stderr}"

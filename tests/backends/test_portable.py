@@ -12,9 +12,9 @@ import portable_code
 import portable_cpu
 import pytest
 import torch
+import torch.nn.functional as F
 from native_kernels import ULPS, make, relative
 from portable_cpu import AT_START, AT_WAIT, PLAIN
-from test_native import peer
 from torch import Tensor
 
 import elsa_core as elsa
@@ -29,6 +29,21 @@ EPS = torch.finfo(torch.float32).eps
 TURING, AMPERE, HOPPER = (portable_code.LIMITS[arch] for arch in (75, 80, 90))
 # What an instance is compiled for, and how that device copies.
 DEVICES = ((TURING, PLAIN), (AMPERE, AT_START), (HOPPER, AT_WAIT))
+
+
+def peer(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
+    """PyTorch's operator in the same dtype, with zeros where a row sees no key."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    if causal and mask is not None:
+        triangle = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        additive = mask if mask.dtype != torch.bool else torch.zeros(()).where(mask, -torch.inf)
+        mask, causal = additive.to(q.dtype).masked_fill(~triangle, -torch.inf), False
+    elif mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    return out.nan_to_num(0.0)
 
 
 def check(

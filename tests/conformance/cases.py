@@ -120,6 +120,7 @@ DATA: dict[str, Callable[[int, Tensor], Tensor]] = {
     "large": lambda i, t: t * (6.0 if i < 2 else 1.0),
     "extreme": lambda i, t: t * (100.0 if i < 2 else 1.0),
     "huge": lambda i, t: t * (1e15 if i < 2 else 1.0),
+    "small": lambda i, t: t * 1e-9,
     "tiny": lambda i, t: t * 1e-20,
     "shifted": lambda i, t: t + 3.0,
     "constant": lambda i, t: torch.full_like(t, 0.5),
@@ -157,6 +158,8 @@ MASKS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
     "expanded": lambda t, f: t[:1, :1].expand(t.shape),
     "sliced": lambda t, f: F.pad(t, (4, 1, 2, 1), value=math.nan)[..., 2:-1, 4:-1],
     "odd rows": lambda t, f: F.pad(t.to(f), (1, 2), value=math.nan)[..., 1:-2],
+    "bool guarded": lambda t, f: _guarded(t > -0.5),
+    "float guarded": lambda t, f: _guarded(t),
 }  # fmt: skip
 
 
@@ -381,7 +384,7 @@ def _of_attention() -> dict[str, dict[str, Any]]:
     data = {
         f"data {kind}": {"data": kind, "queries": 40, "keys": 70}
         for kind in DATA
-        if kind not in ("normal", "tiny", "huge")
+        if kind not in ("normal", "small", "tiny", "huge")
     }
     return {
         **lengths, **widths, **dtypes, **strides, **masks, **half_masks, **scales, **data,
@@ -459,6 +462,9 @@ def _grids() -> dict[str, dict[str, Any]]:
            for kind in ("guarded", "odd rows", "unaligned")},
         **{f"data {kind}": odd | {"data": kind, "pad": True} for kind in (
             "large", "constant", "zeros", "shifted")},
+        "cosine of small rows": swin | {"cosine": True, "data": "small"},
+        "cosine of tiny rows": odd | {"cosine": True, "data": "tiny"},
+        "cosine of zeros": odd | {"cosine": True, "data": "zeros"},
         "no image": {"batch": 0},
         "seven heads": {"heads": 7, "dim": 5}, "ieee": swin | {"precision": "ieee"},
         "lean": swin | {"precision": "lean"},
@@ -541,6 +547,7 @@ CASES: dict[str, list[Case]] = {
         "turbo": _TURBO, "turbo, masked": _TURBO | {"mask": "float"},
         "data tiny": {"data": "tiny", "scale": 1.0},
         "data huge": {"data": "huge", "scale": 1e-30},
+        "scores of 1e30": {"data": "huge"},
         "long rows": {"queries": 9, "keys": 3000, "heads": 1},
         "causal before a short last block": {
             "batch": (1,), "heads": 1, "queries": 1100, "dim": 4, "causal": True},
@@ -562,8 +569,9 @@ CASES: dict[str, list[Case]] = {
         **{f"alpha {a}": {"alpha": a} for a in (1.0, 2.0, "heads", "batch and heads")},
     }),
     "sparsity": _rows("sparsity", {
-        **_some("causal", "groups", "one key", "mask hidden", "mask float", "mask bool", "layout",
-                "2 queries", "5 queries", "no ", "data", "float16", "bfloat16", "scale"),
+        **_some("causal", "groups", "one key", "mask hidden", "mask float", "mask bool",
+                "mask least", "layout", "2 queries", "5 queries", "no ", "data", "float16",
+                "bfloat16", "scale"),
         **{f"{name}, long rows{', causal' * causal}": {
             "sparsity": value, "queries": 130, "keys": 700, "heads": 1, "data": "large",
             "causal": causal}

@@ -7,6 +7,9 @@ in float64, seeds of dropout, `explain`, and errors of one line that name the ar
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -424,3 +427,140 @@ def test_plain_attention_needs_memory_linear_in_tokens() -> None:
             getattr(elsa, operator)(q, q, q, backend="eager")
         largest = max(event.self_cpu_memory_usage for event in profile.events())
         assert largest < length * length * 4 / 3
+
+
+# The operators, called past the checks of the functions
+
+
+X = make(1, 3, 5, 16)
+WRONG: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
+    "attention": (
+        {"query": X, "key": X, "value": X, "attn_mask": None, "is_causal": False, "scale": 0.3,
+         "precision": "strict"},
+        [
+            ({"query": X[0]}, "query must have 4 dimensions, has 3"),
+            ({"key": X.expand(2, -1, -1, -1)}, "batch sizes differ"),
+            ({"key": X[:, :2]}, "key has 2 heads and value 3"),
+            ({"key": X[:, :2], "value": X[:, :2]}, "no multiple"),
+            ({"key": X[:, :, :3]}, "3 keys and 5 values"),
+            ({"key": X[..., :3]}, "head_dim of query is 16 and of key 3"),
+            ({"query": X.half()}, "one dtype"),
+            ({"query": X.int(), "key": X.int(), "value": X.int()}, "float32, float16 or bfloat16"),
+            ({"attn_mask": torch.zeros(1, 1, 5, 4)}, "attn_mask has size 4 in dimension 3"),
+            ({"attn_mask": torch.zeros(1, 1, 5, 5).half()}, "attn_mask must be bool"),
+        ],
+    ),
+    "window_attention": (
+        {"qkv": torch.zeros(1, 1, 7, 7, 96), "bias": None, "bias_index": None, "pad_qkv": None,
+         "logit_scale": None, "num_heads": 2, "window_size": (1, 7, 7), "shift_size": (0, 0, 0),
+         "scale": 0.25, "mask_value": -100.0, "layout": "qkv", "grid": False,
+         "precision": "strict"},
+        [
+            ({"qkv": torch.zeros(1, 7, 7, 96)}, "5 dimensions, has 4"),
+            ({"qkv": torch.zeros(1, 1, 7, 7, 95)}, "95 channels"),
+            ({"qkv": torch.zeros(1, 1, 7, 7, 6 * 257)}, "head_dim must be 1 to 256"),
+            ({"qkv": torch.zeros(1, 1, 7, 7, 96).int()}, "float32, float16 or bfloat16"),
+            ({"num_heads": 0}, "96 channels"), ({"window_size": (1, 7)}, "3 entries"),
+            ({"window_size": (1, 0, 7)}, "window_size must be positive"),
+            ({"window_size": (2**31 - 1,) * 3}, "too large"),
+            ({"shift_size": (0, 7, 0)}, "smaller than the window"),
+            ({"shift_size": (0, -1, 0)}, "at least 0"),
+            ({"layout": "kqv"}, "layout must be qkv or"),
+            ({"qkv": torch.zeros(1, 1, 8, 7, 96), "grid": True}, "multiples of the window"),
+            ({"grid": True, "shift_size": (0, 0, 1)}, "and no shift"),
+            ({"bias": torch.zeros(2, 49, 48)}, "bias must be [2, 49, 49]"),
+            ({"bias": torch.zeros(2, 49, 49).half()}, "float32 or qkv's dtype"),
+            ({"pad_qkv": torch.zeros(95)}, "pad_qkv must be [96]"),
+            ({"logit_scale": torch.zeros(3)}, "logit_scale must be [2]"),
+        ],
+    ),
+    "entmax_attention": (
+        {"query": X, "key": X, "value": X, "attn_mask": None, "head_alpha": None, "alpha": 1.5,
+         "is_causal": False, "scale": 0.5, "precision": "strict"},
+        [
+            ({"head_alpha": torch.ones(4, 1, 1, 1)}, "head_alpha must be"),
+            ({"head_alpha": torch.ones(1, 1, 1, 1).long()}, "head_alpha must be floating"),
+            ({"key": X[..., :3]}, "head_dim of query is 16"),
+            ({"query": X.double()}, "float32, float16 or bfloat16"),
+        ],
+    ),
+}  # fmt: skip
+WRONG["attention_dropout"] = (
+    WRONG["attention"][0] | {"dropout_p": 0.5, "seed": torch.tensor([3, 4])},
+    [
+        ({"seed": torch.tensor([3])}, "int64"), ({"seed": torch.tensor([3, 4]).int()}, "int64"),
+        ({"dropout_p": 1.5}, "dropout_p"),
+    ],
+)  # fmt: skip
+WRONG["sparse_attention"] = (
+    WRONG["attention"][0] | {"threshold": 0.0, "relief": 0},
+    [({"threshold": 0.5}, "threshold must not be positive"), ({"relief": 8}, "relief 0 to 7")],
+)
+WRONG["varlen_attention"] = (
+    {"query": P, "key": P, "value": P, "cu_seqlens_q": CU, "cu_seqlens_k": CU,
+     "is_causal": False, "scale": 1.0, "precision": "strict"},
+    [
+        ({f"cu_seqlens_{side}": torch.tensor(ends)}, "must start with 0")
+        for side in "qk"
+        for ends in ([0, 9, 5], [1, 2, 5], [0, 2, 4], [0, -1, 5])
+    ],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", WRONG)
+def test_native_operators_check_what_they_read(operator: str) -> None:
+    right, rows = WRONG[operator]
+    assert elsa.explain(X, X, X, backend="native").backend == "native"  # the library is loaded
+    for change, words in rows:
+        with pytest.raises((RuntimeError, ArgumentError)) as error:
+            getattr(torch.ops.elsa, operator)(**right | change)
+        assert words in str(error.value), change
+
+
+MEMORY = """
+import resource, sys, torch, elsa_core
+def step(n):
+    q = torch.randn(1, 1, n, 8, requires_grad=sys.argv[1] == "train")
+    call = elsa_core.entmax_attention if sys.argv[1] == "entmax" else elsa_core.attention
+    out = call(q, q, q, backend="native")
+    if q.requires_grad:
+        out.sum().backward()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(64)
+before = peak()
+step(8192)
+print((peak() - before) / 1024)
+"""
+
+
+@pytest.mark.parametrize("mode", ["infer", "train", "entmax"])
+def test_native_memory_is_linear_in_tokens(mode: str) -> None:
+    """The scores would take 256 MiB."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, mode], capture_output=True, text=True, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 64  # MiB: operands, output and two workspaces of a few
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+def test_nan_stays_in_its_window(backend: str) -> None:
+    qkv = make(1, 8, 8, 48)
+    qkv[0, 1, 1, 3] = math.nan
+    out = elsa.window_attention(qkv, num_heads=2, window_size=(4, 4), backend=backend)
+    assert out[:, :4, :4].isnan().any()
+    assert out[:, 4:].isfinite().all() and out[:, :, 4:].isfinite().all()
+
+
+def test_sparsity_leaves_out_tiles_and_says_so() -> None:
+    """Keys in runs, so that whole tiles weigh next to nothing."""
+    at = torch.arange(512) // 64
+    k = (torch.nn.functional.one_hot(at, 8).float() * 30)[None, None]
+    q, v = k / 4, make(1, 1, 512, 8)
+    for sparsity, error in (("exact", 1e-6), (1e-3, 1e-2)):
+        report = elsa.sparsity_report(q, k, v, sparsity=sparsity)
+        assert report.skipped > report.tiles / 2 and report.error < error
+    assert elsa.explain(q, k, v, sparsity="exact").backend == "native"
+    ordinary = elsa.attention(q.double(), k.double(), v.double())
+    assert torch.equal(elsa.attention(*(t.double() for t in (q, k, v)), sparsity=0.01), ordinary)
