@@ -6,6 +6,7 @@ in float64, seeds of dropout, `explain`, and errors of one line that name the ar
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -16,7 +17,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError, UnavailableError
@@ -470,6 +475,8 @@ WRONG: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
             ({"grid": True, "shift_size": (0, 0, 1)}, "and no shift"),
             ({"bias": torch.zeros(2, 49, 48)}, "bias must be [2, 49, 49]"),
             ({"bias": torch.zeros(2, 49, 49).half()}, "float32 or qkv's dtype"),
+            *(({"bias": torch.zeros(5, 2), "bias_index": torch.full((49, 49), at)},
+               "entries outside [0, 5)") for at in (-1, 5)),
             ({"pad_qkv": torch.zeros(95)}, "pad_qkv must be [96]"),
             ({"logit_scale": torch.zeros(3)}, "logit_scale must be [2]"),
         ],
@@ -564,3 +571,124 @@ def test_sparsity_leaves_out_tiles_and_says_so() -> None:
     assert elsa.explain(q, k, v, sparsity="exact").backend == "native"
     ordinary = elsa.attention(q.double(), k.double(), v.double())
     assert torch.equal(elsa.attention(*(t.double() for t in (q, k, v)), sparsity=0.01), ordinary)
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 as its paper writes it, in Python's integers."""
+    (a, b, c, d), (first, second), word = counter, key, 0xFFFFFFFF
+    for _ in range(10):
+        x, y = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (y >> 32) ^ b ^ first, y & word, (x >> 32) ^ d ^ second, x & word
+        first, second = (first + 0x9E3779B9) & word, (second + 0xBB67AE85) & word
+    return [a, b, c, d]
+
+
+@pytest.mark.parametrize("name", ["attention_dropout", "attention_dropout_eager"])
+def test_a_weight_is_dropped_by_its_position_and_the_seed_alone(name: str) -> None:
+    """By Philox: its counter is (key / 4, query, batch and head, offset)."""
+    known = [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]  # of Random123
+    counter = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
+    assert philox(counter, [0xA4093822, 0x299F31D0]) == known
+    b, h, n, m, p = 2, 3, 5, 11, 0.3
+    seed, offset = -0x123456789ABCDEF, 0x1_8765_4321
+    q, k, eye = torch.zeros(b, h, n, 4), torch.zeros(b, h, m, 4), torch.eye(m).expand(b, h, m, m)
+    operator = getattr(torch.ops.elsa, name)
+    out = operator(q, k, eye, None, False, 1.0, "strict", p, torch.tensor([seed, offset]))[0]
+    for i in itertools.product(range(b), range(h), range(n), range(m)):
+        at = [i[3] // 4, i[2], i[0] * h + i[1], offset & 0xFFFFFFFF]
+        word = philox(at, [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])[i[3] % 4]
+        assert bool(out[i] > 0) == (word / 2**32 >= p)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_checkpointing_drops_the_same(backend: str, reentrant: bool) -> None:
+    def run(x: Tensor) -> Tensor:
+        return elsa.attention(x, x, x, dropout_p=0.5, backend=backend)
+
+    found = []
+    for way in (run, lambda x: checkpoint(run, x, use_reentrant=reentrant)):
+        torch.manual_seed(0)
+        x = make(1, 2, 19, 8).requires_grad_()
+        out = way(x)
+        out.square().sum().backward()
+        found.append((out.detach(), x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_trace_draws_when_it_runs() -> None:
+    x = make(1, 2, 9, 8)
+    graph = make_fx(lambda x: elsa.attention(x, x, x, dropout_p=0.5))(x)
+    assert not torch.equal(graph(x), graph(x))
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert any("elsa.attention_dropout" in name for name in names)
+
+
+def test_dropout_by_pytorch_is_pytorchs() -> None:
+    x = make(1, 2, 9, 8)
+    torch.manual_seed(0)
+    out = elsa.attention(x, x, x, dropout_p=0.5, backend="sdpa")
+    torch.manual_seed(0)
+    peer = torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    assert torch.equal(out, peer)
+
+
+@pytest.mark.parametrize("operator", ["attention", "dropout", "entmax_attention"])
+@pytest.mark.parametrize("backend", ["eager", "native"])
+def test_nothing_of_the_size_of_the_weights_is_saved(operator: str, backend: str) -> None:
+    saved = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t.numel())
+        return t
+
+    x = make(1, 2, 300, 8).requires_grad_()
+    given = {"query": x, "key": x, "value": x}
+    given |= {"dropout_p": 0.5} if operator == "dropout" else {}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        public(operator, backend, False)(given)
+    assert saved and max(saved) == x.numel()
+
+
+@pytest.mark.parametrize("outside", [-1, 7])
+def test_an_entry_beyond_the_table_is_nan_where_nobody_looks(outside: int) -> None:
+    """Under transforms: a negative one must not read the table from its end."""
+    table, index = make(7, 2), torch.randint(7, (16, 16))
+    index[3, 5] = outside
+
+    def call(x: Tensor) -> Tensor:
+        terms = {"num_heads": 2, "window_size": (4, 4), "bias_index": index}
+        return elsa.window_attention(x, table, **terms)
+
+    x = make(1, 4, 4, 24)
+    out, _ = torch.func.jvp(call, (x,), (x,))
+    rows = out.flatten(0, 2).isnan().all(-1)
+    assert rows.tolist() == [i == 3 for i in range(16)]
+
+
+def test_whoever_watches_a_call_sees_the_operator() -> None:
+    q = make(1, 2, 5, 8)
+    seen = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad():
+        elsa.attention(q, q, q)
+        with Recorder():
+            elsa.attention(q, q, q)
+        assert "elsa::attention" in seen
+        graph = torch.jit.trace(lambda x: elsa.attention(x, x, x), (q,), check_trace=False).graph
+        assert "elsa::attention" in str(graph)
+        with FakeTensorMode() as fake:
+            assert elsa.attention(*[fake.from_tensor(q)] * 3).shape == q.shape
+
+
+def test_a_layer_promotes_and_casts_as_pytorch_does() -> None:
+    x, w, scale = make(3, 8).bfloat16(), make(5, 8).bfloat16(), make(5)
+    assert elsa.linear(x, w, scale=scale).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert elsa.linear(x.float(), w.float()).dtype == torch.bfloat16
+        assert elsa.linear(x.float(), w.float(), residual=make(3, 5)).dtype == torch.float32

@@ -102,3 +102,48 @@ def test_compiles() -> None:
         expected = elsa.attention(q, q, q)
         assert torch.equal(compiled(q).values(), expected.values())
     torch.compiler.reset()
+
+
+def make(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def jagged_heads(lengths: list[int], dim: int = 8, *, seed: int = 0, heads: int = 4) -> Tensor:
+    """[B, H, j, dim], as a projection's output is split."""
+    parts = [make(n, heads, dim, seed=seed + i) for i, n in enumerate(lengths)]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("others", [[5, 1, 70], [9, 33, 2]])
+def test_entmax_of_nested_tensors(others: list[int], causal: bool) -> None:
+    q, k, v = (
+        jagged_heads([5, 1, 70]),
+        jagged_heads(others, seed=5, heads=2),
+        jagged_heads(others, 4, seed=9, heads=2),
+    )
+    alpha = torch.tensor([1.2, 1.5, 1.7, 2.0]).reshape(4, 1, 1)
+    out = elsa.entmax_attention(q, k, v, alpha=alpha, is_causal=causal, enable_gqa=True)
+    assert out.is_nested and out.shape == (*q.shape[:3], 4)
+    for one, *part in zip(*(t.unbind() for t in (out, q, k, v)), strict=True):
+        alone = elsa.entmax_attention(*part, alpha=alpha, is_causal=causal, enable_gqa=True)
+        assert torch.equal(one, alone)
+    assert elsa.entmax_attention(q, k, v, alpha=1, enable_gqa=True).is_nested
+    with pytest.raises(ArgumentError, match="take no attn_mask"):
+        elsa.entmax_attention(q, q, q, torch.ones(5, 5))
+    with pytest.raises(ArgumentError, match="key is dense"):
+        elsa.entmax_attention(q, make(3, 4, 5, 8), q)
+
+
+def test_gradients_of_entmax_reach_the_projection() -> None:
+    x = torch.nested.nested_tensor(
+        [make(n, 24, seed=n) for n in (5, 1, 40)], layout=torch.jagged, requires_grad=True
+    )
+    q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in x.chunk(3, -1))
+    out = elsa.entmax_attention(q, k, v).transpose(1, 2).flatten(-2)
+    (out * out).values().sum().backward()
+    for grad, rows in zip(x.grad.unbind(), x.detach().unbind(), strict=True):
+        alone = rows.clone().requires_grad_()
+        parts = (t.unflatten(-1, (2, 4)).transpose(0, 1)[None] for t in alone.chunk(3, -1))
+        elsa.entmax_attention(*parts).square().sum().backward()
+        torch.testing.assert_close(grad, alone.grad)

@@ -11,6 +11,7 @@ from . import cpp, python
 from .source import Mutant, chosen, identity, mutant
 
 CONFORMANCE = "tests/conformance/test_conformance.py"
+CONTRACT = "tests/conformance/test_contract.py"
 TRACE = "tests/bench/test_bench_trace.py"
 MATH = "tests/backends/test_native_math.py"
 MEMORY = "tests/backends/test_native_memory.py"
@@ -45,7 +46,8 @@ class Suite:
 def _native(*operators: str) -> tuple[str, ...]:
     """The CPU kernels' rows of these operators in the conformance suite, as words of pytest."""
     rows = " or ".join(f"cpu-{name}-" for name in operators)
-    return CONFORMANCE, "-k", f"({rows}) and -native and not compiled and not exported"
+    wanted = f"({rows}) and -native and not compiled and not exported"
+    return CONFORMANCE, CONTRACT, "-k", f"({wanted}) or native_operators"
 
 
 def _adapter(pattern: str, *tests: str) -> Suite:
