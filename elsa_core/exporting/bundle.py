@@ -225,6 +225,11 @@ def export(
         gpu_library.check(chosen.gpu_archs, exported.device, chosen.nodes, chosen.formats)
         _check_disk_space(exported, chosen, target, given)
         check = _checked(exported, check, say)
+        if not check.shows_sites:
+            text = (
+                "with these weights the output depends on no site: that the artefacts reproduce it"
+            )
+            warnings.warn(f"{text} shows nothing of their attention", stacklevel=3)
         say("computing the reference in float64")
         reference = make_reference(exported.model, exported.inputs, chosen.batches)
         if exact is None and INT8 in chosen.formats:

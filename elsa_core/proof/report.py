@@ -10,6 +10,7 @@ from typing import Any
 from elsa_core.proof.capture import OperatorCall, worst
 from elsa_core.proof.compare import Comparison, plain
 from elsa_core.proof.judge import Judgement
+from elsa_core.proof.site_cases import FILLED
 from elsa_core.proof.text import check_summary
 from elsa_core.reference import Drift
 from elsa_core.summary import Summarised, Summary
@@ -145,6 +146,11 @@ class CheckReport(Summarised):
     paths: tuple[str, ...] = ("eager",)
     left_out: dict[str, str] = field(default_factory=dict)
     gradients: tuple[GradientCheck, ...] = ()
+
+    @property
+    def shows_sites(self) -> bool:
+        """Whether the model's output, with the weights that it has, depends on its sites."""
+        return all(case.shown and not case.case.endswith(FILLED) for case in self.cases)
 
     def to_dict(self) -> dict[str, Any]:
         return dict(plain(self))

@@ -61,6 +61,24 @@ def quick(vit: Loaded, monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
+def test_a_model_that_gives_zeros_is_no_proof(tmp_path: Path) -> None:
+    """Every artefact reproduces zeros, whatever becomes of its attention."""
+    model = load_model("test_vit", image_size=64, model_kwargs={"depth": 1}).model
+    torch.nn.init.zeros_(model.head.weight)
+    patch(model)
+
+    def progress(line: str) -> None:
+        if "reference" in line:
+            raise KeyboardInterrupt
+
+    with (
+        pytest.warns(UserWarning, match="shows nothing of their attention") as caught,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        export(model, tmp_path / "out", formats=("torchscript",), progress=progress)
+    assert caught[-1].filename == __file__
+
+
 # --- what is in it -----------------------------------------------------------------------------
 
 
