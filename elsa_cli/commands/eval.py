@@ -50,6 +50,10 @@ _SHOWN = 10  # images of which the table tells; --json has all
     "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=32, show_default=True,
     help="Images a batch.",
 )  # fmt: skip
+@click.option(
+    "--skip-unreadable", is_flag=True,
+    help="Leave out images that cannot be read, and name them, instead of ending there.",
+)  # fmt: skip
 @site_options
 @kernel_options
 @output_options
@@ -63,6 +67,7 @@ def command(
     annotations: Path | None,
     limit: int | None,
     batch_size: int,
+    skip_unreadable: bool,
     **given: Any,
 ) -> None:
     """Run the images of DIR through MODEL as it is and patched: top-1, top-5, the images whose
@@ -85,7 +90,15 @@ def command(
     found = _labelled(loaded, images, named, annotations, limit)
     report = pipeline.patch_model(session, loaded, options, strict=False)
     routes = pipeline.routes(session, loaded, report)
-    outcome = _evaluate(session, loaded, found, batch_size)
+    unreadable: list[int] | None = [] if skip_unreadable else None
+    outcome = _evaluate(session, loaded, found, batch_size, unreadable)
+    left = sorted(unreadable or ())
+    for place in left[:_SHOWN]:
+        session.warn(f"{found.files[place]} cannot be read: left out")
+    if left[_SHOWN:]:
+        session.warn(f"{len(left) - _SHOWN} more images cannot be read: left out")
+    skipped = [found.name(place) for place in left]
+    found = found.without(left)
     if loaded.weights.startswith("random"):
         session.warn("weights are random: the accuracy says nothing; give --pretrained or a file")
     results = {
@@ -94,6 +107,7 @@ def command(
         "routes": {str(dim): route.to_dict() for dim, route in routes.items()},
         "images": str(images),
         "classes_from": found.how,
+        "unreadable": skipped,
         "evaluation": _named(outcome, found),
     }
     session.document("eval", environment(), results)
@@ -118,7 +132,11 @@ def _labelled(
 
 
 def _evaluate(
-    session: Session, loaded: Loaded, found: LabelledImages, batch_size: int
+    session: Session,
+    loaded: Loaded,
+    found: LabelledImages,
+    batch_size: int,
+    unreadable: list[int] | None,
 ) -> EvalReport:
     from elsa_core.evaluating import evaluate
     from elsa_core.inputs.images import reader
@@ -126,7 +144,7 @@ def _evaluate(
     read = reader(loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
                   crop_mode=loaded.crop_mode, interpolation=loaded.interpolation)  # fmt: skip
     with session.stage("evaluating") as update:
-        batches = found.batches(read, batch_size)
+        batches = found.batches(read, batch_size, unreadable)
         return evaluate(loaded.model, batches, total=len(found.files), progress=update)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
-from elsa_core.measuring.intervals import FEWEST_ROUNDS, Ratio, ratio
+from elsa_core.measuring.intervals import FEWEST_ROUNDS, NO_DIFFERENCE, Ratio, ratio
 from elsa_core.patching import original, patched_sites, plain_model
 from elsa_core.summary import Summarised, Summary
 
@@ -94,7 +94,10 @@ class EvalReport(Summarised):
         if self.speed is None:
             return "too few batches to compare throughput"
         one = self.speed
-        return f"{one.value:.2f}x the throughput ({one.low:.2f} to {one.high:.2f})"
+        interval = f"({one.low:.2f} to {one.high:.2f})"
+        if one.verdict == NO_DIFFERENCE:
+            return f"no difference in throughput found {interval}"
+        return f"{one.value:.2f}x the throughput {interval}"
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What was measured, of the original and of the patched model, as text."""

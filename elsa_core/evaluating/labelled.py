@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,16 +43,44 @@ class LabelledImages:
         """An image's path below the folder."""
         return self.files[index].relative_to(self.root).as_posix()
 
-    def batches(self, read: Callable[[Path], Tensor], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, read: Callable[[Path], Tensor], size: int, unreadable: list[int] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """(images [B, C, H, W], classes int64 [B]) of `size` images; the last one has the rest.
 
         Args:
             read: of `elsa_core.inputs.images.reader`.
+            size: images a batch.
+            unreadable: images that cannot be read are left out, and their places put here; None
+                raises ModelError for the first one.
         """
+
+        def attempt(index: int) -> Tensor | None:
+            try:
+                return read(self.files[index])
+            except ModelError:
+                if unreadable is None:
+                    raise
+                unreadable.append(index)
+                return None
+
         with ThreadPoolExecutor(_READERS) as pool:
             for start in range(0, len(self.files), size):
-                images = list(pool.map(read, self.files[start : start + size]))
-                yield torch.stack(images), torch.tensor(self.labels[start : start + size])
+                places = range(start, min(start + size, len(self.files)))
+                found = zip(places, pool.map(attempt, places), strict=True)
+                good = [(image, self.labels[i]) for i, image in found if image is not None]
+                if good:
+                    images, labels = zip(*good, strict=True)
+                    yield torch.stack(images), torch.tensor(labels)
+
+    def without(self, places: Collection[int]) -> LabelledImages:
+        """The images without those at some places."""
+        kept = [i for i in range(len(self.files)) if i not in set(places)]
+        return dataclasses.replace(
+            self,
+            files=tuple(self.files[i] for i in kept),
+            labels=tuple(self.labels[i] for i in kept),
+        )
 
 
 def labelled_images(

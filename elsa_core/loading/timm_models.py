@@ -29,6 +29,16 @@ _VIT_MODULES = {
     "neck.": ("vision_transformer_sam",),
     "": ("vision_transformer", "deit", "eva", "beit"),
 }
+# Short names whose shortest continuation is a variant: the model that papers call so.
+PLAIN = {
+    "vit": "vit_base_patch16_224",
+    "vit_small": "vit_small_patch16_224",
+    "vit_base": "vit_base_patch16_224",
+    "vit_large": "vit_large_patch16_224",
+    "swin": "swin_tiny_patch4_window7_224",
+    "swinv2": "swinv2_tiny_window8_256",
+    "maxvit_tiny": "maxvit_tiny_tf_224",
+}
 _SWIN_MODULES = {
     "relative_position_bias_table": "swin_transformer",
     "cpb_mlp.0.weight": "swin_transformer_v2",
@@ -59,7 +69,10 @@ def _lookup(text: str) -> tuple[str, str | None] | None:
 
 
 def _complete(prefix: str, names: Iterable[str]) -> str | None:
-    """Return the shortest name that continues `prefix` at an underscore; the first of equals."""
+    """Return the plain model of a family, or the shortest name that continues `prefix` at an
+    underscore; the first of equals."""
+    if prefix in PLAIN:
+        return PLAIN[prefix]
     fitting = [name for name in names if name.startswith(prefix.rstrip("_") + "_")]
     return min(fitting, key=lambda name: (len(name), name), default=None) if prefix else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -22,6 +23,7 @@ from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.evaluating import labelled_images
 from elsa_core.inputs.images import reader
 from elsa_core.loading.loader import load_model
+from elsa_core.measuring.intervals import Ratio
 from elsa_core.patching.adapters import is_patched
 
 Elsa = Callable[..., tuple[int, str, str]]
@@ -163,7 +165,10 @@ def test_the_command(command: Elsa, trained: Path, digits: Path) -> None:
     assert "360 images, 360 with a class (folders are numbers of classes)" in out
     verdict = out.splitlines()[-1]
     assert verdict.startswith("top-1 9") and "0 of 360 images changed their class" in verdict
-    assert re.search(r"\d\.\d\dx the throughput \(\d\.\d\d to \d\.\d\d\)$", verdict)
+    assert re.search(
+        r"(\d\.\d\dx the throughput|no difference in throughput found) \(\d\.\d\d to \d\.\d\d\)$",
+        verdict,
+    )
     Path("names.txt").write_text("\n".join("9876543210"))
     code, out, _ = command("eval", trained, "--images", digits, "--labels", "names.txt")
     assert code == 0 and "(folders are names of classes)" in out
@@ -184,7 +189,12 @@ def test_few_batches_do_not_compare_throughput(trained: Path, digits: Path) -> N
     report = elsa.evaluate(model, [(images[:8], labels[:8]) for images, labels in given * 2])
     assert report.speed is not None and report.speed.rounds == report.timed_batches == 11
     assert report.speed.low <= report.speed.value <= report.speed.high
-    assert f"{report.speed.value:.2f}x the throughput (" in report.speed_text
+    for low, text in (
+        (0.9, "no difference in throughput found (0.90 to"),
+        (1.1, "x the throughput"),
+    ):
+        one = dataclasses.replace(report, speed=Ratio(1.2, low, 1.3, 9))
+        assert text in one.speed_text
     assert report.to_dict()["speed"]["low"] == report.speed.low
 
 
@@ -223,3 +233,22 @@ def test_random_weights_are_said(command: Elsa, digits: Path) -> None:
     given = ("--model-kwargs", "num_classes=10", "--img", "32", "--limit", "8")
     code, out, err = command("eval", "test_vit", *given, "--images", digits)
     assert code == 0 and "weights are random" in err and "images per second" in out
+
+
+def test_unreadable_images_are_left_out_where_that_is_asked(
+    command: Elsa, trained: Path, digits: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(digits, tmp_path / "digits")
+    (tmp_path / "digits" / "3" / "0000.png").write_bytes(b"no image")
+    given = ("eval", trained, "--images", tmp_path / "digits", "--limit", "40", "--json")
+    code, _, err = command(*given[:-3])
+    assert code == 4 and "0000.png: cannot read this image" in err
+    (tmp_path / "digits" / "0" / "0000.png").write_bytes(b"no image")  # the first of the limit
+    code, out, err = command(*given, "--skip-unreadable")
+    assert code == 0 and "0/0000.png cannot be read: left out" in err
+    results = json.loads(out)["results"]
+    assert results["unreadable"] == ["0/0000.png"] and results["evaluation"]["images"] == 39
+    found = labelled_images(tmp_path / "digits", 10)
+    without = found.without([0, 2])
+    assert without.files == (found.files[1], *found.files[3:])
+    assert len(without.labels) == len(without.files) and without.labels[1:] == found.labels[3:]

@@ -206,6 +206,9 @@ def test_a_damaged_image_is_named_and_the_others_run(
     said = capsys.readouterr()
     assert "010.png" in said.out and "020.png" in said.out
     assert "error: " in said.err and "015.png" in said.err
+    assert template.main([str(bundle / "images"), "--skip-unreadable"]) == 0
+    said = capsys.readouterr()
+    assert "020.png" in said.out and "skipped: " in said.err and "015.png" in said.err
 
 
 def test_names_do_not_steer_a_terminal(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

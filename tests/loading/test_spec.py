@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import timm
 from warm import Warm
 
 from elsa_core.errors import ModelError
+from elsa_core.loading import timm_models
 from elsa_core.loading.spec import parse
 
 
@@ -141,3 +143,22 @@ def test_without_timm_the_error_says_what_to_install(with_torch: Warm) -> None:
     )
     done = with_torch.run(code)
     assert "pip install timm" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        *timm_models.PLAIN.items(),
+        ("vit_tiny", "vit_tiny_patch16_224"),
+        ("vit_huge", "vit_huge_patch14_224"),
+        *(
+            (f"swin_{s}", f"swin_{s}_patch4_window7_224")
+            for s in ("tiny", "small", "base", "large")
+        ),
+        *((f"deit_{size}", f"deit_{size}_patch16_224") for size in ("tiny", "small", "base")),
+        ("beit_base", "beit_base_patch16_224"),
+    ],
+)
+def test_short_names_are_the_plain_models(short: str, full: str) -> None:
+    assert timm.is_model(full)
+    assert parse(short).name == full and "is short for" in (parse(short).alias or "")

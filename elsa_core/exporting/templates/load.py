@@ -421,6 +421,9 @@ def _arguments(arguments: Sequence[str]) -> Any:
     parser.add_argument("--labels", default="", help="names of the classes, one a line")
     parser.add_argument("--top", type=int, default=5, help="classes of an image (default: 5)")
     parser.add_argument("--batch-size", type=int, default=8, help="images a batch (default: 8)")
+    parser.add_argument(
+        "--skip-unreadable", action="store_true", help="exit with 0 where images cannot be read"
+    )
     parser.add_argument("-o", "--output", help="write to this .csv or .json file instead")
     given = parser.parse_args(arguments)
     if given.output and not given.output.endswith((".csv", ".json")):
@@ -444,8 +447,9 @@ def main(arguments: Sequence[str]) -> int:
         files = images_in(given.images, arrays=channels not in (1, 3))
         for entry in predictions(load(given.format, device=given.device), files, given):
             if "error" in entry:
-                failed = 1
-                print(plain(f"error: {entry['file']}: {entry['error']}"), file=sys.stderr)
+                failed = int(not given.skip_unreadable)
+                word = "error" if failed else "skipped"
+                print(plain(f"{word}: {entry['file']}: {entry['error']}"), file=sys.stderr)
             elif not given.output:
                 print(shown(entry))
             else:
