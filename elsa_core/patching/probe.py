@@ -14,15 +14,16 @@ import logging
 import math
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from elsa_core.calls import plain_multihead
@@ -32,7 +33,7 @@ from elsa_core.patching import adapters
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-_QUICK_VALUES, _QUICK_PIXELS = 2**25, 2**18  # weights and image of a ViT-S at 512 pixels
+_QUICK_VALUES, _QUICK_PIXELS = 2**25, 3 * 2**18  # weights and image of a ViT-S at 512 pixels
 # Where the weight of a layer's product stands among its arguments: [K, N], or of a convolution
 # [N, C, h, w].
 _LAYER_PRODUCTS = {"mm": 1, "addmm": 2, "convolution": 1}
@@ -74,31 +75,107 @@ class Probe:
     observations: Mapping[str, Observation]
 
 
-def probe(model: nn.Module, paths: Mapping[str, bool], input_size: tuple[int, int, int]) -> Probe:
-    """Run a copy of `model` once on one image of `input_size` and observe the modules at `paths`,
-    which say whether each is a layer and no attention.
+Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
+_Result = TypeVar("_Result")
+
+
+def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a model that an example stands for: one tensor, a tuple, or named ones.
 
     Raises:
-        ProbeError: neither the fake nor the real run came to an end.
+        TypeError: it is none of these.
     """
-    if _is_quick(model, input_size):
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    raise TypeError(
+        "example must be a tensor, a tuple of the model's arguments or a dict of named ones, not "
+        f"{type(example).__name__}"
+    )
+
+
+def run_copy(
+    model: nn.Module,
+    given: Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]],
+    run: Callable[[nn.Module, Any, Any], _Result],
+) -> _Result:
+    """run(copy, args, kwargs) of an unpatched copy of the model in eval mode: on fake tensors, or
+    on real ones where that takes less or fake ones cannot.
+
+    Args:
+        model: is neither run nor changed.
+        given: makes the arguments, for a model with a weight such as this.
+        run: is called once, or again where it raised.
+
+    Raises:
+        ProbeError: neither run came to an end.
+    """
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+
+    def really() -> _Result:
+        return run(_unpatched_copy(model, None), *given(like))
+
+    args, kwargs = given(like)
+    values = [t.numel() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    if _is_quick(model, max(values, default=0)):
         with contextlib.suppress(Exception):
-            return _run(_unpatched_copy(model, None), paths, input_size)
+            return really()
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
         # torch logs the traceback of a fake run that fails; it is handled here
         with quiet(logging.ERROR), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            return _run(_unpatched_copy(model, mode), paths, input_size)
+            fake = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+            return run(_unpatched_copy(model, mode), *fake)
     except Exception as fake_error:
         # Values that decide shapes (a .item(), a boolean index) need real tensors.
         try:
-            return _run(_unpatched_copy(model, None), paths, input_size)
+            return really()
         except Exception as error:
             raise ProbeError(first_line(error)) from fake_error
 
 
-def _is_quick(model: nn.Module, input_size: tuple[int, int, int]) -> bool:
+def cast_to(like: Tensor, example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an example on the device of a model's weight, floating ones in its dtype."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, cast, arguments(example))
+    return found
+
+
+def probe(
+    model: nn.Module,
+    paths: Mapping[str, bool],
+    input_size: tuple[int, int, int],
+    example: Example | None = None,
+) -> Probe:
+    """Run a copy of `model` once, on the example or on one image of `input_size`, and observe the
+    modules at `paths`, which say whether each is a layer and no attention.
+
+    Raises:
+        ProbeError: neither the fake nor the real run came to an end.
+    """
+    length = getattr(model, "context_length", None)
+    tokens = length if isinstance(length, int) and hasattr(model, "encode_text") else None
+
+    def given(like: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if example is not None:
+            return cast_to(like, example)
+        image = torch.zeros((1, *input_size), dtype=like.dtype, device=like.device)
+        if tokens is None:
+            return (image,), {}
+        # the image tower and the text tower (open_clip)
+        return (image, torch.zeros((1, tokens), dtype=torch.long, device=image.device)), {}
+
+    return run_copy(model, given, lambda twin, args, kwargs: _run(twin, paths, args, kwargs))
+
+
+def _is_quick(model: nn.Module, values_given: int) -> bool:
     """Whether a real run takes less than the import of PyTorch's compiler, which fake tensors need.
 
     A real run and a fake one see the same shapes.
@@ -106,7 +183,7 @@ def _is_quick(model: nn.Module, input_size: tuple[int, int, int]) -> bool:
     if "torch._dynamo" in sys.modules or any(p.is_meta for p in model.parameters()):
         return False
     values = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
-    return values <= _QUICK_VALUES and input_size[1] * input_size[2] <= _QUICK_PIXELS
+    return values <= _QUICK_VALUES and values_given <= _QUICK_PIXELS
 
 
 def _unpatched_copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
@@ -129,30 +206,18 @@ def _unpatched_copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
     return twin.eval()
 
 
-def _run(model: nn.Module, paths: Mapping[str, bool], input_size: tuple[int, int, int]) -> Probe:
+def _run(model: nn.Module, paths: Mapping[str, bool], args: Any, kwargs: Any) -> Probe:
     recorder = _Recorder(paths)
     for path in paths:
         recorder.observe(model.get_submodule(path), path)
-    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    image = torch.zeros((1, *input_size), dtype=like.dtype, device=like.device)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         # The math path spells attention out as two products and a softmax, which the recorder sees.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(plain_multihead())
         stack.enter_context(recorder)
-        _call(model, image)
+        model(*args, **kwargs)
     return Probe(recorder.total_flops, recorder.observations)
-
-
-def _call(model: nn.Module, image: Tensor) -> None:
-    """Run the image tower, and the text tower where the model has one (open_clip)."""
-    length = getattr(model, "context_length", None)
-    if isinstance(length, int) and hasattr(model, "encode_text"):
-        text = torch.zeros((1, length), dtype=torch.long, device=image.device)
-        model(image, text)
-    else:
-        model(image)
 
 
 class _Recorder(TorchDispatchMode):

@@ -26,6 +26,7 @@ from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.patching.report import PatchReport
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
 from elsa_core.patching.text import sites_of
+from elsa_core.patching.watching import Example, watch
 from elsa_core.precision import validate
 from elsa_core.sparsity import checked
 
@@ -37,6 +38,7 @@ _MAX_NAMED = 3  # classes that an error line spells out
 
 def patch(
     model: nn.Module,
+    example: Example | None = None,
     *,
     precision: str = "strict",
     backend: str = "auto",
@@ -53,8 +55,14 @@ def patch(
     Patching again updates precision and backend; sites that this call does not select stay as they
     are, patched or not. The model changes only if the call succeeds.
 
+    With an example the model runs once, as a copy, and a site is the innermost module in whose
+    forward attention happened, whatever wrote it: a softmax between two products, PyTorch's
+    operator called by a helper or a processor, transformers' attention functions. What elsa does
+    not serve in that run is not patched. Without one, sites are known by their code.
+
     Args:
         model: any module, in any mode, dtype and device.
+        example: an input of the model: a tensor, a tuple of its arguments, or a dict of named ones.
         precision: "strict", "ieee", "turbo" or "lean", see `elsa_core.precision`.
         backend: "auto", "native", "triton" or "eager".
         include: globs over site paths ("blocks.[0-5].attn"); default: every site.
@@ -80,7 +88,7 @@ def patch(
     Raises:
         TypeError: `model` is no `nn.Module`, or another argument is of a wrong type.
         ArgumentError: precision, backend, scope or offload is unknown, the model's dtype or class
-            does not take it, or a glob matches no site.
+            does not take it, a glob matches no site, or the model does not run on the example.
         UnavailableError: the backend asked for by name does not serve the model's device or dtype.
         NothingPatchedError: no site could be patched, or, with `strict`, not all of them.
         ModelError: with `mesh`, the model cannot be sharded.
@@ -96,7 +104,8 @@ def patch(
     sparsity, offload = checked(sparsity), _offload(offload, mesh)
     wanted, unwanted = globs.texts("include", include), globs.texts("exclude", exclude)
     scope = layers.scope_of(model, scope)
-    sites = find_sites(model, scope)
+    ran = None if example is None else watch(model, example)
+    sites = find_sites(model, scope, ran)
     selected, kept = [], []
     for site in sites:
         reason = globs.why_left_out(site.path, wanted, unwanted)
@@ -188,12 +197,15 @@ def _swap(
     for module, site in zip(modules, selected, strict=True):
         _check_served(module, site, precision, backend)
     modules += layers.companions(model, modules)
+    named = [site.adapter for site in selected]
+    named += [None] * (len(modules) - len(named))
     # Every class is made before the first is swapped: a failure leaves the model as it was.
     classes = [
         adapters.with_base(
-            module, adapters.replacement(adapters.base_class(module), precision, backend)
+            module,
+            adapters.replacement(adapters.base_class(module), precision, backend, adapter),
         )
-        for module in modules
+        for module, adapter in zip(modules, named, strict=True)
     ]
     whole = None
     if offload is not None and not is_offloaded(model):

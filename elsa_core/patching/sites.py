@@ -11,11 +11,12 @@ say (tokens, windows, FLOPs, masks) is learned by running a copy of the model on
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
@@ -24,10 +25,13 @@ from elsa_core.patching import adapters, bytecode, layers
 from elsa_core.patching.adapters import redirect, table
 from elsa_core.patching.probe import Observation, Probe, ProbeError, probe
 from elsa_core.patching.text import reasons, sites_of, sites_table
+from elsa_core.patching.watching import Attentions, Example, watch
 from elsa_core.summary import Summarised, Summary
 
 _EAGER = "computes its softmax in eager PyTorch, and no adapter is written for it yet"
+_DID_NOT_RUN = "in the run on the example no attention that elsa serves happened in it"
 _FUNCTIONAL = "calls torch.nn.functional.multi_head_attention_forward, which has no adapter yet"
+_RETURNED = "the model returns its attention weights, which PyTorch has to compute"
 _NOT_OVER_TOKENS = ("linear", "channel", "other")
 _NO_ATTENTION = (table.BLOCK, table.COMPANION, *table.LAYERS)  # kinds of rows
 _BIAS_NAMES = (
@@ -146,7 +150,7 @@ class Inspection(Summarised):
 
 def inspect(
     model: nn.Module,
-    input_size: int | tuple[int, ...] | None = None,
+    input_size: int | tuple[int, ...] | Example | None = None,
     *,
     scope: str = layers.AUTO,
 ) -> Inspection:
@@ -158,7 +162,8 @@ def inspect(
     Args:
         model: any module; patched ones report the same sites with `patched` set.
         input_size: (C, H, W), (H, W), or H = W; default: the model's own (timm's `img_size` and
-            `pretrained_cfg`, open_clip's `visual.image_size`), else 224.
+            `pretrained_cfg`, open_clip's `visual.image_size`), else 224. Or an example of the
+            model's input, as `elsa_core.patch` takes it: sites are then what ran on it.
         scope: "attention", "model" or "auto", see `elsa_core.patch`.
 
     Returns:
@@ -170,14 +175,21 @@ def inspect(
             such scope.
     """
     model = plain_model(model)
-    size = resolved_input_size(model, input_size)
+    example: Example | None = None
+    given = input_size
+    if any(isinstance(one, Tensor) for one in tree_leaves(given)):
+        example, input_size = given, None  # type: ignore[assignment]
+    size = resolved_input_size(model, input_size)  # type: ignore[arg-type]
     scope = layers.scope_of(model, scope)
     sites = find_sites(model, scope)
+    ran = None if example is None else watch(model, example)
+    if ran is not None:
+        sites = find_sites(model, scope, ran)
     note, total = "", None
     result: Probe | None = None
     try:
         kinds = {site.path: site.kind in table.LAYERS for site in sites}
-        result = probe(model, kinds, size)
+        result = probe(model, kinds, size, example)
     except ProbeError as error:
         if input_size is not None:
             raise ArgumentError(
@@ -204,12 +216,33 @@ def plain_model(model: object) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def find_sites(model: nn.Module, scope: str = layers.ATTENTION) -> tuple[AttentionSite, ...]:
-    """The sites by code alone: nothing runs, so tokens and FLOPs are None."""
-    return tuple(_sites(model, scope == layers.MODEL))
+def find_sites(
+    model: nn.Module, scope: str = layers.ATTENTION, ran: Attentions | None = None
+) -> tuple[AttentionSite, ...]:
+    """The sites by code alone, or by what happened in a run; tokens and FLOPs are None."""
+    found = tuple(_sites(model, scope == layers.MODEL, ran))
+    return found if ran is None else tuple(_as_ran(found, ran))
 
 
-def _sites(model: nn.Module, whole: bool) -> Iterator[AttentionSite]:
+def _as_ran(sites: Sequence[AttentionSite], ran: Attentions) -> Iterator[AttentionSite]:
+    """The sites of a run: what elsa serves is patchable, and nothing else."""
+    for site in sites:
+        of_any_class = site.adapter in adapters.GENERAL
+        if site.kind in table.LAYERS or not site.patchable or ran.paths[site.path]:
+            yield site
+        elif ran.within(site.path):
+            if not of_any_class:  # else the modules within it are the sites
+                yield site
+        elif site.path in ran.returning:
+            if not ran.is_served_around(site.path):
+                yield replace(site, patchable=False, reason=_RETURNED, adapter=None)
+        elif of_any_class or site.path not in ran.entered:
+            yield replace(site, patchable=False, reason=_DID_NOT_RUN, adapter=None)
+        else:  # an adapter may fuse what is recognised in no forward
+            yield site
+
+
+def _sites(model: nn.Module, whole: bool, ran: Attentions | None) -> Iterator[AttentionSite]:
     within = layers.normed_images(model) if whole else set()  # and parts of blocks and MLPs
     for path, module in model.named_modules():
         if module in within:
@@ -223,10 +256,13 @@ def _sites(model: nn.Module, whole: bool) -> Iterator[AttentionSite]:
         if attention is not module:
             within.add(attention)
         kind = _kind_of(adapters.base_class(attention))
+        seen = ran is not None and ran.paths[path] > 0
+        if kind is None and (seen or adapters.is_watched(module)):
+            kind = table.GLOBAL
         if kind is None:
             continue
         cls = adapters.base_class(module)
-        answer = _support(module, cls)
+        answer, adapter = _support(module, cls, seen)
         heads = _first_int(attention, "num_heads", "heads", "n_heads", "groups")
         yield AttentionSite(
             path=path,
@@ -241,7 +277,7 @@ def _sites(model: nn.Module, whole: bool) -> Iterator[AttentionSite]:
             flops_share=None,
             patchable=answer.ok,
             reason=answer.reason,
-            adapter=adapters.name_of(cls) if answer.ok else None,
+            adapter=adapter,
             patched=adapters.is_patched(module),
         )
 
@@ -301,16 +337,39 @@ def _row(cls: type) -> table.Row | None:
     return None
 
 
-def _support(module: nn.Module, cls: type[nn.Module]) -> Support:
+def _support(  # noqa: PLR0911
+    module: nn.Module, cls: type[nn.Module], seen: bool
+) -> tuple[Support, str | None]:
+    """Whether a site can be patched, how or why not, and its adapter.
+
+    `seen`: whether attention was recognised in a run of its forward.
+    """
     row = _row(cls)
     if row is not None and row.reason:
-        return Support(False, row.reason)
+        return Support(False, row.reason), None
+    if adapters.is_watched(module):
+        return adapters.watch_support(module), adapters.WATCHED
     answer = adapters.support(module)
-    if answer.ok or adapters.written(cls) is not None or redirect.refers_to_sdpa(cls):
-        return answer
+    if answer.ok:
+        return answer, adapters.name_of(cls)
+    if seen or (adapters.written(cls) is None and _is_watchable(cls)):
+        watched = adapters.watch_support(module)
+        return watched, adapters.WATCHED if watched.ok else None
+    if adapters.written(cls) is not None or redirect.refers_to_sdpa(cls):
+        return answer, None
     if bytecode.calls_multi_head_attention_forward(bytecode.methods(cls)):
-        return Support(False, _FUNCTIONAL)
-    return Support(False, table.interface_of(cls) or _EAGER)
+        return Support(False, _FUNCTIONAL), None
+    return Support(False, _EAGER), None
+
+
+def _is_watchable(cls: type[nn.Module]) -> bool:
+    """Whether a class's code computes attention in ways that are recognised as it runs."""
+    reached = bytecode.methods(cls)
+    return (
+        bytecode.computes_softmax_attention(reached)
+        or any(bytecode.sdpa_calls(method.function) for method in reached)
+        or table.has_interface(cls)
+    )
 
 
 def _observed(site: AttentionSite, result: Probe) -> AttentionSite:

@@ -12,17 +12,20 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from elsa_core import calls
 from elsa_core.attention import attention
 from elsa_core.recognition import rules
 from elsa_core.recognition.axes import einsum_labels, known_product, matmul_labels, product, swapped
-from elsa_core.recognition.scores import WEIGHTS, RefusedError, Scores, attended
+from elsa_core.recognition.scores import USED, WEIGHTS, RefusedError, Scores, attended
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _TRACERS = ("FakeTensor", "FunctionalTensor")  # what stands for a tensor in a recorded program
@@ -146,6 +149,11 @@ class Observer(Protocol):
 
     def ran(self, begun: Any, query: Tensor, key: Tensor) -> None:
         """A softmax attention came to its end here; its first product was made at `begun`."""
+
+
+def is_pending(out: Any) -> bool:
+    """Whether something in a result is not computed yet: weights that a forward returns, say."""
+    return any(_is_pending(one) for one in tree_leaves(out) if isinstance(one, Tensor))
 
 
 class Watch(TorchFunctionMode):
@@ -383,7 +391,7 @@ class Watch(TorchFunctionMode):
                 out = run(sources)
         except RefusedError:
             return None
-        weights.scores = None  # used again, the weights are computed
+        weights.scores = scores.turned(USED, scores.key)  # used again, they are computed
         if self.observer is not None:
             self.observer.ran(scores.place, scores.left, scores.right)
         self._remember(out)
@@ -394,10 +402,26 @@ class Watch(TorchFunctionMode):
         if not all(_is_plain(one) for one in args[:3]) or calls.differentiates_otherwise():
             return func(*args, **kwargs)
         out = attention(*args, **kwargs, precision=self.precision, backend=self.backend)
-        if self.observer is not None:
-            given = dict(zip(("query", "key"), args, strict=False)) | kwargs
-            self.observer.ran(self.observer.place(), given["query"], given["key"])
+        given = dict(zip(("query", "key"), args, strict=False)) | kwargs
+        self.attention_ran(given["query"], given["key"])
         return out
+
+    def attention_ran(self, query: Tensor, key: Tensor) -> None:
+        """Note an attention that something else than this watch computed."""
+        if self.observer is not None:
+            self.observer.ran(self.observer.place(), query, key)
+
+    def _multihead(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """PyTorch's multi_head_attention_forward, watched: what it calls, and not it as one."""
+        args, kwargs = _real(args), _real(kwargs)
+        space = {
+            **vars(functional),
+            "has_torch_function": lambda tensors: False,
+        }
+        run = FunctionType(func.__code__, space, func.__name__, func.__defaults__)
+        run.__kwdefaults__ = func.__kwdefaults__
+        with self:
+            return run(*args, **kwargs)
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A view; a result of attention's is laid out in another order than a product's."""
@@ -426,6 +450,7 @@ class Watch(TorchFunctionMode):
 _SPECIAL: dict[Any, Any] = {
     **dict.fromkeys((*rules.MATMUL, *rules.BADDBMM, *rules.EINSUM), Watch._product),
     rules.SDPA: Watch._sdpa,
+    functional.multi_head_attention_forward: Watch._multihead,
     rules.VIEW: Watch._view,
 }
 

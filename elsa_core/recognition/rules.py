@@ -25,6 +25,7 @@ from elsa_core.recognition.scores import (
     POWERS,
     SCORES,
     SUM,
+    USED,
     WEIGHTS,
     Scores,
 )
@@ -248,7 +249,7 @@ def _cast(args: Any, kwargs: Any, *, dtype: torch.dtype | None = None) -> Any:  
 def _viewed(args: Any, kwargs: Any, *, of: Callable[..., Axes | None]) -> Any:
     """A view of scores: of(axes, *arguments) are its axes, None where it is of another form."""
     scores, *rest = args
-    if not isinstance(scores, Scores) or scores.stage not in (SCORES, WEIGHTS):
+    if not isinstance(scores, Scores) or scores.stage not in (SCORES, WEIGHTS, USED):
         return MISSING
     given = tuple(tuple(one) if isinstance(one, list) else one for one in rest)
     key = (of, given, tuple(kwargs.items()))
@@ -314,6 +315,17 @@ def _squeeze(axes: Axes, dim: int) -> Axes | None:
     return (*axes[:dim], *axes[dim + 1 :])
 
 
+def _averaged(args: Any, kwargs: Any) -> Any:
+    """The mean over a dimension, over heads say, of weights that were used: for a caller to see."""
+    scores: Scores = args[0]
+    rest = [*args[1:], *kwargs.values()]
+    if scores.stage != USED or len(rest) != 1 or not isinstance(rest[0], int):
+        return MISSING
+    axes = list(scores.layout.axes)
+    del axes[rest[0]]
+    return scores.like(scores.layout.moved(tuple(axes)))
+
+
 def _dropout(args: Any, kwargs: Any) -> Any:
     """F.dropout(weights, p, training, inplace), torch.dropout(weights, p, train)"""
     names = ("input", "p", "training", "inplace")
@@ -354,6 +366,7 @@ _KINDS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (_powers, ("exp", "exp_")),
     (partial(_of_row, stage=MAXIMUM, of=SCORES), ("max", "amax")),
     (partial(_of_row, stage=SUM, of=POWERS), ("sum",)),
+    (_averaged, ("mean",)),
     (_cast, ("to", "type", "type_as")),
     (partial(_viewed, of=_reshape), ("view", "reshape")),
     (partial(_viewed, of=_flatten), ("flatten",)),

@@ -29,8 +29,10 @@ from elsa_core.recognition.axes import (
     steps_to,
 )
 
-# What a pending tensor holds; WEIGHTS follow a softmax, MAXIMUM and SUM are one of a row.
+# What a pending tensor holds; WEIGHTS follow a softmax, MAXIMUM and SUM are one of a row. USED
+# weights were multiplied with values: what is made of them may never be looked at.
 SCORES, MAXIMUM, POWERS, SUM, WEIGHTS = "scores", "maximum", "powers", "sum", "weights"
+USED = "used"
 # Filled in for a masked score: exp of it is 0 beside any score that a model computes.
 LEAST_FILL = -1e4
 

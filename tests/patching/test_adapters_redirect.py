@@ -181,23 +181,21 @@ def test_every_spelling_is_redirected(cls: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "words"),
+    "cls",
     [
-        (CallsSuperForward, "reached through super"),
-        (Decorated, "is decorated"),
-        (ImportsInside, "through a global name"),
-        (OwnMethodOfThatName, "through a global name"),
-        (ReadsAFlag, "uses the global FLAG"),
-        (CountsItsCalls, "uses the global CALLS"),
-        (SetsAGlobal, "uses the global LAST"),
-        (NamesWhatComesLater, "uses the global LATER"),
+        CallsSuperForward, Decorated, ImportsInside, OwnMethodOfThatName, ReadsAFlag,
+        CountsItsCalls, SetsAGlobal, NamesWhatComesLater,
     ],
-)
-def test_what_cannot_be_redirected_is_kept_with_a_reason(cls: type, words: str) -> None:
-    module = cls()
-    with pytest.raises(NothingPatchedError, match=words):
-        patch(module)
-    assert type(module) is cls
+)  # fmt: skip
+def test_what_cannot_be_redirected_is_recognised_as_it_runs(cls: type) -> None:
+    module, x = cls(), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        expected = module(x)
+        (site,) = patch(module).patched
+        assert site.adapter == "recognised"
+        with Count() as count:
+            torch.testing.assert_close(module(x), expected)
+    assert count.calls == 1
 
 
 def test_a_traced_graph_is_refused() -> None:
@@ -314,9 +312,6 @@ def test_open_clip_attention() -> None:
         expected = module(x, attn_mask=mask)
         patch(module)
         torch.testing.assert_close(module(x, attn_mask=mask), expected)
-    cosine = open_clip.transformer.Attention(32, num_heads=4, scaled_cosine=True)
-    with pytest.raises(NothingPatchedError, match="scaled cosine"):
-        patch(cosine)
 
 
 def test_a_class_that_no_module_has_is_gone() -> None:

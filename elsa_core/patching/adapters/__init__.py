@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from elsa_core.backends.support import Support
 from elsa_core.errors import ModelError
-from elsa_core.patching.adapters import redirect, table
+from elsa_core.patching.adapters import redirect, table, watched
+
+# Adapters of any class, by the names that reports give them.
+REDIRECT, WATCHED = "sdpa-redirect", "recognised"
+GENERAL = (REDIRECT, WATCHED)
 
 
 def patched_class(module: nn.Module) -> type[nn.Module] | None:
@@ -128,9 +134,32 @@ def support(module: nn.Module) -> Support:
     return redirect.support(cls, module)
 
 
-def replacement(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module]:
+def is_watched(module: nn.Module) -> bool:
+    """Whether a patched module runs its own forward, watched."""
+    cls = patched_class(module)
+    return cls is not None and cls.__module__ == watched.__name__
+
+
+def watch_support(module: nn.Module) -> Support:
+    """Whether the module's own forward can run watched, or why not."""
+    if "forward" in vars(module):
+        return Support(False, "its forward was replaced on the instance")
+    if isinstance(module, torch.jit.ScriptModule):
+        return Support(False, "TorchScript: patch the model before it is scripted")
+    if isinstance(module, GraphModule):
+        return Support(False, "a traced graph: patch the model before it is traced")
+    return Support(True, "its own forward runs, and attention in it is recognised")
+
+
+def replacement(
+    cls: type[nn.Module], precision: str, backend: str, adapter: str | None = None
+) -> type[nn.Module]:
     """The class that a module of class `cls` takes; `support` has said yes before."""
-    patched: Any = written(cls) or redirect.redirected(cls, precision, backend)
+    patched: Any
+    if adapter == WATCHED:
+        patched = watched.watched(cls)
+    else:
+        patched = written(cls) or redirect.redirected(cls, precision, backend)
     patched.__prepare_scriptable__ = _refuse_script
     return patched  # type: ignore[no-any-return]
 
@@ -147,4 +176,4 @@ def _refuse_script(module: nn.Module) -> nn.Module:
 def name_of(cls: type[nn.Module]) -> str:
     """How reports name the adapter of a class that can be patched."""
     adapter = written(cls)
-    return "sdpa-redirect" if adapter is None else adapter.__name__
+    return REDIRECT if adapter is None else adapter.__name__

@@ -33,7 +33,13 @@ from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.adapters import names, table
 from elsa_core.patching.adapters.common import hooks_weights, other_part
-from elsa_core.patching.bytecode import Method, methods, sdpa_calls, variable_globals
+from elsa_core.patching.bytecode import (
+    Method,
+    computes_softmax_attention,
+    methods,
+    sdpa_calls,
+    variable_globals,
+)
 
 _PREFIX = "Redirected"
 _ESCAPES = str.maketrans({"_": "__", ".": "_d", "<": "_l", ">": "_g"})
@@ -81,13 +87,22 @@ def refers_to_sdpa(cls: type) -> bool:
     return any(sdpa_calls(method.function) for method in methods(cls))
 
 
+def chooses_freely(cls: type[nn.Module]) -> bool:
+    """Whether a class has an eager branch too, that no switch known in the table turns off."""
+    reached = methods(cls)
+    names = {name for method in reached for name in method.function.__code__.co_names}
+    return computes_softmax_attention(reached) and not names & set(table.SWITCHES)
+
+
 def support(cls: type[nn.Module], module: nn.Module) -> Support:
     """Whether this instance runs through `scaled_dot_product_attention` once redirected."""
     if isinstance(module, GraphModule):  # its class is its own, and calls itself by name
         return Support(False, "a traced graph: patch the model before it is traced")
     answer = calls_sdpa(cls)  # type: ignore[arg-type]  # a class is hashable
     if answer.ok and getattr(module, "scaled_cosine", False):  # open_clip: branches off before SDPA
-        return Support(False, "scaled cosine attention: its own forward raises in open_clip 3.3")
+        return Support(False, "scaled cosine attention")
+    if answer.ok and chooses_freely(cls):
+        return Support(False, "it chooses between that call and a softmax of its own")
     space = vars(module)
     other = other_part(module)
     if answer.ok and other and any(space.get(name) is False for name in table.SWITCHES):

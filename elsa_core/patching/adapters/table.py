@@ -62,15 +62,13 @@ class Library:
         rows: its classes.
         switches: attributes of its modules that choose between fused attention and eager softmax.
         interface: the table, a global of its modules, in which its classes look attention up by
-            name; such classes stay as they are. "" for none.
-        reason: said of those classes; "" without an interface.
+            name: they call it through a helper. "" for none.
     """
 
     name: str
     rows: tuple[Row, ...] = ()
     switches: tuple[str, ...] = ()
     interface: str = ""
-    reason: str = ""
 
 
 _TALKING = "mixes heads around the softmax, so that no head is softmax(QK^T)V alone"
@@ -264,8 +262,6 @@ LIBRARIES = (
         "transformers",
         tuple(Row(*row) for row in transformers_rows.ROWS),
         interface="ALL_ATTENTION_FUNCTIONS",
-        reason="looks its attention up by name: call elsa_core.patching.adapters.hf_transformers."
-        "register() and load the model with attn_implementation='elsa'",
     ),
 )
 
@@ -346,13 +342,13 @@ def row_of(cls: type) -> Row | None:
     return ROWS.get(qualified(cls)) if registered is None else registered[0]
 
 
-def interface_of(cls: type) -> str:
-    """Why a class that looks its attention up by name is not rewritten; "" for any other."""
+def has_interface(cls: type) -> bool:
+    """Whether a class looks its attention up by name."""
     library = next((one for one in LIBRARIES if cls.__module__.startswith(f"{one.name}.")), None)
     forward = inspect.unwrap(vars(cls).get("forward", qualified))  # past transformers' decorators
     if library is None or not library.interface or not inspect.isfunction(forward):
-        return ""
-    return library.reason if library.interface in forward.__code__.co_names else ""
+        return False
+    return library.interface in forward.__code__.co_names
 
 
 def adapter_of(cls: type) -> type[nn.Module] | None:
