@@ -39,14 +39,11 @@ from elsa_core.routing.explained import route
 from elsa_core.routing.faults import Layout, peer_fault
 from elsa_core.routing.gradients import recomputes, recorded, shard_backward
 from elsa_core.routing.measured import (
-    CENTRED,
     FORMS,
     GATED,
-    HALF,
     LONG_WINDOWS,
     NORM,
     PADDED,
-    ROUNDED,
     eager_least,
     eager_products,
     eager_rows,
@@ -65,16 +62,13 @@ from elsa_core.routing.table import BACKENDS, PLAIN, SHIPPED
 __all__ = [
     "BACKENDS",
     "BY_ROW",
-    "CENTRED",
     "DIRECT",
     "FORMS",
     "GATED",
-    "HALF",
     "LONG_WINDOWS",
     "NORM",
     "PADDED",
     "PLAIN",
-    "ROUNDED",
     "RUNS",
     "SERVING",
     "SHIPPED",

@@ -274,16 +274,13 @@ def scope(device: torch.device, dtype: torch.dtype) -> str:
     return "attention"
 
 
-# Forms of `elsa.linear` that a device has kernels of. Of float32: a layer norm within the split of
-# the input, depths that are no multiple of 8, a gated unit in one launch, sums made larger by what
-# tensor cores cut, and for turbo an input that the product itself rounds. Of half precision:
-# activation, scale and residual in the launch of the product.
-NORM, PADDED, GATED, CENTRED, ROUNDED = "norm", "padded", "gated", "centred", "rounded"
-HALF = "half"
+# Forms of `elsa.linear` in float32 that a device has kernels of: a layer norm within the split of
+# the input, depths that are no multiple of 8, a gated unit in one launch.
+NORM, PADDED, GATED = "norm", "padded", "gated"
 # Channels up to which a product in half precision has a kernel of its own, of some rows: PyTorch's
 # library has none there that fits.
 HALF_DEPTH = 96
-FORMS = (NORM, PADDED, GATED, CENTRED, ROUNDED, HALF)
+FORMS = (NORM, PADDED, GATED)
 # Gradients of windows of more than 64 tokens by a GPU's own kernels.
 LONG_WINDOWS = "long_windows"
 _TRIED: set[str] = set()

@@ -1,4 +1,4 @@
-"""Runs the forms of linear layers that no GPU has run yet by Triton's interpreter; prints one JSON
+"""Runs gated units and half-precision products by Triton's interpreter; prints one JSON
 line per case.
 
 A program of its own, because TRITON_INTERPRET must be set before Triton is imported.
@@ -21,7 +21,7 @@ from fence import fenced  # noqa: E402
 from elsa_core.backends.triton.linear import gated, gemm, launches, planner  # noqa: E402
 from elsa_core.operators.gated_linear import plain as gated_plain  # noqa: E402
 from elsa_core.operators.linear import plain  # noqa: E402
-from elsa_core.routing.measured import CENTRED, HALF, PADDED, ROUNDED, unmeasured  # noqa: E402
+from elsa_core.routing.measured import PADDED, unmeasured  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 # name: (rows, channels, columns), options
@@ -42,7 +42,6 @@ GATED = {
     "normed, frozen": ((64, 136, 20), {"norm": True, "frozen": True}),
     "gelu": ((64, 64, 8), {"activation": "gelu"}),
     "no activation": ((64, 64, 8), {"activation": "none"}),
-    "centred": ((64, 136, 8), {"centred": True}),
     "small rows": ((64, 64, 8), {"times": 1e-15}),
     "one small row": ((64, 64, 8), {"row": 1e-15}),
     "large rows": ((64, 64, 8), {"times": 1e15}),
@@ -50,26 +49,6 @@ GATED = {
     "normed, an outlier gain": ((64, 64, 8), {"norm": True, "channel": 1e12}),
     "zeros": ((64, 64, 8), {"times": 0.0, "bias": False}),
     "disjoint": ((64, 64, 64), {"times": 1.0, "disjoint": True, "activation": "none"}),
-    "infinity": ((104, 64, 12), {"entry": float("inf")}),
-    "not a number": ((104, 64, 12), {"entry": float("nan")}),
-}  # fmt: skip
-# turbo's: an error of half precision is in its contract
-ROUNDED_CASES = {
-    "one tile": ((64, 64, 64), {}),
-    "ragged": ((70, 72, 52), {}),
-    "images": ((3, 5, 7, 72, 64), {}),
-    "large": ((130, 264, 132), {"tile": launches.LARGE}),
-    "frozen": ((70, 136, 64), {"frozen": True}),
-    "strided weight": ((64, 64, 64), {"strided": True}),
-    "padded": ((70, 76, 20), {}),
-    "all terms": ((2, 35, 72, 20), {"terms": True}),
-    "large rows": ((64, 64, 8), {"times": 1e30}),
-    "beyond float16": ((64, 64, 8), {"times": 1e5}),
-    "small rows": ((64, 64, 8), {"times": 1e-6}),
-    "denormal rows": ((64, 64, 8), {"times": 1e-41}),
-    "one small row": ((64, 64, 8), {"row": 1e-36}),
-    "channels of other magnitude": ((64, 64, 8), {"channel": 1e12}),
-    "zeros": ((64, 64, 8), {"times": 0.0}),
     "infinity": ((104, 64, 12), {"entry": float("inf")}),
     "not a number": ((104, 64, 12), {"entry": float("nan")}),
 }  # fmt: skip
@@ -84,9 +63,6 @@ HALVES = {
         ("deep", (130, 264, 136), ("gelu", True, True)),
     )
 }
-CENTRED_CASES = {
-    "64 channels at once": (70, launches.LARGE), "32 channels at once": (71, launches.SHALLOW),
-}  # fmt: skip
 
 
 def wide(*tensors):
@@ -159,48 +135,13 @@ def gated_row(shape, options):
     given = (x, gate, biases[0], value, biases[1], options.get("activation", "silu"))
     terms = (gain, shift, eps)
     kept = kept_of(gate, value, options)
-    forms = (PADDED, *((CENTRED,) if "centred" in options else ()))
-    with fenced() as fence, unmeasured(*forms):
+    with fenced() as fence, unmeasured(PADDED):
         out, again = (gated.gated_linear(*given, *terms, "strict", *kept) for _ in range(2))
     launches.tile_for = tile_for
     assert out.shape == (*rows, columns)
     assert torch.equal(out.nan_to_num(7.0), again.nan_to_num(7.0))
     exact = gated_plain(*wide(*given[:5]), given[5], *wide(gain, shift), eps)
     return errors(out, exact, gated_plain(*given, *terms)) | fence
-
-
-def rounded_row(shape, options):
-    *rows, depth, columns = shape
-    x = inputs(rows, depth, options)
-    w, _ = weights(columns, depth, options)
-    scaled = {"times", "row", "channel"} & set(options)
-    bias = None if scaled else torch.randn(columns)
-    if "channel" in options:
-        x[..., 3] *= options["channel"]
-        w[:, 3] /= options["channel"]
-    terms = ("none", None, None)
-    if "terms" in options:
-        terms = ("gelu", torch.randn(*rows, columns), torch.rand(columns))
-    tile_for = launches.tile_for
-    if "tile" in options:
-        launches.tile_for = lambda *_: options["tile"]
-    kept = planner.split_weight(w) if "frozen" in options else ()
-    with fenced() as fence, unmeasured(ROUNDED, PADDED):
-        call = planner.planned(x, w, bias, *terms, "turbo", bool(kept))
-        assert type(call).__name__ == "Rounded"
-        out, again = (planner.linear(x, w, bias, *terms, "turbo", *kept) for _ in range(2))
-    launches.tile_for = tile_for
-    assert torch.equal(out.nan_to_num(7.0), again.nan_to_num(7.0))
-    exact = plain(*wide(x, w, bias), terms[0], *wide(*terms[1:]))
-    # the peer: PyTorch's products of float16's 11 bits, as TF32 has
-    top = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    top = torch.where(top.isfinite(), top, 1.0)
-    peer = plain((x / top).half().float() * top, w.half().float(), bias, *terms)
-    row = errors(out, exact, plain(x, w, bias, *terms))
-    row["peer"] = errors(peer, exact, peer)["error"]
-    a, b = (t.reshape(-1, columns)[3].double() for t in (out, exact))
-    row["row"] = ((a - b).norm() / (b.norm() + 1e-300)).item()
-    return row | fence
 
 
 def half_row(shape, dtype, terms):
@@ -210,24 +151,11 @@ def half_row(shape, dtype, terms):
     activation, residual, scale = terms
     residual = torch.randn(*rows, columns).to(dtype) if residual else None
     scale = (torch.rand(columns) + 0.5).to(dtype) if scale else None
-    with fenced() as fence, unmeasured(HALF):
+    with fenced() as fence:
         out, again = (gemm.linear(x, w, bias, activation, residual, scale) for _ in range(2))
     assert torch.equal(out, again) and out.dtype == dtype
     exact = plain(*wide(x, w, bias), activation, *wide(residual, scale))
     return errors(out, exact, plain(x, w, bias, activation, residual, scale)) | fence
-
-
-def centred_row(rows, tile):
-    """The interpreter cuts nothing: what the factor adds is all that differs."""
-    x, w = torch.rand(rows, 256), torch.rand(52, 256)
-    tile_for = launches.tile_for
-    launches.tile_for = lambda *_: tile
-    out = planner.linear(x, w, None).double()
-    with fenced() as fence, unmeasured(CENTRED):
-        moved = planner.linear(x, w, None).double()
-    launches.tile_for = tile_for
-    by = ((moved - out) * out).sum() / (out * out).sum()
-    return {"moved": by.item(), "wanted": 2**-23 / launches.CENTRES[tile.depth]} | fence
 
 
 def show(name, compute, case):
@@ -242,10 +170,7 @@ if __name__ == "__main__":
     wide_value = (torch.randn(64, 128)[:, :64], None)
     assert gated.gated_linear(torch.randn(64, 64), torch.randn(64, 64), None, *wide_value) is None
     for kind, rows, compute in (
-        ("gated", GATED, gated_row), ("rounded", ROUNDED_CASES, rounded_row),
-        ("half", HALVES, half_row),
+        ("gated", GATED, gated_row), ("half", HALVES, half_row),
     ):  # fmt: skip
         for name, case in rows.items():
             show(f"{kind}, {name}", compute, case)
-    for name, case in CENTRED_CASES.items():
-        show(f"centred, {name}", centred_row, case)

@@ -19,7 +19,6 @@ from elsa_core.operators.linear import Eager, plain, plain_backward, plain_split
 from elsa_core.operators.normed_linear import plain as plain_normed
 from elsa_core.routing.measured import (
     GATED,
-    HALF,
     HALF_DEPTH,
     NORM,
     eager_least,
@@ -192,7 +191,7 @@ def serve(
     fused = activation != "none" or residual is not None or scale is not None
     terms = (activation, residual, scale, precision, halves, powers)
     if (
-        not _suits(input, weight, fused)
+        not _suits(input, weight)
         or not _fits(input, weight, bias)
         or not _serves(input.device, input.dtype, precision)
         or (not fused and precision == "strict" and _loses(input, weight))
@@ -301,16 +300,12 @@ def _plain(input: Tensor, weight: Tensor) -> bool:
     return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
 
 
-def _suits(input: Tensor, weight: Tensor, fused: bool = False) -> bool:
-    """Whether a kernel of this package takes less of the GPU's time than PyTorch's. In half
-    precision it might for every call with more than a product: not chosen by auto until measured.
-    """
+def _suits(input: Tensor, weight: Tensor) -> bool:
+    """Whether a kernel of this package takes less of the GPU's time than PyTorch's."""
     if input.is_nested:
         return False
     if input.dtype == torch.float32:
         return _gains(input, weight)
-    if fused and linear_form(HALF, input.device):
-        return True
     depth = weight.shape[-1]
     if type(depth) is int and depth > HALF_DEPTH:  # most, whatever records them
         return False

@@ -5,8 +5,6 @@
 The columns of both products take turns in a tile, those of Weight at even places, so that one
 thread holds both factors of a result. Operands, sums and the guard are those of `product.py`: where
 the guard fails, both factors of the tile are computed again with FMA, in the same launch.
-
-No GPU has run it yet: not chosen by auto until measured.
 """
 
 from __future__ import annotations
@@ -26,13 +24,12 @@ from elsa_core.backends.triton.linear.product import (
     LIFT,
     UNSCALE,
     activated,
-    factor_of,
     fails_guard,
     load_half,
 )
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
-from elsa_core.routing.measured import CENTRED, linear_form, linear_forms
+from elsa_core.routing.measured import linear_forms
 
 
 @triton.jit
@@ -102,7 +99,7 @@ def gated_product(
     rows: tl.int32, columns: tl.int32, depth: tl.int32, padded: tl.int32, w_row: tl.int64,
     region_w: tl.int64, region_v: tl.int64, SINGLE: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, VALUE_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
-    GAIN: tl.constexpr, SHIFT: tl.constexpr, CENTRE: tl.constexpr, BM: tl.constexpr,
+    GAIN: tl.constexpr, SHIFT: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, XM: tl.constexpr, XK: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BM rows and BN / 2 columns of the result).
@@ -112,7 +109,7 @@ def gated_product(
     Weight and Value [columns, depth], hi and lo `region_w` and `region_v` units of 8 elements
     apart; w_row counts the elements from row to row of both weights.
     padded counts units of 8, columns units of 4, depth elements; EVEN: BK divides padded. SINGLE:
-    only hi * hi is computed. CENTRE: as in `product`. Bias [columns] is read if BIAS, ValueBias if
+    only hi * hi is computed. Bias [columns] is read if BIAS, ValueBias if
     VALUE_BIAS. Out [rows, columns].
     """
     padded = padded * 8
@@ -149,7 +146,7 @@ def gated_product(
             part = tl.dot(lh, load_half(p_r + region_r, deep[:, None], EVEN), part)
             part = tl.dot(lh, rh, part)
         # by name: written with + the compiler lets the products accumulate into acc
-        acc = tl.fma(part, factor_of(k0 // BK, CENTRE), acc)
+        acc = tl.fma(part, 1.0, acc)
         p_l += BK
         p_r += BK
     of_left = tl.load(LeftPowers + i_m * BM + o_m, mask=o_m < left, other=0.0)
@@ -190,15 +187,13 @@ class Gated:
         self.split_value = launches.split_launch((columns, 0, depth), strides[1], 0, single)
         shape = launches.Shape(rows, 2 * columns, depth)
         tile = launches.tile_for(shape, launches.gpu_of(input.device))
-        centred = not single and linear_form(CENTRED, input.device)
         of_weight, of_value = regions or (columns * padded,) * 2
         tail = {
             "rows": rows, "columns": columns // 4, "depth": depth, "padded": padded // 8,
             "w_row": weight.stride(0), "region_w": of_weight // 8, "region_v": of_value // 8,
             "SINGLE": single, "EVEN": padded % tile.depth == 0, "BIAS": biased[0],
             "VALUE_BIAS": biased[1], "ACTIVATION": ACTIVATIONS.index(activation),
-            **launches.constants(norm),
-            "CENTRE": launches.CENTRES[tile.depth] if centred else 0, "BM": tile.rows,
+            **launches.constants(norm), "BM": tile.rows,
             "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages, "XM": 16, "XK": 16,
         }  # fmt: skip
         options = {"num_warps": tile.warps, "num_stages": tile.stages}

@@ -64,10 +64,6 @@ FULL = 0.72
 DEEP = 256
 # Sums over fewer tokens in large tiles gain nothing.
 LONG = 4096
-# Tensor cores truncate after each 16 channels; of a sum of 64 about 1e-7 is missing, of 32 about
-# 6e-8 (on an H200 5e-8 to 9e-8 were). One part in so many is made larger by 2**-23 for that, in the
-# multiplication that adds it: no more work.
-CENTRES = {32: 2, 64: 1}
 # Writing and adding a part takes as long as the products of so many tokens.
 PART = 130
 
@@ -172,7 +168,7 @@ class Multiply:
     def __init__(
         self, shape: Shape, left: tuple[int, int], right: tuple[int, int], device: torch.device, *,
         single: bool = False, epilogue: Epilogue = NO_EPILOGUE, norm: Norm | None = None,
-        tile: Tile | None = None, parts: int = 1, centred: bool = False,
+        tile: Tile | None = None, parts: int = 1,
     ):  # fmt: skip
         tile = tile or tile_for(shape, gpu_of(device))
         padded = padded_depth(shape.depth)
@@ -187,7 +183,7 @@ class Multiply:
             "w_row": right[0], "w_depth": right[1], "SINGLE": single,
             "EVEN": padded % tile.depth == 0, "BIAS": bias,
             "ACTIVATION": ACTIVATIONS.index(activation), "SCALE": scale, "RESIDUAL": residual,
-            **constants(norm), "CENTRE": CENTRES[tile.depth] if centred else 0,
+            **constants(norm),
             "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
             "XM": 16, "XK": 16,
         }  # fmt: skip

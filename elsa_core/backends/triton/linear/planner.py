@@ -24,9 +24,8 @@ from elsa_core.backends.triton.linear.launches import (
     padded_depth,
     split_launch,
 )
-from elsa_core.backends.triton.linear.rounded import Rounded
 from elsa_core.backends.triton.shared.plans import PLANS
-from elsa_core.routing.measured import CENTRED, PADDED, ROUNDED, linear_form, linear_forms
+from elsa_core.routing.measured import PADDED, linear_form, linear_forms
 
 # With fewer rows PyTorch's library, which then cuts the sums over channels, is faster.
 LEAST_ROWS = 64
@@ -49,7 +48,7 @@ class Forward:
         self.split = split_launch((rows, others, depth), depth, weight.stride(0), single, norm)
         self.multiply = Multiply(
             shape, (depth, 1), (weight.stride(0), 1), input.device, single=single,
-            epilogue=epilogue, norm=norm, centred=not single and linear_form(CENTRED, input.device),
+            epilogue=epilogue, norm=norm,
         )  # fmt: skip
         self.rows, self.columns, self.padded = rows, columns, padded_depth(depth)
 
@@ -195,10 +194,7 @@ def _plan(
     if not serves(input, weight, (bias, scale), residual):
         return None
     epilogue = (bias is not None, activation, scale is not None, residual is not None)
-    single = precision == "turbo"
-    if single and linear_form(ROUNDED, input.device):
-        return Rounded(input, weight, epilogue, frozen)
-    return Forward(input, weight, epilogue, single, frozen)
+    return Forward(input, weight, epilogue, precision == "turbo", frozen)
 
 
 def serves(

@@ -30,8 +30,6 @@ REACHED: tl.constexpr = tl.constexpr(4096.0)
 # UNSCALE undoes: they reach 2**-149 only where every result of 2**17 channels rounds to zero.
 LIFT: tl.constexpr = tl.constexpr(2.0**23)
 UNSCALE: tl.constexpr = tl.constexpr(2.0**-46)
-# the next float32 after 1
-WIDENED: tl.constexpr = tl.constexpr(1.0 + 2.0**-23)
 # names of `elsa.linear`; their places are ACTIVATION
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
 
@@ -143,18 +141,6 @@ def exact_tile(
 
 
 @triton.jit
-def factor_of(i, CENTRE: tl.constexpr):
-    """What part i of a sum is made larger by, for what tensor cores cut: see `launches.CENTRES`."""
-    if CENTRE == 0:
-        factor = 1.0
-    elif CENTRE == 1:
-        factor = WIDENED
-    else:
-        factor = tl.where(i % CENTRE == 0, WIDENED, 1.0)
-    return factor
-
-
-@triton.jit
 def load_half(p, inside, EVEN: tl.constexpr):
     """A tile of hi or lo; zeros beyond the last channel (if not EVEN)."""
     if EVEN:
@@ -173,7 +159,7 @@ def product(
     x_row: tl.int64, x_depth: tl.int64, w_row: tl.int64, w_depth: tl.int64,
     SINGLE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     SCALE: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr,
-    SHIFT: tl.constexpr, CENTRE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SHIFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, XM: tl.constexpr, XK: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BM rows and BN columns, parts of the channels).
@@ -184,8 +170,7 @@ def product(
     padded counts units of 8, columns units of 4; EVEN: BK divides padded. SINGLE: only hi * hi is
     computed, for 11 bits; lo is not read. Each part sums `chunk` times BK channels, to its
     own place in Out [parts, rows, columns]; several parts have no epilogue. NORM: Left is of the
-    layer norm of X, whose Gain, Shift and Stats are those of `halves.split_rows`. CENTRE: every
-    so many parts of a sum one is made larger by its last place, for what tensor cores cut; 0: none.
+    layer norm of X, whose Gain, Shift and Stats are those of `halves.split_rows`.
     """
     padded = padded * 8
     columns = columns * 4
@@ -223,7 +208,7 @@ def product(
             part = tl.dot(lh, load_half(p_r + region_r, deep[:, None], EVEN), part)
             part = tl.dot(lh, rh, part)
         # by name: written with + the compiler lets the products accumulate into acc
-        acc = tl.fma(part, factor_of(k0 // BK, CENTRE), acc)
+        acc = tl.fma(part, 1.0, acc)
         p_l += BK
         p_r += BK
     of_left = tl.load(LeftPowers + i_m * BM + o_m, mask=o_m < left, other=0.0)
