@@ -80,7 +80,7 @@ class Graphs:
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's result: of a replay, or of its own call."""
         try:
-            return self._graphed(model, args, kwargs)
+            return self.answer(model, args, kwargs)
         except RefusedError as refusal:
             reason = str(refusal)
         if reason not in self._warned and len(self._warned) < _MOST_KNOWN:
@@ -88,7 +88,8 @@ class Graphs:
             _LOG.warning("graphed: such calls run without a CUDA graph: %s", reason)
         return model(*args, **kwargs)
 
-    def _graphed(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a replay; raises RefusedError: no graph is to hold the call."""
         given = Given.of(args, kwargs)
         device = given.device()
         if torch._C._len_torch_function_stack():

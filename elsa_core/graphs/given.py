@@ -18,7 +18,7 @@ CONSTANTS: Final = (
 )  # fmt: skip
 
 
-class RefusedError(Exception):
+class RefusedError(RuntimeError):
     """A call that no graph is to hold; the message says why."""
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Final
 
 import torch
@@ -57,7 +57,10 @@ class Guards:
         self.complete, self._most = True, len(seen) + MOST_NESTED
         for each in own:
             self._add((value for name, value in each.items() if name not in _BASE), seen)
-        self._counts = [*map(len, self._dicts), *map(len, self._rows)]
+        # most are empty, which is asked of all of them at once
+        self._empty: list[Any] = [each for each in (*self._dicts, *self._rows) if not each]
+        self._filled: list[Any] = [each for each in (*self._dicts, *self._rows) if each]
+        self._counts = [*map(len, self._filled)]
         pairs = [
             (each, name)
             for number, each in enumerate(self._dicts)
@@ -66,7 +69,6 @@ class Guards:
         ]
         self._owners, self._names = [each for each, _ in pairs], [name for _, name in pairs]
         self._values = [*self._now()]  # keeps them, so that no other object has their ids
-        self._ids = [*map(id, self._values)]
         self.tensors = [v for v in self._values if isinstance(v, Tensor) and is_plain(v)]
         self._addresses = [*map(Tensor.data_ptr, self.tensors)]
         self._layouts = self._layout()
@@ -109,7 +111,8 @@ class Guards:
         """Whether nothing else has changed that a forward may read."""
         try:
             return (
-                [*map(len, self._dicts), *map(len, self._rows)] == self._counts
+                not any(self._empty)
+                and [*map(len, self._filled)] == self._counts
                 and [*map(type, self._modules)] == self._types
                 and self._same_values()
                 and self._layout() == self._layouts
@@ -124,14 +127,12 @@ class Guards:
 
     def _same_values(self) -> bool:
         now = [*self._now()]
-        ids = [*map(id, now)]
-        if ids == self._ids:
+        if all(map(is_, now, self._values)):
             return True
         # Another number or text that is equal is no change: a forward may set such in every call.
-        changed = [i for i, (a, b) in enumerate(zip(ids, self._ids, strict=True)) if a != b]
-        if not all(_equal(now[i], self._values[i]) for i in changed):
+        if not all(a is b or _equal(a, b) for a, b in zip(now, self._values, strict=True)):
             return False
-        self._values, self._ids = now, ids
+        self._values = now
         return True
 
 

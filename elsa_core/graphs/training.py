@@ -96,6 +96,8 @@ class Training:
                 self.replay, self.replay_backward = capture.BACKEND.captured(
                     [run.forward, run.backward], pool, device
                 )
+            except RefusedError:
+                raise
             except RuntimeError as error:
                 raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
         check_state(self.guards, self._targets)
@@ -207,6 +209,8 @@ def _lies_at(parameter: nn.Parameter, address: int) -> bool:
 def _backward(run: _Run) -> None:
     try:
         run.backward()
+    except RefusedError:
+        raise
     except RuntimeError as error:
         raise RefusedError(f"its backward cannot be run by itself: {first_line(error)}") from error
 

@@ -80,7 +80,8 @@ def check(
             compiler; the report gives the reason. Sites run eagerly. On CUDA "eager" is the first
             calls of their kind and, once, one that follows them: these may run other code.
         grad: Also gradients, of the first case: of every parameter that wants one and of each
-            input, for each site (its hard cases too) and for the model, by the same rule.
+            input, for each site (its hard cases too) and for the model, by the same rule; by path
+            "graph" too, where the model is run by it.
         sparsity_bound: The relative error that sites patched with a number as `sparsity` whose
             calls reach a sparse operator, and the model with them, are granted beside that; at
             least 0.
@@ -155,10 +156,16 @@ def check(
 
 
 def _slopes(run: CheckRun, case: str, batch: Given) -> tuple[GradientCheck, ...]:
-    """The verdict on the gradients of the sites and of the model."""
-    model = gradients.of_model(case, run.judgement(), run.sides, batch, run.dtype)
+    """The verdict on the gradients of the sites and of the model, eager and as CUDA graphs."""
+    model = [gradients.of_model(case, run.judgement(), run.sides, batch, run.dtype)]
+    graph = run.by_path.get(run_paths.GRAPH)
+    if graph is not None and run.trains(run_paths.GRAPH, batch):
+        name = f"{gradients.MODEL} by {run_paths.GRAPH}"
+        model.append(
+            gradients.of_model(case, run.judgement(), graph, batch, run.dtype, name)
+        )
     run.tick("gradients", 1)
-    return (*run.site_run.gradient_checks(), model)
+    return (*run.site_run.gradient_checks(), *model)
 
 
 def _failures(

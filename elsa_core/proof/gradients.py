@@ -50,13 +50,14 @@ def judge(
 
 
 def of_model(
-    case: str, judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype
-) -> GradientCheck:
+    case: str, judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype,
+    name: str = MODEL,
+) -> GradientCheck:  # fmt: skip
     """The verdict on the gradients of a whole model, as `judge` finds them for one case."""
     judge(judgement, sides, given, dtype, MODEL_SAMPLES)
     record = GradientRecord()
     record.add(case, judgement)
-    return record.result(MODEL)
+    return record.result(name)
 
 
 def _add(judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype, seed: int) -> None:

@@ -1,7 +1,8 @@
 """The ways to run a patched model that `check` judges: eager, compiled, either as a CUDA graph.
 
 They are made as `elsa_core.model_runs.variants` makes what is timed: over the same weights, in
-inference mode, `torch.compile(dynamic=False)`, one graph for each shape.
+inference mode, `torch.compile(dynamic=False)`, one graph for each shape. A graph is what
+`elsa_core.graphed` replays; where gradients are wanted, one of the forward and one of the backward.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from torch.utils import _pytree as pytree
 
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.graphs import capture
+from elsa_core.graphs.cache import Graphs
+from elsa_core.graphs.inference import Inference
+from elsa_core.graphs.training import Training
 from elsa_core.patching import shared_copy
 from elsa_core.proof.sides import Fault, Given
 
@@ -32,6 +36,7 @@ PATHS: Final = {
 _GRAPHS: Final = (GRAPH, COMPILED_GRAPH)
 _DEFAULTS: Final = {"cuda": (EAGER, GRAPH, COMPILE)}
 _MOST_PROGRAMS: Final = 1 << 16
+_MOST_GRAPHS: Final = 8  # as many as `elsa_core.graphed` keeps
 # What torch.compile raises where a machine lacks the compiler that it needs.
 _NO_COMPILER: Final = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
 
@@ -78,7 +83,8 @@ def runner(name: str, model: nn.Module, fault: Fault | None) -> Callable[[Given]
     held = nullcontext() if fault is None else fault.on(copied.get_submodule(fault.path))
     held.__enter__()  # for the life of the copy
     if name == GRAPH:
-        return _Graphs(copied, held)
+        # a deliberate error is a hook, which `graphed` leaves to the model's own call
+        return _Graphed(copied) if fault is None else _Graphs(copied, held)
     compiled: Callable[..., Any] = torch.compile(copied, dynamic=False)
     return _Compiled(compiled, held) if name == COMPILE else _Graphs(compiled, held, _compiling)
 
@@ -101,6 +107,21 @@ class _Compiled:
         args, kwargs = given
         with _compiling(), torch.inference_mode():
             return _copied(self._run(*_copied(args), **_copied(kwargs)))
+
+
+class _Graphed:
+    """What `elsa_core.graphed` replays, and an error where it would make the model's own call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._calls = Graphs(_MOST_GRAPHS, copy_outputs=True, kind=Inference)
+        self._steps = Graphs(_MOST_GRAPHS, copy_outputs=True, kind=Training)
+
+    def __call__(self, given: Given) -> Any:
+        if torch.is_grad_enabled():
+            return self._steps.answer(self._model, *given)
+        with torch.inference_mode():
+            return self._calls.answer(self._model, *given)
 
 
 class _Graphs:

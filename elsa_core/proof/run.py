@@ -237,6 +237,25 @@ class CheckRun:
                 ) from error
             self._leave_out(path, f"the original does not run by it either: {reason}")
 
+    def trains(self, path: str, batch: Given) -> bool:
+        """Whether the original's backward runs by a path; else the report says why not.
+
+        Raises:
+            ModelError: the path was asked for by name.
+        """
+        with original(self.model):
+            run = paths.runner(path, self.model, None)
+        try:
+            with torch.enable_grad():
+                finding(lambda: run(own(batch)))
+        except PatchedError as error:
+            reason = str(error).removeprefix("the patched code raises ")
+            if self.asked.by_name:
+                raise ModelError(f"gradients by path {path}: {reason}") from error
+            self.left_out[f"{path} (gradients)"] = reason
+            return False
+        return True
+
     def _leave_out(self, path: str, reason: str) -> None:
         self.left_out[path] = reason
         self.by_path.pop(path)

@@ -42,6 +42,7 @@ class Tape:
 
     Attributes:
         captures, replays: how many there were.
+        recording: whether a capture is at work.
         error: what a capture raises, if set.
     """
 
@@ -50,7 +51,7 @@ class Tape:
     def __init__(self) -> None:
         self.captures = self.replays = self.waits = self.pools = 0
         self.error: Exception | None = None
-        self.capturing = False
+        self.capturing = self.recording = False
 
     def is_capturing(self) -> bool:
         return self.capturing
@@ -78,9 +79,13 @@ class Tape:
         if self.error is not None:
             raise self.error
         recorders = [_Recorder() for _ in parts]
-        for recorder, call in zip(recorders, parts, strict=True):
-            with recorder:
-                call()
+        self.recording = True
+        try:
+            for recorder, call in zip(recorders, parts, strict=True):
+                with recorder:
+                    call()
+        finally:
+            self.recording = False
         self.captures += 1
         return [self._replayer(recorder) for recorder in recorders]
 

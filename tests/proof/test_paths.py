@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs.tape import Tape
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
@@ -29,6 +30,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
+    tape = Tape()
+    monkeypatch.setattr(capture, "BACKEND", tape)
+    return tape
 
 
 @pytest.fixture
@@ -54,6 +62,17 @@ class WrongCompiled(ElsaAttention):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         out = super().forward(*args, **kwargs)
         return out * 1.001 if torch.compiler.is_compiling() else out
+
+
+class WrongCaptured(ElsaAttention):
+    """Right in eager mode, off by a thousandth where a tape records it."""
+
+    elsa_base = Attention
+    tape: Tape
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out = super().forward(*args, **kwargs)
+        return out * 1.001 if self.tape.recording else out
 
 
 def test_each_verdict_names_its_path(quick: None) -> None:
@@ -179,18 +198,53 @@ def test_a_default_that_cannot_be_judged_is_left_out(
 
 def test_a_graph_of_what_was_compiled(quick: None, called_again: list[str]) -> None:
     model = vit()
-    for name, how in (("graph", "eager"), ("compile+graph", "compiled")):
-        run = paths.runner(name, model, None)
-        for rows in (2, 3, 2):  # a graph for each shape, and the right inputs in each
-            x = torch.randn(rows, 3, 32, 32)
-            with torch.compiler.set_stance("force_eager"), torch.inference_mode():
-                torch.testing.assert_close(run(((x,), {})), model(x))
-        assert called_again == [how] * 2
-        called_again.clear()
+    run = paths.runner("compile+graph", model, None)
+    for rows in (2, 3, 2):  # a graph for each shape, and the right inputs in each
+        x = torch.randn(rows, 3, 32, 32)
+        with torch.compiler.set_stance("force_eager"), torch.inference_mode():
+            torch.testing.assert_close(run(((x,), {})), model(x))
+    assert called_again == ["compiled"] * 2
+
+
+def test_a_graph_is_what_graphed_replays(tape: Tape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(paths._DEFAULTS, "cpu", ("eager", "graph"))
+    model = vit()
+    report = checked(model, grad=True)
+    assert report.ok and not report.left_out, report.failures
+    assert tape.captures >= 2 and tape.replays
+    assert [one.path for one in report.gradients][-2:] == ["model", "model by graph"]
+    model.blocks[1].attn.__class__ = WrongCaptured
+    WrongCaptured.tape = tape
+    report = checked(model, grad=True)
+    assert [case.ok for case in report.cases] == [True, False]
+    wrong = [line.partition(": ")[0] for line in report.failures]
+    assert wrong == ["model on 'noise' by graph", "model by graph"]
+
+
+class Listed(nn.Module):
+    """Reads its parameter from a list, where a capture does not replace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.held = [self.scale]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.held[0]
+
+
+def test_a_model_whose_backward_no_graph_holds(tape: Tape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(paths._DEFAULTS, "cpu", ("eager", "graph"))
+    model = vit()
+    model.blocks[0].drop_path1 = Listed()
+    report = checked(model, grad=True)
+    assert report.ok, report.failures
+    assert [case.path for case in report.cases] == ["eager", "graph"]
+    assert "wants a gradient" in report.left_out["graph (gradients)"]
 
 
 def test_what_is_wrong_only_in_a_compiled_graph(
-    quick: None, called_again: list[str], monkeypatch: pytest.MonkeyPatch
+    tape: Tape, quick: None, called_again: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(paths._DEFAULTS, "cpu", ("eager", "graph", "compile+graph"))
     model = vit()
