@@ -128,15 +128,16 @@ def calls(case: Case, device: torch.device, rounds: int, *, compiled: bool) -> R
         call = _call(run, images)
         try:
             first[kind] = _seconds(call, device)
+            for _ in range(3):  # what fails in later calls is left out too
+                call()
+            synchronize(device)
         except Exception as error:  # compilers fail in many ways
             left_out[kind] = first_line(error)
             continue
         contenders.append(Contender(kind, call))
-    replays = {
-        kind: entry.replay for kind, held in graphs.items() for entry in held._graphs.entries()
-    }
+    replays = {kind: replay for kind, held in graphs.items() for replay in held.replays()}
     found = [Contender(f"{kind}: replay", replay) for kind, replay in replays.items()]
-    times = _times([*contenders, *found], device, rounds, calls=1)
+    times = _times([*contenders, *found], device, rounds, calls=5, awaited=True)
     beside = {
         kind: round((_median(times[kind]) - _median(times[f"{kind}: replay"])) * 1e6, 1)
         for kind in replays
@@ -206,13 +207,22 @@ def _memory(step: Step, device: torch.device, base: int) -> dict[str, float]:
 
 
 def _times(
-    contenders: list[Contender], device: torch.device, rounds: int, calls: int
+    contenders: list[Contender],
+    device: torch.device,
+    rounds: int,
+    calls: int,
+    *,
+    awaited: bool = False,
 ) -> dict[str, list[float]]:
+    """Seconds of a call, a sample a round: of `calls` in a row, each waited for if `awaited`."""
+
     def sample(contender: Contender) -> float:
         synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             contender.call()
+            if awaited:
+                synchronize(device)
         synchronize(device)
         return (time.perf_counter() - start) / calls
 

@@ -39,6 +39,20 @@ def next_steps(session: Session, document: Document, given: dict[str, Any]) -> N
         again = (_resumed(word) for word in session.arguments[1:])
         line = ["elsa", "profile", *again, "--html", "report.html"]
         session.line(f"Next: {shlex.join(line)}", "dim")
+    done = [row for row in document["results"]["points"] if row["profile"] is not None]
+    if len(done) == 1:
+        _fastest(session, done[0]["profile"])
+
+
+def _fastest(session: Session, found: Document) -> None:
+    """The last line: the fastest way to run the model, and what to write for it."""
+    from elsa_core.model_runs import variants
+    from elsa_core.profiling import words
+
+    runs = [run for run in found["runs"] if run["name"] != variants.CONTROL]
+    best = min(runs, key=lambda run: float(run["seconds"]))
+    time = f"{best['name']}, {words.duration(best['seconds'])}"
+    session.line(f"Fastest: {time}: {variants.how_to(best['name'])}", "bold")
 
 
 def _resumed(word: str) -> str:
@@ -100,12 +114,9 @@ def _one(session: Session, row: Document) -> None:
             run["name"], _ms(run["seconds"]), span,
             f"{run['images_per_second']:.3g}", memory, _beside(run["ratio"]),
         ])  # fmt: skip
-        if run["device_seconds"] is not None:
-            energy = "" if run["joules"] is None else f", {run['joules']:.3g} J a call"
-            session.line(
-                f"{run['name']}: host {_ms(run['host_seconds'])} ms, "
-                f"GPU {_ms(run['device_seconds'])} ms{energy}"
-            )
+        said = [] if found["device"] == "cpu" else _costs(run)
+        if said:
+            session.line(f"{run['name']}: {', '.join(said)}")
     session.table(
         ("run", ">ms", ">10-90%", ">images/s", ">MB", "times as fast as eager"), rows, wrap=0
     )
@@ -121,6 +132,20 @@ def _one(session: Session, row: Document) -> None:
         session.line(bound)
     sites = f"{found['patched']} of {found['patched'] + found['kept']} sites patched"
     session.line(f"{sites} · {words.verdict_text(found)}", "bold", even_quiet=True)
+
+
+def _costs(run: Document) -> list[str]:
+    """What a run on a GPU costs beside its time, as far as it is known."""
+    from elsa_core.profiling import words
+
+    said = []
+    if run["device_seconds"] is not None:
+        said = [f"host {_ms(run['host_seconds'])} ms", f"GPU {_ms(run['device_seconds'])} ms"]
+    if run["joules"] is not None:
+        said.append(f"{run['joules']:.3g} J a call")
+    if run.get("first_seconds"):
+        said.append(f"first result after {words.duration(run['first_seconds'])}")
+    return said
 
 
 def _steps(session: Session, runs: list[Document]) -> None:

@@ -115,9 +115,9 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     left of it goes to the sites.
 
     "as it is" means the baselines: as loaded (eager), with PyTorch's fused attention (sdpa),
-    compiled, and as a CUDA graph (a training step: not as a graph). `control` is eager once more,
-    to see what this machine can tell apart. Several sizes, batches, dtypes or precisions make a
-    sweep, which --resume continues.
+    compiled, and as CUDA graphs (elsa.graphed). `control` is eager once more, to see what this
+    machine can tell apart. The last line names the fastest way and how to use it. Several sizes,
+    batches, dtypes or precisions make a sweep, which --resume continues.
     """
     from elsa_cli import profile_view, sequence_parallel
 

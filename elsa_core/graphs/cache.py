@@ -17,7 +17,7 @@ from elsa_core.graphs.given import Given, RefusedError
 from elsa_core.graphs.guards import why_not
 from elsa_core.graphs.inference import Inference
 from elsa_core.graphs.reads import saved_tensor_hooks
-from elsa_core.graphs.training import Training
+from elsa_core.graphs.training import GradientMemory, Training
 
 _LOG = logging.getLogger("elsa")
 _FEW_REPLAYS: Final = 4
@@ -28,6 +28,10 @@ _LOCK = threading.RLock()
 _PENDING: Final = (
     "another forward comes before the backward of the last one, and both need the same memory "
     "(where no gradient is wanted, call it under torch.no_grad() or torch.inference_mode())"
+)
+_KEPT: Final = (
+    "gradients that an earlier backward gave are still held, outside of the parameters' grad: "
+    "clone what is to be kept"
 )
 
 
@@ -50,10 +54,11 @@ class Graphs:
         self._entries: OrderedDict[Hashable, Inference | Training] = OrderedDict()
         self._refused: dict[Hashable, str] = {}
         self._lost: Counter[Hashable] = Counter()  # graphs dropped after few replays
-        self._warned: set[str] = set()
+        self._warned: dict[str, None] = {}  # reasons, in order
         self._device: torch.device | None = None  # of all entries
         self._pool: Any = None
         self._ticket: Any = None  # of the last forward of any entry
+        self._gradients: list[GradientMemory] = []  # of the pool, of dropped entries too
 
     def __reduce__(self) -> Any:
         return Graphs, (self._most, self._copy_outputs, self._kind)
@@ -70,6 +75,10 @@ class Graphs:
         """The graphs, the one used last at the end."""
         return tuple(self._entries.values())
 
+    def reasons(self) -> tuple[str, ...]:
+        """Why calls were the model's own, each reason once."""
+        return tuple(self._warned)
+
     def clear(self) -> None:
         """Drop everything."""
         with _LOCK:
@@ -84,7 +93,7 @@ class Graphs:
         except RefusedError as refusal:
             reason = str(refusal)
         if reason not in self._warned and len(self._warned) < _MOST_KNOWN:
-            self._warned.add(reason)
+            self._warned[reason] = None
             _LOG.warning("graphed: such calls run without a CUDA graph: %s", reason)
         return model(*args, **kwargs)
 
@@ -97,11 +106,13 @@ class Graphs:
         if torch.nn.modules.module._has_any_global_hook():
             raise RefusedError("hooks of all modules are set, and a replay calls none")
         if self._kind.backward:
-            self._check_training()
-        key = (model.training, given.key(device))
+            self._check_autograd()
+        key = (id(model), model.training, given.key(device))  # a graph keeps its model alive
         with _LOCK:
             if key in self._refused:
                 raise RefusedError(self._refused[key])
+            if self._gradients or self._ticket is not None:
+                self._check_pool()
             entry = self._entries.get(key)
             if entry is not None:
                 same, result = False, None
@@ -121,15 +132,28 @@ class Graphs:
             self._ticket = entry.ticket
         return result
 
-    def _check_training(self) -> None:
-        """Raises RefusedError: how autograd is set, or a forward that waits for its backward."""
+    def _check_autograd(self) -> None:
+        """Raises RefusedError: how autograd is set."""
         if torch.is_anomaly_enabled():
             raise RefusedError("autograd looks for anomalies")
         if saved_tensor_hooks() is not None:
             raise RefusedError("hooks for saved tensors are set, and no graph calls them")
+
+    def _check_pool(self) -> None:
+        """Let no replay write over what is still wanted.
+
+        Raises:
+            RefusedError: a forward waits for its backward, or somebody holds gradients.
+        """
         ticket = None if self._ticket is None else self._ticket()
         if ticket is not None and not ticket.done:
             raise RefusedError(_PENDING)
+        free = [each.is_free() or each.free() for each in self._gradients]
+        if not all(free):
+            raise RefusedError(_KEPT)
+        live = {id(each.memory) for each in self._entries.values() if isinstance(each, Training)}
+        if len(live) < len(self._gradients):
+            self._gradients = [each for each in self._gradients if id(each) in live]
 
     def _captured(
         self, key: Hashable, model: nn.Module, given: Given, device: torch.device
@@ -144,6 +168,7 @@ class Graphs:
             self._lose(next(iter(self._entries)))
         if not self._entries:
             self._pool, self._device = capture.BACKEND.pool(device), device
+            self._gradients = []
         try:
             if self._lost[key] >= _MOST_LOST:
                 raise RefusedError(
@@ -158,6 +183,8 @@ class Graphs:
             self._refused[key] = str(refusal)
             raise
         self._entries[key] = entry
+        if isinstance(entry, Training):
+            self._gradients.append(entry.memory)
         return entry
 
     def _lose(self, key: Hashable) -> None:

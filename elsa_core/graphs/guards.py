@@ -10,7 +10,7 @@ deque: fields of other objects, class attributes and globals that are no tensors
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Final
@@ -72,6 +72,7 @@ class Guards:
         self.tensors = [v for v in self._values if isinstance(v, Tensor) and is_plain(v)]
         self._addresses = [*map(Tensor.data_ptr, self.tensors)]
         self._layouts = self._layout()
+        self._fast = _tensor_guards(self.tensors)
         self.frozen = FrozenState(self._modules)
 
     def _add(self, values: Iterable[Any], seen: set[int]) -> None:
@@ -115,7 +116,7 @@ class Guards:
                 and [*map(len, self._filled)] == self._counts
                 and [*map(type, self._modules)] == self._types
                 and self._same_values()
-                and self._layout() == self._layouts
+                and (self._fast(*self.tensors) or self._layout() == self._layouts)
                 and self.frozen.holds()
             )
         except (KeyError, RuntimeError):  # another thread changes a deque just now
@@ -126,14 +127,30 @@ class Guards:
         return self.alive() and self.hold()
 
     def _same_values(self) -> bool:
-        now = [*self._now()]
-        if all(map(is_, now, self._values)):
+        if all(map(is_, self._now(), self._values)):
             return True
+        now = [*self._now()]
         # Another number or text that is equal is no change: a forward may set such in every call.
         if not all(a is b or _equal(a, b) for a, b in zip(now, self._values, strict=True)):
             return False
         self._values = now
         return True
+
+
+def _tensor_guards(tensors: list[Tensor]) -> Callable[..., bool]:
+    """Compares types, dtypes, sizes and strides at once, a quarter of the time that Python takes.
+
+    It knows modes too, and may say no where nothing has changed.
+    """
+    sizes, strides = ([list(ask(t)) for t in tensors] for ask in (Tensor.size, Tensor.stride))
+    try:
+        kind: Any = torch._C._dynamo.guards.TensorGuards
+        guards = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        guards.check(*tensors)
+    except Exception:  # no part of PyTorch that stays as it is
+        return lambda *_: False
+    check: Callable[..., bool] = guards.check
+    return check
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -108,7 +109,8 @@ class GraphedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own result for its own arguments."""
-        if calls.traced() or capture.BACKEND.is_capturing():
+        replica = "_is_replica" in self.__dict__  # of DataParallel, which shares this one's graphs
+        if replica or calls.traced() or capture.BACKEND.is_capturing():
             return self.model(*args, **kwargs)
         if torch.is_grad_enabled() and _wants_gradients(self.model, args, kwargs):
             return self._steps.call(self.model, args, kwargs)
@@ -125,6 +127,15 @@ class GraphedModel(nn.Module):
     def captures(self) -> int:
         """How many calls have graphs now, of inference and of training."""
         return len(self._graphs) + len(self._steps)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why calls were the model's own, each reason once."""
+        return (*self._graphs.reasons(), *self._steps.reasons())
+
+    def replays(self) -> tuple[Callable[[], object], ...]:
+        """The replays of the graphs of inference, without copies of arguments and results."""
+        return tuple(entry.replay for entry in self._graphs.entries())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own."""

@@ -1,9 +1,10 @@
 """A call whose gradients are wanted as two CUDA graphs: its forward and its backward.
 
 Autograd sees one function of the arguments and the parameters. The backward's graph writes the
-gradients into memory of its own, which `AccumulateGrad` makes a parameter's `grad` where there is
-none yet. So before the next backward writes there, a `grad` that still lies there moves out (it is
-accumulated to), and where somebody else holds such a gradient the call is the model's own.
+gradients into the graphs' pool, where `AccumulateGrad` makes them a parameter's `grad` if there is
+none yet. Other graphs of the pool use that memory too, this one's forward among them. So before any
+of them is replayed, a `grad` that still lies there moves out (it is accumulated to), and where
+somebody else holds such a gradient the call is the model's own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +29,6 @@ from elsa_core.messages import first_line
 
 _WANTS = attrgetter("requires_grad")
 _VERSION = attrgetter("_version")
-_KEPT: Final = (
-    "gradients that an earlier backward gave are still held, outside of the parameters' grad: "
-    "clone what is to be kept"
-)
 
 
 class Ticket:
@@ -43,10 +40,41 @@ class Ticket:
         self.done, self.versions = False, versions
 
 
+class GradientMemory:
+    """The memory that a backward's graph writes the gradients of parameters to."""
+
+    def __init__(self, rows: list[tuple[nn.Parameter, Tensor]]) -> None:
+        self._params = [param for param, _ in rows]
+        self._grads = [grad for _, grad in rows]  # keeps the memory
+        self._addresses = [grad.data_ptr() for grad in self._grads]
+        self._storages = [storage_of(grad) for grad in self._grads]
+        self._counts = self._count()
+
+    def _count(self) -> list[int]:
+        return [*map(torch._C._storage_Use_Count, self._storages)]
+
+    def is_free(self) -> bool:
+        """Whether nobody holds a gradient that lies there."""
+        return self._count() == self._counts
+
+    def free(self) -> bool:
+        """Give each `grad` that lies there memory of its own; whether nobody holds one now."""
+        rows = zip(self._params, self._addresses, strict=True)
+        held: list[Tensor] = [param.grad for param, at in rows if _lies_at(param, at)]  # type: ignore[misc]
+        if held:
+            fresh = [torch.empty_like(each) for each in held]
+            torch._foreach_copy_(fresh, held)
+            for old, new in zip(held, fresh, strict=True):
+                old.data = new
+        del held
+        return self.is_free()
+
+
 class Training:
     """A captured call and its backward.
 
     Attributes:
+        memory: of the gradients of parameters.
         ticket: of the last forward; set by `run`.
     """
 
@@ -66,7 +94,8 @@ class Training:
         self._grads: list[Tensor | None] = []  # of the leaves, then of the parameters
         with _as_it_was(model, device):
             self._capture(model, given, pool)
-        self._grad_memory()
+        pairs = zip(self._params, self._grads[len(self._leaves) :], strict=True)
+        self.memory = GradientMemory([(p, g) for p, g in pairs if g is not None and g.numel()])
 
     def _capture(self, model: nn.Module, given: Given, pool: Any) -> None:
         device, run = self._device, _Run(self, model, given)
@@ -111,15 +140,6 @@ class Training:
         self._grads = list(run.grads)
         run.clear()
 
-    def _grad_memory(self) -> None:
-        """What tells later whether somebody holds a gradient of a parameter."""
-        count = len(self._leaves)
-        pairs = zip(self._params, self._grads[count:], strict=True)
-        self._owned = [(p, g) for p, g in pairs if g is not None and g.numel()]
-        self._storages = [storage_of(g) for _, g in self._owned]
-        self._addresses = [g.data_ptr() for _, g in self._owned]
-        self._counts = [*map(torch._C._storage_Use_Count, self._storages)]
-
     def holds(self) -> bool:
         """Whether the model is what it was."""
         return self.guards.all_hold() and [*map(_WANTS, self._everything)] == self._wanted
@@ -129,9 +149,7 @@ class Training:
         return (True, self.run(given, copy_outputs)) if self.holds() else (False, None)
 
     def run(self, given: Given, copy_outputs: bool) -> Any:
-        """The results for other arguments of the same kind; raises RefusedError."""
-        if self._held_elsewhere():
-            raise RefusedError(_KEPT)
+        """The results for other arguments of the same kind."""
         self.replays += 1
         ticket = Ticket([*map(_VERSION, self._saved)])
         self.ticket = weakref.ref(ticket)
@@ -167,7 +185,6 @@ class Training:
                 "graphed: a parameter that the backward reads was modified in place after the "
                 "forward, by an optimizer's step say"
             )
-        self._move_out()
         capture.BACKEND.order(self._device)
         learnt = [slope for slope, ok in zip(slopes, self._learns, strict=True) if ok]
         for target, slope in zip(self._slopes, learnt, strict=True):
@@ -180,26 +197,6 @@ class Training:
         of_arguments = [g if (g := own.pop(each, None)) is None else g.clone()
                         for each in self._targets]  # fmt: skip
         return of_arguments + [None if g is None else g.detach() for g in self._grads[count:]]
-
-    def _held_elsewhere(self) -> bool:
-        """Whether the memory of a gradient is held by other tensors than its parameter's `grad`."""
-        now = [*map(torch._C._storage_Use_Count, self._storages)]
-        if now == self._counts:
-            return False
-        rows = zip(now, self._counts, self._owned, self._addresses, strict=True)
-        return any(count - kept - _lies_at(p, at) > 0 for count, kept, (p, _), at in rows)
-
-    def _move_out(self) -> None:
-        """Give each `grad` that lies in the graph's memory memory of its own."""
-        if self._held_elsewhere():
-            raise RuntimeError(f"graphed: {_KEPT}")
-        pairs = zip(self._owned, self._addresses, strict=True)
-        held: list[Tensor] = [p.grad for (p, _), at in pairs if _lies_at(p, at)]  # type: ignore[misc]
-        if held:
-            fresh = [torch.empty_like(each) for each in held]
-            torch._foreach_copy_(fresh, held)
-            for old, new in zip(held, fresh, strict=True):
-                old.data = new
 
 
 def _lies_at(parameter: nn.Parameter, address: int) -> bool:

@@ -51,6 +51,7 @@ class Run:
         bound: "host" where launching takes longer than computing, "device", or "".
         joules: energy of a call (CUDA with NVML).
         error: relative Euclidean error of this very call's output against float64.
+        first_seconds: to the first result, compiling and capturing included.
         ratio: "eager"'s time over this one's; None for "eager".
         ratio_to_best: the fastest baseline's time over this one's (patched only).
     """
@@ -69,6 +70,7 @@ class Run:
     bound: str
     joules: float | None
     error: float | None
+    first_seconds: float | None
     ratio: Ratio | None
     ratio_to_best: Ratio | None
 
@@ -259,7 +261,8 @@ def timed(
         return rounds.take_samples(
             contenders, first.device,
             replace(settings, budget_seconds=share * settings.budget_seconds), clocks,
-            progress=lambda done, total: tell("rounds", done, total), first=built.first_seconds,
+            progress=lambda done, total: tell("rounds", done, total),
+            first=built.first_seconds if first.device.type == "cpu" else {},
         )  # fmt: skip
 
     samples = sampled(built.contenders, 1.0 if exchanged is None else 0.5)
@@ -343,7 +346,8 @@ def _runs(
         if device.type == "cuda":
             host = digits(statistics.median(judge.hosts[name]))
             if costs and not ready.trains:
-                busy = rounds.busy_seconds(contender, is_graph=name.endswith(variants.GRAPH))
+                replay = replace(contender, call=built.replays.get(name, contender.call))
+                busy = rounds.busy_seconds(replay, is_graph=name.endswith(variants.GRAPH))
             if counter is not None:
                 joules = _joules(counter, contender)
         runs.append(
@@ -362,6 +366,7 @@ def _runs(
                 bound=rounds.bound_by(time, host, busy),
                 joules=joules,
                 error=known.errors.get(name),
+                first_seconds=digits(built.first_seconds[name]),
                 ratio=None if name == "eager" else judge.ratio("eager", name),
                 ratio_to_best=judge.ratio(fastest, name) if is_ours else None,
             )

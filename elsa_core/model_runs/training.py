@@ -1,7 +1,7 @@
 """A model's training step in several ways in the same rounds: forward, backward and optimizer.
 
-The ways are those of `elsa_core.model_runs.variants` without CUDA graphs. They share one copy of
-the model's weights and one AdamW, so that they differ in what computes alone.
+The ways are those of `elsa_core.model_runs.variants` without graphs of compiled models. They share
+one copy of the model's weights and one AdamW, so that they differ in what computes alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from elsa_core.proof import Comparison, floating_outputs, map_floating
 PARTS: Final = ("forward", "backward", "optimizer")
 AUTOCAST: Final = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtypes of a step, weights float32: the dtype of autocast, None without it."""
-DEFAULTS: Final = {"cpu": ("eager",), "cuda": ("eager", "compile")}
+DEFAULTS: Final = {"cpu": ("eager",), "cuda": ("eager", "eager+graph", "compile")}
+_GRAPHS: Final = ("eager+graph", "sdpa+graph")  # forward and backward, by `elsa.graphed`
 _RATE: Final = 1e-6  # small: the weights stay what they are, and the optimizer's work is the same
 _FACTOR: Final = 2.0  # times the original's error, which a gradient may have
 
@@ -137,18 +138,22 @@ def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]
     """The baselines of a training step, "eager" always first.
 
     Args:
-        names: of `variants.BASELINES` without CUDA graphs; None for the device's `DEFAULTS`, "all"
-            for every one.
+        names: of `variants.BASELINES` without graphs of compiled models; None for the device's
+            `DEFAULTS`, "all" for every one.
         device: where the model trains.
 
     Raises:
-        ArgumentError: an unknown name, a CUDA graph, or a device whose calls cannot be timed.
+        ArgumentError: an unknown name, a graph of a compiled model, or a device whose calls cannot
+            be timed.
+        UnavailableError: a CUDA graph without a GPU.
     """
+    graphs = _GRAPHS if device.type == "cuda" else ()
+    fit = [n for n in variants.BASELINES if not n.endswith(variants.GRAPH) or n in graphs]
     if names is not None and "all" in names:
-        names = [name for name in variants.BASELINES if not name.endswith(variants.GRAPH)]
+        names = fit
     for name in names or ():
-        if name in variants.BASELINES and name.endswith(variants.GRAPH):
-            raise ArgumentError(f"baselines: {name} is for inference: a step is not captured here")
+        if name == "compile+graph":
+            raise ArgumentError(f"baselines: {name} is for inference: no step of it is captured")
     return variants.chosen(names or DEFAULTS.get(device.type), device)
 
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
 from elsa_core.graphs import capture
-from elsa_core.measuring import timing
+from elsa_core.graphs.model import GraphedModel
+from elsa_core.graphs.model import graphed as elsa_graphed
 from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line
@@ -29,10 +31,27 @@ BASELINES: Final = {
     CONTROL: "the same once more: shows which differences this machine can tell",
     "sdpa": "with PyTorch's fused attention forced wherever the model has a switch for it",
     "compile": "torch.compile of the model as it was loaded",
-    "eager+graph": "eager, replayed as a CUDA graph",
-    "sdpa+graph": "sdpa, replayed as a CUDA graph",
+    "eager+graph": "eager, through elsa.graphed",
+    "sdpa+graph": "sdpa, through elsa.graphed",
     "compile+graph": "compile, replayed as a CUDA graph",
 }
+_PATCH: Final = "elsa.patch(model)"
+
+
+def how_to(name: str) -> str:
+    """What a user writes to run a model in the way `name`."""
+    base = name.removesuffix(GRAPH)
+    steps = [_PATCH] if base.startswith("patched") else []
+    if base.endswith("compile"):
+        mode = ', mode="reduce-overhead"' if name.endswith(GRAPH) else ""
+        steps.append(f"model = torch.compile(model{mode})")
+    elif name.endswith(GRAPH):
+        steps.append("model = elsa.graphed(model)")
+    if base == "sdpa":
+        steps.insert(0, "turn the model's switch for fused attention on")
+    return "; ".join(steps) or "the model as it is"
+
+
 DEFAULTS: Final = {
     "cpu": ("eager",),
     "cuda": ("eager", "sdpa", "compile", "eager+graph", "compile+graph"),
@@ -100,14 +119,16 @@ def ours(baselines: Sequence[str]) -> tuple[str, ...]:
 class Built:
     """The contenders in order, why others were left out, and what building them has shown.
 
-    `graph_bytes` is the memory of each CUDA graph, `first_seconds` the time of each first call on a
-    CPU.
+    `graph_bytes` is the memory of each CUDA graph, `first_seconds` what each took to its first
+    result, compiling and capturing included, `replays` what replays a graph of `elsa.graphed`
+    without copying arguments and results.
     """
 
     contenders: tuple[Contender, ...]
     left_out: dict[str, str]
     graph_bytes: dict[str, int]
     first_seconds: dict[str, float]
+    replays: dict[str, Callable[[], object]]
 
 
 def build(
@@ -136,18 +157,27 @@ def build(
     left_out: dict[str, str] = {}
     graph_bytes: dict[str, int] = {}
     first_seconds: dict[str, float] = {}
+    replays: dict[str, Callable[[], object]] = {}
     eager_parts: dict[str, Callable[[], object]] = {}
     calling = calling or (lambda module: lambda: module(*inputs))
     for i, name in enumerate(names):
         if progress is not None:
             progress(name, i, len(names))
+        start = time.perf_counter()
         try:
-            call = _part(name.removesuffix(GRAPH), model, patched, calling, eager_parts)
-            if name.endswith(GRAPH):
-                call, graph_bytes[name] = graphed(call)
+            if name.endswith(GRAPH) and "compile" not in name:
+                module = _module(name.removesuffix(GRAPH), model, patched)
+                held = elsa_graphed(cast("nn.Module", module))
+                call = calling(held)
+                graph_bytes[name] = _first(call, held)
+                replays.update(zip((name,), held.replays(), strict=False))
+            else:
+                call = _part(name.removesuffix(GRAPH), model, patched, calling, eager_parts)
+                if name.endswith(GRAPH):
+                    call, graph_bytes[name] = graphed(call)
+                with torch.inference_mode():
+                    call()
             contender = Contender(name, call)
-            with torch.inference_mode():
-                taken = timing.timed(call, 1)
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # an asynchronous failure must show here
         except _NotDifferentError as reason:
@@ -159,9 +189,30 @@ def build(
             left_out[name] = first_line(error)
         else:
             found.append(contender)
-            if not torch.cuda.is_initialized():
-                first_seconds[name] = taken
-    return Built(tuple(found), left_out, graph_bytes, first_seconds)
+            first_seconds[name] = time.perf_counter() - start
+    return Built(tuple(found), left_out, graph_bytes, first_seconds, replays)
+
+
+def _first(call: Callable[[], object], held: GraphedModel) -> int:
+    """Make the first call of a graphed model; the memory that its graphs hold.
+
+    Raises:
+        RuntimeError: no graph holds the call.
+    """
+    before = _reserved()
+    with torch.inference_mode():
+        call()
+    if not held.captures:
+        raise RuntimeError(held.reasons[-1] if held.reasons else "no graph was captured")
+    return max(0, _reserved() - before)
+
+
+def _reserved() -> int:
+    if not torch.cuda.is_initialized():
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
 
 def _explained(name: str, error: Exception) -> Exception:
@@ -225,8 +276,8 @@ def with_sdpa(model: nn.Module) -> nn.Module:
 
 
 def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
-    """The replay of a call, which returns its output, and the memory that its graph holds at its
-    peak."""
+    """The replay of a call, compiled say, which returns its output, and the memory that its graph
+    holds at its peak."""
     before = 0
 
     def ready() -> None:  # the libraries' workspaces exist from here on and are not counted

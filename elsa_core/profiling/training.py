@@ -42,8 +42,9 @@ def profile_training(
         model: in float32, with attention sites that can be patched.
         inputs: a tensor [B, C, H, W], or a tuple of the model's arguments, on its device.
         dtype: "fp32", or "fp16" or "bf16" for autocast (fp16 with a scaled loss).
-        baselines: "eager", "control", "sdpa", "compile" or "all"; default: "eager" on a CPU, with
-            "compile" on CUDA. "compile" is also measured patched.
+        baselines: "eager", "control", "sdpa", "compile", "eager+graph", "sdpa+graph" or "all";
+            default: "eager" on a CPU, with "eager+graph" and "compile" on CUDA. These two are also
+            measured patched.
         precision, backend, include, exclude, scope: as for `elsa_core.patch`.
         rounds: samples of each at least; more until the intervals decide.
         budget_seconds: of warming up and rounds; under it there are fewer, but never under 3.

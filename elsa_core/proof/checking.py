@@ -161,9 +161,7 @@ def _slopes(run: CheckRun, case: str, batch: Given) -> tuple[GradientCheck, ...]
     graph = run.by_path.get(run_paths.GRAPH)
     if graph is not None and run.trains(run_paths.GRAPH, batch):
         name = f"{gradients.MODEL} by {run_paths.GRAPH}"
-        model.append(
-            gradients.of_model(case, run.judgement(), graph, batch, run.dtype, name)
-        )
+        model.append(gradients.of_model(case, run.judgement(), graph, batch, run.dtype, name))
     run.tick("gradients", 1)
     return (*run.site_run.gradient_checks(), *model)
 

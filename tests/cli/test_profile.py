@@ -65,8 +65,9 @@ def test_a_profile_for_people(elsa: Elsa) -> None:
     assert any(line.startswith("2 more sites") for line in lines)
     assert any(line.startswith("rest of the model") for line in lines)
     assert any(line.startswith("12 of 12 sites patched · ") for line in lines)
-    assert lines[-1].startswith("Next: elsa profile vit_tiny --img 32")
-    drawn = [line for line in lines if not line.startswith(("12 of", "Next"))]
+    assert lines[-2].startswith("Next: elsa profile vit_tiny --img 32")
+    assert lines[-1].startswith("Fastest: ")
+    drawn = [line for line in lines if not line.startswith(("12 of", "Next", "Fastest"))]
     assert max(map(len, drawn)) <= 80
 
 
@@ -294,7 +295,7 @@ def test_few_rounds_are_shown_without_an_interval(elsa: Elsa) -> None:
 def test_the_next_step_goes_on_with_what_was_written(elsa: Elsa, words: tuple[str, ...]) -> None:
     """`-o p.json` again would be refused: it exists now."""
     line = ("profile", SMALL, *FAST, "--img", "32", "--no-sites")
-    last = elsa(*line, *words).out.splitlines()[-1]
+    last = elsa(*line, *words).out.splitlines()[-2]
     assert last.startswith("Next: elsa profile ") and "p.json --html report.html" in last
     before = json.loads(Path("p.json").read_text())["results"]["points"]
     assert elsa(*shlex.split(last)[2:]).code == 0

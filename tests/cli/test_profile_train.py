@@ -68,7 +68,7 @@ def test_a_step_for_people(elsa: Elsa) -> None:
         (["--sites"], "--sites is about sites"),
         (["--policy", "faster"], "--policy is about sites"),
         (["--no-errors"], "--no-errors is about sites"),
-        (["--baselines", "eager+graph"], "eager+graph is for inference"),
+        (["--baselines", "compile+graph"], "compile+graph is for inference"),
     ],
 )
 def test_what_a_step_does_not_have(elsa: Elsa, options: list[str], words: str) -> None:

@@ -537,6 +537,15 @@ def test_it_is_a_module_like_the_model(tape: Tape, net: Net) -> None:
     assert tape.captures == 2
 
 
+def test_another_model_in_its_place(tape: Tape, net: Net) -> None:
+    held, x = elsa.graphed(net), inputs()
+    agree(held, net, x)
+    with torch.inference_mode(False):
+        held.model = Net().eval()
+    agree(held, held.model, x)
+    assert tape.captures == 2
+
+
 def test_copies_and_pickles_hold_no_graphs(tape: Tape) -> None:
     with torch.inference_mode(False):
         net = nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval()

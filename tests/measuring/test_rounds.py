@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from graphs.tape import Tape
 from torch import nn
 
+from elsa_core.graphs import capture
 from elsa_core.measuring import rounds, timing
 from elsa_core.measuring.intervals import Ratio, middle_means, paired_times, ratio
 from elsa_core.measuring.rounds import Settings
@@ -152,39 +154,33 @@ def test_sites_of_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> 
     assert clock.read() == {"0": 0.0, "1": 0.0}
 
 
-def test_a_graph_replays_the_run_that_it_is_named_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`x+graph` captures the very call that `x` makes, and keeps what its pool took."""
-    allocated = iter([100, 400])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(allocated))
-    captured: list[Any] = []
-
-    def capture(call: Any, ready: Any) -> Any:
-        call()
-        ready()
-        return lambda: captured.append(call)
-
-    monkeypatch.setattr(variants.capture, "captured", capture)
-    plain, patched = nn.Identity(), nn.Identity()
-    names = ("eager", "eager+graph", "patched")
-    built = variants.build(plain, patched, (torch.zeros(1),), names)
+def test_a_graph_is_what_graphed_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    tape = Tape()
+    monkeypatch.setattr(capture, "BACKEND", tape)
+    plain, patched = nn.ReLU().eval(), nn.ReLU().eval()
+    names = ("eager", "eager+graph", "patched", "patched+graph")
+    built = variants.build(plain, patched, (torch.randn(3),), names)
     assert [contender.name for contender in built.contenders] == list(names)
-    captured.clear()
-    assert torch.equal(built.contenders[1].call(), built.contenders[0].call())
-    assert len(captured) == 1  # a replay, whose output is that of the call
-    assert built.graph_bytes == {"eager+graph": 300}
-    assert built.left_out == {}
+    assert set(built.replays) == set(built.graph_bytes) == {"eager+graph", "patched+graph"}
+    assert set(built.first_seconds) == set(names) and not built.left_out
+    assert tape.captures == tape.replays == 2
+    with torch.inference_mode():
+        outputs = [contender.output() for contender in built.contenders]
+    assert all(torch.equal(each, outputs[0]) for each in outputs)
+    assert tape.replays == 4
 
 
-def test_a_graph_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(call: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+def test_a_graph_that_cannot_be_captured_is_left_out() -> None:
+    built = variants.build(nn.Identity().eval(), nn.Identity(), (torch.ones(1),), ("eager+graph",))
+    assert "CUDA graphs need an NVIDIA GPU" in built.left_out["eager+graph"]
 
-    monkeypatch.setattr(variants, "graphed", refuse)
-    built = variants.build(nn.Identity(), nn.Identity(), (), ("patched+graph",))
-    assert built.left_out == {"patched+graph": "operation not permitted when stream is capturing"}
+
+def test_how_to_use_each_way() -> None:
+    names = (*variants.BASELINES, *variants.ours(tuple(variants.BASELINES)))
+    said = {name: variants.how_to(name) for name in names if name != variants.CONTROL}
+    assert len(set(said.values())) == len(said)
+    assert said["patched+graph"] == "elsa.patch(model); model = elsa.graphed(model)"
+    assert "reduce-overhead" in said["compile+graph"]
 
 
 class Clock:

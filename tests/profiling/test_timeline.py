@@ -209,7 +209,7 @@ def test_what_the_profiler_adds_is_told_and_taken_out() -> None:
 
 def test_what_no_graph_can_show_is_watched_by_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Contender("eager+graph", lambda: None)
-    built = variants.Built((call, Contender("patched+graph", lambda: None)), {}, {}, {})
+    built = variants.Built((call, Contender("patched+graph", lambda: None)), {}, {}, {}, {})
     monkeypatch.setattr(
         variants, "graphed", lambda _: (_ for _ in ()).throw(RuntimeError("no capture\nhere"))
     )
@@ -220,4 +220,4 @@ def test_what_no_graph_can_show_is_watched_by_hooks(monkeypatch: pytest.MonkeyPa
     lines, notes = locate._timelines(ready, (SITE,), graphs, 1.0, lambda *_: None)
     assert lines == {}
     assert notes == ("sites were timed eagerly: no capture",)
-    assert locate._graphs(variants.Built((call,), {}, {}, {})) == ()
+    assert locate._graphs(variants.Built((call,), {}, {}, {}, {})) == ()
