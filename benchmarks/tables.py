@@ -456,6 +456,31 @@ def convergence_table(rows: Sequence[Row]) -> str:
     return markdown(columns, made)
 
 
+def calls_table(rows: Sequence[Row], factor: float = 1e3, unit: str = "ms") -> str:
+    """The time of every contender of every case, and the errors that were measured."""
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    errors = any(row["error"] for row in rows)
+    made = []
+    for members in _cases(rows):
+        times = [
+            f"{round(float(members[n]['median']) * factor, 9):.3g}" if n in members else "-"
+            for n in names
+        ]
+        judged = [
+            f"{float(members[n]['error']):.1e}" if n in members and members[n]["error"] else "-"
+            for n in names
+        ]
+        case = next(iter(members.values()))["case"]
+        made.append([case, *times, *([" / ".join(judged)] if errors else [])])
+    columns = ["case", *(f">{name}, {unit}" for name in names)]
+    return markdown([*columns, *([f">error {' / '.join(names)}"] if errors else [])], made)
+
+
+def host_table(rows: Sequence[Row]) -> str:
+    """`calls_table` in microseconds."""
+    return calls_table(rows, 1e6, "us")
+
+
 def _cases(rows: Iterable[Row]) -> Iterable[dict[str, Row]]:
     """The rows of each case by contender."""
     found: dict[str, dict[str, Row]] = {}
@@ -485,6 +510,10 @@ STUDIES: Final[dict[tuple[str, str], Callable[[Sequence[Row]], str]]] = {
     ("distributed_2xh100", "calls"): distributed_table,
     ("long_context_h100", "calls"): long_table,
     ("convergence", "accuracy"): convergence_table,
+    ("host_h200", "calls"): host_table,
+    ("eager_h200", "calls"): calls_table,
+    ("portable_h200", "calls"): calls_table,
+    ("linear_forms_h200", "calls"): calls_table,
 }
 
 if __name__ == "__main__":
