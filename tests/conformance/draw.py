@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .backends import HAS, MODES, backends, serves, table
+from . import models
+from .backends import GRAPHS, HAS, MODES, backends, serves, table
 from .cases import LAYOUTS, MASKS, Case
 from .judge import judge
 
@@ -45,7 +47,66 @@ def _attention(r: Draw) -> dict[str, Any]:
     }  # fmt: skip
 
 
-DRAWS = {"attention": _attention}
+def _entmax(r: Draw) -> dict[str, Any]:
+    alphas = (1.25, 1.5, 1.5, 2.0, 3.0, "heads", "batch and heads")
+    found = _attention(r) | {"alpha": r.choice(alphas), "data": r.choice(("normal", "shifted"))}
+    return found | {"queries": min(found["queries"], 200), "keys": min(found["keys"], 300)}
+
+
+def _packed(r: Draw) -> dict[str, Any]:
+    dense = _attention(r)
+    lengths = [_length(r, 200) * (r.random() > 0.1) for _ in range(r.randint(1, 5))]
+    same = ("heads", "kv_heads", "dim", "value_dim", "dtype", "causal", "scale", "data")
+    layouts = [name for name in LAYOUTS if name not in ("packed", "expanded")]
+    return {name: dense[name] for name in same} | {
+        "lengths": lengths, "index": r.choice(("int32", "int64")), "layout": r.choice(layouts),
+        "key_lengths": None if r.random() < 0.6 else [_length(r, 200) for _ in lengths],
+        "longest": r.random() < 0.7,
+    }  # fmt: skip
+
+
+def _packed_entmax(r: Draw) -> dict[str, Any]:
+    return _packed(r) | {"alpha": r.choice((1.5, 2.0, "heads", "batch and heads"))}
+
+
+def _windows(r: Draw) -> dict[str, Any]:
+    axes = r.choice((2, 2, 2, 3))
+    window = [r.randint(1, 12 if axes == 2 else 4) for _ in range(axes)]
+    grid = r.random() < 0.15
+    return {
+        "batch": r.randint(1, 3), "window": window, "grid": grid, "heads": r.randint(1, 4),
+        "size": [w * r.randint(1, 3) if grid else r.randint(1, 3 * w) for w in window],
+        "shift": [0 if grid or r.random() < 0.4 else r.randrange(w) for w in window],
+        "dim": r.choice((8, 16, 24, 32, 32, 64, r.randint(1, 96))),
+        "dtype": r.choice(("float32", "float32", "float16", "bfloat16")),
+        "bias": r.choice((None, "dense", "table", "transposed")), "pad": r.random() < 0.5,
+        "cosine": r.random() < 0.3, "channels": r.choice(("qkv", "head")),
+        "mask_value": r.choice((-100.0, -100.0, -math.inf, 0.0)),
+        "terms": r.choice((None, None, "float32")),
+        "scale": r.choice((None, None, 0.0, -0.3)),
+        "layout": r.choice(("dense", "odd rows", "unaligned", "sliced", "guarded")),
+    }  # fmt: skip
+
+
+def _layers(r: Draw) -> dict[str, Any]:
+    activations = ("none", "none", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
+    return {
+        "batch": [r.randint(1, 3), _length(r)], "depth": 1 + _length(r), "width": 1 + _length(r),
+        "dtype": r.choice(("float32", "float32", "float16", "bfloat16")),
+        "bias": r.random() < 0.7, "activation": r.choice(activations),
+        "residual": r.random() < 0.4, "scale": r.random() < 0.3, "value": r.random() < 0.2,
+        "norm": r.choice((False, False, "plain", "affine")),
+        "layout": r.choice(("dense", "odd rows", "unaligned", "sliced", "channels first")),
+    }  # fmt: skip
+
+
+DRAWS = {
+    "attention": _attention, "window_attention": _windows, "linear": _layers,
+    "varlen_attention": _packed, "entmax_attention": _entmax,
+    "entmax_varlen_attention": _packed_entmax,
+    "sparsity": lambda r: _attention(r) | {"sparsity": "exact"},
+    "dropout": lambda r: _attention(r) | {"dropout": r.choice((0.1, 0.5, 0.9))},
+}  # fmt: skip
 
 
 def drawn(operator: str, r: Draw) -> Case:
@@ -66,6 +127,8 @@ def main() -> int:
     given = _arguments()
     torch.set_num_threads(1)
     failed = count = 0
+    if given.models:
+        return models.main(given.seconds, given.seed, given.device)
     if given.again:
         row = json.loads(given.again)
         case = Case(given.operator, "again", row["case"])
@@ -91,8 +154,9 @@ def main() -> int:
     while time.monotonic() < end:
         case, seed = drawn(given.operator or r.choice(list(HAS)), r), r.randrange(1 << 30)
         # gradients of saturated rows are what is left of sums that cancel
-        mode = r.choice(MODES if case.data in ("normal", "shifted") else MODES[::2])
-        for backend in backends(given.operator, given.device):
+        modes = (*MODES, *GRAPHS) if given.device == "cuda" else MODES
+        mode = r.choice(modes if case.data in ("normal", "shifted") else modes[::2])
+        for backend in backends(case.operator, given.device):
             if given.backend in (None, backend) and serves(backend, case, mode):
                 said = judge(case, backend, mode, given.device, seed)
                 count += 1
@@ -112,6 +176,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="the cases of the suite")
     parser.add_argument("--every", type=int, default=1, help="of the table, one in so many")
+    parser.add_argument("--models", action="store_true", help="patched models, disturbed")
     parser.add_argument("--again", help="a row that was printed")
     return parser.parse_args()
 

@@ -19,11 +19,6 @@ BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_tol
 RUNTIME = ("tests/backends/test_ort_library.py",)
 FAMILIES = "tests/patching/test_adapters_"
 SCOPE = "tests/patching/test_scope.py"
-FOLDS = "tests/patching/test_folds.py"
-WAITS = "tests/patching/test_host_bound.py"
-FLAT = "tests/patching/test_flat.py"
-HIERA = "tests/patching/test_flat_hiera.py"
-MVIT = "tests/patching/test_flat_mvitv2.py"
 
 
 @dataclass(frozen=True)
@@ -133,42 +128,32 @@ SUITES = (
     Suite("csrc/torch/*", (TRACE, *_native("attention", "sparsity", "dropout"))),
     Suite("csrc/onnxruntime/*", RUNTIME, 50),
     _adapter("timm_sharded_swin", "tests/distributed/test_swins.py"),
-    _adapter("timm_swin*", "swin", "tests/patching/test_stale.py", FOLDS, FLAT),
+    _adapter("timm_swin*", "swin", "tests/patching/test_stale.py"),
     _adapter("timm_windows", "windows"),
     _adapter("windows", "windows", "swin", "maxvit"),
     _adapter("torchvision_mlp", SCOPE),
-    _adapter("torchvision_blocks", FOLDS),
-    _adapter("timm_folded", FOLDS, HIERA, MVIT),
-    _adapter("residual", FOLDS, SCOPE, "tests/patching/test_norms_kept.py"),
-    _adapter("handing", FOLDS, SCOPE),
     _adapter("torchvision_maxvit", "maxvit", "tests/patching/test_stale.py"),
     _adapter("torchvision_*", "swin", "tests/patching/test_stale.py"),
     _adapter("timm_maxxvit", "maxvit", "tests/patching/test_stale.py"),
     _adapter("derived", "tests/patching/test_stale.py", "swin"),
     _adapter("torch_multihead", "multihead", SCOPE),
     _adapter("hf_transformers", "transformers", "siglip2"),
-    _adapter("redirect", "redirect", "timm", "watched", HIERA),
-    _adapter("timm_mvitv2", "eager", "timm", MVIT),
+    _adapter("redirect", "redirect", "timm", "watched"),
+    _adapter("timm_mvitv2", "eager", "timm"),
     _adapter("timm_naflex", "naflex"),
-    _adapter("flat", FLAT, WAITS),
-    _adapter("flat_hiera", HIERA),
-    _adapter("flat_mvitv2", MVIT),
-    _adapter("in_row", HIERA, MVIT),
-    _adapter("small", MVIT, "tests/patching/test_kept.py"),
-    _adapter("timm_mlp", SCOPE, WAITS, FLAT),
-    _adapter("timm_blocks", SCOPE, WAITS, FLAT),
-    _adapter("timm_attention", "timm", "watched", SCOPE, WAITS, FLAT),
+    _adapter("timm_mlp", SCOPE),
+    _adapter("timm_blocks", SCOPE),
+    _adapter("timm_attention", "timm", "watched", SCOPE),
     _adapter("timm_sharded", "tests/distributed/test_models.py"),
     _adapter("transformers_siglip2", "siglip2"),
     _adapter("transformers_packed", "packed"),
     _adapter("padding", "siglip2", "naflex"),
-    _adapter("torch_layers", SCOPE, WAITS),
+    _adapter("torch_layers", SCOPE),
     _adapter("halves", SCOPE),
     _adapter("timm_*", "timm", "eager", "redirect", "watched", SCOPE),
-    _adapter("common", "transformers", "timm", "eager", "watched", SCOPE, FOLDS, WAITS, FLAT),
+    _adapter("common", "transformers", "timm", "eager", "watched", SCOPE),
     _adapter("decomposed", "eager", "timm"),
-    _adapter("open_clip_towers", "eager", "multihead", FOLDS),
-    _adapter("asked", "timm", "multihead", "watched"),
+    _adapter("open_clip_towers", "eager", "multihead"),
     _triton(
         "attention/fma_fallback",
         "tests/backends/test_triton_hopper.py::test_flagged_blocks_are_folded_again",
