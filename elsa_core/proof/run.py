@@ -243,8 +243,8 @@ class CheckRun:
         Raises:
             ModelError: the path was asked for by name.
         """
-        with original(self.model):
-            run = paths.runner(path, self.model, None)
+        with original(self.whole):
+            run = paths.runner(path, self.whole, None)
         try:
             with torch.enable_grad():
                 finding(lambda: run(own(batch)))
