@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import os
 import subprocess
 import sys
@@ -25,7 +24,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 BAND = 2.5e-7
-INF = math.inf
 
 
 @pytest.fixture(autouse=True)
@@ -86,49 +84,6 @@ def test_long_rows(tokens: int, dim: int) -> None:
     v = torch.zeros_like(v)
     v[:, :, : tokens // 2] = 1.0
     assert (portable(q, k, v)[0].double() - 0.5).abs().max() <= theorem1_bound(tokens, 64)
-
-
-@pytest.mark.parametrize("dim", [64, 63, 72, 128, 256])
-@pytest.mark.parametrize("tokens", [1, 17, 197, 1025])
-def test_lengths_and_dims(tokens: int, dim: int) -> None:
-    check(make(2, 3, tokens, dim), make(2, 3, tokens, dim, seed=1), make(2, 3, tokens, dim, seed=2))
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(1, 333), (197, 1), (300, 65), (65, 2050)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_grouped_heads_causality_and_other_lengths(queries: int, keys: int, causal: bool) -> None:
-    q, k, v = make(2, 6, queries, 64), make(2, 2, keys, 64, seed=1), make(2, 2, keys, 20, seed=2)
-    check(q, k, v, None, causal)
-
-
-def test_masks() -> None:
-    q, k, v = (make(2, 3, 197, 64, seed=seed) for seed in range(3))
-    seen = torch.rand(2, 1, 197, 197, generator=torch.Generator().manual_seed(3)).cuda() < 0.5
-    seen[0, 0, 5], seen[1, 0, 130] = False, False
-    check(q, k, v, seen)
-    check(q, k, v, seen[:1, :, :1])
-    added = make(1, 3, 197, 197, seed=4).masked_fill(~seen[:1], -INF)
-    check(q, k, v, added)
-    check(q, k, v, added.transpose(2, 3))
-    check(q, k, v, added[..., :1])
-
-
-def test_strides_and_extreme_scores() -> None:
-    qkv = make(2, 131, 3, 4, 64)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    check(q, k, v)
-    check(q.transpose(2, 3).contiguous().transpose(2, 3), k, v)
-    check(q, k[:, :1].expand(-1, 4, -1, -1), v[..., 1:])
-    for scale in (30.0, -0.5, 0.0, 1e-30):
-        check(q, k, v, scale=scale)
-    check(1e3 * q, k, v)
-
-
-def test_without_keys_and_without_queries() -> None:
-    q, none = make(2, 3, 17, 64), make(2, 3, 0, 64)
-    out, lse = portable(q, none, none)
-    assert not out.any() and lse.isneginf().all()
-    assert portable(none, q, q)[0].shape == (2, 3, 0, 64)
 
 
 def test_gradients_and_operator() -> None:

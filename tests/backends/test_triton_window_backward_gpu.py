@@ -98,21 +98,6 @@ def agree(given, grad):
             assert error <= 2 * limit + band, f"{term}: {error:.2e} against {limit:.2e}"
 
 
-@pytest.mark.parametrize("dtype", list(BAND))
-@pytest.mark.parametrize("name", list(SHAPES))
-def test_gradients(name, dtype, request):
-    if name == "window 16, v2" and dtype == F32:
-        said = "the logit scale's gradient has 2.7 times the peer's error: off by default"
-        request.applymarker(pytest.mark.xfail(reason=said, strict=False))
-    agree(*make(name, dtype))
-
-
-@pytest.mark.parametrize("precision", ["ieee", "turbo", "lean"])
-@pytest.mark.parametrize("name", ["swin padded", "swin v2 padded", "window 12 padded"])
-def test_precisions(name, precision):
-    agree(*make(name, F32, precision))
-
-
 @pytest.mark.parametrize(
     "name", ["swin padded", "swin stage 3", "window 12 padded", "window 24, v2"]
 )
@@ -146,19 +131,6 @@ def test_long_windows_where_asked_for():
     assert "gradients: by triton" in words
     assert distance(found, expected[0][:, 0].double()) < 1e-6
     assert "gradients: by triton" not in trained()[0]
-
-
-def test_replays():
-    """A recorded call gives what an eager one does."""
-    from elsa_core.backends.triton.window.backward import window_attention_backward
-
-    given, grad = make("swin padded", F32)
-    expected = window_attention_backward(grad, *given, NEEDS)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = window_attention_backward(grad, *given, NEEDS)
-    graph.replay()
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -36,9 +36,33 @@ TWICE = ("attention", "window_attention", "linear", "dropout")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512", "neon")
 
 
-def serves(backend: str, case: Case, mode: str) -> bool:
+def _on_a_gpu(backend: str, case: Case, mode: str) -> bool:
+    """Whether the backend must serve the case on a GPU as far as that is not as on a CPU."""
+    operator, dtype, precision = case.operator, case.dtype, case.precision
+    if operator == "dropout" and (backend == "auto" or "graph" in mode):
+        return False  # PyTorch draws for itself; each replay draws anew
+    packed = operator in ("varlen_attention", "entmax_varlen_attention")
+    if "graph" in mode and packed and (backend == "eager" or dtype == "float64"):
+        return False  # it reads lengths
+    if "graph" in mode and (operator == "sparsity" or (packed and not case.longest)):
+        return False
+    if backend == "sdpa" and (precision != "strict" or ("graph" in mode and case.mask)):
+        return False
+    if backend != "triton":
+        return True
+    if operator in ("entmax_attention", "entmax_varlen_attention", "sparsity"):
+        widest = max(case.dim, case.value_dim or 0)
+        return precision != "turbo" and widest <= (64 if dtype == "float32" else 128)
+    return True
+
+
+def serves(backend: str, case: Case, mode: str, device: str = "cpu") -> bool:
     """Whether the backend must serve the case."""
     operator, dtype, precision = case.operator, case.dtype, case.precision
+    if device == "cuda" and not _on_a_gpu(backend, case, mode):
+        return False
+    if device == "cpu" and case.name.startswith("many"):  # grids of a GPU end at 65 535
+        return False
     if "lse" in mode and operator not in WITH_LSE:
         return False
     if operator == "entmax_attention" and backend == "eager" and "nan" in (case.mask or ""):
@@ -103,5 +127,5 @@ def table(operator: str, device: str) -> list[tuple[Case, str, str]]:
             *(m for i, m in enumerate(RARE) if (place + 6 * i) % one_in == 0),
         )
         for backend in backends(operator, device)
-        if serves(backend, case, mode)
+        if serves(backend, case, mode, device)
     ]

@@ -465,6 +465,7 @@ def _grids() -> dict[str, dict[str, Any]]:
         "cosine of small rows": swin | {"cosine": True, "data": "small"},
         "cosine of tiny rows": odd | {"cosine": True, "data": "tiny"},
         "cosine of zeros": odd | {"cosine": True, "data": "zeros"},
+        "many windows": {"batch": 1, "size": (260, 260), "window": (1, 1), "heads": 1, "dim": 4},
         "no image": {"batch": 0},
         "seven heads": {"heads": 7, "dim": 5}, "ieee": swin | {"precision": "ieee"},
         "lean": swin | {"precision": "lean"},
@@ -549,6 +550,7 @@ CASES: dict[str, list[Case]] = {
         "data huge": {"data": "huge", "scale": 1e-30},
         "scores of 1e30": {"data": "huge"},
         "long rows": {"queries": 9, "keys": 3000, "heads": 1},
+        "many heads": {"batch": (70_000,), "heads": 1, "queries": 2, "dim": 8},
         "causal before a short last block": {
             "batch": (1,), "heads": 1, "queries": 1100, "dim": 4, "causal": True},
     }),

@@ -157,7 +157,7 @@ def main() -> int:
         modes = (*MODES, *GRAPHS) if given.device == "cuda" else MODES
         mode = r.choice(modes if case.data in ("normal", "shifted") else modes[::2])
         for backend in backends(case.operator, given.device):
-            if given.backend in (None, backend) and serves(backend, case, mode):
+            if given.backend in (None, backend) and serves(backend, case, mode, given.device):
                 said = judge(case, backend, mode, given.device, seed)
                 count += 1
                 failed += bool(said)

@@ -75,6 +75,23 @@ def test_a_row_that_sees_nothing_is_zero_whatever_values_hold(operator: str, bac
         assert not out[:, :, 3].any() and (mask.any() or not out.any())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("operator", [name for name in HAS if name != "linear"])
+def test_repeats_are_equal_bit_by_bit(operator: str) -> None:
+    """Of results and gradients by Triton, while another stream is busy."""
+    rows = [row for row in table(operator, "cuda") if row[1:] == ("train", "triton")]
+    for case, mode, backend in rows[::9]:
+        call, along = build(case, "cuda"), references(case, mode, "cuda", 0)[2]
+        found = []
+        for _ in range(3):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.ones(1 << 24, device="cuda").cos_().sin_()
+            found.append(execute(case, mode, backend, call.arguments, call.wants, along))
+        for name, first in found[0].items():
+            assert all(torch.equal(first, other[name]) for other in found[1:]), (case.name, name)
+
+
 SLOPES = {
     "expanded": lambda t: t.new_ones(()).expand(t.shape),
     "transposed": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),

@@ -30,26 +30,30 @@ PROGRAM = "compute-sanitizer"
 TOOLS = ("memcheck", "initcheck")
 # Of the sanitizer where it found something; pytest's own end at 5.
 FOUND = 86
-EVERYTHING = tuple(
-    f"{BACKENDS}/test_{name}_gpu.py"
-    for name in (
-        "triton", "triton_backward", "triton_hopper", "triton_one_launch", "triton_stream",
-        "triton_varlen", "triton_window", "triton_window_backward", "triton_linear",
-        "triton_linear_forms", "triton_dropout", "triton_entmax", "triton_entmax_varlen",
-        "triton_sparse", "portable",
+CONFORMANCE = "tests/conformance/test_conformance.py"
+EVERYTHING = (
+    CONFORMANCE,
+    *(
+        f"{BACKENDS}/test_{name}_gpu.py"
+        for name in (
+            "triton", "triton_backward", "triton_hopper", "triton_one_launch", "triton_stream",
+            "triton_varlen", "triton_window", "triton_window_backward", "triton_linear",
+            "triton_linear_forms", "triton_dropout", "triton_entmax_varlen", "triton_sparse",
+            "portable",
+        )
+    ),
+)  # fmt: skip
+SHORT = tuple(
+    f"{CONFORMANCE}::test_results_are_exact[cuda-{row}-triton]"
+    for row in (
+        "attention-mask hidden row-infer", "attention-many heads-infer", "attention-causal-train",
+        "window_attention-layout odd rows-infer", "linear-layout odd rows-infer",
     )
 )  # fmt: skip
-SHORT = (
-    f"{BACKENDS}/test_triton_gpu.py::test_mask_with_causal",
-    f"{BACKENDS}/test_triton_gpu.py::test_many_heads",
-    f"{BACKENDS}/test_triton_backward_gpu.py::test_rows_of_nearly_one_weight",
-    f"{BACKENDS}/test_triton_window_gpu.py::test_strides",
-    f"{BACKENDS}/test_triton_linear_gpu.py::test_strides",
-)
 # Parts of names of tests that are not for a sanitizer.
 _LEFT_OUT = (
     "graph", "replays", "host_cost", "recompile", "2_to_31", "beyond_32_bits", "measured",
-    "model", "delays",
+    "model", "delays", "compiled",
 )  # fmt: skip
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?")
 
