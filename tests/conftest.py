@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +27,13 @@ ROOT = Path(__file__).parents[1]
 LACKING = {name for name in ("g++", "c++", "clang++") if shutil.which(name) is None}
 NO_COMPILER = len(LACKING) == 3 and "CXX" not in os.environ
 
+PLAIN = "ELSA_TESTS_PLAIN_FOLDER"  # of all workers, where the name of TMPDIR has a space
 
-def pytest_configure() -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
+    if " " in tempfile.gettempdir() and PLAIN not in os.environ:
+        os.environ[PLAIN] = folder = tempfile.mkdtemp(dir="/tmp")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     gc.disable()  # modules and tests stay: looking for garbage is a tenth of collecting them
     # The models here are small: threads that wait for one another cost more than they bring. Tests
     # of several threads ask for them.
@@ -93,9 +98,8 @@ def pytest_runtest_protocol(
     alone = item.get_closest_marker("alone") is not None
     with (folder.parent if side_by_side else folder).joinpath("processor.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        torch.set_grad_enabled(
-            True
-        )  # those that follow a test which leaves it off are not at fault
+        torch.set_grad_enabled(True)  # a test which leaves it off is at fault, not the next one
+        torch.manual_seed(0)  # numbers do not depend on the tests that ran before
         result = yield
         if not torch.is_grad_enabled():
             item.warn(pytest.PytestWarning(f"{item.nodeid} left gradients off"))
@@ -138,34 +142,29 @@ def with_torch() -> Iterator[Warm]:
 
 
 @pytest.fixture(scope="session")
-def inductor_place() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+def inductor_place() -> Callable[[], AbstractContextManager[None]]:
     """A context in which Inductor can compile C++: its commands quote no path, so a temporary
     folder whose name has a space is replaced. Tests skip where there is no compiler."""
-    with ExitStack() as stack:
-        folder = tempfile.gettempdir()
-        if " " in folder:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
 
-        @contextmanager
-        def place() -> Iterator[None]:
-            if NO_COMPILER:
-                pytest.skip("there is no C++ compiler")
-            if folder == tempfile.gettempdir():
-                yield
-                return
-            from torch._inductor import config
+    @contextmanager
+    def place() -> Iterator[None]:
+        if NO_COMPILER:
+            pytest.skip("there is no C++ compiler")
+        if PLAIN not in os.environ:
+            yield
+            return
+        from torch._inductor import codecache  # its headers lie where tempdir was at import
 
-            names = ("cpp_cache_precompile_headers", "aot_inductor.precompile_headers")
-            with (
-                pytest.MonkeyPatch.context() as patch,
-                config.patch(dict.fromkeys(names, False)),  # they lie where tempdir was at import
-            ):
-                patch.setattr(tempfile, "tempdir", folder)
-                patch.setenv("TMPDIR", folder)
-                patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-                yield
+        folder = os.environ[PLAIN]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(codecache, "_HEADER_DIR", f"{folder}/headers", raising=False)
+            patch.setattr(codecache, "_HEADER_LOCK_DIR", f"{folder}/locks", raising=False)
+            patch.setattr(tempfile, "tempdir", folder)
+            patch.setenv("TMPDIR", folder)
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+            yield
 
-        yield place
+    return place
 
 
 @pytest.fixture
