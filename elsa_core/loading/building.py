@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -43,6 +44,7 @@ class UninitialisedParameters(TorchFunctionMode):
     """Skips initialisers, which are most of the time of a build: for shapes, or before a fill.
 
     Parameters are left as allocated and meta tensors as they are; buffers elsewhere are computed.
+    Numbers of a meta tensor, which older releases of timm ask of drop path rates, are zeros.
     """
 
     SKIPPED = frozenset(
@@ -65,4 +67,6 @@ class UninitialisedParameters(TorchFunctionMode):
             tensor = args[0] if args else (kwargs or {}).get("tensor")
             if isinstance(tensor, nn.Parameter) or getattr(tensor, "is_meta", False):
                 return tensor
+        if func in (torch.Tensor.item, torch.Tensor.tolist) and args[0].is_meta:
+            return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu").tolist()
         return func(*args, **(kwargs or {}))

@@ -13,6 +13,7 @@ import elsa_core as elsa
 from elsa_cli import completion, known_models, names
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import libraries, meta_model
+from elsa_core.loading.building import UninitialisedParameters
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.library import Library, unknown
 from elsa_core.loading.loader import load_model
@@ -133,3 +134,10 @@ def test_the_command_line_has_the_same_libraries() -> None:
     """It names them again, because the records import torch."""
     assert tuple(names.LIBRARIES) == known_models.LIBRARIES == libraries.names()
     assert all(completion.known(library) for library in libraries.names())
+
+
+def test_drop_path_rates_are_read_back_on_the_meta_device() -> None:
+    """timm 1.0.20 does, and no model was built at another image size."""
+    with torch.device("meta"), UninitialisedParameters():
+        rates = torch.linspace(0, 0.1, 3)
+        assert rates.tolist() == [0.0] * 3 and rates[1].item() == 0.0

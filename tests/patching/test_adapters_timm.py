@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+from originals import of_original
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -193,6 +194,7 @@ def test_eva_attention_agrees(options: dict, dtype: torch.dtype) -> None:
     module = build(EvaAttention, **options)
     rope = RotaryEmbeddingCat(WIDTH // HEADS, in_pixels=False, feat_shape=ROPE_GRID).get_embed()
     x = torch.randn(2, TOKENS, WIDTH)
+    of_original(lambda: module(x, rope=rope))
     assert_same(module, dtype, x, rope=rope)
     visible = torch.rand(2, 1, TOKENS, TOKENS) > 0.3
     visible[..., 0] = True

@@ -5,12 +5,14 @@ Small images and few blocks: what differs between families is in one block.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import timm
 import torch
+from originals import of_original
 from sampling import thinned
 from torch import nn
 
@@ -84,9 +86,11 @@ def run(model: nn.Module, size: int, dtype: torch.dtype, batch: int = 2) -> Chec
 def test_adapted_family(name: str, kind: str) -> None:
     dtype = DTYPES[kind]
     model = create(name, ADAPTED[name], dtype)
+    size = ADAPTED[name]["img_size"]
+    wide = copy.deepcopy(model).double()
+    of_original(lambda: wide(torch.zeros(1, 3, size, size, dtype=torch.float64)))
     report = patch(model, strict=True)
     assert any(site.adapter != "sdpa-redirect" for site in report.patched)
-    size = ADAPTED[name]["img_size"]
     assert len(run(model, size, dtype).sites) == len(report.patched)
 
 

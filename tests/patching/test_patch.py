@@ -306,7 +306,7 @@ def test_a_backend_of_another_device_is_refused_before_anything_changes() -> Non
         patch(model, backend="triton")
     assert not patched_sites(model)
     with torch.device("meta"):
-        patch(timm.create_model("vit_tiny_patch16_224", depth=1), backend="triton")
+        patch(make("vit").to("meta"), backend="triton")
 
 
 def test_reports_print_as_tables() -> None:
