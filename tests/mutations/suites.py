@@ -14,7 +14,6 @@ CONFORMANCE = "tests/conformance/test_conformance.py"
 CONTRACT = "tests/conformance/test_contract.py"
 TRACE = "tests/bench/test_bench_trace.py"
 MATH = "tests/backends/test_native_math.py"
-MEMORY = "tests/backends/test_native_memory.py"
 BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_told_of_a_wrong_set"
 RUNTIME = ("tests/backends/test_ort_library.py",)
 FAMILIES = "tests/patching/test_adapters_"
@@ -38,11 +37,16 @@ class Suite:
     language: str = "c++"
 
 
-def _native(*operators: str) -> tuple[str, ...]:
-    """The CPU kernels' rows of these operators in the conformance suite, as words of pytest."""
+def _native(*operators: str, also: str = "") -> tuple[str, ...]:
+    """The CPU kernels' rows of these operators in the conformance suite, as words of pytest, after
+    the tests of a file."""
     rows = " or ".join(f"cpu-{name}-" for name in operators)
     wanted = f"({rows}) and -native and not compiled and not exported"
-    return CONFORMANCE, CONTRACT, "-k", f"({wanted}) or native_operators"
+    files, other = (CONFORMANCE, CONTRACT), "native_operators"
+    if also:
+        name = also.rpartition("::")[2].rpartition("/")[2].removesuffix(".py")
+        files, other = (also, *files), f"{other} or {name}"
+    return *files, "-k", f"({wanted}) or {other}"
 
 
 def _adapter(pattern: str, *tests: str) -> Suite:
@@ -121,11 +125,11 @@ SUITES = (
     Suite("csrc/elsa/philox.h", _native("dropout")),
     Suite("csrc/elsa/window*", _native("window_attention")),
     Suite("csrc/elsa/attention*", _native("attention", "sparsity", "dropout")),
-    Suite("csrc/elsa/simd.h", (MATH, *_native("attention", "window_attention"))),
+    Suite("csrc/elsa/simd.h", _native("attention", "window_attention", also=MATH)),
     Suite("csrc/elsa/*", _native("attention", "window_attention", "dropout")),
-    Suite("csrc/torch/common.h", (BUILD, *_native("attention", "window_attention"))),
+    Suite("csrc/torch/common.h", _native("attention", "window_attention", also=BUILD)),
     Suite("csrc/torch/window.cpp", _native("window_attention")),
-    Suite("csrc/torch/*", (TRACE, *_native("attention", "sparsity", "dropout"))),
+    Suite("csrc/torch/*", _native("attention", "sparsity", "dropout", also=TRACE)),
     Suite("csrc/onnxruntime/*", RUNTIME, 50),
     _adapter("timm_sharded_swin", "tests/distributed/test_swins.py"),
     _adapter("timm_swin*", "swin", "tests/patching/test_stale.py"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conformance.backends import HAS, table
 
 from . import cuda
 
@@ -67,7 +68,14 @@ def test_the_files_are_there() -> None:
     assert all((cuda.ROOT / path).exists() for path in cuda.EVERYTHING)
     for test in cuda.SHORT:
         path, _, name = test.partition("::")
-        assert f"def {name}(" in (cuda.ROOT / path).read_text(encoding="utf-8")
+        assert f"def {name.partition('[')[0]}(" in (cuda.ROOT / path).read_text(encoding="utf-8")
+    rows = {
+        f"{name}-{case}-{mode}-{backend}"
+        for name in HAS
+        for case, mode, backend in table(name, "cuda")
+    }
+    asked = {test.partition("[cuda-")[2].rstrip("]") for test in cuda.SHORT}
+    assert asked <= rows, asked - rows
     folder = cuda.ROOT / cuda.BACKENDS
     found = {f"{cuda.BACKENDS}/{path.name}" for path in folder.glob("test_triton*_gpu.py")}
     assert found <= set(cuda.EVERYTHING)
