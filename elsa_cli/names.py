@@ -59,7 +59,7 @@ _SPELLINGS = (
     _Spelling("torchvision", "torchvision:", _before_dot),
 )
 # What a colon may follow beside a library's name.
-_PLACES = ("hf-hub", "local-dir")
+_PLACES = ("hf-hub", "local-dir", "python")
 LIBRARIES = {spelling.library: spelling for spelling in _SPELLINGS}
 
 

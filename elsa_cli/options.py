@@ -201,6 +201,26 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
         return completion.among([item.value for item in offered], incomplete)
 
 
+class Shape(click.ParamType):  # type: ignore[type-arg]
+    """Sizes with an x between them: `1x96x96x96`. Gives a tuple."""
+
+    name = "shape"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "NxNx..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """The sizes; a usage error where one is no positive whole number."""
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).split("x")
+        if not all(part.isascii() and part.isdigit() and 0 < int(part) < 2**20 for part in parts):
+            self.fail(f"{str(value)[:60]!r} is no shape (like 1x96x96x96)", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
 @dataclass(frozen=True)
 class Options:
     """The shared options as one value; a command without one of them sees its default."""
@@ -224,6 +244,8 @@ class Options:
     exclude: tuple[str, ...] = ()
     scope: str = "auto"
     images: Path | None = None
+    inputs: Path | None = None
+    input_size: tuple[int, ...] | None = None
     paths: tuple[str, ...] | None = None
     grad: bool = False
     sparsity: str | float | None = None
@@ -370,6 +392,21 @@ def _model_options(function: Function, size: Any, dtype: Any, *, required: bool 
         ),
     ]  # fmt: skip
     options += file_options.all_of_them()
+    return apply(options)(function)
+
+
+def example_options(function: Function) -> Function:
+    """--inputs and --input-size."""
+    options: list[Callable[[Function], Function]] = [
+        click.option(
+            "--inputs", type=FilePath(), metavar="FILE",
+            help="Run the model on the arguments in this file (.pt, .npz).",
+        ),
+        click.option(
+            "--input-size", type=Shape(),
+            help="Run the model on noise of this shape, the batch left out: 1x96x96x96.",
+        ),
+    ]  # fmt: skip
     return apply(options)(function)
 
 

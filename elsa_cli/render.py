@@ -23,7 +23,10 @@ def header(session: Session, loaded: Loaded, options: Options, extra: str = "") 
     """What is looked at: name, weights, size, device, dtype."""
     typed = f"{loaded.spec.given} → " if loaded.spec.alias else ""
     session.line(f"{typed}{loaded.name} · weights: {loaded.weights}", "bold")
-    session.line(f"{_size(loaded.input_size)} · {_place(loaded, options)}{extra}")
+    size = loaded.input_size
+    if loaded.example is not None:
+        size = next((tuple(one.shape) for one in loaded.example if hasattr(one, "shape")), ())
+    session.line(f"{_size(size)} · {_place(loaded, options)}{extra}")
     for note in loaded.notes:
         if note == loaded.spec.alias:
             continue

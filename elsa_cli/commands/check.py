@@ -11,6 +11,7 @@ from elsa_cli.errors import VerdictError
 from elsa_cli.options import (
     Command,
     Options,
+    example_options,
     input_options,
     kernel_options,
     model_options,
@@ -23,6 +24,7 @@ from elsa_cli.site_options import site_options
 
 @click.command("check", cls=Command)
 @model_options
+@example_options
 @input_options
 @proof_options
 @site_options

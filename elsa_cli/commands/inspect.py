@@ -14,6 +14,7 @@ from elsa_cli.options import (
     Command,
     FilePath,
     Options,
+    example_options,
     optional_model_options,
     output_options,
     pass_session,
@@ -24,6 +25,7 @@ from elsa_cli.site_options import scope_option
 
 @click.command("inspect", cls=Command)
 @optional_model_options
+@example_options
 @click.option("--all", "everything", is_flag=True, help="Every architecture; MODEL is a glob.")
 @click.option("--check", "checked", is_flag=True, help="With --all: prove a small version of each.")
 @click.option(
@@ -87,7 +89,10 @@ def command(
     with session.stage("inspecting"), one_thread():
         from elsa_core.patching import inspect
 
-        found = inspect(loaded.model, loaded.input_size, scope=options.scope)
+        size = loaded.input_size if loaded.example is None else loaded.example
+        if loaded.spec.source == "python":
+            size = loaded.example_inputs()
+        found = inspect(loaded.model, size, scope=options.scope)
     results = {"model": render.described(loaded, options), "inspection": found.to_dict()}
     session.document("inspect", environment(), results)
     render.header(session, loaded, options)

@@ -15,6 +15,7 @@ from elsa_cli.options import (
     Command,
     FilePath,
     Options,
+    example_options,
     input_options,
     kernel_options,
     model_options,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 @click.command("patch", cls=Command)
 @model_options
+@example_options
 @click.option(
     "--check",
     is_flag=True,

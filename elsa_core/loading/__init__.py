@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elsa_core.loading.loader import Loaded, load, load_model
     from elsa_core.loading.plan import Plan, apply_plan, read_plan
     from elsa_core.loading.preprocessing import assumed_text, of_model, with_given
+    from elsa_core.loading.python_models import read_inputs
     from elsa_core.loading.recipe import Given, Preprocess
     from elsa_core.loading.saving import check_target, save, write_model
     from elsa_core.loading.spec import ModelSpec, parse
@@ -26,6 +27,7 @@ _HOMES = {
     "loader": ("Loaded", "load", "load_model"),
     "plan": ("Plan", "apply_plan", "read_plan"),
     "preprocessing": ("assumed_text", "of_model", "with_given"),
+    "python_models": ("read_inputs",),
     "recipe": ("Given", "Preprocess"),
     "saving": ("check_target", "save", "write_model"),
     "stated": ("names_of",),
@@ -50,6 +52,7 @@ __all__ = [
     "names_of",
     "of_model",
     "parse",
+    "read_inputs",
     "read_plan",
     "save",
     "small_model",

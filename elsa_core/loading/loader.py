@@ -6,14 +6,14 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.inputs.cases import generated_inputs, text_shape
+from elsa_core.inputs.cases import generated_inputs, resolved_input_size, text_shape
 from elsa_core.loading import hub, libraries, preprocessing, unsaid
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.fill import apply, drops_classifier
@@ -23,7 +23,8 @@ from elsa_core.loading.imagesize import checked_size, with_image_size
 from elsa_core.loading.libraries import build, classes, default_recipe, explicit
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
 from elsa_core.loading.published import build_published
-from elsa_core.loading.recipe import Given, Recipe, checked_args
+from elsa_core.loading.python_models import build_own
+from elsa_core.loading.recipe import Given, Preprocess, Recipe, checked_args
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
 from elsa_core.reading import read_json
 
@@ -55,6 +56,7 @@ class Loaded:
         report: what was patched, for a directory that was saved patched; otherwise None.
         tower: "image" or "text" where `model` is one tower of the CLIP that was loaded.
         alike: other architectures with the same tensors that compute the same.
+        example: the model's arguments, where it does not take images of `input_size`.
     """
 
     model: nn.Module
@@ -73,6 +75,7 @@ class Loaded:
     tower: str | None = None
     warnings: tuple[str, ...] = ()
     alike: tuple[Recipe, ...] = ()
+    example: tuple[Any, ...] | None = None
 
     @property
     def crop_mode(self) -> str:
@@ -87,8 +90,11 @@ class Loaded:
         """Return random inputs for `model(*inputs)`, on the model's device.
 
         Images are [batch, channels, height, width] of normalised noise in the model's dtype. A
-        CLIP gets token ids too, int64 [batch, context length]: start, words, end, padding.
+        CLIP gets token ids too, int64 [batch, context length]: start, words, end, padding. Or
+        `example`, where there is one.
         """
+        if self.example is not None:
+            return self.example
         held = next(self.model.parameters(), torch.empty(0))
         case = generated_inputs(
             self.input_size,
@@ -231,13 +237,16 @@ def load_model(
         torch.default_generator.manual_seed(seed)
         if parsed.source in libraries.names():
             loaded = _from_library(parsed, size, pretrained, seed, given)
+        elif parsed.source == "python":
+            loaded = _from_python(parsed, size, pretrained, seed, given)
         elif parsed.source == "hub":
             loaded = _from_hub(parsed, size, pretrained, dtype, seed, given)
         else:
             loaded = _from_file(parsed, size, arch, dtype, given, weights)
     loaded = _preprocessed(loaded, asked)
     loaded.model = loaded.model.eval().to(device=target, dtype=dtype)
-    loaded.recipe.describe(loaded.model)
+    if parsed.source != "python":
+        loaded.recipe.describe(loaded.model)
     if parsed.source == "directory":
         _apply_plan(loaded)
     return loaded
@@ -277,6 +286,24 @@ def _from_library(
     else:
         model, weights = build(recipe), f"random (seed {seed})"
     return _loaded(model, spec, recipe, weights, notes)
+
+
+def _from_python(
+    spec: ModelSpec,
+    size: tuple[int, int] | None,
+    pretrained: bool,
+    seed: int,
+    given: Mapping[str, Any],
+) -> Loaded:
+    """A model that the user's own code makes."""
+    if pretrained:
+        raise ArgumentError("pretrained (--pretrained) is not for python:, whose factory loads it")
+    model = build_own(spec.name, given)
+    recipe = Recipe("python", spec.name, given)
+    recipe = replace(recipe, preprocess=Preprocess(resolved_input_size(model, size)))
+    module = spec.name.partition(":")[0]
+    notes = (f"{module} is your own code: it was imported and run",)
+    return _loaded(model, spec, recipe, f"random (seed {seed}) or of the factory", notes)
 
 
 def _from_hub(
@@ -368,7 +395,7 @@ def _loaded(
         num_classes=num_classes,
         weights=weights,
         notes=notes,
-        recipe=explicit(recipe, num_classes),
+        recipe=recipe if spec.source == "python" else explicit(recipe, num_classes),
     )
 
 

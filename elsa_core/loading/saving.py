@@ -58,9 +58,15 @@ def save(
         The directory.
 
     Raises:
-        ArgumentError: the target exists, or cannot be written.
+        ArgumentError: the target exists, or cannot be written, or the model is made by code of the
+            user's own, which a directory cannot name.
         UnavailableError: the disk is full.
     """
+    if loaded.spec.source == "python":
+        raise ArgumentError(
+            f"{loaded.spec.given} is made by your own code, which a saved directory does not run: "
+            "save its state_dict and patch what the factory gives, or use elsa export"
+        )
     given = files.located(directory)
     try:
         target = given.resolve()

@@ -19,7 +19,7 @@ from elsa_core.loading.library import Library
 
 CHECKPOINT_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 CONFIG_NAMES = ("config.json", "open_clip_config.json")
-_PLACES = ("hf-hub", "local-dir")
+_PLACES = ("hf-hub", "local-dir", "python")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -28,8 +28,8 @@ class ModelSpec:
     """One model, named without doubt.
 
     Attributes:
-        source: the library that knows the name, or "hub", "safetensors", "checkpoint" or
-            "directory".
+        source: the library that knows the name, or "hub", "safetensors", "checkpoint",
+            "directory" or "python".
         name: the full name in that library (aliases resolved), the hub id, or the path as text.
         given: what the user typed; differs from `name` where an alias or a prefix was resolved.
         tag: which published weights (`ms_in1k` in `swin_tiny_patch4_window7_224.ms_in1k`), or None.
@@ -60,7 +60,8 @@ def parse(text: str | os.PathLike[str]) -> ModelSpec:
 
     Args:
         text: `vit_base_patch16_224`, `swin_tiny`, `timm:NAME[.tag]`, `open_clip:NAME[/tag]`,
-            `torchvision:NAME`, `hf-hub:OWNER/NAME`, `timm/NAME[.tag]`, or a path.
+            `torchvision:NAME`, `hf-hub:OWNER/NAME`, `timm/NAME[.tag]`,
+            `python:PACKAGE.MODULE:FACTORY`, or a path.
 
     Raises:
         TypeError: no text and no path.
@@ -96,6 +97,8 @@ def _from_prefix(prefix: str, rest: str, given: str) -> ModelSpec:
             return _from_library(library, rest, given)
     if prefix == "hf-hub":
         return _from_hub(rest, given)
+    if prefix == "python":
+        return ModelSpec("python", rest, given)
     return _from_path(rest, given)
 
 

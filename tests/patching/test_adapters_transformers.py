@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,24 @@ def test_inspect_says_how_it_runs_on_elsa() -> None:
     (site,) = elsa.inspect(transformers.ViTModel(config).eval(), 32).sites
     assert site.patchable and site.adapter == "recognised"
     assert not table.has_interface(torch.nn.Linear)
+
+
+def test_a_caller_of_weights_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    """An empty tuple came back without a word."""
+    transformers = pytest.importorskip("transformers")
+    register()
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, intermediate_size=48, num_attention_heads=4,
+        image_size=32, patch_size=8, attn_implementation="elsa",
+    )  # fmt: skip
+    model, x = transformers.ViTModel(config).eval(), torch.randn(1, 3, 32, 32)
+    hf_transformers._warn_of_weights.cache_clear()
+    logger = logging.getLogger("transformers.integrations.elsa")
+    logger.addHandler(caplog.handler)
+    model(x, output_attentions=True)
+    logger.removeHandler(caplog.handler)
+    assert "output_attentions" in caplog.text
+    assert [site.path for site in elsa.patch(model, x).patched] == ["layers.0.attention"]
 
 
 def test_gradients_of_dinov2() -> None:

@@ -13,16 +13,19 @@ queries of a sequence (padding of an encoder) are left out.
 from __future__ import annotations
 
 import functools
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 
 from elsa_core.attention import attention
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.patching.adapters import padding
 from elsa_core.patching.adapters.names import check_names
+from elsa_core.recognition import Watch
 
 # Arguments that change the scores in ways that the operator does not know.
 _UNKNOWN_TERMS = ("softcap", "s_aux", "head_mask", "cache")
@@ -82,6 +85,8 @@ def attention_forward(
         is_causal: whether a call without a mask is causal.
         position_bias: added to the scores (T5), [1 or B, H, Nq, Nk].
 
+    `output_attentions=True` is warned about once, as by transformers' "sdpa".
+
     Raises:
         ArgumentError: a term that the operator does not know (softcap, sinks, a paged cache).
     """
@@ -91,6 +96,11 @@ def attention_forward(
             f"{type(module).__name__} needs {', '.join(unknown)}, which elsa's attention does "
             "not have: use attn_implementation='eager'"
         )
+    if kwargs.get("output_attentions"):
+        _warn_of_weights()
+    around: Any = _get_current_function_mode()
+    if type(around) is Watch:
+        around.attention_ran(query, key)
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[-2]]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -115,6 +125,15 @@ def attention_forward(
         backend=backend,
     )
     return out.transpose(1, 2), None
+
+
+@functools.lru_cache(maxsize=1)
+def _warn_of_weights() -> None:
+    """Say once that there are no weights, where transformers' own functions say it."""
+    logging.getLogger("transformers.integrations.elsa").warning(
+        "elsa's attention does not support `output_attentions=True`. Please set your attention to "
+        "`eager` if you want any of these features."
+    )
 
 
 def _with_bias(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

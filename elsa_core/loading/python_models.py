@@ -1,0 +1,110 @@
+"""`python:PACKAGE.MODULE:FACTORY`: a model that your own code makes, and inputs of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.messages import first_line
+
+
+def build_own(name: str, given: Mapping[str, Any]) -> nn.Module:
+    """Import a module and call its factory. What they print goes to stderr.
+
+    Args:
+        name: "PACKAGE.MODULE:FACTORY"; modules of the current directory are found too.
+        given: keyword arguments of the factory.
+
+    Raises:
+        ModelError: there is no such factory, it raises, or gives no `nn.Module`.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ModelError(f"python:{name}: give python:PACKAGE.MODULE:FACTORY")
+    with _own_code():
+        try:
+            found: Any = importlib.import_module(module)
+        except (Exception, SystemExit) as error:
+            raise ModelError(f"python:{name}: cannot import {module}: {_said(error)}") from error
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                raise ModelError(f"python:{name}: {module} has no {attribute}")
+            found = getattr(found, part)
+        if not callable(found):
+            raise ModelError(f"python:{name}: {attribute} is no factory, but a "
+                             f"{type(found).__name__}")  # fmt: skip
+        try:
+            model = found(**given)
+        except (Exception, SystemExit) as error:
+            raise ModelError(f"python:{name}: {attribute} raised {_said(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"python:{name}: {attribute} gives a {type(model).__name__}, no torch.nn.Module"
+        )
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _own_code() -> Iterator[None]:
+    """With the current directory among those of modules, as `python -m` has it."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(here)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def read_inputs(path: Path, model: nn.Module) -> tuple[Any, ...]:
+    """The arguments of a model in a file: a tensor, a sequence, or a dict of the arguments' names.
+
+    Args:
+        path: .pt (read without running code in it) or .npz (arrays by names; arr_0, arr_1, ... of
+            `numpy.savez(path, first, second)` are arguments in order).
+        model: whose `forward` the names are of.
+
+    Raises:
+        ArgumentError: no such file, another kind, or names that `forward` does not have.
+    """
+    try:
+        if path.suffix == ".npz":
+            import numpy as np
+
+            with np.load(path, allow_pickle=False) as arrays:
+                found: Any = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+            if all(name.startswith("arr_") for name in found):
+                found = tuple(found.values())
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ArgumentError(f"inputs (--inputs) {path}: {first_line(error)}") from error
+    if isinstance(found, Tensor):
+        return (found,)
+    if isinstance(found, tuple | list) and found:
+        return tuple(found)
+    if not isinstance(found, dict) or not found:
+        raise ArgumentError(f"inputs (--inputs) {path}: holds no tensor, sequence or dict")
+    try:
+        bound = inspect.signature(model.forward).bind(**found)
+    except TypeError as error:
+        raise ArgumentError(f"inputs (--inputs) {path}: {first_line(error)}") from error
+    bound.apply_defaults()
+    if bound.kwargs:
+        named = ", ".join(bound.kwargs)
+        raise ArgumentError(f"inputs (--inputs) {path}: {named} cannot be given by place")
+    return bound.args

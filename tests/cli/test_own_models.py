@@ -1,0 +1,83 @@
+"""`python:PACKAGE.MODULE:FACTORY`: models of the user's own code, and inputs of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from .conftest import Elsa
+
+CODE = """
+import torch
+from torch import nn
+print("a line of the module's own")
+
+class Volume(nn.Module):
+    def __init__(self, dim=16):
+        super().__init__()
+        self.embed, self.qkv = nn.Conv3d(1, dim, 8, 8), nn.Linear(dim, 3 * dim)
+
+    def forward(self, image, scale=0.25):
+        tokens = self.embed(image).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(tokens).chunk(3, -1)
+        return ((q @ k.transpose(1, 2) * scale).softmax(-1) @ v).mean(1)
+
+def volume(dim=16): return Volume(dim)
+def broken(): raise ValueError("no such weights")
+def exits(): raise SystemExit(3)
+def number(): return 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_volume.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_volume_is_inspected_patched_and_checked(own: Path, elsa: Elsa) -> None:
+    torch.save({"image": torch.randn(2, 1, 16, 16, 16)}, own / "inputs.pt")
+    spec = "python:own_volume:volume"
+    for given in (("--input-size", "1x16x16x16"), ("--inputs", "inputs.pt")):
+        result = elsa("patch", spec, *given, "--check", "--model-kwargs", "dim=24", "--json")
+        assert result.code == 0, result.err
+        found = json.loads(result.out)["results"]
+        assert [site["path"] for site in found["patch"]["patched"]] == [""]
+        assert "own code" in " ".join(found["model"]["notes"])
+    result = elsa("inspect", spec, "--inputs", "inputs.pt")
+    assert result.code == 0 and "1 of 1 sites can be patched" in result.out
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        ("own_volume:broken", "broken raised ValueError: no such weights"),
+        ("own_volume:exits", "exits raised SystemExit: 3"),
+        ("own_volume:number", "gives a int, no torch.nn.Module"),
+        ("own_volume:absent", "has no absent"),
+        ("own_absent:volume", "cannot import own_absent"),
+        ("own_volume", "give python:PACKAGE.MODULE:FACTORY"),
+    ],
+)
+def test_a_factory_that_gives_no_model_is_one_line(
+    own: Path, elsa: Elsa, factory: str, words: str
+) -> None:
+    result = elsa("inspect", f"python:{factory}")
+    assert result.code == 4 and words in result.err and result.out == ""
+    assert result.err.splitlines()[-1].startswith("error: ")
+
+
+def test_inputs_that_do_not_fit_are_one_line(own: Path, elsa: Elsa) -> None:
+    torch.save({"picture": torch.randn(2, 1, 16, 16, 16)}, own / "inputs.pt")
+    for given, words in (
+        (("--inputs", "inputs.pt"), "missing a required argument: 'image'"),
+        (("--inputs", "absent.pt"), "absent.pt"),
+        (("--input-size", "2x16x16x16"), "does not run on it"),
+        (("--input-size", "1x"), "is no shape"),
+    ):
+        result = elsa("inspect", "python:own_volume:volume", *given)
+        assert result.code != 0 and words in result.err, (given, result.err)
