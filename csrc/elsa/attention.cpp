@@ -102,6 +102,7 @@ void fill_empty(const Attention& a) {
   const int64_t rows = a.batch * a.heads * a.queries;
   memset(a.out, 0, static_cast<size_t>(rows * a.value_dim * element_size(a.query.dtype)));
   for (int64_t i = 0; i < rows; ++i) a.lse[i] = -__builtin_inff();
+  if (a.lse_low) memset(a.lse_low, 0, static_cast<size_t>(rows) * sizeof(float));
 }
 
 }  // namespace

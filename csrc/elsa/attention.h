@@ -48,9 +48,10 @@ struct Attention {
   View key;    // [batch, kv_heads, keys, head_dim]
   View value;  // [batch, kv_heads, keys, value_dim]
   View mask;   // [batch, heads, queries, keys], data == nullptr for none; bool: true takes part
-  void* out = nullptr;   // [batch, queries, heads, value_dim], dense, the query's dtype
-  float* lse = nullptr;  // [batch, heads, queries], dense, natural logarithm
-  int64_t lse_head = 0;  // its stride between heads where it is not dense; then batch is 1
+  void* out = nullptr;       // [batch, queries, heads, value_dim], dense, the query's dtype
+  float* lse = nullptr;      // [batch, heads, queries], dense, natural logarithm
+  float* lse_low = nullptr;  // the same: what rounding took from lse; null where nobody asks
+  int64_t lse_head = 0;      // its stride between heads where it is not dense; then batch is 1
   int64_t batch = 0;
   int64_t heads = 0;
   int64_t kv_heads = 0;

@@ -563,15 +563,23 @@ class Item {
   // lse of each row, and in place of its sum the factor that normalises it. Whether some row sees
   // no key.
   bool finish_rows() {
-    float* lse = a_.lse + lse_offset(a_, batch_, head_) + block_row_;
+    const int64_t first = lse_offset(a_, batch_, head_) + block_row_;
+    float* const lse = a_.lse + first;
     const float unit = scaled_ ? 1.0f : a_.scale;
     bool any_empty = false;
     for (int64_t i = 0; i < block_rows_; i += kLanes) {
       const Floats sum = load(memory_ + at_.sum + state_ + i);
       const Floats maximum = load(memory_ + at_.maximum + state_ + i);
       const Ints empty = sum == 0.0f;
-      store_first(lse + i, empty ? splat(-kInf) : maximum * unit + log_positive(sum),
-                  block_rows_ - i);
+      // The scaled maximum is rounded like the scores of gradients, from which lse is subtracted.
+      const Floats top = maximum * unit, rest = log_positive(sum), both = top + rest;
+      store_first(lse + i, empty ? splat(-kInf) : both, block_rows_ - i);
+      if (a_.lse_low) {  // the error of that sum: Knuth, TAOCP 2, 4.2.2
+        const Floats part = both - top;
+        const Floats low = (top - (both - part)) + (rest - part);
+        store_first(a_.lse_low + first + i, empty || !(low == low) ? Floats{} : low,
+                    block_rows_ - i);
+      }
       store_first(memory_ + at_.sum + state_ + i, empty ? Floats{} : 1.0f / sum, block_rows_ - i);
       for (int64_t r = 0; r < smaller(kLanes, block_rows_ - i); ++r) {
         any_empty |= empty[r] != 0;

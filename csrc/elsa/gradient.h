@@ -22,6 +22,7 @@ void clear_gradients(const Attention& problem, const Target& query, const Target
 struct AttentionGradient {
   Attention forward;                // its `out` is not used, its `lse` is read
   View out;                         // [batch, heads, queries, value_dim]
+  bool shard = false;               // rows see further keys: `out` and `lse` are of all of them
   View grad_out;                    // the same
   const float* grad_lse = nullptr;  // [batch, heads, queries], dense; null for zeros
   Target query, key, value;         // of the operands' shapes

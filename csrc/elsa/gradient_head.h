@@ -26,11 +26,13 @@ struct GradientLayout {
   int64_t weights, slopes, keep, lanes, dots;                 // of one block of rows and keys
   int64_t reference, factor, delta, row_sums;                 // [rows], and a register's surplus
   int64_t total;
+  bool whole;  // one block holds all keys that the rows see
 
   GradientLayout(int64_t rows, int64_t keys, int64_t key_block, int64_t depth, int64_t value_dim,
-                 bool dropping = false)
+                 bool dropping = false, bool shard = false)
       : rows(rows), keys(keys), key_block(key_block), depth(depth), value_dim(value_dim) {
     key_blocks = (keys + key_block - 1) / key_block;
+    whole = key_blocks == 1 && !shard;
     width = round_up(depth, kLanes);
     value_width = round_up(value_dim, kLanes);
     score_stride = row_stride(key_block + kLanes);
@@ -98,11 +100,11 @@ class HeadGradient {
   float* grad_key(int64_t key) const { return memory_ + at_.grad_key + key * at_.width; }
   float* grad_value(int64_t key) const { return memory_ + at_.grad_value + key * at_.value_width; }
   // P = factor * exp(score - reference), and what is subtracted from dP, where there are several
-  // key blocks: the caller's. With one block they are computed from the scores.
+  // key blocks, or further keys: the caller's. Else they are computed from the scores.
   float* reference() const { return memory_ + at_.reference; }
   float* factor() const { return memory_ + at_.factor; }
   float* delta() const { return memory_ + at_.delta; }
-  bool whole() const { return at_.key_blocks == 1; }
+  bool whole() const { return at_.whole; }
   Fetch& fetch() { return fetch_; }
 
   void clear_query() { clear(at_.grad_query, at_.rows * at_.width); }

@@ -33,10 +33,12 @@ float dot(const float* x, const float* y, int64_t count) {  // of a multiple of 
   return total;
 }
 
-GradientLayout attention_layout(const Attention& a) {
+GradientLayout attention_layout(const AttentionGradient& g) {
+  const Attention& a = g.forward;
   const int64_t blocks = (a.keys + kGradientKeys - 1) / kGradientKeys;
   const int64_t block = round_up((a.keys + blocks - 1) / blocks, kPanel);
-  return GradientLayout(a.queries, a.keys, block, a.head_dim, a.value_dim, a.dropout != nullptr);
+  return GradientLayout(a.queries, a.keys, block, a.head_dim, a.value_dim, a.dropout != nullptr,
+                        g.shard);
 }
 
 // One key head of one batch entry, and the query heads that share it.
@@ -45,7 +47,7 @@ class AttentionItem {
   AttentionItem(const AttentionGradient& g, int64_t item, float* memory)
       : g_(g),
         a_(g.forward),
-        at_(attention_layout(a_)),
+        at_(attention_layout(g)),
         head_(at_, memory, a_.scale, a_.causal),
         mask_copy_(memory + at_.total),
         batch_(item / a_.kv_heads),
@@ -116,7 +118,7 @@ class AttentionItem {
       head_.factor()[i] = dead ? 0.0f : 1.0f;
       again |= !dead && (lse[i] > kLargestLse || lse[i] < -kLargestLse);
     }
-    if (!again) return;
+    if (!again || g_.shard) return;
     for (int64_t i = 0; i < a_.queries; ++i) {
       head_.reference()[i] = -kInf;
       head_.factor()[i] = 0.0f;
@@ -163,7 +165,7 @@ class AttentionItem {
 };
 
 int64_t attention_workspace(const AttentionGradient& g) {
-  const GradientLayout at = attention_layout(g.forward);
+  const GradientLayout at = attention_layout(g);
   const int64_t mask = g.forward.mask.data ? at.block_rows * at.score_stride : 0;
   return at.total + (mask > at.value_width ? mask : at.value_width) + kPanel;
 }

@@ -39,7 +39,8 @@ elsa::Dropout dropout_of(double p, const Tensor& seed) {
 std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                    const std::optional<Tensor>& attn_mask, bool is_causal,
                                    double scale, const elsa::Dropout* dropout,
-                                   const elsa::Sparse* sparse = nullptr) {
+                                   const elsa::Sparse* sparse = nullptr,
+                                   Tensor* lse_low = nullptr) {
   elsa::Attention a = problem(query, key, value, attn_mask, is_causal, scale);
   a.dropout = dropout;
   a.sparse = sparse;
@@ -53,6 +54,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const
                            aoti_torch_dtype_float32());
   a.out = out.mutable_data_ptr();
   a.lse = static_cast<float*>(lse.mutable_data_ptr());
+  if (lse_low) {
+    *lse_low = torch::stable::empty_like(lse);
+    a.lse_low = static_cast<float*>(lse_low->mutable_data_ptr());
+  }
 
   const int threads = static_cast<int>(torch::stable::get_num_threads());
   elsa_torch::check_status(elsa::attention(a, threads, elsa_torch::parallel_for), kName);
@@ -63,6 +68,16 @@ std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, con
                                      const std::optional<Tensor>& attn_mask, bool is_causal,
                                      double scale, std::string precision) {
   return forward(query, key, value, attn_mask, is_causal, scale, nullptr);
+}
+
+// As elsa::attention, and what rounding to float32 took from lse.
+std::tuple<Tensor, Tensor, Tensor> attention_state(const Tensor& query, const Tensor& key,
+                                                   const Tensor& value,
+                                                   const std::optional<Tensor>& attn_mask,
+                                                   bool is_causal, double scale) {
+  Tensor low = elsa_torch::nothing();
+  auto [out, lse] = forward(query, key, value, attn_mask, is_causal, scale, nullptr, nullptr, &low);
+  return {out, lse, low};
 }
 
 std::tuple<Tensor, Tensor> attention_dropout(const Tensor& query, const Tensor& key,
@@ -121,13 +136,15 @@ elsa::View output_view(const Tensor& tensor, const elsa::Attention& a, const cha
 }
 
 // As elsa::attention_backward of operands in float32, without a gradient of the mask; with a seed
-// as elsa::attention_dropout_backward.
+// as elsa::attention_dropout_backward. is_shard: `out` and `lse` are of rows that see further keys.
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
     const Tensor& key, const Tensor& value, const std::optional<Tensor>& attn_mask,
     const Tensor& out, const Tensor& lse, bool is_causal, double scale, double dropout_p,
-    const std::optional<Tensor>& seed, bool needs_query, bool needs_key, bool needs_value) {
+    const std::optional<Tensor>& seed, bool needs_query, bool needs_key, bool needs_value,
+    bool is_shard) {
   elsa::AttentionGradient g;
+  g.shard = is_shard;
   g.forward = problem(query, key, value, attn_mask, is_causal, scale);
   elsa::Dropout dropout;
   if (seed.has_value()) {
@@ -178,6 +195,7 @@ STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
   m.impl("attention_dropout", TORCH_BOX(&attention_dropout));
   m.impl("sparse_attention", TORCH_BOX(&sparse_attention));
   m.impl("attention_backward_native", TORCH_BOX(&attention_backward));
+  m.impl("attention_state_native", TORCH_BOX(&attention_state));
 }
 
 // For `elsa doctor`: the kernels that run here, or null where ELSA_CPU_ISA names what this CPU

@@ -81,6 +81,21 @@ def entmax_schedule(*arguments: Any) -> str:
     )
 
 
+def attention_state(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of float32 operands, with lse in float64: no digit of the sum is lost in it."""
+    operator = torch.ops.elsa.attention_state_native.default
+    out, lse, low = operator(query, key, value, attn_mask, is_causal, scale)
+    return out, lse.double() + low.double()
+
+
 class Cut(NamedTuple):
     """How the kernels cut a call; see `elsa::Cut` in csrc/elsa/attention.h.
 

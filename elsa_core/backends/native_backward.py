@@ -22,8 +22,10 @@ from elsa_core.precision import dtype_name
 _SCHEMAS = {
     "attention_backward_native": "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
     "Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, bool is_causal, float scale, "
-    "float dropout_p, Tensor? seed, bool needs_query, bool needs_key, bool needs_value) "
-    "-> (Tensor, Tensor, Tensor)",
+    "float dropout_p, Tensor? seed, bool needs_query, bool needs_key, bool needs_value, "
+    "bool is_shard) -> (Tensor, Tensor, Tensor)",
+    "attention_state_native": "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
+    "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
     "window_attention_backward_native": f"(Tensor grad_out, {SCHEMA.rpartition(', ')[0]}, "
     "bool needs_qkv, bool needs_bias, bool needs_pad, bool needs_scale) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
@@ -81,9 +83,10 @@ def attention_backward(
     *,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    is_shard: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """As `elsa::attention_backward`, or with a seed `elsa::attention_dropout_backward`; None where
-    the kernel does not serve the call.
+    the kernel does not serve the call. is_shard: `out` and `lse` are of rows that see further keys.
 
     Half precision with a mask, or with a last axis that is not dense, is widened up to
     HALF_KEYS_MAX keys, and the forward runs again: PyTorch's flash kernel reads
@@ -114,7 +117,7 @@ def attention_backward(
         return None
     grads = torch.ops.elsa.attention_backward_native.default(
         grad_out, grad_lse if grad_lse.numel() else None, query, key, value, attn_mask, out, lse,
-        is_causal, scale, dropout_p, seed, *needs[:3],
+        is_causal, scale, dropout_p, seed, *needs[:3], is_shard,
     )  # fmt: skip
     return *grads, query.new_empty(0)
 

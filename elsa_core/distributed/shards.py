@@ -4,15 +4,16 @@ A rank's rows [q0, q1) and a run of columns [k0, k1) of the whole score matrix m
 kernel takes: all of one, or a causal one whose diagonal starts in its corner.
 
 Forward, a block's (out, lse) is the state (m, S, W) = (lse, 1, out), and states are merged in the
-order of the columns: ELSA (arXiv 2604.23798), Eq. 4. Kernels that can give lse in float64: rounded
-to float32 it would add 40% to the error of a million keys. Where a kernel cannot, and an additive
-mask gives all keys of a row a large finite number, ln S is lost, and every block weighs the same
-whatever its number of keys. Backward, the weights of a block are
-P = exp(score - lse) with the lse of the whole row, and delta = rowsum(grad_out * out) with the out
-of the whole row: what a block adds to the gradients needs nothing of other blocks
-(FlashAttention, arXiv 2205.14135, Algorithm 4). But a backward rounds scores otherwise than the
-forward did, and where a rounding of them shows in exp, the weights of a row do not sum to one.
-Such calls compute both in float64 (`doubled`).
+order of the columns: ELSA (arXiv 2604.23798), Eq. 4. Of float32 operands lse is float64: rounded
+to float32 it would add 40% to the error of a million keys, and its rounding would show in weights.
+In half precision it is not, and where an additive mask gives all keys of a row a large finite
+number, ln S is lost, and every block weighs the same whatever its number of keys.
+
+Backward, the weights of a block are P = exp(score - lse) with the lse of the whole row, and delta =
+rowsum(grad_out * out) with the out of the whole row: what a block adds to the gradients needs
+nothing of other blocks (FlashAttention, arXiv 2205.14135, Algorithm 4). But a backward may round
+scores otherwise than the forward did, and where a rounding of them shows in exp, the weights of a
+row do not sum to one. Such calls compute both in float64 (`doubled`).
 """
 
 from __future__ import annotations

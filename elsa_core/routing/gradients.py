@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from elsa_core import operators, packing
-from elsa_core.backends import cuda, eager
+from elsa_core.backends import cuda, eager, native_backward
 from elsa_core.backends.support import Request
 from elsa_core.operators import attention as attention_operator
 from elsa_core.operators import flops
@@ -81,8 +81,9 @@ def shard_backward(*arguments: Any) -> Any:
     """As `attention_backward`, for keys and values that are a shard of those that the rows see.
 
     `out` and `lse` are of the whole rows, so that a kernel serves only where it reads both as they
-    are: P = exp(score - lse), delta = rowsum(grad_out * out). PyTorch's kernels do; the Triton ones
-    do in float32 where no lse is large. For others plain PyTorch. Where an lse `loses_digits`, give
+    are: P = exp(score - lse), delta = rowsum(grad_out * out). In float32 the CPU kernels do, whose
+    scores are rounded as in the forward, and the Triton ones where no lse is large; PyTorch's do.
+    For others plain PyTorch. Where an lse `loses_digits`, give
     all in float64, an lse of float64 scores among it: here scores are rounded otherwise than those
     that it was summed of, and the weights of a row would not sum to one.
     """
@@ -97,7 +98,14 @@ def shard_backward(*arguments: Any) -> Any:
         mask_kind(attn_mask, is_causal), "dense", tuple(name for name, needed in wanted if needed),
         ordinal=query.get_device(),
     )  # fmt: skip
-    read = ("triton", "sdpa") if query.dtype == torch.float32 else ("sdpa",)
+    single = query.dtype == torch.float32
+    if single and "native" in row.backward:
+        support = implementation("attention", "native").gradient
+        if support is not None and support(request).ok:
+            grads = native_backward.attention_backward(*arguments, is_shard=True)
+            if grads is not None:
+                return grads
+    read = ("triton", "sdpa") if single else ("sdpa",)
     names = [name for name in row.backward if name in read]
     grads = _by_backends(request, names, arguments, _layout_of(arguments))
     return eager.backward(*arguments, is_shard=True) if grads is None else grads

@@ -200,6 +200,7 @@ _NATIVE = {
         gradient=_native_gradient,
         backward=_late("native_backward", f"{record.name}_backward"),
         partition=_late("native", "partition") if record is operators.ATTENTION else None,
+        state=_late("native", "attention_state") if record is operators.ATTENTION else None,
     )
     for record in (
         operators.ATTENTION,
@@ -272,8 +273,7 @@ _TRITON = {
         run=operators.VARLEN_ATTENTION.overload,
         schedule=_late("triton.attention.varlen", "schedule"),
         arithmetic=_split,
-        # by `elsa::varlen_attention_backward`, as those of every forward
-        gradient=_late("eager", "support"),
+        gradient=_late("eager", "support"),  # by `elsa::varlen_attention_backward`, as all are
     ),
     "window_attention": Implementation(
         support=_late("triton", "support"),

@@ -110,6 +110,13 @@ TWO = {
     "row": Case((7, 12), heads=2, kv_heads=2, mask="row", methods=ALL),
     "column": Case((7, 12), mask="column"),
     "extreme": Case((33, 34), factor=60.0),
+    # |lse| of some tens and hundreds: its rounding in float32 shows in the weights of a row
+    "large": Case((64, 64), mask="bool", batch=1, head_dim=32, value_dim=32, factor=30.0),
+    "larger": Case((64, 64), mask="bool", batch=1, head_dim=32, value_dim=32, factor=150.0),
+    "large causal": Case((64, 64), batch=1, head_dim=32, value_dim=32, factor=60.0, is_causal=True),
+    "large additive": Case(
+        (64, 64), mask="additive", batch=1, head_dim=32, value_dim=32, factor=60.0
+    ),
     "huge": Case((33, 34), factor=4000.0),
     "huge on one rank": Case((33, 34), factor=4000.0, of_rank=1, mask="additive"),
     "huge in halves": Case((33, 34), factor=4000.0, of_rank=0, dtype=torch.bfloat16),

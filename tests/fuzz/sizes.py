@@ -97,7 +97,7 @@ def attention(
         lambda: ops.entmax_attention(*given, bias, None, 1.5, causal, 1.0, "strict"),
         lambda: ops.attention_backward_native(
             tensor(out_shape), None, *given, bias, tensor(out_shape), tensor(q[:-1]), causal, 1.0,
-            0.0, None, True, True, True,
+            0.0, None, True, True, True, bool(which % 2),
         ),
     )  # fmt: skip
     calls[which % len(calls)]()
