@@ -11,7 +11,6 @@ import math
 import os
 import sys
 import warnings
-from dataclasses import replace
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
@@ -19,62 +18,28 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 from fence import fenced  # noqa: E402
-from triton_interpreted import reference  # noqa: E402
 from varlen_interpreted import bounds  # noqa: E402
 from varlen_interpreted import reference as packed_reference  # noqa: E402
 
-from elsa_core.backends.triton import attention_forward as attention  # noqa: E402
-from elsa_core.backends.triton.attention import planner, schedules, tiling  # noqa: E402
+from elsa_core.backends.triton.attention import schedules  # noqa: E402
 from elsa_core.backends.triton.attention.schedules import stream  # noqa: E402
 from elsa_core.backends.triton.attention.varlen import varlen_attention  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
-TABLE = tiling.load_table("h200")
-EXACT = replace(TABLE.tiles[0], mode="exact", dim=64, block_m=16, block_n=16, stages=1)
-WIDE_ROWS = replace(EXACT, mode="half", block_m=32)
-WIDE_KEYS = replace(EXACT, mode="half", block_m=16, block_n=64)
-# name: (B, Hq, Hkv, Nq, Nk, D, Dv), dtype, precision, programs, options
-DENSE = {
-    "row": ((2, 3, 3, 1, 500, 64, 64), F32, "strict", 5, {"mixed": True}),
-    "row half": ((1, 2, 2, 1, 300, 40, 24), F16, "strict", 3, {}),
-    "row, one program": ((2, 2, 2, 1, 130, 32, 32), F32, "strict", 1, {}),
-    "row, a program a tile": ((1, 2, 2, 1, 1100, 64, 64), F32, "strict", 99, {"mixed": True}),
-    "row huge": ((1, 1, 1, 1, 600, 64, 64), F32, "strict", 3, {"times": 1e15}),
-    "row ieee, groups": ((1, 4, 2, 1, 300, 64, 64), F32, "ieee", 5, {}),
-    "packed heads": ((2, 6, 2, 1, 300, 64, 64), F32, "strict", 5, {}),
-    "packed heads half": ((1, 8, 2, 1, 500, 80, 72), F16, "strict", 5, {"mixed": True}),
-    "many packed heads": ((1, 20, 1, 1, 300, 32, 32), F16, "strict", 4, {}),
-    "few rows": ((1, 2, 1, 7, 200, 64, 64), F32, "strict", 5, {}),
-    "few rows half": ((1, 2, 2, 16, 333, 64, 48), F16, "strict", 5, {}),
-    "half": ((1, 2, 2, 70, 300, 64, 64), F16, "strict", 5, {"least": 2}),
-    "half two blocks": ((1, 2, 1, 70, 200, 80, 72), F16, "strict", 3, {}),
-    "half causal": ((1, 2, 2, 150, 150, 32, 48), F16, "strict", 5, {"causal": True}),
-    "half causal, wide rows": (
-        (1, 1, 1, 150, 120, 32, 32), F16, "strict", 7, {"causal": True, "tile": WIDE_ROWS}
-    ),
-    "half causal, wide keys": (
-        (1, 2, 2, 150, 300, 32, 32), F16, "strict", 7, {"causal": True, "tile": WIDE_KEYS}
-    ),
-    "split ahead": ((1, 2, 1, 40, 300, 64, 64), F32, "strict", 5, {}),
-    "split ahead, two blocks": ((2, 1, 1, 40, 200, 80, 72), F32, "strict", 3, {}),
-    "split ahead, causal": ((1, 1, 1, 200, 200, 32, 32), F32, "strict", 5, {"causal": True}),
-    "lean": ((1, 2, 2, 20, 150, 64, 64), F32, "lean", 5, {}),
-    "lean chains": ((1, 1, 1, 20, 400, 64, 64), F32, "lean", 2, {"chain": 1}),
-    "turbo": ((1, 2, 2, 40, 200, 64, 64), F32, "turbo", 3, {}),
-    "turbo few rows": ((1, 2, 2, 4, 200, 64, 64), F32, "turbo", 3, {}),
-    "ieee": ((1, 1, 1, 20, 100, 32, 32), F32, "ieee", 5, {"tile": EXACT}),
-    "negative scale": ((1, 1, 1, 20, 200, 64, 64), F32, "strict", 3, {"scale": -0.3}),
-    "zero scale": ((1, 1, 1, 3, 200, 64, 64), F32, "strict", 3, {"scale": 0.0}),
-    "strides": ((2, 3, 3, 4, 150, 32, 32), F32, "strict", 4, {"packed": True}),
-    "outlier channels": ((1, 1, 1, 20, 200, 64, 64), F32, "strict", 3, {"outlier": True}),
-    "outlier channels, few rows": ((1, 1, 1, 3, 150, 64, 64), F32, "strict", 3, {"outlier": True}),
-}  # fmt: skip
 MIXED = ([5, 0, 70, 1, 64, 0], [5, 0, 130, 1, 64, 0])
 CROSSED = ([7, 3, 0, 65], [70, 0, 4, 130])
 ONES = ([1, 1, 0, 1, 1, 1], [700, 1, 9, 0, 130, 300])
 THREE = ([3, 0, 0, 1], [300, 5, 4, 0])
 # name: (query lengths, key lengths), (Hq, Hkv, D, Dv), dtype, precision, programs, options
-RAGGED = {
+CASES = {
+    "row": (([1, 1], [500, 500]), (3, 3, 64, 64), F32, "strict", 5, {"mixed": True}),
+    "row, one program": (([1, 1], [130, 130]), (2, 2, 32, 32), F32, "strict", 1, {}),
+    "row, a program a tile": (([1], [1100]), (2, 2, 64, 64), F32, "strict", 99, {"mixed": True}),
+    "row huge": (([1], [600]), (1, 1, 64, 64), F32, "strict", 3, {"times": 1e15}),
+    "row ieee, groups": (([1], [300]), (4, 2, 64, 64), F32, "ieee", 5, {}),
+    "many packed heads": (([1], [300]), (20, 1, 32, 32), F16, "strict", 4, {}),
+    "lean chains": (([20], [400]), (1, 1, 64, 64), F32, "lean", 2, {"chain": 1}),
+    "turbo": (([40], [200]), (2, 2, 64, 64), F32, "turbo", 3, {}),
     "ragged rows": (ONES, (3, 3, 64, 64), F32, "strict", 5, {"mixed": True}),
     "ragged rows half": (ONES, (2, 2, 40, 24), F16, "strict", 7, {}),
     "ragged rows, causal": (THREE, (1, 1, 32, 32), F32, "strict", 3, {"causal": True}),
@@ -93,25 +58,7 @@ RAGGED = {
         ([1, 0, 0, 3] * 33, [2, 1, 5, 0] * 33), (1, 1, 32, 32), F16, "strict", 3, {}
     ),
 }  # fmt: skip
-CASES = DENSE | RAGGED
 FORWARDS, BACKWARDS, STRIDED = "forwards", "backwards", "strided"
-
-
-def dense(shape, dtype, precision, options):
-    b, hq, hk, n, m, d, dv = shape
-    generator = torch.Generator().manual_seed(n + m)
-    q, k, v = (
-        (torch.randn(size, generator=generator) * options.get("times", 1)).to(dtype)
-        for size in ((b, hq, n, d), (b, hk, m, d), (b, hk, m, dv))
-    )
-    if options.get("packed"):
-        k, v = torch.randn(b, m, 2, hk, d, generator=generator).permute(2, 0, 3, 1, 4)
-    outlier(options, q, k, v)
-    causal, scale = options.get("causal", False), options.get("scale", d**-0.5)
-    call = (q, k, v, None, causal, scale, precision)
-    words = planner.planned(*call).words
-    expected = reference(q, k, v, None, causal, scale)
-    return (lambda: attention(*call)), expected, words, expected[1]
 
 
 def ragged(lengths, sizes, dtype, precision, options):
@@ -119,7 +66,7 @@ def ragged(lengths, sizes, dtype, precision, options):
     heads, kv_heads, d, dv = sizes
     generator = torch.Generator().manual_seed(sum(keys))
     q, k, v = (
-        torch.randn(shape, generator=generator).to(dtype)
+        (torch.randn(shape, generator=generator) * options.get("times", 1)).to(dtype)
         for shape in (
             (sum(queries), heads, d), (sum(keys), kv_heads, d), (sum(keys), kv_heads, dv)
         )
@@ -140,7 +87,7 @@ def ragged(lengths, sizes, dtype, precision, options):
         out, lse = varlen_attention(*call)
         return out.transpose(0, 1)[None], lse[None]
 
-    return run, expected, "", peer_lse
+    return run, expected, peer_lse
 
 
 def outlier(options, q, k, v):
@@ -153,9 +100,8 @@ def measured(name):
     *case, programs, options = CASES[name]
     schedules.forward.CHAIN_TILES = options.get("chain", 1024)
     orders = (FORWARDS, BACKWARDS, STRIDED) if options.get("mixed") else (FORWARDS, BACKWARDS)
-    with stream.stream_k(programs, options.get("least", 1), options.get("tile")):
-        make = dense if name in DENSE else ragged
-        run, (expected, expected_lse), words, peer_lse = make(*case, options)
+    with stream.stream_k(programs, 1):
+        run, (expected, expected_lse), peer_lse = ragged(*case, options)
         visible = expected_lse.isfinite()
         answers = []
         for order in orders:
@@ -182,7 +128,6 @@ def measured(name):
         ),
         "cleared": all(bool((t == 0).all()) for t in counts),
         "joined": joined[0],
-        "words": words,
     }
 
 

@@ -1,6 +1,4 @@
-"""The stream-K schedule without a GPU: shares, interpreted and compiled kernels, and that it is off
-unless asked for.
-"""
+"""The stream-K schedule of packed sequences without a GPU: shares, interpreted and compiled."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import Rows, rows_of
 from sampling import some
-from stream_interpreted import CASES, DENSE
+from stream_interpreted import CASES
 from triton_compile import compile_launch
 
-from elsa_core.backends.triton.attention import planner, schedules, varlen
+from elsa_core.backends.triton.attention import varlen
 from elsa_core.backends.triton.attention.schedules import stream
 from elsa_core.backends.triton.shared import device, tickets
 from elsa_core.backends.triton.shared.launch import Launch
@@ -47,7 +45,6 @@ def test_interpreted(interpreted: Rows, name: str) -> None:
     assert row["error"] < limit
     # scores of an outlier channel cancel: PyTorch's own rounding of them is the measure
     assert row["lse"] < (1e-4 if precision == "turbo" else max(4e-7, 2 * row["peer_lse"]))
-    assert ("stream-K" in row["words"]) == (name in DENSE)
 
 
 def test_states_are_joined(interpreted: Rows) -> None:
@@ -75,17 +72,6 @@ def test_shares_are_equal(units: int, programs: int) -> None:
                 assert owner.fn(unit, units, programs) == p
 
 
-def planned(
-    shape: tuple[int, ...], dtype: torch.dtype, precision: str = "strict", *, causal: bool = False
-) -> Launch:
-    """The fold of a call of (B, Hq, Hkv, Nq, Nk, D)."""
-    b, h, hk, n, m, d = shape
-    q = torch.empty((b, h, n, d), dtype=dtype, device="meta")
-    k = torch.empty((b, hk, m, d), dtype=dtype, device="meta")
-    with stream.stream_k():
-        return planner.plan_call(q, k, k, None, causal, d**-0.5, precision).fold
-
-
 def packed(dtype: torch.dtype, heads: int, kv_heads: int) -> Launch:
     q = torch.empty(32, heads, 128, dtype=dtype, device="meta")
     k = torch.empty(500_000, kv_heads, 128, dtype=dtype, device="meta")
@@ -95,24 +81,18 @@ def packed(dtype: torch.dtype, heads: int, kv_heads: int) -> Launch:
 
 
 LAUNCHES = {
-    "row": lambda: planned((4, 16, 16, 1, 65536, 128), torch.float16),
-    "split ahead": lambda: planned((4, 12, 12, 577, 577, 64), torch.float32),
-    "half causal": lambda: planned((2, 12, 12, 577, 577, 80), torch.bfloat16, causal=True),
-    "ragged rows": lambda: packed(torch.float32, 16, 16),
-    "ragged heads": lambda: packed(torch.float16, 32, 8),
+    "rows": lambda: packed(torch.float32, 16, 16),
+    "rows half": lambda: packed(torch.float16, 16, 16),
+    "heads": lambda: packed(torch.float16, 32, 8),
+    "heads split": lambda: packed(torch.float32, 32, 8),
 }
-KINDS = {"row": torch.float16, "half causal": torch.bfloat16, "ragged heads": torch.float16}
+KINDS = {"rows half": torch.float16, "heads": torch.float16}
 SHARED = {80: 166912, 90: 232448, 120: 101376}
 
 
 @pytest.mark.parametrize(
     ("name", "arch"),
-    some(
-        [
-            ("row", 90), ("split ahead", 90), ("half causal", 80), ("ragged rows", 120),
-            ("ragged heads", 90),
-        ]
-    ),
+    some([("rows", 120), ("rows half", 90), ("heads", 90), ("heads split", 80)]),
 )  # fmt: skip
 def test_compiles(name: str, arch: int) -> None:
     compiled = compile_launch(LAUNCHES[name](), KINDS.get(name, torch.float32), "cuda", arch)
@@ -126,20 +106,6 @@ def test_compiles(name: str, arch: int) -> None:
     assert ahead.rfind("bar.sync") > ahead.rfind("st.global")
     assert 0 <= behind.find("bar.sync") < behind.find("ld.global")
     assert "ld.global.nc" not in behind
-
-
-def test_is_off_unless_asked_for() -> None:
-    assert stream.STREAM not in schedules.SCHEDULES and not stream.asked()
-    q = torch.empty(1, 2, 1, 64, device="meta")
-    k = torch.empty(1, 2, 9000, 64, device="meta")
-    call = (q, k, k, None, False, 0.125, "strict")
-    before = planner.planned(*call)
-    with stream.stream_k():
-        within = planner.planned(*call)
-        masked = planner.plan_call(q, k, k, torch.empty(1, 1, 1, 9000, device="meta"), *call[4:])
-    assert before.schedule.name == masked.schedule.name == "decode"
-    assert within.schedule is stream.STREAM and "asked for by name" in within.words
-    assert planner.planned(*call).schedule.name == "decode"
 
 
 @pytest.mark.parametrize(
@@ -165,21 +131,6 @@ def test_single_queries_of_packed_sequences(
     assert ("stream-K" in varlen.schedule(*call)) is streams
     with stream.stream_k():
         assert "stream-K" in varlen.schedule(*call)
-
-
-@pytest.mark.parametrize(
-    ("shape", "programs"),
-    [
-        # 64 rows of 2048 tiles: two programs for each of 132 multiprocessors
-        ((4, 16, 16, 1, 65536, 128), 264),
-        # 2 rows of 2 tiles of 256 keys: 4 tiles are one share
-        ((1, 2, 2, 1, 300, 16), 1),
-        # 12 x 4 tiles of queries with 4 of keys: 2 each
-        ((1, 12, 12, 197, 197, 32), 96),
-    ],
-)
-def test_no_program_is_without_a_share(shape: tuple[int, ...], programs: int) -> None:
-    assert planned(shape, torch.float16).grid[0] == programs
 
 
 class FakeStream:

@@ -19,7 +19,6 @@ from elsa_core.backends.triton.attention.schedules import (
     SPLIT_AHEAD,
     forward,
     schedule_of,
-    stream,
 )
 from elsa_core.backends.triton.attention.schedules.record import Call, Problem, Schedule
 from elsa_core.backends.triton.attention.tiling import Plan, Shape
@@ -52,8 +51,6 @@ def plan_call(
         shape, causal = shape._replace(keys=1), False
     mode = device.mode_of(q.dtype, precision)
     problem = Problem(q, k, v, mask, causal, scale, precision, mode, shape)
-    if stream.asked() and stream.STREAM.serves(problem):
-        return planned_by(stream.STREAM, problem)
     if not (shape.queries == 1 or EMPTY.serves(problem)):
         problem = replace(problem, tiles=tiles or tiles_of(problem, specialized))
     return planned_by(schedule_of(problem), problem)

@@ -76,21 +76,17 @@ def stream_decode(
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
-    RAGGED: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr, UNIT_D: tl.constexpr,
+    CAUSAL: tl.constexpr, UNIT: tl.constexpr, UNIT_D: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs). Out [tokens, heads, DV], LSE with `lse_h` from head to head.
 
-    RAGGED: StartsQ and StartsK are the cumulative lengths of `sequences`, n_q and n_k the tokens of
-    all; else each of `sequences` (the batch) has n_q queries and n_k keys. `least`: units that a
-    program gets, if there are as many. Strides as in `forward.forward`, those of the batch unused
-    where sequences are packed; PO, PL and Tickets as `stream.py` says.
+    StartsQ and StartsK are the cumulative lengths of `sequences`, n_q and n_k the tokens of all.
+    `least`: units that a program gets, if there are as many. Strides as in `forward.forward`, those
+    of the batch unused; PO, PL and Tickets as `stream.py` says.
     """
-    if RAGGED:
-        units = all_units(StartsQ, StartsK, sequences, n_q, n_k, 1, BN, CAUSAL) * heads
-    else:
-        units = shape_of(wide(n_q), wide(n_k), 1, BN, CAUSAL)[2] * sequences * heads
+    units = all_units(StartsQ, StartsK, sequences, n_q, n_k, 1, BN, CAUSAL) * heads
     programs = tl.maximum(tl.minimum(wide(tl.num_programs(0)), units // least), 1)
     program = wide(tl.program_id(0))
     unit = tl.minimum(first_unit(program, units, programs), units)
@@ -100,23 +96,14 @@ def stream_decode(
     base = wide(0)
     until = wide(0)
     while unit < end:
-        if RAGGED:
-            if unit >= until:
-                i_s, base = sequence_at(
-                    StartsQ, StartsK, unit, sequences, heads, n_q, n_k, 1, BN, CAUSAL
-                )
-            i_b = wide(0)
-            first_q, len_q = bounds_of(StartsQ, i_s, n_q)
-            first_k, len_k = bounds_of(StartsK, i_s, n_k)
-            tokens, tiles, of_head = shape_of(len_q, len_k, 1, BN, CAUSAL)
-            until = base + of_head * heads
-        else:
-            tokens, tiles, of_head = shape_of(wide(n_q), wide(n_k), 1, BN, CAUSAL)
-            i_b = unit // (of_head * heads)
-            base = i_b * of_head * heads
-            first_q = i_b * n_q
-            first_k = wide(0)
-            len_k = n_k
+        if unit >= until:
+            i_s, base = sequence_at(
+                StartsQ, StartsK, unit, sequences, heads, n_q, n_k, 1, BN, CAUSAL
+            )
+        first_q, len_q = bounds_of(StartsQ, i_s, n_q)
+        first_k, len_k = bounds_of(StartsK, i_s, n_k)
+        tokens, tiles, of_head = shape_of(len_q, len_k, 1, BN, CAUSAL)
+        until = base + of_head * heads
         i_h = (unit - base) // of_head
         within = unit - base - i_h * of_head
         i_q = query_tile_of(within, tokens, tiles, 1, BN, CAUSAL)
@@ -129,22 +116,16 @@ def stream_decode(
             seen = tl.minimum(seen, i_q.to(tl.int32) + 1)
         i_kv = i_h // group
         row = first_q + i_q
-        if RAGGED:
-            p_q = Q + (i_h * q_h + row * q_n) * UNIT
-        else:
-            p_q = Q + (i_b * q_b + i_h * q_h + i_q * q_n) * UNIT
+        p_q = Q + (i_h * q_h + row * q_n) * UNIT
         out, log = fold_row(
-            p_q, K + (i_b * k_b + i_kv * k_h + first_k * k_n) * UNIT,
-            V + (i_b * v_b + i_kv * v_h + first_k * v_n) * UNIT,
+            p_q, K + (i_kv * k_h + first_k * k_n) * UNIT,
+            V + (i_kv * v_h + first_k * v_n) * UNIT,
             (tile * BN).to(tl.int32), tl.minimum((stop * BN).to(tl.int32), seen), seen,
             q_d, k_n * UNIT, k_d, v_n * UNIT, v_d, shift, scale_exp, scale * flip,
             UNIT_D, BN, STAGES, D, DP, DV, VP,
         )  # fmt: skip
         p_out = Out + (row * heads + i_h) * DV + o_v
-        if RAGGED:
-            p_lse = LSE + i_h * lse_h + row
-        else:
-            p_lse = LSE + (i_b * heads + i_h) * lse_h + i_q
+        p_lse = LSE + i_h * lse_h + row
         if stop - tile == count:
             tl.store(p_out, out.to(Out.dtype.element_ty), mask=o_v < DV)
             tl.store(p_lse, log * LN2)

@@ -1,7 +1,7 @@
 """Stream-K for tiles of queries: the fold of `forward.py`, the shares, states and tickets of
 `stream.py`.
 
-MODE and PRE as in `forward.py`. A query tile is BLOCK_M queries of one head; or, PACKED, one query
+MODE as in `forward.py`. A query tile is BLOCK_M queries of one head; or, PACKED, one query
 of all heads that share a head of the keys, which are then read once.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from elsa_core.backends.triton.attention.exact import fold_exact
 from elsa_core.backends.triton.attention.fold import fold_range, key_tiles, merged, split_tile
@@ -29,11 +28,9 @@ from elsa_core.backends.triton.attention.stream import (
 )
 from elsa_core.backends.triton.attention.varlen_forward import bounds_of
 from elsa_core.backends.triton.shared.helpers import (
-    FACTOR_LIMIT,
     LN2,
     SINGLE_LIMIT,
     SPLIT_LIMIT,
-    exponent_elements,
     load_part,
     power,
     row_before,
@@ -42,17 +39,17 @@ from elsa_core.backends.triton.shared.helpers import (
 )
 
 RUNTIME_INTEGERS = [
-    "heads", "group", "n_q", "n_k", "sequences", "least", "tiles", "shift", "scale_exp", "lse_h",
+    "heads", "group", "n_q", "n_k", "sequences", "least", "shift", "scale_exp", "lse_h",
     "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
 ]  # fmt: skip
 
 
 @triton.jit
 def fold_share(
-    p_q, p_k, p_v, W, head_row, head_rows, tiles, lo, chunk, n_k, q_m, q_d, k_n, k_d, v_n, v_d,
+    p_q, p_k, p_v, lo, chunk, n_k, q_m, q_d, k_n, k_d, v_n, v_d,
     row0, rows, shift, scale_exp, scale, flip, once,
-    MODE: tl.constexpr, PRE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
-    CAUSAL: tl.constexpr, FLIP: tl.constexpr, OVERLAP: tl.constexpr, UNIT_D: tl.constexpr,
+    MODE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
+    CAUSAL: tl.constexpr, FLIP: tl.constexpr, UNIT_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, CHAIN: tl.constexpr, SHIFT: tl.constexpr,
     STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
@@ -61,7 +58,7 @@ def fold_share(
     """The keys [lo, lo + chunk) of n_k folded for one query tile: its sums z [BM], acc0 and acc1,
     and the base 2 reference m that they are relative to.
 
-    PRE: head_row is the head's first key tile of head_rows in W. once: 1, see `forward.forward`.
+    once: 1, see `forward.forward`.
     """
     lo, full, hi = key_tiles(p_q, lo, chunk, n_k, row0, BM, BN, CAUSAL, 0)
     LIMIT: tl.constexpr = SPLIT_LIMIT if MODE == 1 else SINGLE_LIMIT
@@ -76,11 +73,7 @@ def fold_share(
         e_q = 0
         e_k = 0
         e_v = 0
-        p_e = W
-        WK = W
-        WV = W
-        region_k = 0
-        region_v = 0
+        no_region = 0
         no_mask = 0
         q0 = load_part(p_q, o_m, rows, q_m, q_d, 0, D0, D, UNIT_D, True)
         q1 = q0
@@ -103,46 +96,24 @@ def fold_share(
                 q0, q1, before0, before1, scale * flip, D1, LIMIT
             )
             e_q = scale_exp - e
-        if PRE:
-            if OVERLAP:
-                # the launch that split keys and values may still be running
-                gdc_wait()
-            # as `split.split_ahead` lays it out
-            E = W.to(tl.pointer_type(tl.int32))
-            region_k = head_rows * BN * (D0 + D1)
-            region_v = head_rows * BN * (V0 + V1)
-            LOW: tl.constexpr = 2 if MODE == 1 else 1
-            WK = W + exponent_elements(head_rows) + head_row * BN * (D0 + D1)
-            WV = W + exponent_elements(head_rows) + LOW * region_k + head_row * BN * (V0 + V1)
-            p_e = E + 2 * head_row
-            p_guard = E + 2 * head_rows + head_row
-            # loaded early, used after the loop
-            o_t = tl.arange(0, 256)
-            guards = tl.load(p_guard + o_t, mask=o_t < tiles, other=2048)
-            of_values = tl.load(p_guard + head_rows + o_t, mask=o_t < tiles, other=0)
-            e_k = tl.load(p_e + lo // BN * 2)
-            e_v = tl.load(p_e + lo // BN * 2 + 1)
         if MODE == 0:
             m, z, acc0, acc1, bad = fold_range(
                 qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
-                p_k, p_v, p_q, WK, WV, p_e, region_k, region_v, p_q, lo, full, hi, n_k,
+                p_k, p_v, p_q, p_q, p_q, p_q, no_region, no_region, p_q, lo, full, hi, n_k,
                 k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
-                MODE, PRE, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
+                MODE, False, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
                 UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
             )  # fmt: skip
         elif CHAIN:
             for c0 in tl.range(lo, hi, CHAIN, num_stages=1):
                 stop = tl.minimum(hi, c0 + CHAIN)
-                if PRE:
-                    e_k = tl.load(p_e + c0 // BN * 2)
-                    e_v = tl.load(p_e + c0 // BN * 2 + 1)
                 m1, z1, x1, y1, bad = fold_range(
                     qh0, ql0, qh1, ql1, f, e_q, tl.full([BM], -float("inf"), tl.float32),
                     tl.zeros_like(z), tl.zeros_like(acc0), tl.zeros_like(acc1), bad, e_k, e_v,
-                    p_k, p_v, p_q, WK, WV, p_e, region_k, region_v, p_q,
+                    p_k, p_v, p_q, p_q, p_q, p_q, no_region, no_region, p_q,
                     c0, tl.maximum(c0, tl.minimum(full, stop)), stop, n_k,
                     k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
-                    MODE, PRE, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
+                    MODE, False, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
                     UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
                 )  # fmt: skip
                 m, z, acc0, acc1 = merged(m, z, acc0, acc1, m1, z1, x1, y1)
@@ -152,27 +123,15 @@ def fold_share(
             for _ in tl.range(0, once, num_stages=1):
                 m, z, acc0, acc1, bad = fold_range(
                     qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
-                    p_k, p_v, p_q, WK, WV, p_e, region_k, region_v, p_q, lo, full, hi, n_k,
+                    p_k, p_v, p_q, p_q, p_q, p_q, no_region, no_region, p_q, lo, full, hi, n_k,
                     k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
-                    MODE, PRE, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
+                    MODE, False, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
                     UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
                 )  # fmt: skip
                 qh0 = tl.zeros_like(qh0)
                 ql0 = tl.zeros_like(ql0)
                 qh1 = tl.zeros_like(qh1)
                 ql1 = tl.zeros_like(ql1)
-        if PRE:
-            # bit 0 of a guard: the tile failed; above it: the keys' exponent + 256
-            lowest = guards >> 1
-            verdict = (guards & 1) | of_values
-            for t0 in range(256, tiles, 256):
-                o_next = t0 + o_t
-                guards = tl.load(p_guard + o_next, mask=o_next < tiles, other=2048)
-                of_values = tl.load(p_guard + head_rows + o_next, mask=o_next < tiles, other=0)
-                lowest = tl.minimum(lowest, guards >> 1)
-                verdict = verdict | (guards & 1) | of_values
-            over = e_q - (tl.min(lowest, 0) - 256) > FACTOR_LIMIT
-            bad = bad | tl.max(verdict, 0) | over.to(tl.int32)
     if MODE != 0:  # noqa: SIM102 (one is decided at compile time, the other by the data)
         if bad != 0:
             m, z, acc0, acc1 = fold_exact(
@@ -197,33 +156,29 @@ def store_block(
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def stream_forward(
-    Q, K, V, StartsQ, StartsK, W, PO, PL, Tickets, Out, LSE,
+    Q, K, V, StartsQ, StartsK, PO, PL, Tickets, Out, LSE,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, sequences: tl.int32,
-    least: tl.int32, tiles: tl.int32, shift: tl.int32, scale_exp: tl.int32,
+    least: tl.int32, shift: tl.int32, scale_exp: tl.int32,
     scale: tl.float32, flip: tl.float32, lse_h: tl.int64,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
-    RAGGED: tl.constexpr, PACKED: tl.constexpr,
-    MODE: tl.constexpr, PRE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
-    CAUSAL: tl.constexpr, FLIP: tl.constexpr, OVERLAP: tl.constexpr,
+    PACKED: tl.constexpr,
+    MODE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
+    CAUSAL: tl.constexpr, FLIP: tl.constexpr,
     UNIT: tl.constexpr, UNIT_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, CHAIN: tl.constexpr, SHIFT: tl.constexpr,
     STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). `heads`: those of the queries, Out and LSE. `tiles`: key tiles of a head
-    that was split ahead (PRE, not with RAGGED). The other arguments as in
+    """Grid (programs). `heads`: those of the queries, Out and LSE. The other arguments as in
     `stream_decode.stream_decode` and `forward.forward`.
     """
     QT: tl.constexpr = 1 if PACKED else BM
     ROWS_CAUSAL: tl.constexpr = CAUSAL and not PACKED
     lines = heads // group if PACKED else heads
-    if RAGGED:
-        units = all_units(StartsQ, StartsK, sequences, n_q, n_k, QT, BN, CAUSAL) * lines
-    else:
-        units = shape_of(wide(n_q), wide(n_k), QT, BN, CAUSAL)[2] * sequences * lines
+    units = all_units(StartsQ, StartsK, sequences, n_q, n_k, QT, BN, CAUSAL) * lines
     programs = tl.maximum(tl.minimum(wide(tl.num_programs(0)), units // least), 1)
     program = wide(tl.program_id(0))
     unit = tl.minimum(first_unit(program, units, programs), units)
@@ -233,24 +188,14 @@ def stream_forward(
     base = wide(0)
     until = wide(0)
     while unit < end:
-        if RAGGED:
-            if unit >= until:
-                i_s, base = sequence_at(
-                    StartsQ, StartsK, unit, sequences, lines, n_q, n_k, QT, BN, CAUSAL
-                )
-            i_b = wide(0)
-            first_q, len_q = bounds_of(StartsQ, i_s, n_q)
-            first_k, len_k = bounds_of(StartsK, i_s, n_k)
-            q_tiles, all_tiles, of_head = shape_of(len_q, len_k, QT, BN, CAUSAL)
-            until = base + of_head * lines
-        else:
-            q_tiles, all_tiles, of_head = shape_of(wide(n_q), wide(n_k), QT, BN, CAUSAL)
-            i_b = unit // (of_head * lines)
-            base = i_b * of_head * lines
-            first_q = i_b * n_q
-            first_k = wide(0)
-            len_q = n_q
-            len_k = n_k
+        if unit >= until:
+            i_s, base = sequence_at(
+                StartsQ, StartsK, unit, sequences, lines, n_q, n_k, QT, BN, CAUSAL
+            )
+        first_q, len_q = bounds_of(StartsQ, i_s, n_q)
+        first_k, len_k = bounds_of(StartsK, i_s, n_k)
+        q_tiles, all_tiles, of_head = shape_of(len_q, len_k, QT, BN, CAUSAL)
+        until = base + of_head * lines
         i_line = (unit - base) // of_head
         within = unit - base - i_line * of_head
         i_m = query_tile_of(within, q_tiles, all_tiles, QT, BN, CAUSAL)
@@ -278,21 +223,15 @@ def stream_forward(
             out_step = wide(heads) * DV
             lse_step = wide(1)
         row = first_q + i_q
-        if RAGGED:
-            p_q = Q + (i_h * q_h + row * q_n) * UNIT
-            p_lse = LSE + i_h * lse_h + row
-        else:
-            p_q = Q + (i_b * q_b + i_h * q_h + i_q * q_n) * UNIT
-            p_lse = LSE + (i_b * heads + i_h) * lse_h + i_q
-        kv_heads = heads // group
+        p_q = Q + (i_h * q_h + row * q_n) * UNIT
+        p_lse = LSE + i_h * lse_h + row
         m, z, acc0, acc1 = fold_share(
-            p_q, K + (i_b * k_b + i_kv * k_h + first_k * k_n) * UNIT,
-            V + (i_b * v_b + i_kv * v_h + first_k * v_n) * UNIT,
-            W, (i_b * kv_heads + i_kv) * tiles, wide(sequences) * kv_heads * tiles, tiles,
+            p_q, K + (i_kv * k_h + first_k * k_n) * UNIT,
+            V + (i_kv * v_h + first_k * v_n) * UNIT,
             (tile * BN).to(tl.int32), ((stop - tile) * BN).to(tl.int32), seen,
             q_m, q_d, k_n * UNIT, k_d, v_n * UNIT, v_d,
             row0, rows, shift, scale_exp, scale, flip, tl.minimum(heads, 1),
-            MODE, PRE, ONE_LOOP, FRESH, ROWS_CAUSAL, FLIP, OVERLAP, UNIT_D,
+            MODE, ONE_LOOP, FRESH, ROWS_CAUSAL, FLIP, UNIT_D,
             BM, BN, BX, CHAIN, SHIFT, STAGES, TAIL_STAGES, D, D0, D1, DV, V0, V1,
         )  # fmt: skip
         empty = z == 0.0

@@ -1,8 +1,7 @@
-"""The stream-K schedule: equal shares of key tiles, joined in the launch that folds them.
+"""Stream-K for packed sequences: equal shares of key tiles, joined in the launch that folds them.
 
-On an H200 it is the faster one for packed sequences of single queries, which it serves
-(`varlen._streams`); the grids of dense calls that were measured take 1.1 to 1.7 times as long as by
-the other schedules, so that it serves those within `stream_k` alone: without a mask or dropout.
+On an H200 it is the faster one for sequences of single queries, which it serves
+(`varlen._streams`).
 """
 
 from __future__ import annotations
@@ -17,18 +16,8 @@ from torch import Tensor
 
 from elsa_core.backends.triton.attention import tiling
 from elsa_core.backends.triton.attention.schedules.decode import key_tile
-from elsa_core.backends.triton.attention.schedules.forward import (
-    ahead_launch,
-    fold_options,
-    fold_tail,
-)
-from elsa_core.backends.triton.attention.schedules.record import (
-    Call,
-    Parts,
-    Problem,
-    Schedule,
-    known,
-)
+from elsa_core.backends.triton.attention.schedules.forward import fold_options, fold_tail
+from elsa_core.backends.triton.attention.schedules.record import Problem, known
 from elsa_core.backends.triton.shared import device, layout
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
@@ -64,8 +53,8 @@ _asked: list[Knobs] = []
 def stream_k(
     programs: int | None = None, least: int | None = None, tile: tiling.Tile | None = None
 ) -> Iterator[None]:
-    """Serve calls by the stream-K schedule where it can, in every thread: to test and to measure
-    it. No plan outlives it.
+    """Serve packed calls by the stream-K schedule, in every thread: to test and to measure it. No
+    plan outlives it.
 
     programs, least, tile: see `Knobs`.
     """
@@ -104,29 +93,22 @@ class Streamed:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, others: Tensor, out: Tensor,
-        lse: Tensor, halves: Tensor | None = None,
+        lse: Tensor,
     ) -> None:  # fmt: skip
-        """starts, others: cumulative lengths, or any tensors where sequences are not packed;
-        halves: what was split ahead.
-        """
+        """starts, others: cumulative lengths of queries and keys."""
         programs = self.fold.grid[0]
         states = 2 * programs * self.rows
         outputs = q.new_empty((states, self.width), dtype=torch.float32)
         logs = q.new_empty(states, dtype=torch.float32)
         counters = tickets(programs, q.device)
-        pointers = (q, k, v, starts, others)
-        if "PRE" in self.fold.tail:
-            pointers += (q if halves is None else halves,)
-        self.fold(*pointers, outputs, logs, counters, out, lse)
+        self.fold(q, k, v, starts, others, outputs, logs, counters, out, lse)
 
 
-def streamed(problem: Problem, sequences: int = 0) -> Streamed:
-    """The launch for a call of [B, H, N, D]; or, with sequences, for one of that many packed
-    sequences, whose tokens are [1, H, T, D].
-    """
+def streamed(problem: Problem, sequences: int) -> Streamed:
+    """The launch for so many packed sequences, whose tokens are [1, H, T, D]."""
     shape = problem.shape
-    # of packed sequences one query each, or fewer, on average
-    single = shape.queries <= max(1, sequences)
+    # one query each, or fewer, on average
+    single = shape.queries <= sequences
     packed = single and 1 < shape.heads // shape.key_heads <= MOST_PACKED
     if single and (not packed or problem.mode == "exact"):
         return _rows(problem, sequences)
@@ -136,18 +118,17 @@ def streamed(problem: Problem, sequences: int = 0) -> Streamed:
 def _shares(problem: Problem, sequences: int) -> dict[str, Any]:
     shape = problem.shape
     return {
-        "sequences": sequences or shape.batch, "lse_h": shape.queries, "RAGGED": sequences > 0,
-        "CAUSAL": problem.causal,
+        "sequences": sequences, "lse_h": shape.queries, "CAUSAL": problem.causal,
     }  # fmt: skip
 
 
-def _programs(problem: Problem, sequences: int, resident: int, least: int, units: int) -> int:
-    """Programs of the grid; a call whose lengths are known launches none without a share."""
+def _programs(problem: Problem, resident: int) -> int:
+    """Programs of the grid."""
     wanted = _knobs().programs
     if wanted is None:
         _, multiprocessors = device.device_table(device.index_of(problem.query.device))
         wanted = resident * multiprocessors
-    return wanted if sequences else max(1, min(wanted, units // least))
+    return wanted
 
 
 def _rows(problem: Problem, sequences: int) -> Streamed:
@@ -174,8 +155,7 @@ def _rows(problem: Problem, sequences: int) -> Streamed:
         "D": shape.head_dim, "DP": max(16, 1 << (shape.head_dim - 1).bit_length()),
         "DV": shape.value_dim, "VP": width,
     }  # fmt: skip
-    units = shape.batch * shape.heads * shape.queries * -(-shape.keys // block)
-    programs = _programs(problem, sequences, knobs["resident"], least, units)
+    programs = _programs(problem, knobs["resident"])
     fold = Launch(stream_decode, (programs,), tail, {"num_warps": knobs["warps"]})
     return Streamed(fold, 1, shape.value_dim)
 
@@ -192,14 +172,7 @@ def _tiles(problem: Problem, sequences: int, packed: bool) -> Streamed:
         "PACKED": packed, "least": least,
         "PARTS": max(1, 4096 // (tile.block_m * tail["V0"])),
     })  # fmt: skip
-    lines = shape.key_heads if packed else shape.heads
-    rows = 1 if packed else -(-shape.queries // tile.block_m)
-    units = shape.batch * lines * rows * -(-shape.keys // tile.block_n)
-    if problem.causal:
-        # at least half of them are there
-        units = -(-units // 2)
-    resident = RESIDENT.get(tile.block_m, 1)
-    programs = _programs(problem, sequences, resident, least, units)
+    programs = _programs(problem, RESIDENT.get(tile.block_m, 1))
     fold = Launch(stream_forward, (programs,), own, fold_options(problem, tail))
     return Streamed(fold, tile.block_m, shape.value_dim)
 
@@ -214,63 +187,16 @@ def _with_tile(problem: Problem, sequences: int, packed: bool) -> Problem:
 
 def _tile(problem: Problem, sequences: int, packed: bool) -> tiling.Tile:
     shape, group = problem.shape, problem.shape.heads // problem.shape.key_heads
-    rows = group if packed else -(-shape.queries // max(1, sequences))
-    ahead = not sequences and rows > FEW and problem.precision != "lean"
+    rows = group if packed else -(-shape.queries // sequences)
     # tiles of one product are for operands split ahead alone
-    mode = "split" if problem.mode == "single" and not ahead else problem.mode
-    usual = shape._replace(keys=max(1, -(-shape.keys // max(1, sequences))))
+    mode = "split" if problem.mode == "single" else problem.mode
+    usual = shape._replace(keys=max(1, -(-shape.keys // sequences)))
     table, multiprocessors = device.device_table(device.index_of(problem.query.device))
     tile = tiling.plan(
-        usual, mode, table, workspace=ahead, multiprocessors=multiprocessors, specialized=False
+        usual, mode, table, workspace=False, multiprocessors=multiprocessors, specialized=False
     ).tile
     if rows <= FEW or packed:
         block = max(FEW, 1 << (rows - 1).bit_length())
         tile = replace(tile, block_m=min(block, tile.block_m), warps=4)
     # `RESIDENT` programs have all registers that a thread can have
     return replace(tile, registers=0)
-
-
-def _serves(problem: Problem) -> bool:
-    shape = problem.shape
-    return problem.mask is None and min(shape.batch, shape.heads, shape.queries, shape.keys) > 0
-
-
-def _plan(problem: Problem) -> Parts:
-    launch = streamed(problem)
-    if not launch.fold.tail.get("PRE"):
-        return Parts({"fold": launch.fold})
-    tiled = _with_tile(problem, 0, False)
-    ahead, workspace = ahead_launch(tiled, fold_tail(tiled))
-    return Parts({"ahead": ahead, "fold": launch.fold}, None, workspace)
-
-
-def _run(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = call.results(q)
-    fold = call.fold
-    launch = Streamed(fold, fold.tail.get("BM", 1), fold.tail["DV"])
-    halves = None
-    if "ahead" in call.launches:
-        halves = q.new_empty(call.workspace, dtype=torch.float16)
-        call.launches["ahead"](k, v, halves)
-    launch(q, k, v, q, q, out, lse, halves)
-    return out, lse
-
-
-def _words(problem: Problem) -> str:
-    return words_of(streamed(problem))
-
-
-def words_of(launch: Streamed) -> str:
-    """The schedule in words."""
-    tail, programs = launch.fold.tail, launch.fold.grid[0]
-    rows = "one query" if "BM" not in tail else f"{tail['BM']} queries"
-    if tail.get("PACKED"):
-        rows = "one query of all heads that share keys"
-    where = ", keys and values split ahead" if tail.get("PRE") else ""
-    return (
-        f"stream-K: {programs} programs with equal shares of tiles of {rows} x {tail['BN']} keys, "
-        f"joined by the last{where}; asked for by name"
-    )
-
-
-STREAM = Schedule("stream_k", _serves, _plan, _run, _words)
