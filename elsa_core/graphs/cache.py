@@ -45,16 +45,21 @@ class Graphs:
         shapes: kept at most.
         copy_outputs: whether results are copies.
         kind: what is captured.
+        warned: reasons that a warning gave already.
     """
 
     def __init__(
-        self, shapes: int, copy_outputs: bool, kind: type[Inference] | type[Training]
+        self,
+        shapes: int,
+        copy_outputs: bool,
+        kind: type[Inference] | type[Training],
+        warned: dict[str, None] | None = None,
     ) -> None:
         self._most, self._copy_outputs, self._kind = shapes, copy_outputs, kind
         self._entries: OrderedDict[Hashable, Inference | Training] = OrderedDict()
         self._refused: dict[Hashable, str] = {}
         self._lost: Counter[Hashable] = Counter()  # graphs dropped after few replays
-        self._warned: dict[str, None] = {}  # reasons, in order
+        self.warned: dict[str, None] = {} if warned is None else warned  # reasons, in order
         self._device: torch.device | None = None  # of all entries
         self._pool: Any = None
         self._ticket: Any = None  # of the last forward of any entry
@@ -75,10 +80,6 @@ class Graphs:
         """The graphs, the one used last at the end."""
         return tuple(self._entries.values())
 
-    def reasons(self) -> tuple[str, ...]:
-        """Why calls were the model's own, each reason once."""
-        return tuple(self._warned)
-
     def clear(self) -> None:
         """Drop everything."""
         with _LOCK:
@@ -92,8 +93,8 @@ class Graphs:
             return self.answer(model, args, kwargs)
         except RefusedError as refusal:
             reason = str(refusal)
-        if reason not in self._warned and len(self._warned) < _MOST_KNOWN:
-            self._warned[reason] = None
+        if reason not in self.warned and len(self.warned) < _MOST_KNOWN:
+            self.warned[reason] = None
             _LOG.warning("graphed: such calls run without a CUDA graph: %s", reason)
         return model(*args, **kwargs)
 

@@ -104,7 +104,7 @@ class GraphedModel(nn.Module):
         self.model = model
         self.training = model.training
         self._graphs = Graphs(shapes, copy_outputs, Inference)
-        self._steps = Graphs(shapes, copy_outputs, Training)
+        self._steps = Graphs(shapes, copy_outputs, Training, self._graphs.warned)
         self.register_load_state_dict_pre_hook(_prefixed)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ class GraphedModel(nn.Module):
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why calls were the model's own, each reason once."""
-        return (*self._graphs.reasons(), *self._steps.reasons())
+        return tuple({**self._graphs.warned, **self._steps.warned})
 
     def replays(self) -> tuple[Callable[[], object], ...]:
         """The replays of the graphs of inference, without copies of arguments and results."""
