@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,12 @@ def _check_scale(model: nn.Module, shapes: Shapes, path: Path, recipe: Recipe) -
     missing, unexpected, _ = differences(model, shapes)
     total = len(shapes)
     if len(unexpected) == total or len(missing) > max(8, 4 * total):
-        raise ModelError(f"{path} does not fit {label(recipe)}: {explain_misfit(recipe, shapes)}")
+        # A model beside parts of its own, such as a classifier on a backbone.
+        part, count = Counter(name.partition(".")[0] for name in shapes).most_common(1)[0]
+        other = 1 < count < total and not hasattr(model, part)
+        hint = f"; --weights {part} takes {count} of its tensors" if other else ""
+        why = explain_misfit(recipe, shapes)
+        raise ModelError(f"{path} does not fit {label(recipe)}: {why}{hint}")
     there, here = sum(map(math.prod, shapes.values())), sum(t.numel() for t in model.parameters())
     if there > _FAR * here + _FEW:
         raise ModelError(

@@ -240,6 +240,12 @@ def test_a_classifier_beside_a_backbone_is_not_dropped(tmp_path: Path) -> None:
     shapes = {"backbone.blocks.0.w": (4, 4), "backbone.blocks.1.w": (4, 4), "backbone.b": (4,),
               "classifier.w": (3, 4), "classifier.b": (3,)}  # fmt: skip
     assert bare_names(shapes, tmp_path) == ({name: name for name in shapes}, ())
+    state = prefixed(made().state_dict(), "backbone.") | {"classifier.weight": torch.ones(3, 64)}
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"does not fit test_vit: .*; --weights backbone takes"):
+        load_model(tmp_path / "model.safetensors", arch=NAME)
+    loaded = load_model(tmp_path / "model.safetensors", arch=NAME, weights="backbone")
+    assert "weights backbone taken, 1 other tensors left" in loaded.warnings[0]
 
 
 def test_blocks_of_a_pyramid_are_no_chunks(tmp_path: Path) -> None:
