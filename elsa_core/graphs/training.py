@@ -215,23 +215,29 @@ def _backward(run: _Run) -> None:
 class _Run:
     """The forward and the backward that are captured.
 
-    Parameters are aliases of the model's while they run: autograd keeps a node for every parameter,
-    which remembers the stream that it was made on, and an earlier loss may still hold that of the
-    real one.
+    Parameters, and arguments that want gradients, are fresh aliases in each run: autograd keeps a
+    node for every leaf, which remembers the stream that it was made on, and an earlier loss may
+    still hold that of the real one.
     """
 
     def __init__(self, step: Training, model: nn.Module, given: Given) -> None:
         self._step, self._model = step, model
-        self._args, self._kwargs = given.arguments(step.given.leaves)
+        self._given = given
+        self._arguments: list[Tensor] = []
         self._aliases: dict[int, nn.Parameter] = {}
         self.result: Any = None
         self.grads: Sequence[Tensor | None] = ()
 
     def forward(self) -> None:
-        params = self._step._params
-        self._aliases = {id(each): nn.Parameter(each.detach()) for each in params}
+        self.clear()
+        step = self._step
+        fresh = {id(each): each.detach().requires_grad_() for each in step._leaves}
+        self._arguments = list(fresh.values())
+        leaves = [fresh.get(id(each), each) for each in step.given.leaves]
+        args, kwargs = self._given.arguments(leaves)
+        self._aliases = {id(each): nn.Parameter(each.detach()) for each in step._params}
         with _replaced(self._model, self._aliases), torch.enable_grad():
-            self.result = self._model(*self._args, **self._kwargs)
+            self.result = self._model(*args, **kwargs)
 
     def prepare_slopes(self) -> None:
         """Memory for the gradients of the outputs."""
@@ -244,7 +250,7 @@ class _Run:
         return [each for each in leaves if isinstance(each, Tensor) and each.requires_grad]
 
     def _inputs(self) -> list[Tensor]:
-        return [*self._step._leaves, *self._aliases.values()]
+        return [*self._arguments, *self._aliases.values()]
 
     def backward(self) -> None:
         step, outputs, inputs = self._step, self._learning(), self._inputs()
@@ -271,7 +277,7 @@ class _Run:
                 raise RefusedError("it reads a tensor that wants a gradient and is no parameter")
 
     def clear(self) -> None:
-        self.result, self.grads, self._aliases = None, (), {}
+        self.result, self.grads, self._arguments, self._aliases = None, (), [], {}
 
 
 class _Replay(torch.autograd.Function):
