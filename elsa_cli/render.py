@@ -167,6 +167,8 @@ def verdict(report: CheckReport) -> str:
     numbers = ""
     if worst is not None:
         numbers = f" (error {_error(worst.patched_error)}, original {_error(worst.original_error)})"
+    if not report.tested:
+        return "nothing was tested"
     if not report.ok:
         return f"outputs do NOT agree{numbers}"
     return f"outputs agree{numbers}"

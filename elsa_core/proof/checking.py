@@ -22,7 +22,7 @@ from elsa_core.patching import is_layer, original, patched_sites
 from elsa_core.processes import environment_kept
 from elsa_core.proof import gradients, timing
 from elsa_core.proof import paths as run_paths
-from elsa_core.proof.report import CheckReport, GradientCheck, ModelCheck, SiteCheck
+from elsa_core.proof.report import NOTHING_TESTED, CheckReport, GradientCheck, ModelCheck, SiteCheck
 from elsa_core.proof.run import CheckRun
 from elsa_core.proof.sides import Fault, Given
 from elsa_core.proof.site_run import Asked, Progress, is_inexact
@@ -177,7 +177,7 @@ def _failures(
         failures += [] if one.ok else [f"model on {one.case!r}{by}: {one.reason}"]
     failures += [f"{one.path}: gradients: {one.reason}" for one in slopes if not one.ok]
     if not failures and attends and not any(site.operator_calls for site in sites):
-        failures.append("no site ran elsa's operator on these inputs, so nothing is known about it")
+        failures.append(NOTHING_TESTED)
     return failures
 
 

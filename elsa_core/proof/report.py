@@ -22,6 +22,9 @@ LEGIBLE = 0.25
 _SAMPLES = "errors are those of {} nearby inputs together, since one said too little"
 
 
+NOTHING_TESTED = "no site ran elsa's operator on these inputs, so nothing is known about it"
+
+
 @dataclass(frozen=True)
 class SiteCheck:
     """One attention site on its own, over every call in every case.
@@ -146,6 +149,11 @@ class CheckReport(Summarised):
     paths: tuple[str, ...] = ("eager",)
     left_out: dict[str, str] = field(default_factory=dict)
     gradients: tuple[GradientCheck, ...] = ()
+
+    @property
+    def tested(self) -> bool:
+        """Whether a site ran elsa's operator: else outputs that agree show nothing."""
+        return self.failures != (NOTHING_TESTED,)
 
     @property
     def shows_sites(self) -> bool:

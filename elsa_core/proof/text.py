@@ -23,8 +23,10 @@ def check_summary(report: CheckReport) -> Summary:
         rows.append((_mark(worst), name, *_errors(worst), worst.worst_case))
     for case in report.cases:
         rows.append((_mark(case), f"model: {case.case}", *_errors(case), classes(case)))
-    verdict = "agree" if report.ok else "do NOT agree"
-    title = f"outputs {verdict} · {report.dtype} on {report.device} · against float64"
+    verdict = "outputs agree" if report.ok else "outputs do NOT agree"
+    if not report.tested:
+        verdict = "nothing was tested"
+    title = f"{verdict} · {report.dtype} on {report.device} · against float64"
     lines = [f"failed: {line}" for line in report.failures]
     if report.fault_injection:
         lines.append(f"ELSA_FAULT_INJECTION is on: {report.fault_injection}")

@@ -205,6 +205,7 @@ def test_a_model_that_never_runs_the_operator_is_not_proven() -> None:
     patch(model)
     report = check(model, torch.randn(2, 5, 16))
     assert not report.ok and "no site ran elsa's operator" in report.failures[0]
+    assert str(report).startswith("nothing was tested")
 
 
 def test_sites_that_a_registered_backend_serves() -> None:
