@@ -101,7 +101,7 @@ def test_a_wrong_gradient_ends_with_1(
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--baselines", "eager+graph"], 2, "eager+graph is for inference"),
+        (["--baselines", "eager+graph"], 3, "eager+graph needs a CUDA GPU"),
         (["--baselines", "x"], 2, "'x' is unknown"),
         (["--shape", "1,2,3,4"], 2, "--shape is not for training"),
         (["--table", "batch8"], 2, "no table 'batch8'"),

@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
             ({"mask_value": math.nan}, "mask_value"), ({"precision": "exact"}, "precision"),
             ({"backend": "fast"}, "backend='fast' is unknown"),
             ({"bias": torch.zeros(4, 16, 15)}, "bias of shape"),
-            ({"bias": torch.zeros(4, 16, 16).half()}, "bias must be float32"),
+            ({"bias": torch.zeros(4, 16, 16).double()}, "bias must be half precision"),
             ({"bias_index": torch.zeros(16, 16).int()}, "bias_index must be int64"),
             ({"bias": None, "bias_index": torch.zeros(16, 16).long()}, "needs bias"),
             ({"bias": torch.zeros(5, 4), "bias_index": torch.full((16, 16), 5)}, "bias_index"),
