@@ -22,11 +22,17 @@ from elsa_core.measuring.timing import Contender, interleaved, synchronize
 from elsa_core.precision import DTYPES
 
 CALLS = 5
-MODELS = (
-    ("vit_tiny_patch16_224", 1), ("vit_tiny_patch16_224", 8), ("vit_base_patch16_224", 1),
-    ("vit_base_patch16_224", 8), ("swin_tiny_patch4_window7_224", 1), ("mvitv2_tiny", 1),
-    ("hiera_base_224", 1), ("vit_small_patch16_dinov3", 1), ("eva02_tiny_patch14_224", 1),
+BATCHES = (("vit_tiny_patch16_224", 8), ("vit_base_patch16_224", 8))
+FAMILIES = (
+    "vit_tiny_patch16_224", "vit_base_patch16_224", "deit3_small_patch16_224",
+    "vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3", "eva02_tiny_patch14_224",
+    "beit_base_patch16_224", "vit_relpos_small_patch16_224", "hiera_base_224", "mvitv2_tiny",
+    "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "swinv2_cr_tiny_ns_224",
+    "maxvit_tiny_tf_224", "davit_tiny", "twins_svt_small", "nest_tiny", "gcvit_tiny",
+    "tiny_vit_11m_224", "pvt_v2_b1", "levit_256", "efficientvit_m5", "efficientformer_l1",
+    "convit_tiny", "crossvit_9_240", "cait_xxs24_224", "xcit_tiny_12_p16_224", "volo_d1_224",
 )  # fmt: skip
+MODELS = (*((name, 1) for name in FAMILIES), *BATCHES)
 
 
 class Case(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 NO_TENSOR_SCALE = "scale must be a number, not a tensor: multiply query by it to learn it"
 # Every small call asks these: by names of this module, since those of torch's are looked up in
@@ -32,18 +33,6 @@ warnings.filterwarnings(
     category=torch.jit.TracerWarning,  # type: ignore[attr-defined]  # public, not in its __all__
     module="elsa_core",
 )
-
-
-class _Observers(threading.local):
-    count = 0
-
-
-_OBSERVERS = _Observers()
-
-
-def observe(change: int) -> None:
-    """Count a dispatch mode of this thread that only observes: calls are as they are without it."""
-    _OBSERVERS.count += change
 
 
 _AT_TRACE: list[Callable[[], None]] = []
@@ -85,11 +74,16 @@ def recorded() -> bool:
     # a constant for the compiler, which need not know of observers
     return (
         is_compiling()
-        or _modes() > _OBSERVERS.count
+        or (_modes() != 0 and not all(map(_observes, _get_current_dispatch_mode_stack())))
         or _tracing() is not None
         or _transforms() is not None
         or forward_ad._current_level >= 0
     )
+
+
+def _observes(mode: object) -> bool:
+    """Whether a dispatch mode only observes: calls are as they are without it."""
+    return bool(getattr(mode, "elsa_observes", False))
 
 
 def by_operator(*grads: Tensor | None) -> bool:

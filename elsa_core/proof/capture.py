@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elsa_core import calls, operators, reference, routing
+from elsa_core import operators, reference, routing
 from elsa_core.operators.window import largest_score
 from elsa_core.proof.compare import TURBO_EPS
 from elsa_core.proof.samples import jittered
@@ -96,6 +96,8 @@ class OperatorCapture(TorchDispatchMode):
     of these calls nothing is measured here.
     """
 
+    elsa_observes = True  # judged is what runs while no tracer, mode or transform is active
+
     def __init__(self, factor: float = 2.0, bound: float = 0.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.factor, self.bound = factor, bound
@@ -104,7 +106,6 @@ class OperatorCapture(TorchDispatchMode):
         self._registered: dict[tuple[str, str], Callable[..., Any]] = {}
 
     def __enter__(self) -> OperatorCapture:
-        calls.observe(1)  # judged is what runs while no tracer, mode or transform is active
         runs = routing.RUNS
         self._registered = {key: run for key, run in runs.items() if key[1] not in routing.SHIPPED}
         runs.update({key: self._noting(key[1], run) for key, run in self._registered.items()})
@@ -114,7 +115,6 @@ class OperatorCapture(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         routing.RUNS.update(self._registered)
-        calls.observe(-1)
 
     def _noting(self, backend: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:

@@ -205,14 +205,18 @@ def test_a_traced_graph_is_refused() -> None:
     graph(torch.randn(1, 3, 16))
 
 
-def test_the_fused_branch_is_forced_without_touching_the_instance() -> None:
+def test_a_class_whose_fused_branch_is_off_is_watched() -> None:
+    """Its own softmax runs, and the operator computes it; nothing on the instance changes."""
     from timm.models.swin_transformer import WindowAttention
 
-    module = WindowAttention(16, num_heads=2, window_size=4)
+    module = WindowAttention(16, num_heads=2, window_size=4).eval()
     assert module.fused_attn is False  # timm: experimental
+    x = torch.randn(3, 16, 16)
+    expected = module(x)
     patch(module)
-    assert module.fused_attn is True
-    assert module.__dict__["fused_attn"] is False
+    with Count() as count:
+        torch.testing.assert_close(module(x), expected)
+    assert count.calls == 1 and module.fused_attn is False
     module.fused_attn = True
     unpatch(module)
     assert module.fused_attn is True

@@ -268,11 +268,8 @@ def weights_are_hooked(module: Any) -> bool:
     """Whether the attention weights pass through what the operator does not stand for: a hook, or
     another module in the place of the eager branch's softmax or dropout.
     """
-    return not getattr(module, "fused_attn", False) and hooks_weights(module)
-
-
-def hooks_weights(module: Any) -> bool:
-    """As `weights_are_hooked`, of an eager branch that is taken."""
+    if getattr(module, "fused_attn", False):
+        return False
     for name in _STANDING:
         part = module._modules.get(name)
         if part is not None and (has_hooks(part) or is_other(name, part)):

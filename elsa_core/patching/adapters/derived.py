@@ -87,6 +87,7 @@ class _Source(NamedTuple):
 
 class _Entry(NamedTuple):
     sources: tuple[_Source, ...]
+    kinds: tuple[type, ...]  # of the networks' modules
     value: Any
     frozen: bool
 
@@ -190,7 +191,7 @@ class DerivedTensors:
         if not entries:
             return None
         first = next(iter(entries.values()))
-        if not _fit(first.sources, sources):
+        if not _fit(first.sources, sources) or first.kinds != _kinds(derivation):
             self.drop(derivation.site)
             return None
         entry = entries.get(_autocast(sources[0]))
@@ -202,7 +203,8 @@ class DerivedTensors:
         # The copies first: a write by another thread must not lie between them and the value.
         taken = tuple(_Source.of(tensor, frozen=frozen) for tensor in sources)
         with torch.inference_mode(False), torch.no_grad():
-            entry = _Entry(taken, derivation.compute(derivation.attention), frozen)
+            value = derivation.compute(derivation.attention)
+            entry = _Entry(taken, _kinds(derivation), value, frozen)
         # A new dict: another thread may read the one that is kept.
         others = self._kept.get(derivation.site, {}) if frozen else {}
         self._kept[derivation.site] = {**others, _autocast(sources[0]): entry}
@@ -268,6 +270,10 @@ def _sources(derivation: Derivation) -> tuple[Tensor, ...] | None:
     if derivation.networks and torch.nn.modules.module._has_any_global_hook():
         return None
     return tuple(tensor for tensor in found if tensor is not None)
+
+
+def _kinds(derivation: Derivation) -> tuple[type, ...]:
+    return tuple(type(part) for network in derivation.networks for part in network.modules())
 
 
 def _want_gradients(sources: tuple[Tensor, ...]) -> bool:

@@ -1,6 +1,10 @@
-"""What a caller asks of the operators, precision and backend by name: checked in one place."""
+"""Names: of precisions and backends that a caller asks for, checked in one place; of classes that
+are made on demand, which pickle finds by them.
+"""
 
 from __future__ import annotations
+
+import re
 
 import torch
 
@@ -9,6 +13,7 @@ from elsa_core.backends.support import Request, Support
 from elsa_core.errors import ArgumentError
 from elsa_core.precision import PRECISIONS
 
+_ESCAPES = str.maketrans({"_": "__", ".": "_d", "<": "_l", ">": "_g"})
 _HEAD_DIM = 64  # stands for a head_dim that a module does not say: every backend takes it
 
 
@@ -41,3 +46,14 @@ def served(
     ordinal = -1 if device.index is None else device.index
     request = Request(device.type, dtype, dim, dim, precision, ordinal=ordinal)
     return routing.support(request, backend)
+
+
+def encoded(*fields: str) -> str:
+    """One identifier for several dotted names; `decoded` is its inverse."""
+    return "_s".join(field.translate(_ESCAPES) for field in fields)
+
+
+def decoded(name: str) -> list[str]:
+    """The fields of `encoded`."""
+    marks = {"_": "_", "d": ".", "l": "<", "g": ">", "s": "\0"}
+    return re.sub("_(.)", lambda match: marks.get(match[1], match[0]), name).split("\0")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
-import re
 import threading
 import weakref
 from types import FunctionType, ModuleType
@@ -31,8 +30,8 @@ from elsa_core import calls, routing
 from elsa_core.attention import attention
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
-from elsa_core.patching.adapters import names, table
-from elsa_core.patching.adapters.common import hooks_weights, other_part
+from elsa_core.patching.adapters import names, table, watched
+from elsa_core.patching.adapters.common import other_part
 from elsa_core.patching.bytecode import (
     Method,
     computes_softmax_attention,
@@ -42,7 +41,6 @@ from elsa_core.patching.bytecode import (
 )
 
 _PREFIX = "Redirected"
-_ESCAPES = str.maketrans({"_": "__", ".": "_d", "<": "_l", ">": "_g"})
 # Bound: the classes that modules have. Pickle wants the very class that a name leads to.
 _CLASSES: weakref.WeakValueDictionary[tuple[Any, ...], type[nn.Module]]
 _CLASSES = weakref.WeakValueDictionary()
@@ -122,7 +120,7 @@ def redirected(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Mo
 
 
 def __getattr__(name: str) -> type[nn.Module]:  # PEP 562
-    fields = decoded(name)
+    fields = names.decoded(name)
     if len(fields) != 5 or fields[0] != _PREFIX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _, precision, backend, module, qualname = fields
@@ -138,19 +136,37 @@ def _build(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module
     replaced = functools.partial(_attention, precision=precision, backend=backend)
     namespace: dict[str, Any] = {
         "__module__": __name__,
-        "__qualname__": encoded(_PREFIX, precision, backend, cls.__module__, cls.__qualname__),
+        "__qualname__": names.encoded(
+            _PREFIX, precision, backend, cls.__module__, cls.__qualname__
+        ),
         "__doc__": f"{cls.__qualname__} whose scaled_dot_product_attention is elsa's.",
         "elsa_base": cls,
     }
+    switches: set[str] = set()
     for method in methods(cls):
         if not sdpa_calls(method.function):
             continue
         rebuilt = namespace[method.name] = _rebuilt(method, replaced)
         rebuilt.__module__ = __name__
         rebuilt.__qualname__ = f"{namespace['__qualname__']}.{method.name}"
-        for switch in set(table.SWITCHES) & set(method.function.__code__.co_names):
-            namespace[switch] = _always_on(switch)
+        switches.update(set(table.SWITCHES) & set(method.function.__code__.co_names))
+    if switches:
+        namespace["forward"] = _switched(cls, namespace.get("forward", cls.forward), switches)
     return type(f"Elsa{cls.__name__}", (cls,), namespace)
+
+
+def _switched(cls: Any, redirected: Any, switches: set[str]) -> Any:
+    """The redirected forward; where a switch is off, the class's own one, which is softmax in eager
+    PyTorch then, watched.
+    """
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *given: Any, **named: Any) -> Any:
+        if all(self.__dict__.get(switch, True) for switch in switches):
+            return redirected(self, *given, **named)
+        return watched.run(self, cls.forward, given, named)
+
+    return forward
 
 
 def _attention(
@@ -202,29 +218,3 @@ def _with_replaced(value: Any, path: tuple[str, ...], replaced: Any) -> Any:
     copy.__dict__.update(value.__dict__)
     copy.__dict__[path[0]] = _with_replaced(value.__dict__[path[0]], path[1:], replaced)
     return copy
-
-
-def _always_on(switch: str) -> property:
-    """A data descriptor: it wins over the instance's own value, which stays as it is.
-
-    Off where the weights of the eager branch pass through a hook or another module than its own
-    (`common.weights_are_hooked`) and the instance's own value is off.
-    """
-
-    def read(self: nn.Module) -> bool:
-        return not hooks_weights(self) or bool(self.__dict__.get(switch, True))
-
-    def write(self: nn.Module, value: bool) -> None:
-        self.__dict__[switch] = value
-
-    return property(read, write, doc="On: the other branch is softmax in eager PyTorch.")
-
-
-def encoded(*fields: str) -> str:
-    """One identifier for several dotted names; `decoded` is its inverse."""
-    return "_s".join(field.translate(_ESCAPES) for field in fields)
-
-
-def decoded(name: str) -> list[str]:
-    marks = {"_": "_", "d": ".", "l": "<", "g": ">", "s": "\0"}
-    return re.sub("_(.)", lambda match: marks.get(match[1], match[0]), name).split("\0")

@@ -52,7 +52,7 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        called = must_call(attn, WindowAttention)
+        called = must_call(attn, WindowAttention) or masks_another_size(self, x)
         if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
             out: Tensor = super()._attn(x)
             return out
@@ -65,6 +65,16 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
             scale=scale_of(attn),
             pad_qkv=of_padding(attn.qkv, x, self.window_size),
         )
+
+
+def masks_another_size(block: Any, x: Tensor) -> bool:
+    """Whether the mask that a Swin block, of any version, holds is of images of another size than x
+    [B, H, W, C]: the original masks the windows of x as if they were theirs.
+    """
+    if not any(block.shift_size) or getattr(block, "dynamic_mask", False):
+        return False
+    size = block.feat_size if hasattr(block, "feat_size") else block.input_resolution
+    return tuple(x.shape[1:3]) != tuple(size)
 
 
 def _bias(attn: Any) -> Bias:

@@ -21,7 +21,7 @@ from torch.overrides import _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
 from elsa_core import calls
-from elsa_core.patching.adapters.redirect import decoded, encoded
+from elsa_core.patching.adapters.names import decoded, encoded
 from elsa_core.recognition import Watch
 
 _PREFIX = "Watched"
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> type[nn.Module]:  # PEP 562
 def _build(cls: Any) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, cls.forward, args, kwargs)
+        return run(self, cls.forward, args, kwargs)
 
     namespace = {
         "__module__": __name__,
@@ -65,7 +65,7 @@ def _build(cls: Any) -> type[nn.Module]:
     return type(f"Elsa{cls.__name__}", (cls,), namespace)
 
 
-def _run(site: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run(site: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """forward(site, ...), watched where that pays and recognises anything."""
     if torch.compiler.is_dynamo_compiling() or not _serves(site, args, kwargs):
         return forward(site, *args, **kwargs)

@@ -1,0 +1,208 @@
+"""A patched model computes what the original does, whatever was done to its parts, and when.
+
+Hooks that change what passes, wrappers that hand attributes on (activation checkpointing, LoRA),
+subclasses and other settings: of one part of each name in each family, before `patch`, after it,
+and after a call.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from sampling import taken
+from timm.layers import set_fused_attn
+from torch import Tensor, nn
+
+import elsa_core as elsa
+
+VIT = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
+HIERARCHY = {"img_size": 64, "num_classes": 5}
+MODELS: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": {**VIT, "init_values": 0.5, "drop_path_rate": 0.1},
+    "vit_relpos_small_patch16_224": VIT,
+    "vit_base_patch16_rope_224": VIT,
+    "eva02_tiny_patch14_224": VIT,
+    "beit_base_patch16_224": VIT,
+    "deit3_small_patch16_224": VIT,
+    "cait_xxs24_224": VIT,
+    "convit_tiny": {"img_size": 32, "patch_size": 8, "depth": 12, "embed_dim": 8, "num_heads": 4},
+    "samvit_base_patch16_224": {
+        **VIT, "img_size": 64, "window_size": 3, "global_attn_indexes": (1,),
+    },
+    "xcit_tiny_12_p8_224": {"img_size": 32, "depth": 2, "embed_dim": 32, "num_heads": 2},
+    "swin_tiny_patch4_window7_224": {
+        "img_size": 64, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2),
+    },
+    "swinv2_tiny_window8_256": {
+        "img_size": 64, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2),
+    },
+    "swinv2_cr_tiny_224": {
+        "img_size": 64, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2),
+    },
+    "twins_svt_small": {"img_size": 64, "depths": (1, 1, 1, 1), "wss": (2, 2, 2, 2)},
+    "tnt_s_patch16_224": {"img_size": 64, "depth": 2, "embed_dim": 48},
+    "crossvit_tiny_240": {},
+    "volo_d1_224": {"img_size": 64},
+    "nest_tiny": {"img_size": 64},
+    "levit_128s": {},
+    "mvitv2_tiny": {"img_size": 64},
+    "hiera_tiny_224": {"img_size": 64, "stages": (1, 1, 1, 1)},
+    "pvt_v2_b0": {"depths": (1, 1, 1, 1)},
+    "davit_tiny": {"depths": (1, 1, 1, 1)},
+    "visformer_tiny": {"img_size": 64, "depth": (1, 1, 1)},
+    "gcvit_xxtiny": {"img_size": 224},
+    "tiny_vit_5m_224": {"depths": (1, 1, 1, 1)},
+    "efficientformer_l1": {},
+    "maxvit_rmlp_pico_rw_256": {"img_size": 64},
+}  # fmt: skip
+SIDES = {"crossvit_tiny_240": 240, "levit_128s": 224, "gcvit_xxtiny": 224, "pvt_v2_b0": 64,
+         "davit_tiny": 64, "tiny_vit_5m_224": 224, "efficientformer_l1": 224}  # fmt: skip
+# Changed by name of the part, attribute and value; of the first part of that name.
+SETTINGS = (
+    ("proj", "stride", lambda conv: tuple(s // 2 for s in conv.stride)),
+    ("norm1", "eps", lambda _: 0.3),
+    ("attn", "scale", lambda _: 0.7),
+    ("attn", "fused_attn", lambda attn: not attn.fused_attn),
+)
+FACTOR = 1.25
+WAYS = tuple(itertools.product(("model", "attention"), ("after", "before", "warm")))
+
+
+def scaled(out: Any) -> Any:
+    if isinstance(out, Tensor):
+        return FACTOR * out
+    return (FACTOR * out[0], *out[1:]) if isinstance(out, tuple) else out
+
+
+class Wrapped(nn.Module):
+    """As activation checkpointing wraps a module: what it lacks it asks the module for."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("part"), name)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return scaled(self.part(*given, **named))
+
+
+def hook(model: nn.Module, path: str) -> None:
+    model.get_submodule(path).register_forward_hook(lambda part, given, out: scaled(out))
+
+
+def wrap(model: nn.Module, path: str) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, Wrapped(model.get_submodule(path)))
+
+
+def derive(model: nn.Module, path: str) -> None:
+    part: Any = model.get_submodule(path)
+    base = type(part)
+
+    def forward(self: Any, *given: Any, **named: Any) -> Any:
+        return scaled(base.forward(self, *given, **named))
+
+    part.__class__ = type(base.__name__, (base,), {"forward": forward})
+
+
+DISTURBANCES: tuple[Callable[[nn.Module, str], None], ...] = (hook, wrap, derive)
+
+
+@pytest.fixture(autouse=True)
+def fused():
+    yield
+    set_fused_attn(True)
+
+
+def made(name: str, fuses: bool) -> nn.Module:
+    set_fused_attn(fuses)
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model(name, **MODELS[name]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.1, 0.3)
+    return model
+
+
+def parts(model: nn.Module) -> list[str]:
+    """The first module of each name, which no other module contains alone."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        name = re.sub(r"\d+", "", path.rpartition(".")[2])
+        callable_ = type(module).forward is not nn.Module.forward
+        if path and callable_ and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            found.setdefault(name or path, path)
+    return list(found.values())
+
+
+def outcome(model: nn.Module, x: Tensor) -> Any:
+    """The output, or the kind of an error."""
+    try:
+        out = model(x)
+    except Exception as error:
+        return type(error)
+    return torch.cat([t.flatten() for t in (out if isinstance(out, tuple) else (out,))])
+
+
+def differ(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, type):  # elsa may take what the original refuses
+        return False
+    if isinstance(found, type):
+        return True
+    if found.shape != wanted.shape:
+        return True
+    return bool((found - wanted).norm() > 2e-5 * wanted.norm())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_disturbed_parts(name: str) -> None:
+    x = torch.randn(1, 3, *[SIDES.get(name, MODELS[name].get("img_size", 64))] * 2)
+    bases = {fuses: made(name, fuses) for fuses in (True, False)}
+    changes: list[tuple[str, str, Callable[[nn.Module], None]]] = [
+        (way.__name__, path, lambda model, way=way, path=path: way(model, path))
+        for path in parts(bases[True])
+        for way in DISTURBANCES
+    ]
+    for last, attribute, value in SETTINGS:
+        paths = [p for p in parts(bases[True]) if p.rpartition(".")[2] == last]
+        for path in paths[:1]:
+            part = bases[True].get_submodule(path)
+            if hasattr(part, attribute):
+                changed = value(part)
+                changes += [
+                    (f"{attribute}={changed}", path,
+                     lambda model, path=path, attribute=attribute, changed=changed: setattr(
+                         model.get_submodule(path), attribute, changed))
+                ] * 2  # fmt: skip
+    wrong = []
+    for index, (said, path, change) in enumerate(changes):
+        if not taken(index + list(MODELS).index(name), one_in=12):
+            continue
+        base = bases[index % 3 == 1]  # attention weights exist where it is off
+        scope, when = WAYS[index // 2 % len(WAYS)]
+        original, patched = copy.deepcopy(base), copy.deepcopy(base)
+        change(original)
+        wanted = outcome(original, x)
+        if when == "before":
+            change(patched)
+        elsa.patch(patched, scope=scope)
+        if when == "warm":
+            patched(x)
+        if when != "before":
+            change(patched)
+        if differ(outcome(patched, x), wanted):
+            wrong.append((said, path, scope, when, base is bases[True]))
+    assert not wrong, wrong
