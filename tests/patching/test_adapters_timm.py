@@ -98,7 +98,7 @@ def build(cls: type, **options) -> nn.Module:
     missing = options.keys() - inspect.signature(cls).parameters.keys()
     if missing:
         pytest.skip(f"this timm's {cls.__name__} has no {', '.join(missing)}")
-    return randomised(cls(WIDTH, num_heads=HEADS, **options))
+    return randomised(of_original(lambda: cls(WIDTH, num_heads=HEADS, **options)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
