@@ -96,6 +96,9 @@ def attention(
         # of rows that do not start at 16 bytes cuDNN gives wrong results and the memory-efficient
         # kernel raises (seen in torch 2.11)
         query, key, value = (aligned(t) for t in (query, key, value))
+        # the memory-efficient kernel reads any mask as one of the query's dtype
+        if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
+            attn_mask = attn_mask.to(query.dtype)
     if attn_mask is not None:
         if attn_mask.shape[-1] != key.shape[2]:  # a kernel wants the keys side by side
             attn_mask = attn_mask.expand(*attn_mask.shape[:-1], key.shape[2]).contiguous()
@@ -193,6 +196,9 @@ def backward(
         return None
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
         return None
+    if query.is_cuda and attn_mask is not None and attn_mask.dtype == torch.bool:
+        # zero times what a hidden key holds; a row that sees such a key has an lse of NaN
+        key = key.masked_fill(~key.isfinite(), 0.0)
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     lse_of_rows = lse.masked_fill(lse.isneginf(), torch.inf)  # exp(-inf - inf) = 0

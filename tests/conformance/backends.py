@@ -38,21 +38,51 @@ INSTRUCTION_SETS = ("baseline", "avx2", "avx512", "neon")
 
 def _on_a_gpu(backend: str, case: Case, mode: str) -> bool:
     """Whether the backend must serve the case on a GPU as far as that is not as on a CPU."""
-    operator, dtype, precision = case.operator, case.dtype, case.precision
+    operator, precision = case.operator, case.precision
     if operator == "dropout" and (backend == "auto" or "graph" in mode):
         return False  # PyTorch draws for itself; each replay draws anew
-    packed = operator in ("varlen_attention", "entmax_varlen_attention")
-    if "graph" in mode and packed and (backend == "eager" or dtype == "float64"):
-        return False  # it reads lengths
-    if "graph" in mode and (operator == "sparsity" or (packed and not case.longest)):
+    if "graph" in mode and not _captures(backend, case, mode):
         return False
+    by_pytorch = backend == "auto" and mode in ("train", "train graph")
+    if operator == "attention" and case.mask == "nan infinity" and by_pytorch:
+        return False  # PyTorch adds to a hidden score
     if backend == "sdpa" and (precision != "strict" or ("graph" in mode and case.mask)):
         return False
     if backend != "triton":
         return True
+    if operator == "linear" and precision == "ieee":
+        return False  # it takes tensor cores
     if operator in ("entmax_attention", "entmax_varlen_attention", "sparsity"):
-        widest = max(case.dim, case.value_dim or 0)
-        return precision != "turbo" and widest <= (64 if dtype == "float32" else 128)
+        return _has_kernels(case)
+    return True
+
+
+def _has_kernels(case: Case) -> bool:
+    """Whether Triton has a kernel of entmax or of sparsity for the case."""
+    widest = max(case.dim, case.value_dim or 0)
+    fits = widest <= (64 if case.dtype == "float32" else 128)
+    return fits and case.precision != "turbo" and case.dtype != "float64"
+
+
+def _captures(backend: str, case: Case, mode: str) -> bool:
+    """Whether a CUDA graph can hold the case: whatever reads sizes on the host cannot be in one."""
+    operator = case.operator
+    if operator == "sparsity":
+        return False
+    if not operator.startswith("entmax") and operator != "varlen_attention":
+        return True
+    if operator == "entmax_attention":  # plain PyTorch looks whether a threshold moved
+        empty = 0 in (case.queries, case.keys, *case.batch)
+        plain = backend == "eager" or not _has_kernels(case)
+        return case.alpha == 1.0 or empty or not plain
+    if backend == "eager" or not (operator == "varlen_attention" or _has_kernels(case)):
+        return False
+    if case.dtype == "float64" or not case.longest:
+        return False
+    softmax = operator == "varlen_attention" or case.alpha == 1.0
+    if softmax and mode == "train graph" and case.dtype == "float32":
+        # gradients of packed float32 pad, and read lengths; auto pads ahead, where there are tokens
+        return backend == ("auto" if sum(case.lengths) else "triton")
     return True
 
 
@@ -83,7 +113,8 @@ def serves(backend: str, case: Case, mode: str, device: str = "cpu") -> bool:
         if operator == "sparsity" or (mode == "twice" and operator not in TWICE):
             return False
     if operator == "attention" and case.data == "huge" and case.scale is None:
-        return mode.startswith("infer")  # no gradient has a digit of such scores
+        # no gradient has a digit of such scores
+        return mode.startswith("infer") and (backend, "lse" in mode) != ("sdpa", True)
     if dtype != "float32" and precision != "strict":
         return False
     if backend == "auto":

@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hiera_tiny_224": {"stages": (1, 1, 1, 1)},
     "cait_xxs24_224": {"img_size": 64, "depth": 2},
     "maxvit_rmlp_pico_rw_256": {"img_size": 64},
-    "mvitv2_tiny": {"img_size": 64, "depths": (1, 1)},
+    "mvitv2_tiny": {"img_size": 64},
     "pvt_v2_b0": {},
     "twins_svt_small": {},
     "levit_128s": {},
