@@ -192,9 +192,12 @@ def _is_left_to_pytorch(input: Tensor, weight: Tensor, bias: Tensor | None) -> b
         return False
     if torch.cuda.is_current_stream_capturing():
         return False
+    columns, depth = weight.shape
     return (
-        work > routing.eager_products(input.device, input.dtype)
-        or input.numel() < routing.eager_rows(input.device, input.dtype) * weight.shape[1]
+        depth % 8 != 0
+        or columns % 4 != 0  # no kernel takes such rows
+        or work > routing.eager_products(input.device, input.dtype)
+        or input.numel() < routing.eager_rows(input.device, input.dtype) * depth
         or calls.differentiates(input, weight, bias)
         or not launches.LINEAR.works()
     )

@@ -51,7 +51,7 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
 
     def elsa_runs_original(self, x: Tensor, attn_mask: Tensor | None) -> bool:
         """Whether the original forward has to run, or is the cheaper one."""
-        if is_packed(attn_mask):  # which the original cannot read
+        if attn_mask is not None and is_packed(attn_mask):  # which the original cannot read
             return False
         if is_small(self, x, lambda: x.numel() * x.shape[-2]) and not computes_layers(self):
             return True
