@@ -14,8 +14,11 @@ def has_hooks(module: nn.Module) -> bool:
 
     The hooks of a check (`elsa_observer`) do not count: it judges what runs without them.
     """
-    if "forward" in vars(module) or module._backward_hooks or module._backward_pre_hooks:
+    space = module.__dict__  # every layer of a warm call is asked: most have nothing of all this
+    if "forward" in space or space["_backward_hooks"] or space["_backward_pre_hooks"]:
         return True
+    if not (space["_forward_hooks"] or space["_forward_pre_hooks"]):
+        return False
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(not getattr(hook, "elsa_observer", False) for hook in hooks)
 
