@@ -112,7 +112,7 @@ def llama(
     """
     from transformers import LlamaConfig, LlamaModel
 
-    from elsa_core.patching import register
+    from elsa_core.patching.adapters.hf_transformers import register
 
     register()
     torch.manual_seed(0)

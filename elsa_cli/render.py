@@ -134,7 +134,7 @@ def patched(session: Session, report: PatchReport) -> None:
 def checked(session: Session, report: CheckReport) -> None:
     """The errors of each group of sites, and of the model on each input."""
     from elsa_core.grouping import group
-    from elsa_core.proof.text import classes
+    from elsa_core.proof import classes
 
     rows = []
     for label, members in group(report.sites, lambda site: site.ok):

@@ -23,8 +23,7 @@ from torch.utils import _pytree as pytree
 from elsa_core.errors import ExportError, ModelError
 from elsa_core.messages import quiet
 from elsa_core.patching import original
-from elsa_core.proof import TURBO_EPS, Comparison, Norms, map_floating, nudged
-from elsa_core.proof.oracle import exactly
+from elsa_core.proof import TURBO_EPS, Comparison, Norms, exactly, map_floating, nudged
 
 BATCH_SIZES = (1, 2, 3)  # that artefacts are verified at, where `export` is given no others
 FACTOR = 2.0

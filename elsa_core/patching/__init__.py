@@ -11,8 +11,6 @@ from elsa_core import lazy
 
 if TYPE_CHECKING:
     from elsa_core.patching.adapters import attention_within, computes_otherwise, entry
-    from elsa_core.patching.adapters.derived import DERIVED
-    from elsa_core.patching.adapters.hf_transformers import register
     from elsa_core.patching.adapters.table import (
         LAYERS,
         SWITCHES,
@@ -42,8 +40,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "adapters": ("attention_within", "computes_otherwise", "entry"),
-    "adapters.derived": ("DERIVED",),
-    "adapters.hf_transformers": ("register",),
     "adapters.table": ("LAYERS", "SWITCHES", "register_adapter"),
     "frozen": ("FreezeReport", "FrozenState", "freeze", "refresh", "unfreeze"),
     "layers": ("is_layer", "patched_scope"),
@@ -63,7 +59,6 @@ _HOMES = {
 }
 
 __all__ = [
-    "DERIVED",
     "LAYERS",
     "SWITCHES",
     "AttentionSite",
@@ -86,7 +81,6 @@ __all__ = [
     "plain_model",
     "reduce_gradients",
     "refresh",
-    "register",
     "register_adapter",
     "require_shardable",
     "shard",

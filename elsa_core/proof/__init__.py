@@ -18,14 +18,20 @@ if TYPE_CHECKING:
         floating_outputs,
         map_floating,
     )
+    from elsa_core.proof.dependence import depends
+    from elsa_core.proof.oracle import exactly
     from elsa_core.proof.report import CheckReport
     from elsa_core.proof.samples import nudged, random_weight
+    from elsa_core.proof.text import classes
 
 _HOMES = {
     "checking": ("check",),
     "compare": ("TURBO_EPS", "Comparison", "Norms", "floating_outputs", "map_floating"),
+    "dependence": ("depends",),
+    "oracle": ("exactly",),
     "report": ("CheckReport",),
     "samples": ("nudged", "random_weight"),
+    "text": ("classes",),
 }
 
 __all__ = [
@@ -34,6 +40,9 @@ __all__ = [
     "Comparison",
     "Norms",
     "check",
+    "classes",
+    "depends",
+    "exactly",
     "floating_outputs",
     "map_floating",
     "nudged",

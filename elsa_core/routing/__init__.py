@@ -11,6 +11,7 @@ of packaging, because a backend that is imported is one that its user wants.
 
 from __future__ import annotations
 
+from elsa_core.routing import launches
 from elsa_core.routing.choose import (
     BY_ROW,
     DIRECT,
@@ -82,6 +83,7 @@ __all__ = [
     "gradient_name",
     "implementation",
     "kernels_of",
+    "launches",
     "linear_by_pytorch",
     "linear_form",
     "mask_kind",

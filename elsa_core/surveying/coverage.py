@@ -33,9 +33,15 @@ from elsa_core.patching import (
     patch,
     patched_sites,
 )
-from elsa_core.proof import Comparison, check, floating_outputs, map_floating, random_weight
-from elsa_core.proof.dependence import depends
-from elsa_core.proof.oracle import exactly
+from elsa_core.proof import (
+    Comparison,
+    check,
+    depends,
+    exactly,
+    floating_outputs,
+    map_floating,
+    random_weight,
+)
 from elsa_core.reading import RESULT_BYTES, json_problem, read_text
 from elsa_core.surveying import catalogue
 

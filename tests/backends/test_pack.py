@@ -404,20 +404,6 @@ def test_a_first_launch_that_is_refused_or_hooked_is_tritons(
     assert len(asked) == 1 and len(gpu.launched) == 2
 
 
-def test_within_a_capture_nothing_is_loaded(gpu: Driver, monkeypatch) -> None:
-    """A kernel that the library launched first is the library's there too."""
-    seen: list[Any] = []
-    monkeypatch.setattr(launch, "_FIRST", [lambda *given: bool(seen.append(given)) or True])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: len(seen) < 3)
-    found, _ = recorded()
-    tensors = called(found)
-    for count in (2, 3):
-        found(*tensors)
-        assert len(seen) == count and not gpu.loaded
-    found(*tensors)
-    assert len(seen) == 3 and len(gpu.loaded) == len(gpu.launched) == 1
-
-
 def test_threads_load_a_kernel_once(gpu: Driver, monkeypatch) -> None:
     """And a load that fails is tried again by the next call."""
     monkeypatch.setattr(launch, "_FIRST", [lambda *given: True])

@@ -32,6 +32,7 @@ def test_every_operator_with_products_has_a_formula() -> None:
         f"{name}_backward" for record in operators.records() for name in record.names
         if record.gradients and record.gradients.backward
     ]  # fmt: skip
+    names = [name for name in names if not name.startswith("elsa::test_")]  # of other tests
     packets = [getattr(torch.ops.elsa, name.removeprefix("elsa::")) for name in names]
     packets.append(torch.ops.elsa.attention_portable)
     missing = [str(packet) for packet in packets if packet not in flop_registry]

@@ -86,7 +86,7 @@ if os.environ.get("RANK") == "1":
 
 
 def test_a_rank_that_dies(tmp_path: Path) -> None:
-    """In the middle of a forward: the other one says so in a line, and prints no document."""
+    """In the middle of a forward: the other one says so in a line, and as a document."""
     (tmp_path / "sitecustomize.py").write_text(_DYING)
     given = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports(1)[0]), "WORLD_SIZE": "2",
@@ -106,7 +106,7 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
         for each in ranks:
             each.kill()
     assert [each.returncode for each in ranks] == [3, -signal.SIGKILL]
-    assert said[0][0] == said[1][0] == ""
+    assert json.loads(said[0][0])["exit_code"] == 3 and said[1][0] == ""
     lines = [line for line in said[0][1].splitlines() if "rank 0 of 2 waited in vain" in line]
     assert len(lines) == 1 and "Traceback" not in said[0][1], said[0][1]
 

@@ -50,7 +50,10 @@ def _folds(block: Any, x: Tensor) -> bool:
     attn, mlp = block.attn, block.mlp
     if type(attn) is not ElsaAttention or type(mlp) is not ElsaMlp:
         return False
-    if is_watched(attn) or is_watched(mlp) or (not x.is_cuda and calls.recorded()):
+    if is_watched(attn) or is_watched(mlp):
+        return False
+    # a recorded program on a CPU holds PyTorch's own products, but for ONNX, which has a node
+    if not x.is_cuda and calls.recorded() and not calls.keeps_products():
         return False
     paths, scales = (block.drop_path1, block.drop_path2), (block.ls1, block.ls2)
     return (

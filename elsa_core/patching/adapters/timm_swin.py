@@ -68,13 +68,14 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
 
 
 def masks_another_size(block: Any, x: Tensor) -> bool:
-    """Whether the mask that a Swin block, of any version, holds is of images of another size than x
+    """Whether the mask that a Swin block holds, of any version, is of other windows than those of x
     [B, H, W, C]: the original masks the windows of x as if they were theirs.
     """
     if not any(block.shift_size) or getattr(block, "dynamic_mask", False):
         return False
     size = block.feat_size if hasattr(block, "feat_size") else block.input_resolution
-    return tuple(x.shape[1:3]) != tuple(size)
+    axes = zip(x.shape[1:3], size, block.window_size, strict=True)
+    return any(-(-given // window) != -(-held // window) for given, held, window in axes)
 
 
 def _bias(attn: Any) -> Bias:
