@@ -512,6 +512,7 @@ STUDIES: Final[dict[tuple[str, str], Callable[[Sequence[Row]], str]]] = {
     ("convergence", "accuracy"): convergence_table,
     ("host_h200", "calls"): host_table,
     ("eager_h200", "calls"): calls_table,
+    ("graphed_steps_h200", "calls"): calls_table,
     ("portable_h200", "calls"): calls_table,
     ("linear_forms_h200", "calls"): calls_table,
 }
