@@ -157,7 +157,7 @@ def runs_original(
 
         @functools.wraps(forward)
         def chosen(self: Any, x: Tensor, *given: Any, **named: Any) -> Any:
-            small = work is not None and is_small(self, x, lambda: work(self, x))
+            small = work is not None and is_small(self, x, work(self, x))
             if (small and not (layered and computes_layers(self))) or weights_are_hooked(self):
                 return getattr(self.elsa_base, name)(self, x, *given, **named)
             return forward(self, x, *given, **named)
@@ -184,14 +184,14 @@ def all_pixels(rows: int, columns: int) -> Callable[[Callable[..., Any]], Callab
     return runs_original(work)
 
 
-def is_small(site: Any, x: Tensor, work: Callable[[], int], operator: str = "attention") -> bool:
+def is_small(site: Any, x: Tensor, work: int, operator: str = "attention") -> bool:
     """Whether this is a small eager call on a GPU of a site patched without names: Python overhead
     bounds it, and the original forward may have less.
 
     Asked anew in every call. A CUDA graph saves the host's time and records elsa's kernels.
     """
     # first what is constant for a compiler, which may read no length
-    if not x.is_cuda or calls.traced() or work() >= routing.eager_least(operator, x.dtype):
+    if not x.is_cuda or calls.traced() or work >= routing.eager_least(operator, x.dtype):
         return False
     space = site.__dict__
     return (

@@ -45,7 +45,8 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         if self.elsa_runs_original(x, attn_mask):
-            shown: Tensor = super().forward(x, attn_mask, **causal_term(is_causal))
+            own = super().forward
+            shown: Tensor = own(x, attn_mask, is_causal=True) if is_causal else own(x, attn_mask)
             return shown
         return self.elsa_added(x, None, None, attn_mask, is_causal)
 
@@ -53,7 +54,9 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         """Whether the original forward has to run, or is the cheaper one."""
         if attn_mask is not None and is_packed(attn_mask):  # which the original cannot read
             return False
-        if is_small(self, x, lambda: x.numel() * x.shape[-2]) and not computes_layers(self):
+        # in half precision PyTorch computes the layers
+        alone = x.dtype != torch.float32 or not computes_layers(self)
+        if alone and is_small(self, x, x.numel() * x.shape[-2]):
             return True
         return weights_are_hooked(self) or trains_by_pytorch(self, x, self.qkv)
 
@@ -102,11 +105,6 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
 
 
 # The helpers take the module as Any: timm is untyped, and its attributes differ between versions.
-
-
-def causal_term(is_causal: bool) -> dict[str, bool]:
-    """The argument where it matters: older versions do not have it."""
-    return {"is_causal": True} if is_causal else {}
 
 
 def gate_of(module: Any, x: Tensor) -> Tensor | None:

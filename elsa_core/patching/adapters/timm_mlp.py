@@ -63,7 +63,7 @@ class _Gates:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         # hidden channels are about four times as many
-        if is_small(self, x, lambda: 4 * x.numel() * x.shape[-1], "linear"):
+        if is_small(self, x, 4 * x.numel() * x.shape[-1], "linear"):
             out: Tensor = super().forward(x)  # type: ignore[misc]
             return out
         hidden = _gated(self, x)
