@@ -37,9 +37,22 @@ def export_program(
     def export() -> torch.export.ExportedProgram:
         return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
 
-    program = attempt(what, model, export)
+    try:
+        program = attempt(what, model, export)
+    except ExportError as error:
+        if dynamic_size and _takes_one_size(model):
+            raise ExportError(
+                "this model takes images of one size: build it with dynamic_img_size=True "
+                "(--model-kwargs dynamic_img_size=True), then export it with a dynamic size"
+            ) from error
+        raise
     operators.check(operators.in_program(program), inputs[0].device.type)
     return program
+
+
+def _takes_one_size(model: torch.nn.Module) -> bool:
+    """Whether timm built a part of the model for one size, and could build it for any."""
+    return any(getattr(part, "dynamic_img_size", None) is False for part in model.modules())
 
 
 def save_program(program: torch.export.ExportedProgram, path: Path) -> None:

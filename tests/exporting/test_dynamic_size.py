@@ -52,5 +52,5 @@ def test_a_model_of_one_size_is_refused_in_one_line(tmp_path: Path) -> None:
     patch(loaded.model)
     with pytest.raises(ExportError) as caught:
         export(loaded.model, tmp_path / "out", formats=("pt2",), dynamic_size=True, loaded=loaded)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "dynamic_img_size=True" in str(caught.value)
     assert list(tmp_path.iterdir()) == []

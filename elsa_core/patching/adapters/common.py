@@ -81,6 +81,8 @@ def is_elsas(layer: nn.Module, x: Tensor) -> bool:
     """Whether the operator computes a layer's product of x. A recorded program on a CPU calls the
     layer, but for ONNX, which has a node for it, where the layer itself is patched.
     """
+    if not isinstance(x, Tensor):
+        return False
     if x.is_cuda or not calls.recorded():
         return True
     return type(layer) is not nn.Linear and calls.keeps_products()
@@ -157,6 +159,8 @@ def runs_original(
 
         @functools.wraps(forward)
         def chosen(self: Any, x: Tensor, *given: Any, **named: Any) -> Any:
+            if not isinstance(x, Tensor):  # torch.fx traces the original, and finds its names
+                return getattr(self.elsa_base, name)(self, x, *given, **named)
             small = work is not None and is_small(self, x, work(self, x))
             if (small and not (layered and computes_layers(self))) or weights_are_hooked(self):
                 return getattr(self.elsa_base, name)(self, x, *given, **named)

@@ -46,12 +46,17 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     ) -> Tensor:
         if self.elsa_runs_original(x, attn_mask):
             own = super().forward
-            shown: Tensor = own(x, attn_mask, is_causal=True) if is_causal else own(x, attn_mask)
+            if is_causal is False:  # older versions do not have it
+                shown: Tensor = own(x, attn_mask)
+            else:
+                shown = own(x, attn_mask, is_causal=is_causal)
             return shown
         return self.elsa_added(x, None, None, attn_mask, is_causal)
 
     def elsa_runs_original(self, x: Tensor, attn_mask: Tensor | None) -> bool:
         """Whether the original forward has to run, or is the cheaper one."""
+        if not isinstance(x, Tensor):  # torch.fx traces the original, and finds its names
+            return True
         if attn_mask is not None and is_packed(attn_mask):  # which the original cannot read
             return False
         # in half precision PyTorch computes the layers

@@ -50,7 +50,7 @@ def _folds(block: Any, x: Tensor) -> bool:
     attn, mlp = block.attn, block.mlp
     if type(attn) is not ElsaAttention or type(mlp) is not ElsaMlp:
         return False
-    if is_watched(attn) or is_watched(mlp):
+    if is_watched(attn) or is_watched(mlp) or not isinstance(x, Tensor):
         return False
     # a recorded program on a CPU holds PyTorch's own products, but for ONNX, which has a node
     if not x.is_cuda and calls.recorded() and not calls.keeps_products():

@@ -73,6 +73,8 @@ def masks_another_size(block: Any, x: Tensor) -> bool:
     """
     if not any(block.shift_size) or getattr(block, "dynamic_mask", False):
         return False
+    if not isinstance(x, Tensor):
+        return True
     size = block.feat_size if hasattr(block, "feat_size") else block.input_resolution
     axes = zip(x.shape[1:3], size, block.window_size, strict=True)
     return any(-(-given // window) != -(-held // window) for given, held, window in axes)

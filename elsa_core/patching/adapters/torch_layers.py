@@ -88,6 +88,8 @@ class ElsaPatchConv2d(Derives, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         # its settings may have changed since `patch`
+        if not isinstance(input, Tensor):  # of torch.fx
+            return super().forward(input)
         if input.dim() != 4 or not _cuts_patches(self) or (not input.is_cuda and calls.recorded()):
             return super().forward(input)
         if is_small(self, input, input.numel() * self.out_channels, "linear"):
@@ -107,6 +109,8 @@ class ElsaPatchConv2d(Derives, nn.Conv2d):
 
 def _is_small(input: Tensor, weight: Tensor) -> bool:
     """As `common.is_small`, with fewer questions: PyTorch's product is right whatever they ask."""
+    if not isinstance(input, Tensor):  # of torch.fx
+        return True
     if not input.is_cuda or is_compiling():  # which may read no length
         return False
     if input.numel() * weight.shape[0] >= routing.eager_least("linear", input.dtype):

@@ -87,6 +87,8 @@ def keeps_original(
         site: the patched module. x: its input. projection: its first one, to 3 * C channels.
         num_heads, window: of the attention.
     """
+    if not isinstance(x, Tensor):  # torch.fx traces the original, and finds its names
+        return True
     if site.elsa_backend != "auto":
         return False
     kind, learns = x.device.type, wants_training(site, x, projection)
