@@ -194,10 +194,7 @@ def originals(operator: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def eager_least(operator: str, dtype: torch.dtype) -> int:
-    """The multiply-adds from which an eager call on a GPU takes longer there than on the host.
-
-    Of an `operator`, or "one_image": attention of a batch of one, see the table.
-    """
+    """The multiply-adds from which an eager call on a GPU takes longer there than on the host."""
     least: int = _table()["eager"][operator].get(dtype_name(dtype), 0)
     return least
 
@@ -225,15 +222,6 @@ def eager_products(device: torch.device, dtype: torch.dtype) -> int:
     """
     rows = (row for row in _table()["eager_products"] if _is_of(device, row["capability"]))
     return max((row["most"].get(dtype_name(dtype), 0) for row in rows), default=0)
-
-
-def small_products(capability: tuple[int, int] | None, dtype: torch.dtype) -> int:
-    """`eager_products` of GPUs of a compute capability."""
-    most = (
-        row["most"].get(dtype_name(dtype), 0) for row in _table()["eager_products"]
-        if tuple(row["capability"]) == capability
-    )  # fmt: skip
-    return next(most, 0)
 
 
 def product_by_pytorch(input: Tensor, weight: Tensor, known: Callable[[Any], bool] = bool) -> bool:

@@ -203,8 +203,6 @@ def _linear(case: Case) -> None:
     if case.dtype != "fp32":
         if gate._suits(x, weight):
             gemm.linear(x, weight, bias)
-        if rows * depth * columns <= measured.small_products(gpu.capability, x.dtype):
-            gemm.linear(*terms)
         return
     terms = (*terms, "strict")
     planner.linear(*terms)
