@@ -14,13 +14,11 @@ from torch.nn import functional
 from elsa_core import calls, routing
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
-from elsa_core.operands import explain_types, require_linear_tuples
+from elsa_core.operands import explain_types, require_gate
 from elsa_core.operators.linear import ACTIVATIONS, epilogue
 from elsa_core.precision import validate
 from elsa_core.routing import Route, launches
 
-# The weight [K] and the bias [K] of a layer norm, each perhaps None, and its eps.
-Norm = tuple[Tensor | None, Tensor | None, float]
 # The weight [N, K] and the bias [N], perhaps None, of the product that a gate multiplies.
 Value = tuple[Tensor, Tensor | None]
 
@@ -33,14 +31,12 @@ def linear(
     activation: str = "none",
     residual: Tensor | None = None,
     scale: Tensor | None = None,
-    norm: Norm | None = None,
     value: Value | None = None,
     precision: str = "strict",
     backend: str = "auto",
 ) -> Tensor:
-    """`residual + scale * activation(input @ weight.T + bias)`, of the layer norm of input where
-    `norm` is given, and with a second product as a factor of the activation where `value` is: a
-    gated linear unit.
+    """`residual + scale * activation(input @ weight.T + bias)`, with a second product as a factor
+    of the activation where `value` is given: a gated linear unit.
 
     The first three arguments are those of `torch.nn.functional.linear`, and so is the result
     without the others; an absent term is left out. Operands may have any strides.
@@ -64,12 +60,9 @@ def linear(
         activation: "none", "gelu", "gelu_tanh" (its approximation by tanh), "quick_gelu"
             (x * sigmoid(1.702 x)), "silu" or "relu".
         residual: [..., N], added last. scale: [N], LayerScale's gamma.
-        norm: weight [K] or None, bias [K] or None, and eps, of the layer norm over input's last
-            axis that comes first: `torch.nn.functional.layer_norm`. On a GPU the launch that splits
-            the input can normalise it; that is not chosen by auto until measured.
         value: weight [N, K] and bias [N] or None of the product that the activation multiplies:
-            `scale * activation(input @ weight.T + bias) * (input @ value[0].T + value[1])`. On a
-            GPU one launch can compute both; that is not chosen by auto until measured.
+            `scale * activation(input @ weight.T + bias) * (input @ value[0].T + value[1])`. On
+            sm_90 one launch computes both in float32.
         precision, backend: as in `elsa_core.attention`.
 
     Returns:
@@ -82,32 +75,27 @@ def linear(
     Sources: split products as in Ootomo and Yokota, arXiv 2203.03341; gated linear units as in
     Shazeer, arXiv 2002.05202.
     """
-    plain = norm is None and value is None
     try:
         # the compiler, which would guard on the others, reads no further than its own question
-        if plain and not is_compiling() and backend == "auto":
+        if value is None and not is_compiling() and backend == "auto":
             given = (input, weight, bias, activation, residual, scale, precision, None, None)
             found = launches.find_linear(given)
             if found is not None:  # such a call was checked before
                 return found
-        _check(input, weight, bias, residual, scale, norm, value)
+        _check(input, weight, bias, residual, scale, value)
         _check_names(activation, precision, backend, input.dtype)
     except (AttributeError, TypeError) as error:
         terms = {"bias": bias, "residual": residual, "scale": scale}
         names = {"activation": activation, "precision": precision, "backend": backend}
-        _explain_types(error, input, weight, terms, norm, value, names)
+        _explain_types(error, input, weight, terms, value, names)
         raise
     if value is not None:
-        out = served_gated(input, (weight, bias), value, activation, norm, precision, backend)
+        out = served_gated(input, (weight, bias), value, activation, precision, backend)
         if out is None:
-            if norm is not None:
-                input = functional.layer_norm(input, input.shape[-1:], *norm)
             out = served(input, weight, bias, activation, precision=precision, backend=backend)
             out = out * served(input, *value, precision=precision, backend=backend)
         return epilogue(out, "none", residual, scale)
-    return _computed(
-        input, weight, bias, activation, residual, scale, precision, backend, norm=norm
-    )
+    return _computed(input, weight, bias, activation, residual, scale, precision, backend)
 
 
 def served(
@@ -121,20 +109,19 @@ def served(
     backend: str = "auto",
     halves: Tensor | None = None,
     powers: Tensor | None = None,
-    norm: Norm | None = None,
 ) -> Tensor:
     """`linear` without its checks, for patched layers.
 
     `halves` and `powers` are `elsa::split_weight` of this weight, kept by the caller, who answers
     for the weight not having changed since.
     """
-    if norm is None and not is_compiling() and backend == "auto":
+    if not is_compiling() and backend == "auto":
         given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
         found = launches.find_linear(given)
         if found is not None:
             return found
     return _computed(
-        input, weight, bias, activation, residual, scale, precision, backend, halves, powers, norm
+        input, weight, bias, activation, residual, scale, precision, backend, halves, powers
     )
 
 
@@ -149,15 +136,8 @@ def _computed(
     backend: str = "auto",
     halves: Tensor | None = None,
     powers: Tensor | None = None,
-    norm: Norm | None = None,
 ) -> Tensor:
     """A call that the cache of launches does not hold."""
-    if norm is not None:
-        terms = (activation, residual, scale, precision, halves, powers)
-        normed = _normed(input, weight, bias, norm, terms, backend)
-        if normed is not None:
-            return normed
-        input = functional.layer_norm(input, input.shape[-1:], *norm)
     given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
     fused = activation != "none" or residual is not None or scale is not None
     if fused and _composes(input, weight, bias, residual, scale):
@@ -217,46 +197,21 @@ def served_gated(
     gate: Value,
     value: Value,
     activation: str,
-    norm: Norm | None = None,
     precision: str = "strict",
     backend: str = "auto",
     halves: tuple[Tensor | None, ...] = (),
 ) -> Tensor | None:
-    """activation(input @ gate[0].T + gate[1]) * (input @ value[0].T + value[1]), of the layer norm
-    of input where that is given, by a kernel that computes all of it; None where none does.
+    """activation(input @ gate[0].T + gate[1]) * (input @ value[0].T + value[1]) by a kernel
+    that computes all of it; None where none does.
 
     `halves` are four tensors, or empty: those of `elsa::split_weight` of the first weight, then of
     the second, kept by the caller as in `served`.
     """
     serving = routing.SERVING.get(("gated_linear", input.device.type, backend), ())
-    vectors: Norm | tuple[None, None, None] = (None, None, None) if norm is None else norm
     if not serving or _composes(input, *gate, *value):  # the value's operands like other terms
         return None
-    if calls.wanted(norm_weight=vectors[0], norm_bias=vectors[1]):
-        return None
     for serve in serving:
-        out: Tensor | None = serve(input, *gate, *value, activation, *vectors, precision, *halves)
-        if out is not None:
-            return out
-    return None
-
-
-def _normed(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    terms: tuple[Any, ...],
-    backend: str,
-) -> Tensor | None:
-    """The call by a kernel that takes the norm too; None where the norm is PyTorch's."""
-    serving = routing.SERVING.get(("layer_norm_linear", input.device.type, backend), ())
-    if not serving or _composes(input, weight, bias, *terms[1:3]):
-        return None
-    if calls.wanted(norm_weight=norm[0], norm_bias=norm[1]):
-        return None
-    for serve in serving:
-        out: Tensor | None = serve(input, weight, bias, *norm, *terms)
+        out: Tensor | None = serve(input, *gate, *value, activation, precision, *halves)
         if out is not None:
             return out
     return None
@@ -270,7 +225,6 @@ def explain_linear(
     activation: str = "none",
     residual: Tensor | None = None,
     scale: Tensor | None = None,
-    norm: Norm | None = None,
     value: Value | None = None,
     precision: str = "strict",
     backend: str = "auto",
@@ -278,40 +232,36 @@ def explain_linear(
     """Say who computes products of this kind faster than PyTorch, if a backend does, and why not.
 
     Takes the arguments of `linear` and raises what it would raise. What is small, recorded or laid
-    out otherwise may be PyTorch's all the same. With `norm` or `value` the answer is that of the
-    launch which takes these too, or of the product with `weight` alone where no backend has one.
+    out otherwise may be PyTorch's all the same. With `value` the answer is that of the launch which
+    computes both products, or of the product with `weight` alone where no backend has one.
     """
     try:
-        _check(input, weight, bias, residual, scale, norm, value)
+        _check(input, weight, bias, residual, scale, value)
         _check_names(activation, precision, backend, input.dtype)
     except (AttributeError, TypeError) as error:
         terms = {"bias": bias, "residual": residual, "scale": scale}
         names = {"activation": activation, "precision": precision, "backend": backend}
-        _explain_types(error, input, weight, terms, norm, value, names)
+        _explain_types(error, input, weight, terms, value, names)
         raise
-    vectors = (None, None) if norm is None else norm[:2]
     request = Request(
         input.device.type, input.dtype, weight.shape[-1], weight.shape[0], precision,
-        "linear" if norm is None else "layer_norm_linear",
+        "linear",
         gradient=calls.wanted(
-            input=input, weight=weight, bias=bias, residual=residual, scale=scale,
-            norm_weight=vectors[0], norm_bias=vectors[1],
+            input=input, weight=weight, bias=bias, residual=residual, scale=scale
         ),
         ordinal=input.get_device(),
     )  # fmt: skip
     given = (backend, input, weight, bias)
     found = _explained(request, *given)
-    if activation == "none" and not any(t is not None for t in (residual, scale, norm, value)):
-        return _unless_slower(found, request, *given)
-    if value is not None and (norm is None or found.backend != routing.PLAIN):
-        gradient = request.gradient + calls.wanted(value=value[0], value_bias=value[1])
-        gated = request._replace(operator="gated_linear", gradient=gradient)
-        found = _explained(gated, *given)
-    if (norm is None and value is None) or found.backend != routing.PLAIN:
-        return found
-    parts = _explained(request._replace(operator="linear"), *given)
-    ahead = (f"in one launch with the norm or gate: {reason}" for reason in found.reasons)
-    return replace(parts, reasons=(*ahead, *parts.reasons))
+    if value is None:
+        fused = activation != "none" or residual is not None or scale is not None
+        return found if fused else _unless_slower(found, request, *given)
+    gradient = request.gradient + calls.wanted(value=value[0], value_bias=value[1])
+    gated = _explained(request._replace(operator="gated_linear", gradient=gradient), *given)
+    if gated.backend != routing.PLAIN:
+        return gated
+    ahead = (f"in one launch with the gate: {reason}" for reason in gated.reasons)
+    return replace(found, reasons=(*ahead, *found.reasons))
 
 
 def _explained(
@@ -375,15 +325,13 @@ def _explain_types(
     input: object,
     weight: object,
     terms: dict[str, Tensor | None],
-    norm: object,
     value: object,
     names: dict[str, str],
 ) -> None:
     """`explain_types` of a call that failed."""
     parts: dict[str, object] = {}
-    for name, pair in (("norm", norm), ("value", value)):
-        if isinstance(pair, (tuple, list)):
-            parts.update(zip((f"{name}'s weight", f"{name}'s bias"), pair, strict=False))
+    if isinstance(value, (tuple, list)):
+        parts.update(zip(("value's weight", "value's bias"), value, strict=False))
     tensors = {"input": input, "weight": weight}
     explain_types(error, tensors=tensors, terms=terms | parts, names=names)
 
@@ -394,13 +342,12 @@ def _check(
     bias: Tensor | None,
     residual: Tensor | None,
     scale: Tensor | None,
-    norm: Norm | None,
     value: Value | None,
 ) -> None:
     """Refuse shapes that do not fit; what PyTorch broadcasts beyond the contract is refused too.
 
     Raises:
-        TypeError: norm is no tuple, or its eps no number; value's weight is None.
+        TypeError: value's weight is None.
         ArgumentError: the message names the argument.
     """
     if not input.is_floating_point():
@@ -415,8 +362,8 @@ def _check(
     for name, vector in (("bias", bias), ("scale", scale)):
         if vector is not None and (vector.dim() != 1 or vector.shape[0] != columns):
             raise ArgumentError(f"{name} must be [{columns}], not {list(vector.shape)}")
-    if norm is not None or value is not None:
-        require_linear_tuples(norm, value, columns, depth)
+    if value is not None:
+        require_gate(value, columns, depth)
     if residual is not None and residual.shape != (*input.shape[:-1], columns):
         raise ArgumentError(
             f"residual must be {[*input.shape[:-1], columns]}, not {list(residual.shape)}"

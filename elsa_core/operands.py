@@ -324,25 +324,15 @@ def _equal_heads(
     return key, value
 
 
-def require_linear_tuples(norm: Any, value: Any, columns: int, depth: int) -> None:
-    """Refuse a norm or value of `elsa_core.linear` that does not fit a weight [columns, depth]."""
-    if norm is not None:
-        if not isinstance(norm, (tuple, list)):
-            raise TypeError(f"norm must be (weight, bias, eps), not {type(norm).__name__}")
-        if len(norm) != 3:
-            raise ArgumentError(f"norm must be (weight, bias, eps), not {len(norm)} values")
-        require_number("norm's eps", norm[2])
-        for vector in norm[:2]:
-            if vector is not None and vector.shape != (depth,):
-                raise ArgumentError(f"norm's vectors must be [{depth}], not {list(vector.shape)}")
-    if value is not None:
-        if not isinstance(value, (tuple, list)) or len(value) != 2:
-            raise ArgumentError("value must be a pair: the weight [N, K], and the bias [N] or None")
-        if value[0] is None:
-            raise TypeError("value's weight must be a torch.Tensor, not None")
-        if value[0].shape != (columns, depth):
-            raise ArgumentError(
-                f"value's weight must be {[columns, depth]}, not {list(value[0].shape)}"
-            )
-        if value[1] is not None and value[1].shape != (columns,):
-            raise ArgumentError(f"value's bias must be [{columns}], not {list(value[1].shape)}")
+def require_gate(value: Any, columns: int, depth: int) -> None:
+    """Refuse a value of `elsa_core.linear` that does not fit a weight [columns, depth]."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ArgumentError("value must be a pair: the weight [N, K], and the bias [N] or None")
+    if value[0] is None:
+        raise TypeError("value's weight must be a torch.Tensor, not None")
+    if value[0].shape != (columns, depth):
+        raise ArgumentError(
+            f"value's weight must be {[columns, depth]}, not {list(value[0].shape)}"
+        )
+    if value[1] is not None and value[1].shape != (columns,):
+        raise ArgumentError(f"value's bias must be [{columns}], not {list(value[1].shape)}")

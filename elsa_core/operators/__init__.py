@@ -8,7 +8,6 @@ from elsa_core.operators.entmax import ENTMAX_ATTENTION
 from elsa_core.operators.entmax_varlen import ENTMAX_VARLEN_ATTENTION
 from elsa_core.operators.gated_linear import GATED_LINEAR
 from elsa_core.operators.linear import LINEAR, SPLIT_WEIGHT
-from elsa_core.operators.normed_linear import LAYER_NORM_LINEAR
 from elsa_core.operators.record import Backward, Gradients, Operator, of, record, records, register
 from elsa_core.operators.sparse import SPARSE_ATTENTION
 from elsa_core.operators.varlen import VARLEN_ATTENTION
@@ -20,7 +19,6 @@ __all__ = [
     "ENTMAX_ATTENTION",
     "ENTMAX_VARLEN_ATTENTION",
     "GATED_LINEAR",
-    "LAYER_NORM_LINEAR",
     "LINEAR",
     "SPARSE_ATTENTION",
     "SPLIT_WEIGHT",

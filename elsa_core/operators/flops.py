@@ -110,7 +110,6 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "entmax_varlen_attention": _varlen,
     "entmax_varlen_attention_backward": _entmax_varlen_backward,
     "gated_linear": _gated_linear,
-    "layer_norm_linear": _linear,
     "linear": _linear,
     "linear_backward": _linear_backward,
     "sparse_attention": _attention,

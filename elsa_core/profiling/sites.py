@@ -260,13 +260,12 @@ def _route(
         else:
             return Served(route.backend, route.schedule, precision)
     if record.kind == "linear":
-        norm: Any = (given.get("norm_weight"), given.get("norm_bias"), given.get("eps"))
         value = given.get("value")
         with contextlib.suppress(ElsaError):  # the backend that was asked for is gone
             route = explain_linear(
                 given["input"], given["weight"], given.get("bias"),
                 activation=given.get("activation", "none"), residual=given.get("residual"),
-                scale=given.get("scale"), norm=None if norm[2] is None else norm,
+                scale=given.get("scale"),
                 value=None if value is None else (value, given.get("value_bias")),
                 precision=precision, backend=asked,
             )  # fmt: skip

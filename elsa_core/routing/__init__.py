@@ -40,11 +40,8 @@ from elsa_core.routing.explained import route
 from elsa_core.routing.faults import Layout, peer_fault
 from elsa_core.routing.gradients import recomputes, recorded, shard_backward
 from elsa_core.routing.measured import (
-    FORMS,
     GATED,
     LONG_WINDOWS,
-    NORM,
-    PADDED,
     eager_least,
     eager_products,
     eager_rows,
@@ -64,11 +61,8 @@ __all__ = [
     "BACKENDS",
     "BY_ROW",
     "DIRECT",
-    "FORMS",
     "GATED",
     "LONG_WINDOWS",
-    "NORM",
-    "PADDED",
     "PLAIN",
     "RUNS",
     "SERVING",

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from elsa_core import calls
+from elsa_core.limits import HALF_DEPTH
 from elsa_core.operators.linear import ACTIVATIONS, epilogue
-from elsa_core.routing.measured import HALF_DEPTH, switched
+from elsa_core.routing.measured import switched
 from elsa_core.routing.table import BACKENDS, SHIPPED
 
 # By names of this module: every small call asks them.

@@ -262,13 +262,8 @@ def scope(device: torch.device, dtype: torch.dtype) -> str:
     return "attention"
 
 
-# Forms of `elsa.linear` in float32 that a device has kernels of: a layer norm within the split of
-# the input, depths that are no multiple of 8, a gated unit in one launch.
-NORM, PADDED, GATED = "norm", "padded", "gated"
-# Channels up to which a product in half precision has a kernel of its own, of some rows: PyTorch's
-# library has none there that fits.
-HALF_DEPTH = 96
-FORMS = (NORM, PADDED, GATED)
+# The form of `elsa.linear` in float32 that a device has kernels of: a gated unit in one launch.
+GATED = "gated"
 # Gradients of windows of more than 64 tokens by a GPU's own kernels.
 LONG_WINDOWS = "long_windows"
 _TRIED: set[str] = set()

@@ -170,12 +170,6 @@ def _linear_by_triton(*arguments: Any) -> Tensor | None:
     return serve(*arguments)
 
 
-def _normed_linear_by_triton(*arguments: Any) -> Tensor | None:
-    from elsa_core.backends.triton.linear import gate
-
-    return gate.serve_normed(*arguments)
-
-
 def _gated_linear_by_triton(*arguments: Any) -> Tensor | None:
     from elsa_core.backends.triton.linear import gate
 
@@ -233,7 +227,6 @@ KERNELS_ON_CUDA = {
     "sparse_attention": _late("triton.attention.sparse", "sparse_attention"),
     "window_attention": _late("triton.window.planner", "window_attention"),
     "linear": _late("triton.linear.gate", "kernel"),
-    "layer_norm_linear": _late("triton.linear.gate", "normed_kernel"),
     "gated_linear": _late("triton.linear.gate", "gated_kernel"),
     "linear_backward": _late("triton.linear.gate", "backward"),
     "split_weight": _late("triton.linear.gate", "split_weight"),
@@ -310,13 +303,6 @@ _TRITON = {
         schedule=_linear_schedule,
         arithmetic=_split,
         direct=_linear_by_triton,
-    ),
-    "layer_norm_linear": Implementation(
-        support=_late("triton.linear.gate", "support_form"),
-        run=operators.LAYER_NORM_LINEAR.overload,
-        schedule=_linear_schedule,
-        arithmetic=_split,
-        direct=_normed_linear_by_triton,
     ),
     "gated_linear": Implementation(
         support=_late("triton.linear.gate", "support_form"),

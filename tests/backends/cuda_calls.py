@@ -279,7 +279,7 @@ def linear(stub: str) -> None:
     cuda._SERVED.add("linear")
     call(*linear_inputs())
     assert loaded.counts()[0]
-    with routing.unmeasured(routing.PADDED):
+    with routing.unmeasured(routing.GATED):
         assert not loaded.counts()[0]
         call(*linear_inputs())
         assert loaded.counts()[0]

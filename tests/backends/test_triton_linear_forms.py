@@ -16,18 +16,17 @@ from interpreted import Rows, rows_of
 from sampling import some, thinned
 from triton_compile import compile_launch
 
-from elsa_core.backends.triton.linear import gated, gemm, launches
+from elsa_core.backends.triton.linear import gated, gemm
 from elsa_core.backends.triton.shared.device import Described, describing
 
 SHARED = {80: 163, 90: 227, 120: 99}
 GATED = [
     "one tile", "ragged", "large", "shallow", "no biases", "one bias", "the other bias", "packed",
-    "strided weights", "frozen", "frozen, packed", "padded", "normed", "normed, frozen", "gelu",
-    "no activation", "small rows", "one small row", "large rows",
-    "channels of other magnitude", "normed, an outlier gain", "zeros", "disjoint", "infinity",
-    "not a number",
+    "strided weights", "frozen", "frozen, packed", "gelu", "no activation", "small rows",
+    "one small row", "large rows", "channels of other magnitude", "zeros", "disjoint",
+    "infinity", "not a number",
 ]  # fmt: skip
-HALVES = [f"{name}, float16" for name in ("gelu", "silu", "residual", "all terms", "deep")]
+HALVES = [f"{name}, float16" for name in ("gelu", "silu", "residual", "all terms")]
 # kind of case: those of this run, and all that the program has
 KINDS = {
     "gated": (some(GATED), program.GATED), "half": (some(HALVES), program.HALVES),
@@ -79,15 +78,12 @@ def planned_for(arch):
 
 
 @pytest.mark.parametrize(
-    ("target", "normed"),
-    thinned([(80, 360), (90, 360), (120, 360), (120, 1152)], [False, True], one_in=4),
+    ("arch", "columns"), some([(80, 360), (90, 360), (120, 360), (120, 1152)], one_in=2)
 )
-def test_gated_compiles(target, normed):
-    arch, columns = target
-    norm = launches.Norm(True, True, 1e-6) if normed else None
+def test_gated_compiles(arch, columns):
     with planned_for(arch):
         call = gated.Gated(
-            *meta(1370, 1536, columns), (True, True), "silu", single=False, regions=None, norm=norm
+            *meta(1370, 1536, columns), (True, True), "silu", single=False, regions=None
         )
     compiled = compile_launch(call.multiply, torch.float32, "cuda", arch)
     text = compiled.asm["ptx"]
@@ -101,9 +97,9 @@ def test_gated_compiles(target, normed):
     ("dtype", "arch"), thinned([torch.float16, torch.bfloat16], [80, 90, 120], one_in=3)
 )
 def test_half_compiles(dtype, arch):
-    vector = torch.empty(3072, dtype=dtype, device="meta")
-    residual = torch.empty(1576, 3072, dtype=dtype, device="meta")
-    call = gemm.plan(*meta(1576, 768, 3072, dtype), vector, "gelu", residual, vector)
+    vector = torch.empty(384, dtype=dtype, device="meta")
+    residual = torch.empty(1576, 384, dtype=dtype, device="meta")
+    call = gemm.plan(*meta(1576, 96, 384, dtype), vector, "gelu", residual, vector)
     compiled = compile_launch(call, dtype, "cuda", arch)
     text = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in text

@@ -53,9 +53,7 @@ def test_gated(shape, frozen):
         kept = (h, p, i, q)
     given = (x, w, b, v, c)
     poisoned(rows, columns)
-    out, again = (
-        gated.gated_linear(*given, "silu", None, None, None, "strict", *kept) for _ in range(2)
-    )
+    out, again = (gated.gated_linear(*given, "silu", "strict", *kept) for _ in range(2))
     assert out is not None and torch.equal(out, again)
     exact = both(*(t.double() for t in given))
     assert distance(out, exact) <= 2 * distance(both(*given), exact) + 2**-26
@@ -88,25 +86,8 @@ def test_gated_of_hostile_data(hostile):
     assert distance(out[there], exact[there]) <= bound
 
 
-def test_gated_with_a_norm():
-    from elsa_core.backends.triton.linear import gated
-
-    x, w, b = operands(2056, 768, 512)
-    v, gain, shift = w.flip(0).contiguous(), torch.rand(768).cuda() + 0.5, torch.randn(768).cuda()
-    out = gated.gated_linear(x, w, b, v, b, "silu", gain, shift, 1e-6)
-
-    def composed(x, w, b, v, gain, shift):
-        return both(functional.layer_norm(x, (768,), gain, shift, 1e-6), w, b, v, b)
-
-    given = (x, w, b, v, gain, shift)
-    exact = composed(*(t.double() for t in given))
-    assert distance(out, exact) <= 2 * distance(composed(*given), exact) + 2**-26
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "shape", [(1576, 768, 3072), (1576, 3072, 768), (25088, 96, 384), (65, 264, 136)]
-)
+@pytest.mark.parametrize("shape", [(1576, 48, 192), (25088, 96, 384), (65, 72, 136)])
 @pytest.mark.parametrize("terms", ["gelu", "all"])
 def test_half(dtype, shape, terms):
     from elsa_core.backends.triton.linear import gemm
@@ -165,7 +146,5 @@ def test_models_with_gates(name, options, never_small, monkeypatch):
             assert len(seen) == len(model.blocks) and all(t is not None for t in seen)
             elsa.freeze(model)
             frozen = model(x)
-        with routing.unmeasured(routing.GATED, routing.NORM):
-            normed = model(x)
     bound = 2 * distance(peer, wanted) + 2**-22
-    assert max(distance(t, wanted) for t in (out, frozen, normed)) <= bound
+    assert max(distance(t, wanted) for t in (out, frozen)) <= bound

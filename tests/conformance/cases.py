@@ -31,7 +31,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "linear": {
         "batch": (2, 33), "depth": 64, "width": 96, "dtype": "float32", "bias": True,
-        "activation": "none", "residual": False, "scale": False, "norm": False, "value": False,
+        "activation": "none", "residual": False, "scale": False, "value": False,
         "layout": "dense", "data": "normal", "precision": "strict",
     },
     "varlen_attention": {
@@ -314,9 +314,6 @@ def _linear(case: Case, draw: _Draw) -> Call:
         "scale": draw.put(draw.normal(width)) if case.scale else None,
         "activation": case.activation, "precision": case.precision,
     }  # fmt: skip
-    if case.norm:
-        affine = draw.put(1 + draw.normal(depth) / 4), draw.put(draw.normal(depth))
-        arguments["norm"] = (*(affine if case.norm == "affine" else (None, None)), 1e-6)
     if case.value:
         arguments["value"] = (
             draw.put(draw.normal(width, depth) / max(1, depth) ** 0.5),
@@ -491,11 +488,9 @@ def _layers() -> dict[str, dict[str, Any]]:
         "plain": {}, "no bias": {"bias": False}, "float64": {"dtype": "float64", "scale": True},
         "no row": {"batch": (0,)}, "no batch axis": {"batch": ()}, "four axes": {
             "batch": (2, 3, 5)},
-        "norm": {"norm": "plain"}, "affine norm": {"norm": "affine", "activation": "gelu"},
         "gated": {"value": True, "activation": "silu"}, "gated, half": {
             "value": True, "activation": "gelu", "dtype": "float16", "residual": True},
-        "gated norm": {"value": True, "activation": "silu", "norm": "affine", "bias": False},
-        "half norm": {"norm": "affine", "dtype": "bfloat16"},
+        "gated, no bias": {"value": True, "activation": "silu", "bias": False},
         **{f"layout {kind}": {"layout": kind} for kind in (
             "guarded", "odd rows", "unaligned", "sliced", "channels first", "every second")},
         **{f"data {kind}": {"data": kind} for kind in ("constant", "zeros", "shifted")},

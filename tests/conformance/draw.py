@@ -95,7 +95,6 @@ def _layers(r: Draw) -> dict[str, Any]:
         "dtype": r.choice(("float32", "float32", "float16", "bfloat16")),
         "bias": r.random() < 0.7, "activation": r.choice(activations),
         "residual": r.random() < 0.4, "scale": r.random() < 0.3, "value": r.random() < 0.2,
-        "norm": r.choice((False, False, "plain", "affine")),
         "layout": r.choice(("dense", "odd rows", "unaligned", "sliced", "channels first")),
     }  # fmt: skip
 

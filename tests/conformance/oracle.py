@@ -219,11 +219,9 @@ def window_attention(
 
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none",
-    residual: Tensor | None = None, scale: Tensor | None = None, norm: Any = None,
-    value: Any = None, **_: Any,
+    residual: Tensor | None = None, scale: Tensor | None = None, value: Any = None,
+    **_: Any,
 ) -> Results:  # fmt: skip
-    if norm is not None:
-        input = F.layer_norm(input, input.shape[-1:], *norm)
     out = ACTIVATIONS[activation](F.linear(input, weight, bias))
     if value is not None:
         out = out * F.linear(input, *value)

@@ -128,7 +128,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
         ({"residual": torch.zeros(1, 5)}, "residual must be [3, 5]"),
         ({"activation": "tanh"}, "activation='tanh' is unknown"),
         ({"precision": "exact"}, "precision"), ({"backend": "fast"}, "backend='fast' is unknown"),
-        ({"norm": (torch.zeros(7), None, 1e-5)}, "norm"),
         ({"value": (torch.zeros(5, 7), None)}, "value"),
     ]),
     "varlen_attention": ({"query": P, "key": P, "value": P, "cu_seqlens_q": CU}, [

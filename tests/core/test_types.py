@@ -87,9 +87,6 @@ def _patched() -> torch.nn.Module:
         (lambda: elsa.linear(X, X, residual=[1]), "residual"),
         (lambda: elsa.linear(X, X, scale=0.5), "scale"),
         (lambda: elsa.linear(X, X, activation=[]), "activation"),
-        (lambda: elsa.linear(X, X, norm=3), "norm"),
-        (lambda: elsa.linear(X, X, norm=(3, None, 1e-5)), "norm"),
-        (lambda: elsa.linear(X, X, norm=(None, None, "x")), "norm's eps"),
         (lambda: elsa.linear(X, X, value=(None, None)), "value"),
         (lambda: elsa.linear(X, X, value=(X, 3)), "value's bias"),
         (lambda: elsa.merge(1, 2), "State"),
@@ -150,11 +147,6 @@ def _patched() -> torch.nn.Module:
 def test_a_wrong_type_is_named(call: Callable[[], Any], name: str) -> None:
     with pytest.raises(TypeError, match=rf"\b{name}\b"):
         call()
-
-
-def test_a_norm_has_three_parts() -> None:
-    with pytest.raises(elsa.errors.ArgumentError, match="norm must be"):
-        elsa.linear(X, X, norm=(None, None))
 
 
 def test_a_failure_of_another_kind_is_left_as_it_is() -> None:

@@ -210,7 +210,7 @@ def test_a_failure_leaves_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
 
 
-@pytest.mark.parametrize("name", ["linear", "gated_linear", "layer_norm_linear", "split_weight"])
+@pytest.mark.parametrize("name", ["linear", "gated_linear", "split_weight"])
 def test_projections_alone_are_no_site(name: str) -> None:
     with pytest.raises(ExportError, match="no patched site"):
         operators.check([name], "cpu")

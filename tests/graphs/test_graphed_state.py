@@ -222,7 +222,7 @@ def registered() -> Iterator[None]:
 
 
 SWITCHES: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "unmeasured": lambda: routing.unmeasured(routing.NORM),
+    "unmeasured": lambda: routing.unmeasured(routing.GATED),
     "stream_k": stream_k,
     "another stream_k": lambda: stream_k(programs=2),
     "describing": lambda: describing(Described("H200", (9, 0), 132)),

@@ -139,7 +139,7 @@ def _gated(module: Any, x: Tensor) -> Tensor | None:
         return None
     gate, value = map(_operands, layers) if len(layers) == 2 else _halved(module, layers[0])
     return served_gated(
-        x, gate[:2], value[:2], activation_of(module.act), None, module.elsa_precision,
+        x, gate[:2], value[:2], activation_of(module.act), module.elsa_precision,
         module.elsa_backend, (*gate[2:], *value[2:]),
     )  # fmt: skip
 

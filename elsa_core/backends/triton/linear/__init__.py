@@ -1,4 +1,4 @@
-"""Gluon kernels of `elsa::linear`."""
+"""Triton kernels of `elsa::linear`."""
 
 # Gradients of weights with fewer elements gain nothing: they are PyTorch's.
 LEAST_WEIGHT = 1 << 17

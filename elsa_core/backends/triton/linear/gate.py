@@ -14,13 +14,11 @@ from elsa_core import calls
 from elsa_core.backends import cuda
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.linear import LEAST_WEIGHT
+from elsa_core.limits import HALF_DEPTH
 from elsa_core.operators.gated_linear import plain as plain_gated
 from elsa_core.operators.linear import Eager, plain, plain_backward, plain_split
-from elsa_core.operators.normed_linear import plain as plain_normed
 from elsa_core.routing.measured import (
     GATED,
-    HALF_DEPTH,
-    NORM,
     eager_least,
     linear_form,
     product_by_pytorch,
@@ -47,8 +45,7 @@ def support(request: Request) -> Support:
 
 
 def support_form(request: Request) -> Support:
-    """As `support`, of products with a norm or a gate in one launch."""
-    form = GATED if request.operator == "gated_linear" else NORM
+    """As `support`, of gated units in one launch."""
     answer = support(request)
     if not answer.ok:
         return answer
@@ -56,7 +53,7 @@ def support_form(request: Request) -> Support:
         return Support(False, "takes float32 alone")
     if request.gradient:
         return Support(False, "is for calls without gradients")
-    if not linear_form(form, request.device):
+    if not linear_form(GATED, request.device):
         return Support(False, "was not measured to be faster on this GPU")
     return Support(True)
 
@@ -100,32 +97,6 @@ def _computed(
     return gemm.linear(input, weight, bias, activation, residual, scale)
 
 
-def normed_kernel(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    activation: str = "none",
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    precision: str = "strict",
-    halves: Tensor | None = None,
-    powers: Tensor | None = None,
-) -> Tensor:
-    """The CUDA kernel of `elsa::layer_norm_linear`: not chosen by auto until measured."""
-    norm, terms = (norm_weight, norm_bias, eps), (activation, residual, scale)
-    out = None
-    if input.dtype == torch.float32 and _serves(input.device, input.dtype, precision):
-        from elsa_core.backends.triton.linear import planner
-
-        out = planner.normed_linear(
-            input, weight, bias, *norm, *terms, precision, halves, powers
-        )  # fmt: skip
-    return plain_normed(input, weight, bias, *norm, *terms) if out is None else out
-
-
 def gated_kernel(
     input: Tensor,
     weight: Tensor,
@@ -133,14 +104,11 @@ def gated_kernel(
     value: Tensor,
     value_bias: Tensor | None,
     activation: str = "silu",
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float | None = None,
     precision: str = "strict",
     *kept: Tensor | None,
 ) -> Tensor:
-    """The CUDA kernel of `elsa::gated_linear`: not chosen by auto until measured."""
-    given = (input, weight, bias, value, value_bias, activation, norm_weight, norm_bias, eps)
+    """The CUDA kernel of `elsa::gated_linear`."""
+    given = (input, weight, bias, value, value_bias, activation)
     out = None
     if input.dtype == torch.float32 and _serves(input.device, input.dtype, precision):
         from elsa_core.backends.triton.linear import gated
@@ -212,47 +180,6 @@ def serve(
     return known
 
 
-def serve_normed(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    activation: str = "none",
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    precision: str = "strict",
-    halves: Tensor | None = None,
-    powers: Tensor | None = None,
-) -> Tensor | None:
-    """By the kernel that normalises where it splits; None where the norm is PyTorch's.
-
-    Not chosen by auto until measured: see `elsa_core.routing.measured.linear_form`.
-    """
-    if input.dtype != torch.float32 or not linear_form(NORM, input.device):
-        return None
-    if not _gains(input, weight):
-        return None
-    if (
-        _is_small(input, weight)
-        or not _fits(input, weight, bias)
-        or not _serves(input.device, input.dtype, precision)
-        or calls.differentiates(input, weight, bias, norm_weight, norm_bias)
-    ):
-        return None
-    given = (
-        input, weight, bias, norm_weight, norm_bias, eps, activation, residual, scale, precision,
-        halves, powers,
-    )  # fmt: skip
-    if calls.recorded() or not _plain(input, weight):
-        out: Tensor = torch.ops.elsa.layer_norm_linear.default(*given)
-        return out
-    from elsa_core.backends.triton.linear import planner
-
-    return planner.normed_linear(*given)
-
-
 def serve_gated(
     input: Tensor,
     weight: Tensor,
@@ -260,19 +187,11 @@ def serve_gated(
     value: Tensor,
     value_bias: Tensor | None,
     activation: str = "silu",
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float | None = None,
     precision: str = "strict",
     *kept: Tensor | None,
 ) -> Tensor | None:
-    """By the kernel that computes both products and the gate; None where these are apart.
-
-    Not chosen by auto until measured: see `elsa_core.routing.measured.linear_form`.
-    """
+    """By the kernel that computes both products and the gate; None where these are apart."""
     if input.dtype != torch.float32 or not linear_form(GATED, input.device):
-        return None
-    if eps is not None and not linear_form(NORM, input.device):
         return None
     if not _gains(input, weight):
         return None
@@ -281,13 +200,10 @@ def serve_gated(
         or not _fits(input, weight, bias)
         or not _fits(input, value, value_bias)
         or not _serves(input.device, input.dtype, precision)
-        or calls.differentiates(input, weight, bias, value, value_bias, norm_weight, norm_bias)
+        or calls.differentiates(input, weight, bias, value, value_bias)
     ):
         return None
-    given = (
-        input, weight, bias, value, value_bias, activation, norm_weight, norm_bias, eps, precision,
-        *kept,
-    )  # fmt: skip
+    given = (input, weight, bias, value, value_bias, activation, precision, *kept)
     if calls.recorded() or not _plain(input, weight):
         out: Tensor = torch.ops.elsa.gated_linear.default(*given)
         return out

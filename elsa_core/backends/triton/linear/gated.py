@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from elsa_core.backends.triton.linear import launches, planner
-from elsa_core.backends.triton.linear.halves import normed
 from elsa_core.backends.triton.linear.product import (
     ACTIVATIONS,
     GROUP,
@@ -29,7 +28,6 @@ from elsa_core.backends.triton.linear.product import (
 )
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
-from elsa_core.routing.measured import linear_forms
 
 
 @triton.jit
@@ -57,9 +55,8 @@ def gate(
 
 @triton.jit
 def exact_gate(
-    X, Weight, Bias, Value, ValueBias, p_out, rows, beside, columns, depth, w_row, Gain, Shift,
-    Stats, all_rows, BIAS: tl.constexpr, VALUE_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    NORM: tl.constexpr, GAIN: tl.constexpr, SHIFT: tl.constexpr, BM: tl.constexpr,
+    X, Weight, Bias, Value, ValueBias, p_out, rows, beside, columns, depth, w_row,
+    BIAS: tl.constexpr, VALUE_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, XM: tl.constexpr, XK: tl.constexpr,
 ):  # fmt: skip
     """A tile of the result with float32 FMA, XM rows at a time, in chains of 64 channels."""
@@ -67,9 +64,6 @@ def exact_gate(
     p_w = tl.where(o_y % 2 == 0, Weight + o_y // 2 * w_row, Value + o_y // 2 * w_row)
     for r in tl.range(0, BM, XM, num_stages=1):
         o_m = r + tl.arange(0, XM)
-        if NORM:
-            mean = tl.load(Stats + o_m, mask=o_m < rows, other=0.0)
-            rstd = tl.load(Stats + all_rows + o_m, mask=o_m < rows, other=0.0)
         y = tl.zeros([XM, BN], tl.float32)
         for c0 in tl.range(0, depth, 64, num_stages=1):
             part = tl.zeros([XM, BN], tl.float32)
@@ -78,9 +72,6 @@ def exact_gate(
                 deep = o_k < depth
                 there = (o_m < rows)[:, None] & deep[None, :]
                 x = tl.load(X + o_m[:, None] * depth + o_k[None, :], mask=there, other=0.0)
-                if NORM:
-                    x = normed(x, mean, rstd, Gain, Shift, o_k, deep, GAIN, SHIFT)
-                    x = tl.where(there, x, 0.0)
                 inside = (o_y // 2 < beside)[None, :] & deep[:, None]
                 w = tl.load(p_w[None, :] + o_k[:, None], mask=inside, other=0.0)
                 part = tl.dot(x, w, part, input_precision="ieee")
@@ -90,29 +81,24 @@ def exact_gate(
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["rows", "columns", "depth", "padded", "w_row", "region_w", "region_v"]
-)
+@triton.jit(do_not_specialize=["rows", "columns", "depth", "w_row", "region_w", "region_v"])
 def gated_product(
     Left, LeftPowers, Right, RightPowers, ValueHalves, ValuePowers, X, Weight, Bias, Value,
-    ValueBias, Gain, Shift, Stats, Out,
-    rows: tl.int32, columns: tl.int32, depth: tl.int32, padded: tl.int32, w_row: tl.int64,
+    ValueBias, Out, rows: tl.int32, columns: tl.int32, depth: tl.int32, w_row: tl.int64,
     region_w: tl.int64, region_v: tl.int64, SINGLE: tl.constexpr, EVEN: tl.constexpr,
-    BIAS: tl.constexpr, VALUE_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
-    GAIN: tl.constexpr, SHIFT: tl.constexpr, BM: tl.constexpr,
+    BIAS: tl.constexpr, VALUE_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, XM: tl.constexpr, XK: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BM rows and BN / 2 columns of the result).
 
-    Left [2, rows, padded] with LeftPowers [rows]: the halves of X [rows, depth], dense, or of its
-    layer norm (NORM, and Gain, Shift, Stats as in `product`). Right and ValueHalves: those of
-    Weight and Value [columns, depth], hi and lo `region_w` and `region_v` units of 8 elements
-    apart; w_row counts the elements from row to row of both weights.
-    padded counts units of 8, columns units of 4, depth elements; EVEN: BK divides padded. SINGLE:
-    only hi * hi is computed. Bias [columns] is read if BIAS, ValueBias if
+    Left [2, rows, depth] with LeftPowers [rows]: the halves of X [rows, depth], dense. Right and
+    ValueHalves: those of Weight and Value [columns, depth], hi and lo `region_w` and `region_v`
+    units of 8 elements apart; w_row counts the elements from row to row of both weights.
+    depth counts units of 8, columns units of 4; EVEN: BK divides depth. SINGLE: only hi * hi is
+    computed. Bias [columns] is read if BIAS, ValueBias if
     VALUE_BIAS. Out [rows, columns].
     """
-    padded = padded * 8
+    depth = depth * 8
     columns = columns * 4
     tiles_n = tl.cdiv(columns, BN // 2)
     tiles_m = tl.cdiv(rows, BM)
@@ -128,15 +114,15 @@ def gated_product(
     o_y = tl.arange(0, BN)
     o_k = tl.arange(0, BK)
     # rows beyond the last are copies of it, which are not stored
-    p_l = Left + i_m * BM * padded + tl.minimum(o_m, left - 1)[:, None] * padded + o_k[None, :]
+    p_l = Left + i_m * BM * depth + tl.minimum(o_m, left - 1)[:, None] * depth + o_k[None, :]
     from_w = (o_y % 2 == 0)[None, :]
-    o_r = tl.minimum(o_y // 2, beside - 1)[None, :] * padded + o_k[:, None]
-    p_r = tl.where(from_w, Right + i_n * padded + o_r, ValueHalves + i_n * padded + o_r)
-    region_l = rows.to(tl.int64) * padded
+    o_r = tl.minimum(o_y // 2, beside - 1)[None, :] * depth + o_k[:, None]
+    p_r = tl.where(from_w, Right + i_n * depth + o_r, ValueHalves + i_n * depth + o_r)
+    region_l = rows.to(tl.int64) * depth
     region_r = tl.where(from_w, region_w, region_v) * 8
     acc = tl.zeros([BM, BN], tl.float32)
-    for k0 in tl.range(0, padded, BK, num_stages=STAGES):
-        deep = k0 + o_k < padded
+    for k0 in tl.range(0, depth, BK, num_stages=STAGES):
+        deep = k0 + o_k < depth
         lh = load_half(p_l, deep[None, :], EVEN)
         rh = load_half(p_r, deep[:, None], EVEN)
         if SINGLE:
@@ -164,9 +150,8 @@ def gated_product(
     if bad:
         exact_gate(
             X + i_m * BM * depth, Weight + i_n * w_row, Bias + i_n, Value + i_n * w_row,
-            ValueBias + i_n, p_out, left, beside, columns, depth, w_row, Gain, Shift,
-            Stats + i_m * BM, rows, BIAS, VALUE_BIAS, ACTIVATION, NORM, GAIN, SHIFT, BM, BN, XM,
-            XK,
+            ValueBias + i_n, p_out, left, beside, columns, depth, w_row, BIAS, VALUE_BIAS,
+            ACTIVATION, BM, BN, XM, XK,
         )  # fmt: skip
 
 
@@ -175,26 +160,26 @@ class Gated:
 
     def __init__(
         self, input: Tensor, weight: Tensor, biased: tuple[bool, bool], activation: str, *,
-        single: bool, regions: tuple[int, int] | None, norm: launches.Norm | None = None,
+        single: bool, regions: tuple[int, int] | None,
     ):  # fmt: skip
         columns, depth = weight.shape
-        rows, padded = input.numel() // depth, launches.padded_depth(depth)
-        self.rows, self.columns, self.padded = rows, columns, padded
+        rows = input.numel() // depth
+        self.rows, self.columns, self.depth = rows, columns, depth
         self.frozen = regions is not None
         strides = (depth, weight.stride(0))
         others = 0 if self.frozen else columns
-        self.split = launches.split_launch((rows, others, depth), *strides, single, norm)
+        self.split = launches.split_launch((rows, others, depth), *strides, single)
         self.split_value = launches.split_launch((columns, 0, depth), strides[1], 0, single)
         shape = launches.Shape(rows, 2 * columns, depth)
         tile = launches.tile_for(shape, launches.gpu_of(input.device))
-        of_weight, of_value = regions or (columns * padded,) * 2
+        of_weight, of_value = regions or (columns * depth,) * 2
         tail = {
-            "rows": rows, "columns": columns // 4, "depth": depth, "padded": padded // 8,
+            "rows": rows, "columns": columns // 4, "depth": depth // 8,
             "w_row": weight.stride(0), "region_w": of_weight // 8, "region_v": of_value // 8,
-            "SINGLE": single, "EVEN": padded % tile.depth == 0, "BIAS": biased[0],
+            "SINGLE": single, "EVEN": depth % tile.depth == 0, "BIAS": biased[0],
             "VALUE_BIAS": biased[1], "ACTIVATION": ACTIVATIONS.index(activation),
-            **launches.constants(norm), "BM": tile.rows,
-            "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages, "XM": 16, "XK": 16,
+            "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
+            "XM": 16, "XK": 16,
         }  # fmt: skip
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         tiles = -(-rows // tile.rows) * -(-columns // (tile.columns // 2))
@@ -209,75 +194,63 @@ class Gated:
 
     def __call__(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor,
-        value_bias: Tensor | None, norm: tuple[Tensor | None, Tensor | None] | None,
-        kept: tuple[Tensor | None, ...],
+        value_bias: Tensor | None, kept: tuple[Tensor | None, ...],
     ) -> Tensor:  # fmt: skip
         half = torch.float16
-        left = input.new_empty((2, self.rows, self.padded), dtype=half)
+        left = input.new_empty((2, self.rows, self.depth), dtype=half)
         absent = input.new_empty(self.rows)  # the powers of the input; what is not read
         if self.frozen:
             halves, powers, value_halves, value_powers = kept
         else:
             halves, value_halves = (
-                input.new_empty((2, self.columns, self.padded), dtype=half) for _ in range(2)
+                input.new_empty((2, self.columns, self.depth), dtype=half) for _ in range(2)
             )
             powers, value_powers = (input.new_empty(self.columns) for _ in range(2))
-        normed = (absent, absent, absent)
-        if norm is not None:
-            gain, shift = (absent if term is None else term for term in norm)
-            normed = (gain, shift, input.new_empty((2, self.rows)))
         assert halves is not None and powers is not None
         assert value_halves is not None and value_powers is not None
-        self.split(input, left, absent, weight, halves, powers, *normed)
+        self.split(input, left, absent, weight, halves, powers)
         if not self.frozen:
-            self.split_value(
-                value, value_halves, value_powers, value, value_halves, value_powers,
-                *(value_powers,) * 3,
-            )  # fmt: skip
+            self.split_value(value, value_halves, value_powers, value, value_halves, value_powers)
         out = input.new_empty((*input.shape[:-1], self.columns))
         self.multiply(
             left, absent, halves, powers, value_halves, value_powers, input, weight,
             absent if bias is None else bias, value, absent if value_bias is None else value_bias,
-            *normed, out,
+            out,
         )  # fmt: skip
         return out
 
 
 def gated_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None,
-    activation: str = "silu", norm_weight: Tensor | None = None, norm_bias: Tensor | None = None,
-    eps: float | None = None, precision: str = "strict", halves: Tensor | None = None,
+    activation: str = "silu", precision: str = "strict", halves: Tensor | None = None,
     powers: Tensor | None = None, value_halves: Tensor | None = None,
     value_powers: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """The float32 CUDA kernel of `elsa::gated_linear`; None where `planner.linear` returns None for
     one of the two products, and where their weights differ in shape or strides.
     """
-    given = (input, weight, bias, value, value_bias, norm_weight, norm_bias)
+    given = (input, weight, bias, value, value_bias)
     kept = (halves, powers, value_halves, value_powers)
     key = (
-        "gated_linear", *map(planner.layout, given), activation, eps, precision,
-        *(() if t is None else t.stride() for t in kept), linear_forms(input.device),
+        "gated_linear", *map(planner.layout, given), activation, precision,
+        *(() if t is None else t.stride() for t in kept),
     )  # fmt: skip
-    call = PLANS.get(key, _plan, given, activation, eps, precision, kept)
+    call = PLANS.get(key, _plan, given, activation, precision, kept)
     if call is None:
         return None
-    norm = None if eps is None else (norm_weight, norm_bias)
     with planner.on_device_of(input):
-        return call(input, weight, bias, value, value_bias, norm, kept)
+        return call(input, weight, bias, value, value_bias, kept)
 
 
 def _plan(
-    given: tuple[Any, ...], activation: str, eps: float | None, precision: str,
+    given: tuple[Any, ...], activation: str, precision: str,
     kept: tuple[Tensor | None, ...],
 ) -> Gated | None:  # fmt: skip
-    input, weight, bias, value, value_bias, *vectors = given
+    input, weight, bias, value, value_bias = given
     alike = value.shape == weight.shape and value.stride() == weight.stride()
     if not alike or not planner.serves(input, weight, (bias, value_bias)):
         return None
     if value.dtype != weight.dtype or value.device != weight.device or value.data_ptr() % 16:
-        return None
-    if not all(planner.fits_norm(vector, input) for vector in vectors):
         return None
     regions = None
     if all(t is not None for t in kept):
@@ -286,21 +259,15 @@ def _plan(
         if not all(_are_halves(*pair, weight) for pair in pairs):
             return None
         regions = (halves.stride(0), value_halves.stride(0))
-    norm = (
-        None if eps is None else launches.Norm(vectors[0] is not None, vectors[1] is not None, eps)
-    )
     biased = (bias is not None, value_bias is not None)
-    return Gated(
-        input, weight, biased, activation, single=precision == "turbo", regions=regions, norm=norm
-    )  # fmt: skip
+    return Gated(input, weight, biased, activation, single=precision == "turbo", regions=regions)
 
 
 def _are_halves(halves: Tensor, powers: Tensor, weight: Tensor) -> bool:
-    """Whether these are halves [2, N, padded] of a weight, rows one after the other."""
-    padded = launches.padded_depth(weight.shape[1])
+    """Whether these are halves [2, N, K] of a weight, rows one after the other."""
     return (
-        halves.shape == (2, weight.shape[0], padded)
-        and halves.stride(1) == padded
+        halves.shape == (2, *weight.shape)
+        and halves.stride(1) == weight.shape[1]
         and halves.stride(2) == 1
         and halves.stride(0) % 8 == 0
         and halves.dtype == torch.float16

@@ -1,6 +1,5 @@
-"""`elsa::linear` in half precision, with what follows the product in the same launch: of few
-channels, where PyTorch's library has no kernel for it, and small, in eager calls that wait for the
-host. Others are not chosen by auto until measured.
+"""`elsa::linear` in half precision of few channels, for which PyTorch's library has no kernel that
+fits, with what follows the product in the same launch.
 
 One product on tensor cores, accumulated in float32; the terms in float32 too, rounded once.
 """
@@ -12,20 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from elsa_core.backends.triton.linear.launches import DEEP, H200, LARGE, Tile
+from elsa_core.backends.triton.linear.launches import Tile
 from elsa_core.backends.triton.linear.planner import layout, on_device_of
 from elsa_core.backends.triton.linear.product import ACTIVATIONS, activated
 from elsa_core.backends.triton.shared.device import capability_of, described
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
+from elsa_core.limits import HALF_DEPTH
 
 # Row tiles whose columns follow one another, so that they find their rows in cache.
 GROUP = tl.constexpr(8)
-# Measured on one H200: FLAT for few channels, the others for more, by programs: of SLIM at most one
-# to a multiprocessor, of SMALL two; then the tile of float32's.
-FLAT = Tile(128, 64, 32, 4, 3)
-SLIM = Tile(64, 32, 128, 4, 4)
-SMALL = Tile(64, 64, 128, 4, 3)
+# Measured on one H200.
+TILE = Tile(128, 64, 32, 4, 3)
 # Elements of 16 bytes.
 UNIT = 8
 
@@ -97,8 +94,8 @@ def linear(
 
     Returns:
         [..., N], dense; or None where this is PyTorch's to compute, or to refuse: another GPU than
-        sm_90, rows that do not begin at multiples of 16 bytes, shapes, dtypes or devices
-        that do not fit together.
+        sm_90, more than HALF_DEPTH channels, rows that do not begin at multiples of 16 bytes,
+        shapes, dtypes or devices that do not fit together.
     """
     call = planned(input, weight, bias, activation, residual, scale)
     if call is None:
@@ -151,7 +148,7 @@ def _fits(
         return False
     return (
         columns > 0
-        and depth > 0
+        and 0 < depth <= HALF_DEPTH
         and input.numel() > 0
         and columns % UNIT == 0
         and depth % UNIT == 0
@@ -170,28 +167,13 @@ def plan(
     """The kernel's launch; it depends on layouts, not on data."""
     columns, depth = weight.shape
     rows = input.numel() // depth
-    tile = tile_for(rows, columns, depth)
     tail = {
         "rows": rows, "depth": depth, "x_row": depth // UNIT, "w_row": weight.stride(0) // UNIT,
         "y_row": columns // UNIT, "BIAS": bias is not None,
         "ACTIVATION": ACTIVATIONS.index(activation), "SCALE": scale is not None,
-        "RESIDUAL": residual is not None, "EVEN": depth % tile.depth == 0, "UNIT": UNIT,
-        "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
+        "RESIDUAL": residual is not None, "EVEN": depth % TILE.depth == 0, "UNIT": UNIT,
+        "BM": TILE.rows, "BN": TILE.columns, "BK": TILE.depth, "STAGES": TILE.stages,
     }  # fmt: skip
-    programs = _programs(tile, rows, columns)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    programs = -(-rows // TILE.rows) * -(-columns // TILE.columns)
+    options = {"num_warps": TILE.warps, "num_stages": TILE.stages}
     return Launch(linear_tile, (programs,), tail, options)
-
-
-def tile_for(rows: int, columns: int, depth: int) -> Tile:
-    """The tile of a product of such sizes."""
-    if depth < DEEP:
-        return FLAT
-    for tile, most in ((SLIM, 1), (SMALL, 2)):
-        if _programs(tile, rows, columns) <= most * H200.multiprocessors:
-            return tile
-    return LARGE
-
-
-def _programs(tile: Tile, rows: int, columns: int) -> int:
-    return -(-rows // tile.rows) * -(-columns // tile.columns)

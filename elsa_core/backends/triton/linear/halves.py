@@ -49,164 +49,58 @@ def store_halves(p, region, x, there, SINGLE: tl.constexpr):
 
 
 @triton.jit
-def normed(x, mean, rstd, Gain, Shift, o_c, inside, GAIN: tl.constexpr, SHIFT: tl.constexpr):
-    """(x - mean) * rstd * gain + shift of rows x [R, C]; mean and rstd [R], the rest by channel."""
-    y = (x - mean[:, None]) * rstd[:, None]
-    if GAIN:
-        y *= tl.load(Gain + o_c, mask=inside, other=0.0)[None, :]
-    if SHIFT:
-        y += tl.load(Shift + o_c, mask=inside, other=0.0)[None, :]
-    return y
-
-
-@triton.jit
-def row_scale(top):
-    """An exponent that brings a row of largest magnitude `top`, in bits, within range of a sum of
-    squares; 0 where it is.
-    """
-    biased = top >> 23
-    return tl.where((biased > 127 + 40) & (biased < 255), TOP + 127 - biased, 0)
-
-
-@triton.jit
-def reciprocal_deviation(squares, n, eps, e):
-    """1 / sqrt(squares / n + eps), where the squares are of a row times 2**e."""
-    variance = tl.div_rn(squares, n)
-    eps = eps * power(tl.maximum(2 * e, -126))
-    return tl.div_rn(tl.full(squares.shape, 1.0, tl.float32), tl.sqrt_rn(variance + eps))
-
-
-@triton.jit
-def row_statistics(
-    p_x, x, top, depth, eps, inside, o_c, C: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Mean and 1 / sqrt(variance + eps) of each row, [R] float32, the variance about the mean.
-
-    x [R, C], zeros beyond the last channel: the rows themselves, if WHOLE; else not read. The mean
-    is corrected by the mean of what it leaves, so that rows of one value leave nothing.
-    """
-    e = row_scale(top)
-    n = tl.zeros_like(top).to(tl.float32) + depth
-    if WHOLE:
-        there = inside & (o_c < depth)[None, :]
-        x = x * power(e)[:, None]
-        mean = tl.div_rn(tl.sum(x, 1), n)
-        x = tl.where(there, x - mean[:, None], 0.0)
-        rest = tl.div_rn(tl.sum(x, 1), n)
-        mean += rest
-        x = tl.where(there, x - rest[:, None], 0.0)
-        squares = tl.sum(x * x, 1)
-    else:
-        total = tl.zeros_like(n)
-        left = tl.zeros_like(n)
-        squares = tl.zeros_like(n)
-        for c in tl.range(0, depth, C):
-            part = tl.load(
-                p_x + c + o_c[None, :], mask=inside & (c + o_c < depth)[None, :], other=0.0
-            )
-            total += tl.sum(part * power(e)[:, None], 1)
-        mean = tl.div_rn(total, n)
-        for c in tl.range(0, depth, C):
-            there = inside & (c + o_c < depth)[None, :]
-            part = tl.load(p_x + c + o_c[None, :], mask=there, other=0.0) * power(e)[:, None]
-            left += tl.sum(tl.where(there, part - mean[:, None], 0.0), 1)
-        mean += tl.div_rn(left, n)
-        for c in tl.range(0, depth, C):
-            there = inside & (c + o_c < depth)[None, :]
-            part = tl.load(p_x + c + o_c[None, :], mask=there, other=0.0) * power(e)[:, None]
-            part = tl.where(there, part - mean[:, None], 0.0)
-            squares += tl.sum(part * part, 1)
-    rstd = reciprocal_deviation(squares, n, eps, e)
-    return mean * power(-e), rstd * power(e)
-
-
-@triton.jit
 def split_tile(
-    X, Halves, Powers, Gain, Shift, Stats, o_r, rows, depth, padded, stride, eps,
-    SINGLE: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr, SHIFT: tl.constexpr,
-    C: tl.constexpr, WHOLE: tl.constexpr,
+    X, Halves, Powers, o_r, rows, depth, stride, SINGLE: tl.constexpr, C: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Rows `o_r` of X [rows, depth], to Halves [2, rows, padded], zeros beyond depth. WHOLE: C
-    channels hold a row.
-
-    NORM: of the layer norm of X; its mean and 1 / deviation go to Stats [2, rows].
-    """
+    """Rows `o_r` of X [rows, depth], to Halves [2, rows, depth]. WHOLE: C channels hold a row."""
     p_x = X + o_r.to(tl.int64)[:, None] * stride
-    p_h = Halves + o_r.to(tl.int64)[:, None] * padded
-    region = rows.to(tl.int64) * padded
+    p_h = Halves + o_r.to(tl.int64)[:, None] * depth
+    region = rows.to(tl.int64) * depth
     inside = (o_r < rows)[:, None]
     o_c = tl.arange(0, C)
     if WHOLE:
-        x = tl.load(p_x + o_c[None, :], mask=inside & (o_c < depth)[None, :], other=0.0)
+        there = inside & (o_c < depth)[None, :]
+        x = tl.load(p_x + o_c[None, :], mask=there, other=0.0)
         top = tl.max(magnitude(x), 1)
-        if NORM:
-            mean, rstd = row_statistics(p_x, x, top, depth, eps, inside, o_c, C, WHOLE)
-            x = normed(x, mean, rstd, Gain, Shift, o_c, o_c < depth, GAIN, SHIFT)
-            x = tl.where(inside & (o_c < depth)[None, :], x, 0.0)
-            top = tl.max(magnitude(x), 1)
         x = x * power(row_exponent(top))[:, None]
-        there = inside & (o_c < padded)[None, :]
         store_halves(p_h + o_c[None, :], region, x, there, SINGLE)
     else:
         top = tl.zeros([o_r.shape[0]], tl.int32)
         for c in tl.range(0, depth, C):
             x = tl.load(p_x + c + o_c[None, :], mask=inside & (c + o_c < depth)[None, :], other=0.0)
             top = tl.maximum(top, tl.max(magnitude(x), 1))
-        if NORM:
-            mean, rstd = row_statistics(p_x, top, top, depth, eps, inside, o_c, C, WHOLE)
-            top = tl.zeros([o_r.shape[0]], tl.int32)
-            for c in tl.range(0, depth, C):
-                there = inside & (c + o_c < depth)[None, :]
-                x = tl.load(p_x + c + o_c[None, :], mask=there, other=0.0)
-                x = normed(x, mean, rstd, Gain, Shift, c + o_c, c + o_c < depth, GAIN, SHIFT)
-                top = tl.maximum(top, tl.max(magnitude(tl.where(there, x, 0.0)), 1))
         for c in tl.range(0, depth, C):
             there = inside & (c + o_c < depth)[None, :]
             x = tl.load(p_x + c + o_c[None, :], mask=there, other=0.0)
-            if NORM:
-                x = normed(x, mean, rstd, Gain, Shift, c + o_c, c + o_c < depth, GAIN, SHIFT)
-                x = tl.where(there, x, 0.0)
             x = x * power(row_exponent(top))[:, None]
-            there = inside & (c + o_c < padded)[None, :]
             store_halves(p_h + c + o_c[None, :], region, x, there, SINGLE)
     tl.store(Powers + o_r, row_power(top), mask=o_r < rows)
-    if NORM:
-        tl.store(Stats + o_r, mean, mask=o_r < rows)
-        tl.store(Stats + rows + o_r, rstd, mask=o_r < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "others", "depth", "x_row", "w_row"])
 def split_rows(
-    X, InputHalves, InputPowers, Weight, WeightHalves, WeightPowers, Gain, Shift, Stats,
+    X, InputHalves, InputPowers, Weight, WeightHalves, WeightPowers,
     rows: tl.int32, others: tl.int32, depth: tl.int32, x_row: tl.int64, w_row: tl.int64,
-    eps: tl.float32, SINGLE: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr,
-    SHIFT: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    WHOLE: tl.constexpr,
+    SINGLE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """R rows to a program: of X [rows, depth], then of Weight [others, depth] (others may be 0).
 
-    depth counts units of UNIT elements, 8 or 4; x_row and w_row, the steps from row to row, units
-    of 4. Rows of halves have a multiple of 8 elements. NORM: X is normalised first, by Gain and
-    Shift [depth] (if GAIN, if SHIFT), and Stats [2, rows] gets its means and 1 / deviations.
+    depth counts units of 8 elements; x_row and w_row, the steps from row to row, units of 4.
     """
-    depth = depth * UNIT
-    padded = depth
-    if UNIT != 8:
-        padded = (depth + 7) // 8 * 8
+    depth = depth * 8
     of_x = tl.cdiv(rows, R)
     pid = tl.program_id(0)
     o_r = tl.arange(0, R)
     if pid < of_x:
         o_r = pid * R + o_r
         split_tile(
-            X, InputHalves, InputPowers, Gain, Shift, Stats, o_r, rows, depth, padded, x_row * 4,
-            eps, SINGLE, NORM, GAIN, SHIFT, C, WHOLE,
+            X, InputHalves, InputPowers, o_r, rows, depth, x_row * 4, SINGLE, C, WHOLE,
         )  # fmt: skip
     else:
         o_r = (pid - of_x) * R + o_r
         split_tile(
-            Weight, WeightHalves, WeightPowers, Gain, Shift, Stats, o_r, others, depth, padded,
-            w_row * 4, eps, SINGLE, False, False, False, C, WHOLE,
+            Weight, WeightHalves, WeightPowers, o_r, others, depth, w_row * 4, SINGLE, C, WHOLE,
         )  # fmt: skip
 
 

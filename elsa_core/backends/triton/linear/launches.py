@@ -68,14 +68,6 @@ LONG = 4096
 PART = 130
 
 
-class Norm(NamedTuple):
-    """A layer norm of the input: whether it has a weight and a bias, and its eps."""
-
-    gain: bool
-    shift: bool
-    eps: float
-
-
 # Whether there is a bias, the activation, whether there are a scale and a residual.
 Epilogue = tuple[bool, str, bool, bool]
 NO_EPILOGUE: Epilogue = (False, "none", False, False)
@@ -167,7 +159,7 @@ class Multiply:
 
     def __init__(
         self, shape: Shape, left: tuple[int, int], right: tuple[int, int], device: torch.device, *,
-        single: bool = False, epilogue: Epilogue = NO_EPILOGUE, norm: Norm | None = None,
+        single: bool = False, epilogue: Epilogue = NO_EPILOGUE,
         tile: Tile | None = None, parts: int = 1,
     ):  # fmt: skip
         tile = tile or tile_for(shape, gpu_of(device))
@@ -183,7 +175,6 @@ class Multiply:
             "w_row": right[0], "w_depth": right[1], "SINGLE": single,
             "EVEN": padded % tile.depth == 0, "BIAS": bias,
             "ACTIVATION": ACTIVATIONS.index(activation), "SCALE": scale, "RESIDUAL": residual,
-            **constants(norm),
             "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
             "XM": 16, "XK": 16,
         }  # fmt: skip
@@ -191,28 +182,16 @@ class Multiply:
         self.launch = Launch(product, (tiles, self.parts), tail, options)
 
 
-def constants(norm: Norm | None) -> dict[str, bool]:
-    """What the kernels know of a norm when they are compiled."""
-    return {
-        "NORM": norm is not None,
-        "GAIN": norm is not None and norm.gain,
-        "SHIFT": norm is not None and norm.shift,
-    }
-
-
 def split_launch(
-    shape: tuple[int, int, int], x_row: int, w_row: int, single: bool = False,
-    norm: Norm | None = None,
-) -> Launch:  # fmt: skip
-    """Rows of X [rows, depth], or of its layer norm, and of W [others, depth] in one launch."""
+    shape: tuple[int, int, int], x_row: int, w_row: int, single: bool = False
+) -> Launch:
+    """Rows of X [rows, depth] and of W [others, depth] in one launch."""
     rows, others, depth = shape
     width = min(MOST_COLUMNS, max(8, triton.next_power_of_2(depth)))  # what a row is padded to
     held = max(1, min(4, 1024 // width))
-    unit = 4 if depth % 8 else 8
     tail = {
-        "rows": rows, "others": others, "depth": depth // unit, "x_row": x_row // 4,
-        "w_row": w_row // 4, "eps": 0.0 if norm is None else norm.eps, "SINGLE": single,
-        **constants(norm), "UNIT": unit, "R": held, "C": width, "WHOLE": width >= depth,
+        "rows": rows, "others": others, "depth": depth // 8, "x_row": x_row // 4,
+        "w_row": w_row // 4, "SINGLE": single, "R": held, "C": width, "WHOLE": width >= depth,
     }  # fmt: skip
     programs = -(-rows // held) + -(-others // held)
     return Launch(splitting.split_rows, (programs,), tail, {"num_warps": 4})

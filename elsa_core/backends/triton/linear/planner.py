@@ -15,17 +15,14 @@ from elsa_core.backends.triton.linear import LEAST_WEIGHT
 from elsa_core.backends.triton.linear.launches import (
     Epilogue,
     Multiply,
-    Norm,
     Shape,
     Turned,
     cut_for,
     gpu_of,
     join_launch,
-    padded_depth,
     split_launch,
 )
 from elsa_core.backends.triton.shared.plans import PLANS
-from elsa_core.routing.measured import PADDED, linear_form, linear_forms
 
 # With fewer rows PyTorch's library, which then cuts the sums over channels, is faster.
 LEAST_ROWS = 64
@@ -38,19 +35,19 @@ class Forward:
 
     def __init__(
         self, input: Tensor, weight: Tensor, epilogue: Epilogue, single: bool,
-        frozen: bool, norm: Norm | None = None,
+        frozen: bool,
     ):  # fmt: skip
         columns, depth = weight.shape
         rows = input.numel() // depth
         shape = Shape(rows, columns, depth)
         self.frozen = frozen
         others = 0 if frozen else columns
-        self.split = split_launch((rows, others, depth), depth, weight.stride(0), single, norm)
+        self.split = split_launch((rows, others, depth), depth, weight.stride(0), single)
         self.multiply = Multiply(
             shape, (depth, 1), (weight.stride(0), 1), input.device, single=single,
-            epilogue=epilogue, norm=norm,
+            epilogue=epilogue,
         )  # fmt: skip
-        self.rows, self.columns, self.padded = rows, columns, padded_depth(depth)
+        self.rows, self.columns, self.depth = rows, columns, depth
 
     @property
     def loaded(self) -> bool:
@@ -60,25 +57,19 @@ class Forward:
     def __call__(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
         residual: Tensor | None, halves: Tensor | None, powers: Tensor | None,
-        norm: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> Tensor:  # fmt: skip
         half = torch.float16
-        left = input.new_empty((2, self.rows, self.padded), dtype=half)
+        left = input.new_empty((2, self.rows, self.depth), dtype=half)
         left_powers = input.new_empty(self.rows)
         if halves is None or powers is None:
-            halves = input.new_empty((2, self.columns, self.padded), dtype=half)
+            halves = input.new_empty((2, self.columns, self.depth), dtype=half)
             powers = input.new_empty(self.columns)
         absent = left_powers
-        normed = (absent, absent, absent)
-        if norm is not None:
-            gain, shift = (absent if term is None else term for term in norm)
-            normed = (gain, shift, input.new_empty((2, self.rows)))
-        self.split(input, left, left_powers, weight, halves, powers, *normed)
+        self.split(input, left, left_powers, weight, halves, powers)
         out = input.new_empty((*input.shape[:-1], self.columns))
         self.multiply.launch(
             left, left_powers, halves, powers, input, weight, absent if bias is None else bias,
-            absent if scale is None else scale, absent if residual is None else residual, *normed,
-            out,
+            absent if scale is None else scale, absent if residual is None else residual, out,
         )  # fmt: skip
         return out
 
@@ -102,52 +93,6 @@ def linear(
         return None
     with on_device_of(input):
         return call(input, weight, bias, scale, residual, halves, powers)
-
-
-def normed_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, eps: float, activation: str = "none",
-    residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
-    halves: Tensor | None = None, powers: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """The float32 CUDA kernel of `elsa::layer_norm_linear`: the launch that splits rows of input
-    normalises them. None where `linear` returns None, and where a norm's vector does not fit.
-    """
-    given = (input, weight, bias, norm_weight, norm_bias, residual, scale)
-    key = (
-        "layer_norm_linear", *map(layout, given), eps, activation, precision, halves is not None,
-        linear_forms(input.device),
-    )  # fmt: skip
-    call = PLANS.get(key, _plan_normed, given, eps, activation, precision, halves is not None)
-    if call is None:
-        return None
-    with on_device_of(input):
-        return call(input, weight, bias, scale, residual, halves, powers, (norm_weight, norm_bias))
-
-
-def _plan_normed(
-    given: tuple[Tensor | None, ...], eps: float, activation: str, precision: str, frozen: bool
-) -> Forward | None:  # fmt: skip
-    input, weight, bias, gain, shift, residual, scale = given
-    assert input is not None and weight is not None
-    if not serves(input, weight, (bias, scale), residual):
-        return None
-    if not (fits_norm(gain, input) and fits_norm(shift, input)):
-        return None
-    epilogue = (bias is not None, activation, scale is not None, residual is not None)
-    norm = Norm(gain is not None, shift is not None, eps)
-    return Forward(input, weight, epilogue, precision == "turbo", frozen, norm)
-
-
-def fits_norm(vector: Tensor | None, input: Tensor) -> bool:
-    """Whether a kernel can read a norm's weight or bias [K]; so it can where there is none."""
-    return vector is None or (
-        vector.dtype == torch.float32
-        and vector.device == input.device
-        and vector.shape == input.shape[-1:]
-        and vector.is_contiguous()
-        and not vector.data_ptr() % 16
-    )
 
 
 class on_device_of:  # noqa: N801 (a context manager that is read as a sentence)
@@ -175,7 +120,7 @@ def planned(
     """The launches of a call, cached by layout; None where these kernels do not serve it."""
     key = (
         "linear", layout(input), layout(weight), layout(bias), activation, layout(residual),
-        layout(scale), precision, frozen, linear_forms(input.device),
+        layout(scale), precision, frozen,
     )  # fmt: skip
     return PLANS.get(
         key, _plan, input, weight, bias, activation, residual, scale, precision, frozen
@@ -218,7 +163,7 @@ def serves(
     return (
         depth >= LEAST_DEPTH
         and input.numel() >= LEAST_ROWS * depth
-        and (depth % 8 == 0 or (depth % 4 == 0 and linear_form(PADDED, input.device)))
+        and depth % 8 == 0
         and columns % 4 == 0
         and columns > 0
         and input.is_contiguous()
@@ -259,11 +204,11 @@ class Backward:
         rows = grad_out.numel() // columns
         left = grad_out.new_empty((2, rows, columns), dtype=torch.float16)
         powers = grad_out.new_empty(rows)
-        self.rows(grad_out, left, powers, grad_out, left, powers, powers, powers, powers)
+        self.rows(grad_out, left, powers, grad_out, left, powers)
         right, right_powers = self.weight(weight)
         out = grad_out.new_empty((*grad_out.shape[:-1], depth))
         self.of_input.launch(
-            left, powers, right, right_powers, grad_out, weight, *(powers,) * 6, out
+            left, powers, right, right_powers, grad_out, weight, *(powers,) * 3, out
         )
         return out
 
@@ -274,7 +219,7 @@ class Backward:
         parts = self.of_weight.parts
         out = input.new_empty((parts, grad_out.shape[-1], input.shape[-1]))
         self.of_weight.launch(
-            left, powers, right, right_powers, grad_out, input, *(powers,) * 6, out
+            left, powers, right, right_powers, grad_out, input, *(powers,) * 3, out
         )
         if parts == 1:
             return out[0]
@@ -329,13 +274,13 @@ def _turns(columns: int, depth: int, stride: int) -> bool:
 def split_weight(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """The CUDA kernel of `elsa::split_weight`; None where rows do not fit it."""
     rows, depth = weight.shape
-    fits = rows > 0 and depth > 0 and depth % 4 == 0 and weight.stride(1) == 1
+    fits = rows > 0 and depth > 0 and depth % 8 == 0 and weight.stride(1) == 1
     if not fits or weight.stride(0) % 4 or weight.data_ptr() % 16:
         return None
-    halves = weight.new_empty((2, rows, padded_depth(depth)), dtype=torch.float16)
+    halves = weight.new_empty((2, rows, depth), dtype=torch.float16)
     powers = weight.new_empty(rows)
     key = ("split_weight", layout(weight))
     with on_device_of(weight):
         launch = PLANS.get(key, split_launch, (rows, 0, depth), weight.stride(0), 0)
-        launch(weight, halves, powers, weight, halves, powers, powers, powers, powers)
+        launch(weight, halves, powers, weight, halves, powers)
     return halves, powers

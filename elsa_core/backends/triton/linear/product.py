@@ -19,7 +19,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from elsa_core.backends.triton.linear.halves import normed
 from elsa_core.backends.triton.shared.helpers import FLOAT_MAX
 
 # row tiles whose columns follow one another, so that they find their rows in cache
@@ -106,16 +105,13 @@ def finish(
 @triton.jit
 def exact_tile(
     X, Weight, Bias, Scale, Residual, p_out, rows, o_n, beside, columns, first, last, x_row,
-    x_depth, w_row, w_depth, at, Gain, Shift, Stats, all_rows, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, SCALE: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
-    GAIN: tl.constexpr, SHIFT: tl.constexpr, BM: tl.constexpr, XM: tl.constexpr, XK: tl.constexpr,
+    x_depth, w_row, w_depth, at, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    SCALE: tl.constexpr, RESIDUAL: tl.constexpr, BM: tl.constexpr, XM: tl.constexpr,
+    XK: tl.constexpr,
 ):  # fmt: skip
     """A tile of the result with float32 FMA, XM rows at a time, in chains of 64 channels."""
     for r in tl.range(0, BM, XM, num_stages=1):
         o_m = r + tl.arange(0, XM)
-        if NORM:
-            mean = tl.load(Stats + o_m, mask=o_m < rows, other=0.0)
-            rstd = tl.load(Stats + all_rows + o_m, mask=o_m < rows, other=0.0)
         y = tl.zeros([XM, o_n.shape[0]], tl.float32)
         for c0 in tl.range(first, last, 64, num_stages=1):
             part = tl.zeros([XM, o_n.shape[0]], tl.float32)
@@ -125,9 +121,6 @@ def exact_tile(
                 p_x = X + o_m[:, None] * x_row + o_k.to(tl.int64)[None, :] * x_depth
                 there = (o_m < rows)[:, None] & deep[None, :]
                 x = tl.load(p_x, mask=there, other=0.0)
-                if NORM:
-                    x = normed(x, mean, rstd, Gain, Shift, o_k, deep, GAIN, SHIFT)
-                    x = tl.where(there, x, 0.0)
                 p_w = (
                     Weight + o_n.to(tl.int64)[None, :] * w_row + o_k.to(tl.int64)[:, None] * w_depth
                 )
@@ -154,12 +147,11 @@ def load_half(p, inside, EVEN: tl.constexpr):
     ]
 )  # fmt: skip
 def product(
-    Left, LeftPowers, Right, RightPowers, X, Weight, Bias, Scale, Residual, Gain, Shift, Stats, Out,
+    Left, LeftPowers, Right, RightPowers, X, Weight, Bias, Scale, Residual, Out,
     rows: tl.int32, columns: tl.int32, depth: tl.int32, padded: tl.int32, chunk: tl.int32,
     x_row: tl.int64, x_depth: tl.int64, w_row: tl.int64, w_depth: tl.int64,
     SINGLE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    SCALE: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr,
-    SHIFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SCALE: tl.constexpr, RESIDUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, XM: tl.constexpr, XK: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BM rows and BN columns, parts of the channels).
@@ -169,8 +161,7 @@ def product(
     elements.
     padded counts units of 8, columns units of 4; EVEN: BK divides padded. SINGLE: only hi * hi is
     computed, for 11 bits; lo is not read. Each part sums `chunk` times BK channels, to its
-    own place in Out [parts, rows, columns]; several parts have no epilogue. NORM: Left is of the
-    layer norm of X, whose Gain, Shift and Stats are those of `halves.split_rows`.
+    own place in Out [parts, rows, columns]; several parts have no epilogue.
     """
     padded = padded * 8
     columns = columns * 4
@@ -226,8 +217,7 @@ def product(
         exact_tile(
             X + i_m * BM * x_row, Weight + i_n * BN * w_row, Bias + i_n * BN, Scale + i_n * BN,
             Residual, p_out, left, o_n, beside, columns, first, tl.minimum(last, depth), x_row,
-            x_depth, w_row, w_depth, at, Gain, Shift, Stats + i_m * BM, rows, BIAS, ACTIVATION,
-            SCALE, RESIDUAL, NORM, GAIN, SHIFT, BM, XM, XK,
+            x_depth, w_row, w_depth, at, BIAS, ACTIVATION, SCALE, RESIDUAL, BM, XM, XK,
         )  # fmt: skip
 
 
