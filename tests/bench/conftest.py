@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
 import jsonschema
 import pytest
 
 from elsa_cli.schema import document
+from elsa_core import routing
+from elsa_core.backends.support import Backend, Implementation, Support
+
+Offered = Callable[..., AbstractContextManager[None]]
 
 
 @pytest.fixture(scope="session")
 def schema() -> jsonschema.Draft202012Validator:
     """The schema of the documents that --json prints."""
     return jsonschema.Draft202012Validator(document())
+
+
+@pytest.fixture
+def offered() -> Offered:
+    """A backend "toy" of another package, whose `run` serves calls on a CPU first."""
+
+    @contextmanager
+    def registered(
+        run: Callable[..., Any], operator: str = "attention", **parts: Any
+    ) -> Iterator[None]:
+        made = Implementation(lambda _: Support(True), run, lambda *_: "", lambda _: "", **parts)
+        routing.register(Backend("toy", "cpu", {operator: made}), ahead_of="native")
+        try:
+            yield
+        finally:
+            routing.unregister("toy")
+
+    return registered

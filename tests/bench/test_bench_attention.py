@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from elsa_core import reference
 from elsa_core.bench import attention, peers, results
 from elsa_core.bench.cases import Case, inputs
 from elsa_core.bench.results import Measurement, Report, Settings
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.measuring import busy, environment, timing
+from elsa_core.measuring import busy, timing
 from elsa_core.measuring.timing import Contender
 
 CASE = Case("vit", 1, 2, 33, 33, 16, goal=1e-6)
@@ -74,27 +73,16 @@ def test_the_document_is_plain_json(report: Report) -> None:
     assert document["results"]["ceilings"]["gemm_fp32"] > 1e8
 
 
-def test_a_contender_that_fails_is_left_out_with_its_reason(
+def test_a_contender_that_takes_no_half_precision_is_left_out_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(_: object) -> Contender:
-        raise RuntimeError("no such kernel\nand a long story")
-
-    monkeypatch.setattr(peers, "_eager", broken)
     monkeypatch.setitem(attention._GEMM_SIZE, "cpu", 128)  # slow in half precision
     half = replace(CASE, dtype="fp16", precisions=("turbo", "strict"))
     result = attention.run([half], settings=replace(QUICK, memory=False)).cases[0]
-    assert result.left_out["eager"] == "no such kernel"
     assert "turbo" in result.left_out["elsa-turbo"] and "float16" in result.left_out["elsa-turbo"]
     assert "float32" in result.left_out.get("onnxruntime", "takes float32")
     assert result.reached is None  # the first precision was not measured
     assert all(m.workspace_bytes is None for m in result.measurements)
-
-
-def test_a_case_that_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "field_of", lambda *_, **__: peers.Field([], {"all": "no"}))
-    result = attention.run([CASE], settings=QUICK).cases[0]
-    assert result.measurements == () and result.best_peer is None and result.reached is None
 
 
 def test_score_matrices_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,16 +146,6 @@ def test_a_wrong_result_is_never_a_fast_one(error: float) -> None:
     assert result.reached is True
 
 
-def test_errors_of_long_cases_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("vit", 2, 3, 40, 50, 8, mask="additive")
-    tensors = peers.Inputs(*inputs(case, "cpu"))
-    whole, _ = reference.attention(*tensors)
-    monkeypatch.setitem(attention._ORACLE_SCORES, "cpu", 1500)
-    expected, pick = attention._oracle(case, tensors)
-    assert expected.shape == (1, 2, 14, 8)
-    torch.testing.assert_close(pick(whole), expected)
-
-
 def test_rounds_are_interleaved() -> None:
     order: list[str] = []
     contenders = [
@@ -208,37 +186,9 @@ def test_publishing_is_refused_on_a_busy_machine(report: Report, tmp_path: Path)
     assert json.loads(target.read_text())["results"]["busy"] == ""
 
 
-def test_nothing_half_written_stays(
-    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        results.publish(replace(report, busy=""), tmp_path / "result.json")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_busy_counts_other_programs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(busy.time, "sleep", lambda _: None)
-    ticks = iter([(100.0, 1000.0), (150.0, 1100.0), (100.0, 1000.0), (105.0, 1100.0)])
-    monkeypatch.setattr(busy, "processor_times", lambda: next(ticks))
+    ticks = [(100.0, 1000.0), (150.0, 1100.0), (100.0, 1000.0), (105.0, 1100.0)]
+    seen = iter([*ticks, None, None])
+    monkeypatch.setattr(busy, "processor_times", lambda: next(seen))
     assert "use 50% of the processors" in busy.reason("cpu")
-    assert busy.reason("cpu") == ""
-    monkeypatch.setattr(busy, "processor_times", lambda: None)
-    assert busy.reason("cpu") == ""
-
-
-def test_a_machine_is_described_in_one_line(report: Report) -> None:
-    line = environment.label(report.environment)
-    assert "threads" in line and "torch" in line and "\n" not in line
-    gpu = {"gpu": "NVIDIA H200", "gpu_details": {"cuda": "13.0"}, "packages": {"torch": "2.11.0"}}
-    assert environment.label(gpu).startswith("NVIDIA H200, CUDA 13.0, torch 2.11.0")
-
-
-def test_percentiles_are_nearest_rank() -> None:
-    assert results.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert results.percentile([1.0], 0.9) == 1.0
-    assert results.percentile(range(1, 101), 0.9) == 90
-    assert results.finite({"a": math.nan, "b": 1.0}) == {"a": None, "b": 1.0}
+    assert busy.reason("cpu") == busy.reason("cpu") == ""

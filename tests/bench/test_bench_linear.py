@@ -57,28 +57,6 @@ def test_products_of_one_size_must_all_gain():
     assert linear.least_work([product(2, 2.0), product(2, 0.5), product(4, 2.0)]) == 4
 
 
-def test_the_products_fit_the_kernels():
-    for rows, channels, columns in linear.SHAPES:
-        assert rows >= 64 and channels >= 64 and channels % 8 == 0 and columns % 4 == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--tune", "--device", "cpu"], 2, "keeps PyTorch's products"),
-        (["--tune", "--quick"], 2, "--quick is not for linear --tune"),
-        (["--tune", "--shape", "1,2,3,4"], 2, "--shape is not for linear --tune"),
-        (["--shape", "1,2,3,4"], 2, "--shape is not for linear"),
-        (["--compare", "models_cpu"], 2, "--compare is not for linear"),
-        (["--resume"], 2, "--resume goes on"),
-        (["--table", "batch8", "--device", "cpu"], 2, "use one of products, swin"),
-    ],
-)
-def test_what_is_refused(capsys, arguments, code, words):
-    assert run(["bench", "linear", *arguments]) == code
-    assert words in capsys.readouterr().err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be measured")
 def test_without_a_gpu(capsys, monkeypatch):
     monkeypatch.delenv("ELSA_CACHE_DIR")  # the native library, whose name is listed, lies there
@@ -126,30 +104,20 @@ def test_a_faulty_table_is_left_aside_with_a_warning(caplog, change):
 
 
 def test_a_gpu_serves_only_after_its_table(monkeypatch):
-    device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: GPU)
     request = Request("cuda", torch.float32, 768, 768, "strict", "linear")
-    assert not gate.support(request).ok and not gate._serves(device, torch.float32, "strict")
+    assert not gate.support(request).ok
     written(usertable.document(1000, [], {}))
     gate.forget()
-    assert gate.support(request).ok and gate._serves(device, torch.float32, "strict")
+    assert gate.support(request).ok
     # not half precision, which was not measured
-    assert not gate._serves(device, torch.float16, "strict")
     assert not gate.support(Request("cuda", torch.float16, 96, 96, "strict", "linear")).ok
 
-    class On:
-        def __init__(self, *shape):
-            self.shape, self.device = shape, device
-
-        def numel(self):
-            return self.shape[0] * self.shape[1]
-
-    assert gate._gains(On(10, 10), On(10, 10)) and not gate._gains(On(9, 10), On(10, 10))
     monkeypatch.setenv("ELSA_TUNING", "0")
     gate.forget()
     assert not gate.support(request).ok
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     gate.forget()
-    assert gate.support(request).ok and gate._serves(device, torch.float16, "strict")
+    assert gate.support(request).ok

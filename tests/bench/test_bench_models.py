@@ -21,7 +21,6 @@ from elsa_core.loading.libraries import default_recipe
 from elsa_core.loading.spec import parse
 from elsa_core.measuring import busy
 
-CPU = torch.device("cpu")
 TINY = {
     "cpu": {
         "batch8": (
@@ -37,7 +36,7 @@ SHORT = ("--device", "cpu", "--rounds", "3", "--budget", "0.3")
 def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(busy, "reason", lambda _: "")
-    monkeypatch.setattr(models, "TABLES", TINY)
+    monkeypatch.setitem(models.TABLES, "cpu", TINY["cpu"])
 
 
 def test_the_papers_models_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,37 +121,6 @@ def test_what_is_resumed_is_of_the_same_versions(capsys: pytest.CaptureFixture[s
     assert run([*line, "--resume"]) == 4
 
 
-def test_cases_of_another_selection_complete_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "measure", lambda case, *_: {"case": case.to_dict()})
-    document = models.started(models.settings(CPU), {})
-    first, second = TINY["cpu"]["batch8"]
-    models.run([first], document, device=CPU)
-    assert document["results"]["complete"]
-    models.run([second], document, device=CPU, limit_seconds=-1.0)
-    assert not document["results"]["complete"]
-    assert models.left([first, second], document) == [second]
-    models.run([second], document, device=CPU)
-    assert document["results"]["complete"] and len(document["results"]["cases"]) == 2
-
-
-def test_few_rounds_have_no_interval() -> None:
-    document = published.read(published.RESULTS / "models_cpu.csv")
-    document["results"]["cases"] = document["results"]["cases"][:3]
-    for case, rounds, verdict in zip(
-        document["results"]["cases"], (3, 5, 6), ("unsure", "unsure", "no difference"), strict=True
-    ):
-        case["gain"] = {
-            "value": 1.4776, "low": 0.9, "high": 1.49, "rounds": rounds, "verdict": verdict,
-        }  # fmt: skip
-    cells = [
-        line.split(" | ")[-3] for line in tables.of_document(document, "batch8").splitlines()[2:]
-    ]
-    assert cells == ["1.48 (3 rounds)", "1.48 (5 rounds)", "1.48 (0.90 to 1.49)"]
-    text = tables.of_document(document, "summary")
-    counts = "in 0 of 3 cases, slower in 0; no difference in 1, undecided in 2 for want of rounds."
-    assert counts in text
-
-
 def test_few_rounds_are_shown_without_an_interval(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["bench", "models", *SHORT, "--quick", "-o", "m.json"]
     assert run(line) == 0
@@ -185,7 +153,7 @@ def test_a_model_that_fails_is_a_row(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = ModelCase("batch8", "Odd", "timm:vit_tiny_patch16_224", 33, 1)
-    monkeypatch.setattr(models, "TABLES", {"cpu": {"batch8": (bad, TINY["cpu"]["batch8"][0])}})
+    monkeypatch.setitem(models.TABLES, "cpu", {"batch8": (bad, TINY["cpu"]["batch8"][0])})
     assert run(["bench", "models", *SHORT, "-o", "m.json"]) == 0
     out, err = capsys.readouterr()
     assert "no: not measured" in out and "multiple of the patch size" in err
@@ -200,31 +168,6 @@ def test_a_backend_that_served_no_model(capsys: pytest.CaptureFixture[str]) -> N
     out, err = capsys.readouterr()
     assert "no: not measured" in out
     assert err.splitlines()[-1].startswith("error: --backend triton served no model: ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["models", "--trace"], "--trace is not for models"),
-        (["attention", "--limit", "5"], "--limit is not for attention"),
-        (["models", "--device", "cpu", "--baselines", "x"], "'x' is unknown"),
-        (["models", "--device", "cpu", "-o", "none/m.json"], "folder does not exist"),
-        ([], "Missing argument"),
-        (["models", "--compare", "attention_cpu"], "holds attention, not models"),
-        (["models", "--from", "m.json"], "--from goes with --compare"),
-        (["--compare", "nothing.json"], "no such result"),
-        (["models", "--resume"], "--resume goes on with what --output holds"),
-        (["--compare", "attention_cpu", "--from", "m.json", "-o", "x"], "--output is about a new"),
-        (["--compare", "attention_cpu", "--from", "m.json", "--quick"], "--quick is about a new"),
-        (["--compare", "attention_cpu", "--trace"], "--compare needs measurements"),
-    ],
-)
-def test_wrong_arguments(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
-    code = run(["bench", *arguments])
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "") and len(err.splitlines()) == 1 and words in err
 
 
 def test_a_file_to_resume_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

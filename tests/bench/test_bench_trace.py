@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from elsa_cli.main import run
-from elsa_core import explain, monoid, routing
+from elsa_core import explain, monoid
 from elsa_core.backends import native
 from elsa_core.backends.partition import Partition, RoundTrip
-from elsa_core.backends.support import Backend, Implementation, Request, Support
-from elsa_core.backends.triton.attention import planner, tiling
-from elsa_core.backends.triton.shared import device
+from elsa_core.backends.support import Request
 from elsa_core.bench import trace
 from elsa_core.bench.cases import Case, inputs
 from elsa_core.bench.peers import Inputs
 from elsa_core.errors import ArgumentError, UnavailableError
+
+from .conftest import Offered
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NATIVE = native.support(Request("cpu", torch.float32, 64, 64, "strict")).ok
@@ -65,73 +65,15 @@ def test_every_claim_holds_on_the_cpu(case: Case) -> None:
     assert part.key_tiles == len(part.leaves()) and part.spans()[-1][1] == case.keys
 
 
-@needs_native
-def test_the_native_plan_is_the_librarys_own() -> None:
-    short, long = (torch.empty(1, 12, n, 64) for n in (197, 4097))
-    one, many = (native.cut(q, q, q, None, False) for q in (short, long))
-    assert one.key_blocks == 1 and many.key_blocks > 1 and many.key_block <= 640
-    assert many.key_block * (many.key_blocks - 1) < 4097 <= many.key_block * many.key_blocks
-    assert many.workers <= torch.get_num_threads() and many.query_ranges >= 4097 / 512
-    masked = native.cut(long, long, long, torch.empty(1, 1, 4097, 4097, device="meta"), False)
-    assert masked._replace(workspace_bytes=0) == many._replace(workspace_bytes=0)
-    assert masked.workspace_bytes > many.workspace_bytes
-    part = trace.partition_of(Inputs(long, long, long, None), "strict")
-    assert (part.key_tile, part.key_tiles) == (many.key_block, many.key_blocks)
-    trips = 12 * 4097 * (many.key_blocks - 1)
-    assert part.states.where == "worker memory" and part.states.states == trips
-    assert part.states.written_bytes == part.states.read_bytes == trips * 66 * 4
-
-
-@pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("precision", ["strict", "turbo", "lean"])
-@pytest.mark.parametrize(
-    ("batch", "queries", "keys"),
-    [(8, (256, 1, 96), (64, 4, 1, 256)), (1, (64, 4, 48), (208, 1, 1, 208))],
-)
-def test_few_keys_stay_on_a_gpus_chip(
-    monkeypatch: pytest.MonkeyPatch,
-    batch: int,
-    queries: tuple[int, ...],
-    keys: tuple[int, ...],
-    precision: str,
-) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(device, "gluon_known", lambda: True)
-    found = trace.trace(Case("t", batch, 12, 197, 197, 64), CUDA, precision)
-    part = found.partition
-    assert found.ok and "all keys on chip" in part.schedule
-    assert (part.query_tile, part.query_tiles, part.programs) == queries
-    assert (part.key_tile, part.key_tiles, part.splits, part.split_keys) == keys
-    assert part.states.where == "registers" and part.ahead_bytes == 0
-
-
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("precision", ["strict", "turbo", "lean", "ieee"])
 def test_a_gpus_schedule_is_planned_and_replayed_without_one(precision: str) -> None:
     pytest.importorskip("triton")
-    case = Case("t", 1, 2, 300, 2050, 64)
-    found = trace.trace(case, CUDA, precision)
+    found = trace.trace(Case("t", 1, 2, 300, 2050, 64), CUDA, precision)
     part = found.partition
     assert found.ok and found.claims[-1].ok is None and "no CUDA GPU" in found.claims[-1].note
-    q, k = torch.empty(1, 2, 300, 64, device="meta"), torch.empty(1, 2, 2050, 64, device="meta")
-    there = device.gluon_known()
-    call = planner.plan_call(q, k, k, None, False, 0.125, precision, specialized=there)
-    assert part.schedule == call.words
-    assert ("warps of their own" in call.words) is (there and precision == "strict")
-    table = tiling.load_table("h200")
-    shape = tiling.Shape(1, 2, 2, 300, 2050, 64, 64)
-    mode = device.mode_of(torch.float32, precision)
-    plan = tiling.plan(
-        shape, mode, table, workspace=precision != "lean",
-        multiprocessors=table.multiprocessors, specialized=there,
-    )  # fmt: skip
-    assert (part.splits, part.key_tile) == (plan.partitions, plan.tile.block_n)
     if precision == "lean":
         assert part.splits == 1 and part.states.states == part.ahead_bytes == 0
-    elif plan.partitions > 1:
-        size = plan.partitions * 2 * 300 * 65 * 4
-        assert part.states.written_bytes == part.states.read_bytes == size
-        assert part.tree_levels == (plan.partitions - 1).bit_length()
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -147,19 +89,6 @@ def test_one_query_and_what_the_gpu_does_not_take() -> None:
         trace.run([Case("t", 1, 1, 4, 4, 16, "fp16")], device="cuda", precision="turbo")
 
 
-def test_depth_counts_leaves_chain_and_tree() -> None:
-    part = made(4096, 64, 4, 1024)
-    assert (part.leaf_levels, part.chain_merges, part.tree_levels) == (6, 15, 2)
-    assert part.depth == 6 + 15 + 2 + 3 and part.scan_depth == 6 + 2 * 6 + 3
-    assert part.bound == 26 * 2.0**-24 and part.scan_bound == 21 * 2.0**-24
-    assert part.spans() == ((0, 1024), (1024, 2048), (2048, 3072), (3072, 4096))
-    chains = made(4096, 64, 2, 2048, 512)
-    assert (chains.chain_merges, chains.tree_levels) == (7 + 3, 1)
-    assert chains.chains(2048, 4000) == ((2048, 2560), (2560, 3072), (3072, 3584), (3584, 4000))
-    single = made(50, 128, 1, 128)
-    assert single.leaves() == ((0, 50),) and single.depth == single.scan_depth == 9
-
-
 def test_a_replay_follows_any_partition() -> None:
     scores = torch.randn(2, 5, 100, dtype=torch.float64)
     scores[:, 1] = -torch.inf  # a row that sees nothing
@@ -171,17 +100,6 @@ def test_a_replay_follows_any_partition() -> None:
         output = trace.replay(part, scores, value, torch.float64)
         torch.testing.assert_close(output, expected, rtol=1e-13, atol=1e-14)
         assert trace._cover(part).ok
-
-
-def test_a_long_row_begins_fresh_states() -> None:
-    """A chain over a million keys alone errs by more than Theorem 1 allows."""
-    part, short = (
-        trace.partition_of(trace._shapes(case), "strict", planned=True)
-        for case in (Case("t", 1, 1, 2**16, 2**20, 64), Case("t", 1, 1, 2**16, 2**16, 64))
-    )
-    assert part.splits == 1 and part.chain_keys == 1024 * part.key_tile
-    assert part.chain_merges == 1023 + 15
-    assert short.chain_keys >= 2**16 and short.chain_merges == short.key_tiles - 1
 
 
 def test_a_lie_is_caught() -> None:
@@ -219,37 +137,30 @@ def test_the_command_shows_and_proves(
     assert found["partition"]["tree"]["scan_depth"] >= 11
 
 
-def test_a_backend_of_another_package_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_backend_of_another_package_is_proved(
+    capsys: pytest.CaptureFixture[str], offered: Offered
+) -> None:
     """What its record tells is replayed; of a record that tells nothing one line says so."""
 
     def attend(q, k, v, mask, is_causal, scale, precision):
         scores = q @ k.mT * scale
         return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
+    def wrong(*given):
+        out, lse = attend(*given)
+        return out + 1e-3, lse
+
     def tell(q, k, v, mask, is_causal, precision):
         return replace(made(k.shape[2], 16, 2, 48), backend="toy", schedule="in two halves")
 
     arguments = ["bench", "attention", "--trace", "--device", "cpu", "--shape", "1,2,9:90,16"]
-    offered = Implementation(lambda _: Support(True), attend, lambda *_: "", lambda _: "")
-    for told, status in ((tell, 0), (None, 3)):
-        operators = {"attention": replace(offered, partition=told)}
-        routing.register(Backend("toy", "cpu", operators), ahead_of="native")
-        try:
+    for serve, told, status in ((attend, tell, 0), (attend, None, 3), (wrong, tell, 1)):
+        with offered(serve, partition=told):
             assert run(arguments) == status
-        finally:
-            routing.unregister("toy")
         out, err = capsys.readouterr()
         assert ("toy" in out and "in two halves" in out) is (told is not None)
-        assert err == "" or "error: backend='toy' tells no partition" in err
-        assert err.count("\n") == (told is None)
+        assert err.count("\n") == (status > 0)
+        assert {0: "", 1: "a structural claim does not hold: shape/1x2x9:90x16-fp32",
+                3: "error: backend='toy' tells no partition"}[status] in err  # fmt: skip
+        assert ("✗ no" in out) is (status == 1)
     assert run([*arguments, "--backend", "sdpa"]) == 3  # PyTorch's kernels tell nothing
-
-
-def test_a_false_claim_ends_with_1(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = trace.attention
-    monkeypatch.setattr(trace, "attention", lambda *a, **named: right(*a, **named) + 1e-3)
-    assert run(["bench", "attention", "--trace", "--device", "cpu", "--shape", "1,1,9,16"]) == 1
-    out, err = capsys.readouterr()
-    assert "✗ no" in out and "a structural claim does not hold: shape/1x1x9x16-fp32" in err

@@ -1,38 +1,37 @@
-"""`elsa bench training`: cases, documents, tables, and gradients that are wrong."""
+"""`elsa bench training`: steps are measured, kept, resumed and shown; a wrong gradient fails."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
-import torch
+from torch import Tensor
 
 from benchmarks import tables
 from elsa_cli.main import run
-from elsa_core.bench import models, published, training
-from elsa_core.bench.model_cases import ModelCase, empty
+from elsa_core.bench import published, training
+from elsa_core.bench.model_cases import ModelCase
 from elsa_core.measuring import busy
-from elsa_core.patching.adapters import timm_attention
+
+from .conftest import Offered
 
 TINY = {
     "cpu": {
-        "steps": (
-            ModelCase("steps", "ViT-T", "timm:vit_tiny_patch16_224", 32, 2, quick=True),
-            ModelCase("steps", "Swin-T W4", "timm:swin_tiny_patch4_window7_224", 64, 1, window=4),
-        ),
+        "steps": (ModelCase("steps", "ViT-T", "timm:vit_tiny_patch16_224", 32, 2, quick=True),),
         "paper": (ModelCase("paper", "ViT-T", "timm:vit_tiny_patch16_224", 32, 2, "bf16"),),
     }
 }
-SHORT = ("--device", "cpu", "--rounds", "3", "--budget", "0.3")
+SHORT = ("--device", "cpu", "--rounds", "3", "--budget", "0.1")
 
 
 @pytest.fixture(autouse=True)
 def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(busy, "reason", lambda _: "")
-    monkeypatch.setattr(training, "TABLES", TINY)
+    monkeypatch.setitem(training.TABLES, "cpu", TINY["cpu"])
 
 
 def test_the_papers_table_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,57 +58,32 @@ def test_steps_are_kept_resumed_and_rendered(
     again = json.loads(capsys.readouterr().out)
     schema.validate(again)
     assert again["results"]["cases"][0] == document["results"]["cases"][0]
-    assert len(again["results"]["cases"]) == 3
+    assert len(again["results"]["cases"]) == 2
     for case in again["results"]["cases"]:
         assert case["wrong"] == [] and case["sites"] == [12, 12]
         assert 0 < case["errors"][0] <= 2 * case["errors"][1] + 5e-7
         for measured in case["measurements"]:
             assert set(measured["parts"]) == {"forward", "backward", "optimizer"}
             assert all(seconds > 0 for seconds in measured["parts"].values())
-    assert again["results"]["cases"][2]["errors"][1] > 1e-4  # bf16 was asked for
+    assert again["results"]["cases"][1]["errors"][1] > 1e-4  # bf16 was asked for
     kept = published.load(Path("t.json"))
     lines = tables.of_document(kept, "steps").splitlines()
-    assert lines[0].endswith("| forward + backward + optimizer of elsa, ms |") and len(lines) == 4
+    assert lines[0].endswith("| forward + backward + optimizer of elsa, ms |") and len(lines) == 3
     assert "faster than the fastest baseline in " in tables.of_document(kept, "summary")
     assert run(["bench", "models", *SHORT, "-o", "t.json", "--resume"]) == 4
     assert "no result of `elsa bench models`" in capsys.readouterr().err
 
 
-def test_a_case_that_loses_is_named() -> None:
-    document = models.started(training.settings(torch.device("cpu")), {}, training.COMMAND)
-    gain = {"value": 0.8, "low": 0.7, "high": 0.9, "rounds": 9, "verdict": "slower"}
-    case = TINY["cpu"]["steps"][0]
-    document["results"]["cases"] = [empty(case, "") | {"gain": gain}]
-    assert "Slower: steps/ViT-T-32x2-fp32 (0.80)." in tables.of_document(document, "summary")
-
-
-def test_a_wrong_gradient_ends_with_1(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_gradient_ends_with_1(capsys: pytest.CaptureFixture[str], offered: Offered) -> None:
     """The value is right and its gradient is not."""
 
-    def attend(module: object, query: torch.Tensor, *rest: object, **more: object) -> torch.Tensor:
-        return real(module, query.detach(), *rest, **more)
+    def attend(query: Tensor, key: Tensor, value: Tensor, *terms: Any) -> Any:
+        scores = query.detach() @ key.mT * terms[2]
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
-    real = timm_attention.attend
-    monkeypatch.setattr(timm_attention, "attend", attend)
-    assert run(["bench", "training", *SHORT, "--quick"]) == 1
+    with offered(attend):
+        assert run(["bench", "training", *SHORT, "--quick"]) == 1
     answer = capsys.readouterr()
     assert "FAIL wrong" in answer.out and "wrong results" in answer.err
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (["--baselines", "eager+graph"], 3, "eager+graph needs a CUDA GPU"),
-        (["--baselines", "x"], 2, "'x' is unknown"),
-        (["--shape", "1,2,3,4"], 2, "--shape is not for training"),
-        (["--table", "batch8"], 2, "no table 'batch8'"),
-    ],
-)
-def test_bad_input(
-    capsys: pytest.CaptureFixture[str], options: list[str], code: int, words: str
-) -> None:
-    assert run(["bench", "training", "--device", "cpu", *options]) == code
-    err = capsys.readouterr().err
-    assert words in err and len(err.splitlines()) == 1
+    assert run(["bench", "training", "--device", "cpu", "--baselines", "eager+graph"]) == 3
+    assert "eager+graph needs a CUDA GPU" in capsys.readouterr().err

@@ -1,10 +1,10 @@
-"""Tiles: candidates are pure; a user's table stands before the shipped one, never in its way."""
+"""`elsa bench attention --tune`: its candidates, its choice, and the user's table of tiles."""
 
 from __future__ import annotations
 
 import json
 import logging
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,15 @@ import jsonschema
 import pytest
 import torch
 
-from elsa_cli.bench_tune import tile_words
 from elsa_cli.main import run
-from elsa_core.backends.triton.attention import planner, tiling
+from elsa_core.backends.triton.attention import tiling
 from elsa_core.backends.triton.attention.tiling import Shape, Tile
 from elsa_core.backends.triton.shared import device, usertable
 from elsa_core.bench.cases import Case
 from elsa_core.bench.tune import search as tune
 from elsa_core.bench.tune.search import Timed
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.measuring import busy, environment, timing
+from elsa_core.measuring import environment
 
 CASE = Case("t", 8, 12, 197, 197, 64)
 TABLE = tiling.load_table("h200")
@@ -58,64 +57,6 @@ def test_candidates(precision: str, head_dim: int) -> None:
     for plan in plans:
         assert plan.chunk % plan.tile.block_n == 0
         assert (plan.partitions - 1) * plan.chunk < 197 <= plan.partitions * plan.chunk
-
-
-def test_specialized_candidates_where_their_kernel_serves(monkeypatch) -> None:
-    case = replace(CASE, queries=1025, keys=1025)
-    plans = listed(case, specialized=True)
-    assert plans[0].tile.specialized
-    assert {plan.tile.specialized for plan in plans} == {True, False}
-    for plan in plans:
-        usertable._check(usertable.measured_for(plan.tile, tune.shape_of(case)))
-    assert not any(plan.tile.specialized for plan in listed(case))
-    monkeypatch.setattr(device, "gluon_known", lambda: True)
-    assert tune.may_specialize(case, None)
-    assert not tune.may_specialize(replace(case, mask="additive"), None)
-    assert not tune.may_specialize(replace(case, head_dim=80), None)
-    assert not tune.may_specialize(case, torch.device("cpu"))
-
-
-def test_few_keys_may_stay_on_chip() -> None:
-    plans = listed(CASE, specialized=True)
-    short = [plan for plan in plans if plan.tile.one_launch]
-    assert plans[0] in short and {p.tile.block_m for p in short} == {64, 128, 256}
-    words = [tile_words(plan.tile) for plan in plans]
-    assert len(set(words)) == len(words)  # what a reader chooses among can be told apart
-    assert "64x64, 4 warps, all keys on chip" in words
-    long = replace(CASE, queries=257, keys=257)
-    assert not any(plan.tile.one_launch for plan in listed(long, specialized=True))
-
-
-@pytest.mark.parametrize(
-    ("queries", "sizes"), [(197, {64, 128, 256}), (100, {64, 128}), (10, {64})]
-)
-def test_candidates_that_hold_few_keys_at_once(queries: int, sizes: set[int]) -> None:
-    """A tile of each size, and 64 queries once more for two warpgroups."""
-    case = replace(CASE, queries=queries)
-    plans = [plan for plan in listed(case, specialized=True) if plan.tile.one_launch]
-    assert {plan.tile.block_m for plan in plans} == sizes and len(plans) == len(sizes) + 1
-    assert [plan.tile.block_m for plan in plans if plan.tile.two_warpgroups] == [64]
-    for plan in plans:
-        assert plan.partitions == 1
-        usertable._check(usertable.measured_for(plan.tile, tune.shape_of(case)))
-    for more in ({"keys": 257}, {"head_dim": 80}, {"head_dim": 16}):
-        case = replace(CASE, **more)
-        assert not any(plan.tile.one_launch for plan in listed(case, specialized=True))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"part": 64}, {"mode": "single"}, {"ahead": False}, {"block_m": 32}, {"block_m": 256},
-        {"warps": 8}, {"block_n": 32}, {"dim": 256},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_specialized_rows_that_no_kernel_has(wrong: dict[str, Any]) -> None:
-    fine = row(specialized=True, warps=4)
-    usertable._check(fine)
-    with pytest.raises(ValueError, match="specialized tile"):
-        usertable._check(replace(fine, **wrong))
 
 
 def test_a_smaller_gpu_has_fewer_candidates() -> None:
@@ -161,55 +102,12 @@ def test_the_fastest_is_chosen_where_it_is_worth_it() -> None:
     assert only.chosen == tiles[1] and only.gain is None
 
 
-def test_a_run_judges_times_and_concludes(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("t", 1, 2, 70, 70, 16)
-    launched: list[tiling.Plan] = []
-
-    def plan_call(*given: Any, tiles: tiling.Plan) -> tiling.Plan:
-        if tiles.tile.stages == 3 and tiles.tile.block_n == 64:
-            raise RuntimeError("out of resource: shared memory\nmore")
-        launched.append(tiles)
-        return tiles
-
-    def execute(plan: tiling.Plan, *tensors: Any) -> Any:
-        out = torch.nn.functional.scaled_dot_product_attention(*tensors[:3])
-        return out + (plan.tile.warps == 8), None
-
-    def clock(contenders: list[timing.Contender], **_: Any) -> Any:
-        return {c.name: [1.0 / (1 + int(c.name))] * 3 for c in contenders}, {}
-
-    monkeypatch.setattr(planner, "plan_call", plan_call)
-    monkeypatch.setattr(planner, "execute", execute)
-    monkeypatch.setattr(timing, "time_cuda", clock)
-    monkeypatch.setattr(tune, "shipped_table", lambda _: (TABLE, 132, TABLE.shared_memory))
-    found = tune._tune(case, "strict", torch.device("cpu"), tune.Settings(rounds=3))
-    reasons = {each.reason for each in found.candidates}
-    assert "out of resource: shared memory" in reasons
-    assert any(reason.startswith("wrong: error") for reason in reasons)
-    ran = [each for each in found.candidates if each.seconds is not None]
-    assert ran and all(each.tile.warps == 4 and each.error < 1e-6 for each in ran)
-    assert found.chosen is not None and found.gain is not None and found.gain > 1
-
-
 SHAPE = Shape(8, 12, 12, 197, 197, 64, 64)
 
 
 def row(**more: Any) -> usertable.UserTile:
     tile = Tile("split", 256, None, None, 128, 64, 8, 3, True)
     return replace(usertable.measured_for(tile, SHAPE), **more)
-
-
-def test_a_measured_tile_serves_calls_like_the_measured_one() -> None:
-    tile = row()
-    assert tile.serves("split", 64, SHAPE)
-    assert tile.serves("split", 64, SHAPE._replace(keys=256, batch=6))
-    for other in (
-        SHAPE._replace(keys=577), SHAPE._replace(keys=100), SHAPE._replace(batch=1),
-        SHAPE._replace(batch=64),
-    ):  # fmt: skip
-        assert not tile.serves("split", 64, other)
-    assert not tile.serves("half", 64, SHAPE)
-    assert not tile.serves("split", 32, SHAPE) and not tile.serves("split", 96, SHAPE)
 
 
 def test_the_users_rows_stand_first() -> None:
@@ -240,36 +138,6 @@ def test_new_rows_replace_those_for_the_same_calls() -> None:
     usertable.write(path, (), {}, retired=(row(block_m=64),))
     assert usertable.read(path) == (other,)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-
-
-def test_a_row_of_strict_leaves_turbo_alone() -> None:
-    """Few keys: turbo is shipped with strict's tile, and may still be tuned for itself."""
-    shape = tune.shape_of(CASE)
-    strict = usertable.measured_for(
-        Tile("split", 64, None, None, 128, 64, 8, 1, False, 256, 0, True, True), shape
-    )
-    turbo = usertable.measured_for(Tile("single", 64, None, None, 64, 64, 4, 3, True), shape)
-    for rows, mode, block in (((strict, turbo), "single", 64), ((strict,), "split", 256)):
-        table = replace(TABLE, tiles=(*rows, *TABLE.tiles))
-        plan = tiling.plan(
-            shape, "single", table, workspace=True, multiprocessors=132, specialized=True
-        )
-        assert (plan.tile.mode, plan.tile.block_m) == (mode, block)
-
-
-def test_tuning_turbo_retires_its_own_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    described = environment.describe("cpu") | {"gpu": "NVIDIA H200"}
-    monkeypatch.setattr(environment, "describe", lambda _: described)
-    shape = tune.shape_of(CASE)
-    tiles = [Tile(mode, 64, None, None, 64, 64, 4, 3, True) for mode in ("split", "single")]
-    rows = tuple(usertable.measured_for(tile, shape) for tile in tiles)
-    path = usertable.write(usertable.path("NVIDIA H200"), rows, {})
-    shipped, _ = listed(CASE, "turbo", specialized=True)[:2]
-    assert shipped.tile.mode == "split"
-    best = Timed(shipped.tile, 1, True, 1e-3, 1e-7)
-    slower = Timed(tiles[1], 1, False, 2e-3, 1e-7)
-    tune.save([tune.conclude(CASE, "turbo", "single", [best, slower], [])], "cpu")
-    assert usertable.read(path) == rows[:1]
 
 
 @pytest.mark.parametrize(
@@ -307,14 +175,6 @@ def test_tables_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usertable.joined(TABLE, "GPU") is TABLE
 
 
-def test_every_field_of_a_tile_travels() -> None:
-    tile = Tile("split", 256, None, None, 128, 64, 8, 3, True, part=128, registers=96)
-    kept = usertable.measured_for(tile, SHAPE)
-    aside = {"dim", "keys", "programs"}
-    for each in fields(Tile):
-        assert each.name in aside or getattr(kept, each.name) == getattr(tile, each.name)
-
-
 @pytest.mark.usefixtures("no_gpu")
 def test_the_command_lists_candidates_without_a_gpu(
     capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
@@ -331,32 +191,15 @@ def test_the_command_lists_candidates_without_a_gpu(
     assert "--dry-run lists the candidates" in capsys.readouterr().err
 
 
-def test_the_command_writes_the_users_table(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    schema: jsonschema.Draft202012Validator,
-) -> None:  # fmt: skip
+def test_a_users_table_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best tile serves calls like those that were measured, until the shipped one is best."""
     described = environment.describe("cpu") | {"gpu": "NVIDIA H200"}
+    monkeypatch.setattr(environment, "describe", lambda _: described)
     best = Timed(listed()[1].tile, 1, False, 1e-3, 1e-7)
     shipped = Timed(listed()[0].tile, 1, True, 2e-3, 1e-7)
-    found = tune.conclude(CASE, "strict", "split", [shipped, best], [])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(busy, "reason", lambda _: "")
-    monkeypatch.setattr(environment, "describe", lambda _: described)
-    monkeypatch.setattr(tune, "run", lambda *_, **__: (found,))
-    arguments = ["bench", "attention", "--tune", "--device", "cuda", "--shape", "8,12,197,64"]
-    assert run([*arguments, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    schema.validate(document)
-    assert document["results"]["tuned"][0]["gain"] == 2.0
-    path = Path(document["results"]["table"])
+    path = tune.save([tune.conclude(CASE, "strict", "split", [shipped, best], [])], "cpu")
+    assert path == usertable.path("NVIDIA H200")
     assert usertable.read(path)[0].block_m == best.tile.block_m
-    assert run(arguments) == 0
-    out = capsys.readouterr().out
-    assert "1 of 1 calls get another tile; written to" in out and "2.00x" in out
     again = tune.conclude(CASE, "strict", "split", [replace(shipped, seconds=1e-4), best], [])
-    monkeypatch.setattr(tune, "run", lambda *_, **__: (again,))
-    assert run(arguments) == 0 and usertable.read(path) == ()
-    capsys.readouterr()
-    monkeypatch.setattr(busy, "reason", lambda _: "the GPU is 50% busy")
-    assert run(arguments) == 3 and "--allow-busy" in capsys.readouterr().err
+    tune.save([again], "cpu")
+    assert usertable.read(path) == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,6 @@ def test_plots_are_written_whole(document: dict[str, Any], tmp_path: Path, suffi
 def test_plots_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match=r"\.png or \.svg"):
         drawing.check(tmp_path / "plot.pdf")
-    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UnavailableError, match=r"elsa-attention\[plot\]"):
         drawing.check(tmp_path / "plot.png")

@@ -1,0 +1,152 @@
+"""Every contender of an operator's cases computes what it says, against float64."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from elsa_core import reference
+from elsa_core.bench import flash4, peers
+from elsa_core.bench.attention import measure
+from elsa_core.bench.cases import Case, all_tables, bench_of, inputs, select
+from elsa_core.bench.peers import Inputs, field_of
+from elsa_core.bench.results import Settings
+
+VARLEN = Case("varlen", 4, 2, 24, 24, 8)
+PLAIN = Case("gradients", 2, 3, 24, 24, 8)
+MASKED = replace(PLAIN, mask="additive")
+WINDOWS = Case("gradients", 16, 2, 16, 16, 8, mask="additive", window=4)
+
+
+def test_everyone_computes_entmax_but_softmax() -> None:
+    case = replace(select("cpu", tables=["entmax"])[0], batch=1, heads=2)
+    tensors = Inputs(*inputs(case, "cpu"))
+    exact = bench_of(case).exact(*tensors)
+    found = field_of(case, tensors)
+    errors = {c.name: reference.relative_l2(c.output(), exact) for c in found.contenders}
+    assert errors["elsa-strict"] < 1e-6 < 1e-2 < errors["softmax"]
+    if "entmax" in errors:
+        assert errors["entmax"] < 1e-5
+    else:
+        assert "not installed" in found.left_out["entmax"]
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_packed_sequences_beside_padded_ones(backend: str) -> None:
+    tensors = Inputs(*inputs(VARLEN, "cpu"))
+    field = field_of(VARLEN, tensors, backend=backend)
+    names = [contender.name for contender in field.contenders]
+    assert names == ["elsa-strict", "padded-sdpa", "padded-elsa", "each-sdpa"]
+    query, key, value, _ = tensors
+    exact = bench_of(VARLEN).exact(query, key, value, None)
+    assert not exact[1, :, 18:].any()
+    for contender in field.contenders:
+        assert torch.allclose(contender.output().double(), exact, atol=2e-6), contender.name
+    part = bench_of(VARLEN).exact(query[:1, :, ::3], key[:1], value[:1], None)
+    assert torch.allclose(part, exact[:1, :, ::3])  # what is judged of a case that is too large
+
+
+@pytest.mark.parametrize("case", [PLAIN, MASKED, WINDOWS], ids=["plain", "masked", "windows"])
+def test_gradients(case: Case) -> None:
+    tensors = Inputs(*inputs(case, "cpu"))
+    field = field_of(case, tensors)
+    names = {contender.name for contender in field.contenders}
+    # flash has no gradient of a mask
+    assert names == {"elsa-strict", "sdpa-math", "eager", *(["sdpa-flash"] * (case is PLAIN))}
+    bench = bench_of(case)
+    assert bench.error is not None
+    exact = bench.exact(*tensors)
+    for contender in field.contenders:
+        assert bench.error(case, contender.output(), exact) < 2e-6, contender.name
+    size = tensors.query.numel()
+    for part in range(5 if case is MASKED else 0):  # one wrong gradient shows
+        wrong = exact.clone()
+        wrong[part * size] += 0.1 * wrong[part * size :][:size].norm()
+        assert bench.error(case, wrong, exact) == pytest.approx(0.1, rel=0.3)
+
+
+def test_a_case_with_gradients_is_measured() -> None:
+    found = measure(PLAIN, torch.device("cpu"), Settings(rounds=3, budget_seconds=0.2), {})
+    own = next(m for m in found.measurements if m.contender == "elsa-strict")
+    assert own.error is not None and own.error < 2e-6
+    assert own.flops_per_second == pytest.approx(PLAIN.flops / own.seconds, rel=1e-3)
+    assert PLAIN.flops == 14 * 2 * 3 * 24 * 24 * 8
+    assert found.best_peer in {"sdpa-flash", "sdpa-math", "eager"}
+    assert {case.dtype for case in all_tables()["cuda"]["gradients"]} == {"fp32", "fp16", "bf16"}
+
+
+# --- FlashAttention 4, which no CPU has ----------------------------------------------------------
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
+    """A package `flash_attn.cute` that computes by PyTorch; what it was given."""
+    given: list[tuple[Tensor, ...]] = []
+
+    def attend(*tensors: Tensor) -> tuple[Tensor, None]:
+        given.append(tensors)
+        out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in tensors))
+        return out.transpose(1, 2).contiguous(), None
+
+    whole, part = (types.ModuleType(name) for name in ("flash_attn", "flash_attn.cute"))
+    part.flash_attn_func = attend  # type: ignore[attr-defined]
+    whole.cute = part  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", whole)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", part)
+    return given
+
+
+def test_flash_attention_reads_the_tensors_themselves(package: list[tuple[Tensor, ...]]) -> None:
+    own = [t.requires_grad_() for t in inputs(PLAIN, "cpu")[:3]]
+    peer = flash4.contender(*own)
+    out, exact = flash4.attention()(*own), F.scaled_dot_product_attention(*own)
+    torch.testing.assert_close(out, exact)
+    assert torch.equal(peer.output(), out)
+    grads = (torch.autograd.grad(each.square().sum(), own) for each in (out, exact))
+    for one, two in zip(*grads, strict=True):
+        torch.testing.assert_close(one, two)
+    assert peer.name == flash4.NAME and peer.notes["package"].startswith("flash-attn-4")
+    for given, tensor in zip(package[-1], own, strict=True):
+        assert given.shape == (2, 24, 3, 8) and given.data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("more", "capability", "reason"),
+    [
+        ({"dtype": "fp16"}, (9, 0), ""),
+        ({"dtype": "bf16"}, (10, 3), ""),
+        ({"dtype": "fp32"}, (9, 0), "it takes float16 and bfloat16, not float32"),
+        ({"mask": "additive"}, (9, 0), "it takes no mask"),
+        ({}, (8, 9), "it is for Hopper and Blackwell, not for compute capability 8.9"),
+    ],
+)
+def test_where_flash_attention_takes_part(
+    more: dict[str, Any], capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(peers, "available_bytes", lambda _: 2**40)
+    case = replace(Case("fp16", 2, 3, 24, 24, 8, dtype="fp16"), **more)
+    with FakeTensorMode():
+        made = [torch.empty(2, 3, 24, 8, dtype=case.torch_dtype, device="cuda") for _ in range(3)]
+        mask = torch.empty(1, device="cuda") if case.mask != "none" else None
+        found = peers.of_attention(case, Inputs(*made, mask), False)[flash4.NAME]
+    assert found == reason if reason else callable(found)
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("missing", ["flash_attn", "flash_attn.cute"])
+def test_without_flash_attention(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 2 is `flash_attn` without `cute`."""
+    monkeypatch.setitem(sys.modules, missing, None)
+    if missing == "flash_attn":
+        monkeypatch.delitem(sys.modules, "flash_attn.cute")
+    with pytest.raises(Exception, match="the package flash-attn-4 is not installed"):
+        flash4.attention()
