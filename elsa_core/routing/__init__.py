@@ -41,7 +41,6 @@ from elsa_core.routing.faults import Layout, peer_fault
 from elsa_core.routing.gradients import recomputes, recorded, shard_backward
 from elsa_core.routing.measured import (
     GATED,
-    LONG_WINDOWS,
     eager_least,
     eager_products,
     eager_rows,
@@ -50,7 +49,6 @@ from elsa_core.routing.measured import (
     product_by_pytorch,
     scope,
     switched,
-    tried,
     unmeasured,
 )
 from elsa_core.routing.measured import training as training_row
@@ -62,7 +60,6 @@ __all__ = [
     "BY_ROW",
     "DIRECT",
     "GATED",
-    "LONG_WINDOWS",
     "PLAIN",
     "RUNS",
     "SERVING",
@@ -100,7 +97,6 @@ __all__ = [
     "training_name",
     "training_row",
     "trains_original",
-    "tried",
     "unmeasured",
     "unregister",
     "whole_name",

@@ -264,8 +264,6 @@ def scope(device: torch.device, dtype: torch.dtype) -> str:
 
 # The form of `elsa.linear` in float32 that a device has kernels of: a gated unit in one launch.
 GATED = "gated"
-# Gradients of windows of more than 64 tokens by a GPU's own kernels.
-LONG_WINDOWS = "long_windows"
 _TRIED: set[str] = set()
 # What is told when that changes: whoever keeps something by layouts alone.
 ON_CHANGE: list[Callable[[], None]] = []
@@ -305,15 +303,10 @@ def _forms_measured(device: torch.device) -> frozenset[str]:
     )  # fmt: skip
 
 
-def tried(form: str) -> bool:
-    """Whether `unmeasured` asks for a form."""
-    return form in _TRIED
-
-
 @contextmanager
 def unmeasured(*forms: str) -> Iterator[None]:
-    """Use forms of linear layers, and kernels of long windows, that no table names yet, in every
-    thread: to test and to measure them. They are not chosen by auto until measured.
+    """Use forms of linear layers that no table names yet, in every thread: to test and to measure
+    them. They are not chosen by auto until measured.
     """
     before = set(_TRIED)
     _try({*before, *forms})

@@ -8,9 +8,7 @@ import time
 
 import pytest
 import torch
-
-import elsa_core as elsa
-from benchmarks.window_cases import (
+from window_cases import (
     ROUNDING,
     composite,
     distance,
@@ -19,6 +17,8 @@ from benchmarks.window_cases import (
     make,
     poison,
 )
+
+import elsa_core as elsa
 
 # Between two schedules of one call, in the same arithmetic.
 SAME = {torch.float32: 2.5e-8, torch.float16: 5e-5}

@@ -11,7 +11,6 @@ import math
 import os
 import sys
 import warnings
-from unittest.mock import patch
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
@@ -19,16 +18,15 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 from fence import fenced  # noqa: E402
+from window_cases import composite  # noqa: E402
 
-from benchmarks.window_cases import composite  # noqa: E402
 from elsa_core.backends import eager_window  # noqa: E402
-from elsa_core.backends.triton.window import backward, backward_plan  # noqa: E402
+from elsa_core.backends.triton.window import backward  # noqa: E402
 from elsa_core.backends.triton.window.backward_plan import (  # noqa: E402
     Wants,
     plan_call,
     tile_plan,
 )
-from elsa_core.backends.triton.window.tiling import BackwardPlan  # noqa: E402
 from elsa_core.backends.window_call import WindowCall  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
@@ -95,74 +93,6 @@ CASES = {
         (2, (1, 5, 8), 2, 16, (1, 4, 4), (0, 2, 1)), F32, "strict",
         {"outlier": True, "bias": "table", "pad": True},
     ),
-    "long": (
-        (1, (1, 11, 10), 2, 24, (1, 12, 11), (0, 5, 4)), F32, "strict", {"pad": True}
-    ),
-    "long half": ((2, (1, 9, 18), 1, 16, (1, 9, 9), (0, 4, 4)), F16, "strict", {"bias": "table"}),
-    "long cosine": (
-        (1, (1, 9, 17), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "strict", {"cosine": True, "pad": True}
-    ),
-    "long cosine half": (
-        (1, (1, 9, 9), 2, 16, (1, 9, 9), (0, 4, 4)), F16, "strict", {"cosine": True}
-    ),
-    "long ieee": ((1, (1, 9, 9), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "ieee", {}),
-    "long turbo": ((1, (1, 9, 9), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "turbo", {}),
-    "long, no bias": (
-        (1, (1, 13, 12), 1, 16, (1, 13, 12), (0, 5, 4)), F32, "strict", {"bias": None}
-    ),
-    "long 12x12": (
-        (1, (1, 12, 10), 1, 16, (1, 12, 12), (0, 6, 0)), F32, "strict",
-        {"bias": "table", "layout": "head", "pad": True},
-    ),
-    "long 16x16, cosine half": (
-        (1, (1, 16, 16), 1, 32, (1, 16, 16), (0, 8, 8)), F16, "strict", {"cosine": True}
-    ),
-    "long grid": (
-        (1, (1, 18, 9), 1, 16, (1, 9, 9), (0, 0, 0)), F16, "strict",
-        {"grid": True, "layout": "head"},
-    ),
-    "long volume, strided bias": (
-        (1, (3, 6, 8), 1, 20, (2, 6, 8), (0, 3, 0)), F32, "strict",
-        {"bias": "mT", "view": True, "pad": True},
-    ),
-    "long, gradients of 1e-30": (
-        (1, (1, 9, 9), 1, 16, (1, 9, 9), (0, 4, 0)), F32, "strict", {"size": 1e-30}
-    ),
-    "long, large logits": (
-        (1, (1, 9, 9), 1, 16, (1, 9, 9), (0, 4, 0)), F32, "strict", {"times": 6.0}
-    ),
-    # tiles of queries that fail the guard beside tiles that pass
-    "long, faint rows": (
-        (2, (1, 9, 8), 1, 16, (1, 9, 8), (0, 4, 0)), F32, "strict", {"faint": True}
-    ),
-    "long, padding and logit scale alone": (
-        (1, (1, 9, 8), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "strict",
-        {"needs": (0, 0, 1, 1), "cosine": True, "pad": True},
-    ),
-    "long qkv alone": (
-        (1, (1, 9, 8), 1, 16, (1, 9, 9), (0, 4, 4)), F16, "strict",
-        {"needs": (1, 0, 0, 0), "pad": True},
-    ),
-    # tile by tile, as windows of more than 256 tokens are
-    "fold, table": (
-        (2, (1, 8, 8), 1, 16, (1, 9, 8), (0, 4, 0)), F32, "strict",
-        {"bias": "table", "pad": True, "outlier": True, "fold": True},
-    ),
-    "fold, cosine half": (
-        (1, (1, 9, 11), 1, 16, (1, 9, 11), (0, 4, 4)), F16, "strict",
-        {"cosine": True, "fold": True},
-    ),
-    "long outlier channels": (
-        (2, (1, 9, 18), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "strict",
-        {"outlier": True, "pad": True, "cosine": False},
-    ),
-    "long, minus infinity, dead rows": (
-        (1, (1, 10, 9), 2, 16, (1, 10, 9), (0, 4, 4)), F16, "strict",
-        {"mask": -math.inf, "dead": True},
-    ),
-    "long bias alone": (
-        (2, (1, 9, 9), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "strict", {"needs": (0, 1, 0, 0)}
-    ),
     "expanded gradient": (
         (1, (1, 4, 8), 1, 16, (1, 4, 4), (0, 2, 1)), F32, "strict", {"expanded": True}
     ),
@@ -206,9 +136,6 @@ def arguments(shape, dtype, precision, options) -> tuple[WindowCall, torch.Tenso
     grad = torch.randn(batch, *size, heads * dim, generator=g) * options.get("size", 1.0)
     if options.get("expanded"):
         grad = grad[:, :, :1, :1].expand_as(grad)
-    if options.get("faint"):
-        # a row of the window that the first tile of queries ends in, of the second image
-        grad[1, 0, 4] *= 2.0**-30
     return WindowCall(
         qkv, bias, index, pad, logit, heads, win, shift, options.get("scale", dim**-0.5),
         options.get("mask", -100.0), options.get("layout", "qkv"), options.get("grid", False),
@@ -241,18 +168,12 @@ def distance(x: torch.Tensor, reference: torch.Tensor) -> float:
     return ((x.double() - reference).norm() / reference.norm().clamp_min(1e-300)).item()
 
 
-def folded(given: WindowCall) -> BackwardPlan:
-    """The plan of a window of any length by `backward_fold`."""
-    return tile_plan(given)._replace(chunk=0, block=64)
-
-
 def run(given: WindowCall, grad: torch.Tensor, options) -> dict:
     needs = tuple(bool(n) for n in options.get("needs", (1, 1, 1, 1)))
     expected, theirs = exact(given, grad, needs), peers(given, grad, needs)
-    with patch.object(backward_plan, "tile_plan", folded if options.get("fold") else tile_plan):
-        with fenced() as fence:
-            found = backward.window_attention_backward(grad, *given, needs)
-        again = backward.window_attention_backward(grad, *given, needs)
+    with fenced() as fence:
+        found = backward.window_attention_backward(grad, *given, needs)
+    again = backward.window_attention_backward(grad, *given, needs)
     terms = (given.qkv, given.bias, given.pad_qkv, given.logit_scale)
     errors, peer, dense = {}, {}, True
     for name, x, ref, their, term, needed in zip(
@@ -275,10 +196,6 @@ GROUPED = {
     "grouped": (
         (2, (1, 9, 8), 1, 16, (1, 4, 4), (0, 2, 1)), {"pad": True, "outlier": True},
         ((1, 12), (5, 3), (12, 1)),
-    ),
-    "grouped long": (
-        (2, (1, 9, 7), 1, 16, (1, 9, 8), (0, 4, 4)), {"pad": True, "faint": True},
-        ((1, 2), (2, 1)),
     ),
 }  # fmt: skip
 

@@ -1,12 +1,12 @@
 """`elsa::window_attention_backward` on the GPU: few launches, planned once for each layout.
 
 Beside the gradients it allocates the partial sums of as many programs as run at once, whatever the
-number of windows; for float32 a word of each window and head; and for windows of more than 64
-tokens three numbers of each row.
+number of windows, and for float32 a word of each window and head.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -19,30 +19,24 @@ from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.window import planner, tiling
 from elsa_core.backends.triton.window.backward_plan import Call, Wants, plan_call
 from elsa_core.backends.window_call import WindowCall
-from elsa_core.routing.measured import LONG_WINDOWS, tried
 
 LARGEST_DIM = 64
 
 
 def support(request: Request) -> Support:
     """Whether the gradients of such calls were measured to be worth it, as far as lengths do not
-    decide. Those of windows of more than 64 tokens were not: `auto` takes these kernels for them
-    only within `elsa_core.routing.unmeasured(elsa_core.routing.LONG_WINDOWS)`."""
+    decide."""
     if request.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return Support(False, f"dtype {request.dtype} has no kernel of the gradients")
     if request.head_dim > LARGEST_DIM:
         return Support(False, f"its gradients take head dimensions up to {LARGEST_DIM}")
     if request.device_type != "cuda" or not torch.cuda.is_available():
         return Support(False, "no CUDA device: PyTorch finds no GPU")
-    if request.tokens > tiling.WHOLE and tried(LONG_WINDOWS):
-        return Support(True)
     most = measured_tokens(torch.cuda.current_device())
     if not most:
         return Support(False, "its gradients were not measured to be faster on this GPU")
     if request.tokens > most:
-        return Support(
-            False, f"its gradients of windows of more than {most} tokens were not measured"
-        )
+        return Support(False, f"its gradients take windows of up to {most} tokens")
     return Support(True)
 
 
@@ -65,7 +59,8 @@ def window_attention_backward(
 
     Returns:
         Gradients in the dtypes of their inputs, dense, empty where not needed; None for larger head
-        dimensions. Scores, weights and sums are float32. Equal bits for equal arguments on one GPU.
+        dimensions and windows of more than 64 tokens. Scores, weights and sums are float32. Equal
+        bits for equal arguments on one GPU.
 
     Source: FlashAttention (arXiv 2205.14135), Algorithm 4, within windows (arXiv 2604.23798).
     """
@@ -73,7 +68,7 @@ def window_attention_backward(
     qkv, terms = given.qkv, given.differentiable
     if qkv.shape[-1] // (3 * given.num_heads) > LARGEST_DIM or qkv.stride(-1) != 1:
         return None
-    if planner.rolls_over(given):
+    if planner.rolls_over(given) or math.prod(given.window_size) > tiling.WHOLE:
         return None
     grads = [
         t.new_empty(t.shape) if t is not None and needed else qkv.new_empty(0)

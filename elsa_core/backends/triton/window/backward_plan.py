@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +65,7 @@ def plan_call(
     }  # fmt: skip
     # what sums are written to: a table's are made dense first
     dense = "dbias" if table is None else "dense"
-    form = _plan_whole if p.whole else _plan_rows if p.chunk else _plan_folded
-    call = form(given, shape, terms, wants, p, dense)
+    call = _plan_windows(given, shape, terms, wants, p, dense)
     if table is not None:
         steps = (*call.steps, (_plan_table(table, shape), ("dense", "index", "dbias")))
         size = shape.heads * shape.tokens**2
@@ -75,13 +73,10 @@ def plan_call(
     return call
 
 
-def _passes(
-    kernel_name: str, terms: dict[str, Any], p: BackwardPlan, programs: int
-) -> list[Launch]:
-    """The launches of a kernel, named by its module and its own name: all windows, and with a guard
-    those that it turned away."""
-    module, name = kernel_name.split(".")
-    kernel = getattr(import_module(f"{__package__}.{module}"), name)
+def _passes(terms: dict[str, Any], p: BackwardPlan, programs: int) -> list[Launch]:
+    """The launches of all windows, and with a guard of those that it turned away."""
+    from elsa_core.backends.triton.window.backward_tile import window_gradients as kernel
+
     tiles: list[tuple[WindowTile, bool]] = [(p.tile, False)]
     if p.exact is not None:
         tiles.append((p.exact, True))
@@ -99,98 +94,22 @@ def _passes(
     return found
 
 
-def _plan_whole(
+def _plan_windows(
     given: WindowCall, shape: WindowShape, terms: dict[str, Any], wants: Wants, p: BackwardPlan,
     dense: str,
 ) -> Call:  # fmt: skip
-    """Windows that are one tile: `backward_tile`, then its sums."""
+    """The windows by `backward_tile`, then its sums."""
     row = shape.tokens**2 * wants.bias + 2 * shape.head_dim * wants.pad + wants.logit
     programs = p.groups * shape.heads
     own = {f"WANT_{name.upper()}": wanted for name, wanted in wants._asdict().items()}
     names = (*_TERMS, "dqkv" if wants.qkv else "none", "partial", "flags")
-    found = _passes("backward_tile.window_gradients", terms | own | {"ROW": row}, p, programs)
+    found = _passes(terms | own | {"ROW": row}, p, programs)
     steps = [(launch, names) for launch in found]
     if row:
         steps.append(_plan_sums(given, shape, wants, p.groups, "partial", dense))
     flags = 1 if p.exact is None else programs + shape.windows * shape.heads
     sizes = {"partial": (max(1, programs * row), torch.float32), "flags": (flags, torch.int32)}
     return Call(tuple(steps), sizes)
-
-
-def _plan_folded(
-    given: WindowCall, shape: WindowShape, terms: dict[str, Any], wants: Wants, p: BackwardPlan,
-    dense: str,
-) -> Call:  # fmt: skip
-    """Long windows: `backward_fold`, then its sums."""
-    tiles = -(-shape.tokens // p.block)
-    terms = terms | {
-        "WIDTH": tiling.padded(tiles, 1), "WANT_QKV": wants.qkv, "WANT_PAD": wants.pad,
-        "WANT_LOGIT": wants.logit,
-    }  # fmt: skip
-    written, programs = "dqkv" if wants.qkv else "none", shape.windows * tiles * shape.heads
-    kinds = [("fold_rows", (*_TERMS, written, "rows", "flags", "logits"), programs)]
-    if wants.qkv or wants.pad:
-        names = (*_TERMS, written, "rows", "flags", "pads")
-        kinds.append(("fold_columns", names, programs))
-    if wants.bias:
-        names = (*_TERMS, "rows", "flags", "partial")
-        kinds.append(("fold_bias", names, p.groups * tiles**2 * shape.heads))
-    launches = [(_passes(f"backward_fold.{name}", terms, p, n), names) for name, names, n in kinds]
-    steps = [(found[0], names) for found, names in launches]
-    # after all of the first, since they replace rows
-    steps += [(launch, names) for found, names in launches for launch in found[1:]]
-    counts = p.groups, shape.windows * tiles
-    return _with_sums(given, shape, steps, wants, counts, dense, p.exact is not None)
-
-
-def _plan_rows(
-    given: WindowCall, shape: WindowShape, terms: dict[str, Any], wants: Wants, p: BackwardPlan,
-    dense: str,
-) -> Call:  # fmt: skip
-    """Windows a few tiles long: `backward_rows`, then its sums."""
-    tiles, rest = -(-shape.tokens // p.block), shape.tokens % p.chunk
-    groups, count = (p.groups, p.count) if wants.bias else (shape.windows, 1)
-    terms = terms | {
-        "count": count, "C": p.chunk, "REST": tiling.padded(rest) if rest else p.chunk,
-        **{f"WANT_{name.upper()}": wanted for name, wanted in wants._asdict().items()},
-    }  # fmt: skip
-    written, parts = "dqkv" if wants.qkv else "none", shape.windows * tiles
-    names = (*_TERMS, written, "rows", "row_flags", "logits")
-    found = _passes("backward_rows.row_gradients", terms, p, parts * shape.heads)
-    steps = [(launch, names) for launch in found]
-    if wants.qkv or wants.pad or wants.bias:
-        names = (*_TERMS, written, "rows", "column_flags", "pads", "partial")
-        found = _passes("backward_rows.column_gradients", terms, p, groups * tiles * shape.heads)
-        steps += [(launch, names) for launch in found]
-    return _with_sums(given, shape, steps, wants, (groups, parts), dense, p.exact is not None)
-
-
-def _with_sums(
-    given: WindowCall, shape: WindowShape, steps: list[tuple[Launch, tuple[str, ...]]],
-    wants: Wants, counts: tuple[int, int], dense: str, guarded: bool,
-) -> Call:  # fmt: skip
-    """A call that adds up what its steps leave of windows longer than a tile, and its workspace.
-
-    counts: groups of windows, whose sums of the bias are apart; tiles of all windows.
-    """
-    (groups, parts), nothing = counts, Wants(False, False, False, False)
-    for name, number, own in (
-        ("partial", groups, nothing._replace(bias=wants.bias)),
-        ("pads", parts, nothing._replace(pad=wants.pad)),
-        ("logits", parts, nothing._replace(logit=wants.logit)),
-    ):
-        if any(own):
-            steps.append(_plan_sums(given, shape, own, number, name, dense))
-    size = shape.heads * shape.tokens
-    sizes = {
-        "rows": 3 * shape.windows * size, "partial": wants.bias * groups * size * shape.tokens,
-        "pads": wants.pad * parts * shape.heads * 2 * shape.head_dim,
-        "logits": wants.logit * parts * shape.heads,
-    }  # fmt: skip
-    workspace = {name: (max(1, n), torch.float32) for name, n in sizes.items()}
-    flags = parts * shape.heads if guarded else 1
-    used = dict.fromkeys(name for _, names in steps for name in names if name.endswith("flags"))
-    return Call(tuple(steps), {**workspace, **dict.fromkeys(used, (flags, torch.int32))})
 
 
 def _plan_sums(

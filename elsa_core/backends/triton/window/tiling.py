@@ -36,8 +36,7 @@ class WindowTile:
     most a thread may use (0: the compiler decides). unroll: the tiles of keys follow one another
     without a loop. least_dim: head dimensions are padded to it. direction: forward or backward;
     the other direction's rows never serve a call. reload: each window reads the bias again, which
-    takes fewer registers than to keep it. chunked, of the backward: tiles of block_m tokens meet
-    all others of their window at once, in chunks of block_n.
+    takes fewer registers than to keep it.
     """
 
     mode: str
@@ -55,7 +54,6 @@ class WindowTile:
     least_dim: int = 16
     direction: str = "forward"
     reload: bool = False
-    chunked: bool = False
 
     def serves(self, mode: str, dim: int, tokens: int, direction: str = "forward") -> bool:
         """Whether calls of this mode, padded head dimension, length and direction are its own."""
@@ -91,20 +89,16 @@ class WindowPlan(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """whole: a program holds whole windows of up to `block` tokens; else tiles of so many. chunk:
-    tokens that such a tile meets at once (`backward_rows`), 0 where it takes one tile after the
-    other (`backward_fold`). groups: of `count` windows each, a program for each group, head and
-    (not whole) tile of the bias, which has all queries if there are chunks. exact: the tile of the
-    windows that the guard of split products turns away; None where there is no guard."""
+    """A program holds whole windows of up to `block` tokens. groups: of `count` windows each, a
+    program for each group and head. exact: the tile of the windows that the guard of split products
+    turns away; None where there is no guard."""
 
     tile: WindowTile
     exact: WindowTile | None
-    whole: bool
     block: int
     count: int
     groups: int
     padded_dim: int
-    chunk: int = 0
 
 
 @lru_cache(maxsize=16)
@@ -158,21 +152,18 @@ def plan(shape: WindowShape, mode: str, table: WindowTable, multiprocessors: int
 def plan_backward(
     shape: WindowShape, mode: str, table: WindowTable, multiprocessors: int
 ) -> BackwardPlan:
-    """Tiles and programs of the gradients. Of sums: as many programs as a GPU runs at once."""
+    """Tiles and programs of the gradients of windows of up to `WHOLE` tokens. Of sums: as many
+    programs as a GPU runs at once."""
     dim = padded(shape.head_dim)
 
     def of(mode: str) -> WindowTile:
         return next(t for t in table.tiles if t.serves(mode, dim, shape.tokens, "backward"))
 
     tile = of(mode)
-    whole = shape.tokens <= WHOLE
-    block = padded(shape.tokens) if whole else tile.block_m
-    chunk = tile.block_n if tile.chunked and not whole else 0
-    tiles = 1 if whole else (-(-shape.tokens // block)) ** (1 if chunk else 2)
-    groups = tile.resident * multiprocessors // (shape.heads * tiles)
+    groups = tile.resident * multiprocessors // shape.heads
     count = -(-shape.windows // max(1, min(shape.windows, groups)))
     exact = of("exact") if mode in ("split", "single") else None
     return BackwardPlan(
-        tile, exact, whole, block, count, -(-shape.windows // count), max(dim, tile.least_dim),
-        chunk,
+        tile, exact, padded(shape.tokens), count, -(-shape.windows // count),
+        max(dim, tile.least_dim),
     )  # fmt: skip

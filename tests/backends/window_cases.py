@@ -1,4 +1,4 @@
-"""The cases that the window kernels are judged on, and how: for GPU tests and `long_windows`.
+"""The cases that the window kernels are judged on, and how: for GPU tests.
 
 A case is right by twice the error of the composite that models compute in the same dtype (matmul,
 softmax, matmul on cut windows, as timm's Swin does), both against float64.
