@@ -114,6 +114,15 @@ def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def a_common_processor(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is decided by the processor's maker is the same wherever the tests run."""
+    from elsa_core.backends import processor
+
+    processor.CPUINFO = tmp_path_factory.mktemp("processor") / "cpuinfo"
+    processor.CPUINFO.write_text("vendor_id\t: GenuineIntel\n", encoding="utf-8")
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
     """A folder that the first process of a run to ask for it fills; others must not change it."""

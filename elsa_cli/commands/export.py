@@ -178,6 +178,7 @@ def command(
         steps.next(_EXACT)
         exact = _exact_outputs(session, loaded, options)
     steps.next("patching")
+    options, said = _one_form(options, loaded)
     report = pipeline.patch_model(session, loaded, options, strict=False)
     steps.next("preparing the kernels")
     routes = pipeline.routes(session, loaded, report)
@@ -212,7 +213,23 @@ def command(
     session.document("export", environment(), bundle.to_dict())
     render.header(session, loaded, options, render.kernels(routes))
     bundle_view.show(session, bundle)
+    if said:
+        session.line(said, "dim")
     session.line(steps.said(), "dim")
+
+
+def _one_form(options: Options, loaded: Loaded) -> tuple[Options, str]:
+    """The options with one scope for all processors, and what to say where this one would take
+    another for the model in Python."""
+    from elsa_core.patching.layers import ATTENTION, AUTO, MODEL, scope_of
+
+    on_cpu = next(loaded.model.parameters()).device.type == "cpu"
+    if options.scope != AUTO or not on_cpu or scope_of(loaded.model, AUTO) != MODEL:
+        return options, ""
+    return replace(options, scope=ATTENTION), (
+        "Linear layers are standard operators, one form for all processors; --scope model writes "
+        "them as elsa::Linear nodes of model.onnx. In Python elsa computes them on this processor."
+    )
 
 
 class Steps:

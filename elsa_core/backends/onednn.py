@@ -162,11 +162,9 @@ def _onednn_is_exact() -> bool:
 @lru_cache(maxsize=1)
 def _mkl_lags() -> bool:
     """Whether this is a processor with AVX-512 for which MKL keeps to AVX2: one of AMD's."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
-    return processor.vendor() == "AuthenticAMD"
+    return processor.name() == "AuthenticAMD AVX512"
 
 
 def _plain(input: Tensor, weight: Tensor) -> bool:

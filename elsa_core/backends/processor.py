@@ -1,14 +1,19 @@
-"""What is asked of the processor beyond its instruction set."""
+"""What is asked of the processor: its maker and its instruction set."""
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
+
+import torch
 
 CPUINFO = Path("/proc/cpuinfo")
 
 
-@functools.lru_cache(maxsize=1)
+def name() -> str:
+    """The maker as Linux names it and PyTorch's instruction set: "AuthenticAMD AVX512"."""
+    return f"{vendor()} {torch.backends.cpu.get_cpu_capability()}"
+
+
 def vendor() -> str:
     """As Linux names it, "AuthenticAMD" or "GenuineIntel"; empty where it does not."""
     try:

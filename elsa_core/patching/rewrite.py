@@ -71,7 +71,7 @@ def patch(
         scope: "attention": the attention sites alone. "model": linear layers, MLPs and patch
             embeddings too, with what follows a product (activation, LayerScale, residual) in its
             call. "auto": "model" where the shipped measurements say that it is faster, which is
-            float32 on sm_90, else "attention".
+            float32 on sm_90 and on AMD's processors with AVX-512, else "attention".
         mesh: where given, the model's tokens are sharded over its ranks too, see
             `elsa_core.distributed.shard`.
         sparsity: as `elsa_core.attention` takes it, for global attention of the adapters (windows,

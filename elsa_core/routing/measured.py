@@ -169,12 +169,10 @@ def training(operator: str, device_type: str, dtype: torch.dtype) -> Training | 
 
 
 def _small_below(row: dict[str, Any]) -> int:
-    below: int = row.get("small_below", 0)
-    if processor.vendor() == "AuthenticAMD":
-        # products of PyTorch's attention are MKL's, which is slower there and keeps to AVX2
-        wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-        below = row.get("small_below_amd_avx512" if wide else "small_below_amd", below)
-    return below
+    # products of PyTorch's attention are MKL's, which is slower on AMD's and keeps to AVX2
+    below: dict[str, int] = row.get("small_below_on", {})
+    found: int = below.get(processor.name(), row.get("small_below", 0))
+    return found
 
 
 def _in_graphs(row: dict[str, Any]) -> InGraphs | None:
@@ -255,6 +253,8 @@ def scope(device: torch.device, dtype: torch.dtype) -> str:
     """What `patch` takes over by default: "model" where that was measured to be faster."""
     for row in _table()["scope"]:
         if row["device"] != device.type or dtype_name(dtype) not in row["dtypes"]:
+            continue
+        if row.get("processor", processor.name()) != processor.name():
             continue
         capability = row.get("capability")
         if capability is None or _capability(device) == tuple(capability):

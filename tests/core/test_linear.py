@@ -344,7 +344,6 @@ def test_where_mkl_lags(monkeypatch, tmp_path, vendor, capability, lags):
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
     monkeypatch.setattr(processor, "CPUINFO", file)
-    monkeypatch.setattr(processor, "vendor", processor.vendor.__wrapped__)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)

@@ -200,9 +200,13 @@ def test_whose_training_is_whole(device, dtype, dims, precision, name, monkeypat
         ("AuthenticAMD", "AVX512", "cuda", 1 << 28),
     ],
 )
-def test_small_calls_of_a_processor(vendor, capability, device, below, monkeypatch) -> None:
+def test_small_calls_of_a_processor(
+    vendor, capability, device, below, monkeypatch, tmp_path
+) -> None:
     """PyTorch's attention multiplies by MKL, which an AMD processor runs more slowly."""
-    monkeypatch.setattr(processor, "vendor", lambda: vendor)
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"vendor_id\t: {vendor}\n")
+    monkeypatch.setattr(processor, "CPUINFO", file)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     row = measured.training.__wrapped__("attention", device, torch.float32)
     assert (row.small, row.small_below) == ("sdpa", below)

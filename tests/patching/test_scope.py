@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pickle
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn.utils import parametrize
 
 import elsa_core as elsa
 from elsa_core import routing
+from elsa_core.backends import processor
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.loading.plan import apply_plan, plan_of, read_plan
@@ -56,11 +58,46 @@ class Calls(list[tuple[int, str, bool, bool]]):
             monkeypatch.setattr(module, "served", called)
 
 
-def test_a_cpu_keeps_its_layers_by_default():
-    model = vit()
+@pytest.fixture
+def pretended(monkeypatch, tmp_path):
+    """Makes this processor one of another maker and instruction set."""
+
+    def pretend(vendor, capability):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+        monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("named", "dtype", "scope"),
+    [
+        (("AuthenticAMD", "AVX512"), torch.float32, "model"),
+        (("AuthenticAMD", "AVX512"), torch.bfloat16, "attention"),
+        (("AuthenticAMD", "AVX2"), torch.float32, "attention"),
+        (("GenuineIntel", "AVX512"), torch.float32, "attention"),
+        (("", "DEFAULT"), torch.float32, "attention"),
+    ],
+)
+def test_the_default_scope_of_a_processor(pretended, named, dtype, scope):
+    """Where the table says so it is "model"; a saved plan names it, and an export does not take it
+    by itself."""
+    from elsa_cli.commands import export
+    from elsa_cli.options import Options
+
+    pretended(*named)
+    model = vit().to(dtype)
+    unsaid = replace(Options.of({}), scope="auto")
+    exported, said = export._one_form(unsaid, SimpleNamespace(model=model))
+    assert bool(said) is (scope == "model") and exported.scope != "model"
+    asked = replace(unsaid, scope="model")
+    assert export._one_form(asked, SimpleNamespace(model=model)) == (asked, "")
+    assert elsa.inspect(model).scope == scope
     report = elsa.patch(model)
-    assert report.scope == "attention" and {site.kind for site in report.patched} == {"global"}
-    assert type(model.head) is nn.Linear and layers.patched_scope(model) == "attention"
+    assert report.scope == scope and layers.patched_scope(model) == scope
+    assert (type(model.head) is nn.Linear) is (scope == "attention")
+    assert plan_of(report).scope == scope
 
 
 def test_the_table_says_where_layers_are_taken(monkeypatch):
@@ -331,7 +368,7 @@ def test_gated_mlps(monkeypatch):
 def test_a_gated_unit_in_one_call(monkeypatch, name):
     """Only within `unmeasured`, with the operands that the module's formula names."""
     mlp = pytest.importorskip("timm.layers.mlp")
-    from elsa_core import routing
+
     from elsa_core.operators.gated_linear import plain
 
     torch.manual_seed(0)
