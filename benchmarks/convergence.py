@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.harness import Row, main, options
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.measuring.intervals import digits
-from elsa_core.model_runs.training import AUTOCAST
 from elsa_core.patching import patch
+from elsa_core.profiling.runs.training import AUTOCAST
 
 WAYS: Final = ("original", "patched")
 MODELS: Final = ("ViT", "Swin")
@@ -141,7 +141,7 @@ def train(
     torch.manual_seed(seed)
     model = build(kind, data.side).to(device)
     if way == "patched":
-        patch(model, backend=routing.kernels_of("attention", device.type))
+        patch(model, backend=dispatch.kernels_of("attention", device.type))
     (images, labels), test = ([x.to(device) for x in part] for part in (data.train, data.test))
     steps = epochs * math.ceil(len(images) / _BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=_DECAY)

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from benchmarks.harness import Row, main, options, row
 from elsa_core import reference
-from elsa_core.attention import attention
 from elsa_core.distributed import attention as sharded_attention
 from elsa_core.distributed import explain
 from elsa_core.distributed import plan as costs
 from elsa_core.distributed.agreement import Agreement
 from elsa_core.distributed.plan import shard_lengths
 from elsa_core.measuring.timing import synchronize
-from elsa_core.model_runs.scaling import scaling
+from elsa_core.ops.attention.api import attention
+from elsa_core.profiling.runs.scaling import scaling
 
 _SAMPLED: Final = 16  # rows of each rank and head
 _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16}

@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import Row, compared, left_out, main, options
-from elsa_core.attention import attention
 from elsa_core.backends import eager_entmax
-from elsa_core.entmax import entmax_attention
-from elsa_core.entmax_varlen import entmax_varlen_attention
 from elsa_core.measuring.timing import Contender
+from elsa_core.ops.attention.api import attention
+from elsa_core.ops.entmax.api import entmax_attention
+from elsa_core.ops.entmax.varlen import entmax_varlen_attention
+from elsa_core.ops.varlen.api import varlen_attention
 from elsa_core.precision import DTYPES
-from elsa_core.varlen import varlen_attention
 
 ALPHA: Final = 1.5
 RUNS: Final = 11  # of alike tokens: 1 - 1 / 11 of the tiles are empty, but for those at the edges

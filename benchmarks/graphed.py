@@ -28,9 +28,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import elsa_core as elsa
+from elsa_core.base.messages import first_line
 from elsa_core.measuring import environment
 from elsa_core.measuring.timing import Contender, interleaved, synchronize
-from elsa_core.messages import first_line
 from elsa_core.precision import DTYPES
 
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from benchmarks.publish import csv_of, save
+from elsa_core.base.messages import first_line
 from elsa_core.measuring import environment
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.timing import Contender, time_cpu, time_cuda
-from elsa_core.messages import first_line
 
 Row = dict[str, Any]
 FAILURES = (RuntimeError, ImportError, NotImplementedError, TypeError, AssertionError, ValueError)

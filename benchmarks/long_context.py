@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Row, main, options, row
 from elsa_core import reference
-from elsa_core.attention import attention
 from elsa_core.measuring.memory_limit import release
 from elsa_core.offload import streaming
+from elsa_core.ops.attention.api import attention
 from elsa_core.precision import DTYPES
 
 _SAMPLED: Final = 8  # rows of each head

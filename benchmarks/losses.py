@@ -12,10 +12,10 @@ import json
 from collections.abc import Iterable
 from typing import Any, Final
 
-from elsa_core.bench import published
-from elsa_core.bench.cases import CPU_TABLES, CUDA_TABLES
-from elsa_core.files import write_text
-from elsa_core.measuring.losses import LOST, TABLE, Case
+from elsa_core.base.files import write_text
+from elsa_core.dispatch.losses import LOST, TABLE, Case
+from elsa_core.profiling.bench import published
+from elsa_core.profiling.bench.cases import CPU_TABLES, CUDA_TABLES
 
 _FORWARDS: Final = {*CPU_TABLES, *CUDA_TABLES}  # neither gradients nor packed sequences
 

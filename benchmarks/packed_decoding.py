@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import Row, compared, main, options
-from elsa_core import packing, reference
-from elsa_core.attention import attention
+from elsa_core import reference
+from elsa_core.base import packing
 from elsa_core.measuring.timing import Contender
+from elsa_core.ops.attention.api import attention
+from elsa_core.ops.varlen.api import explain_varlen_attention, varlen_attention
 from elsa_core.precision import DTYPES
-from elsa_core.varlen import explain_varlen_attention, varlen_attention
 
 _SDPA: Final = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from benchmarks.harness import Row, compared, main, options
 from elsa_core import reference
-from elsa_core.attention import attention
 from elsa_core.backends.portable import attention as portable
 from elsa_core.backends.portable.tiling import TILES, Tile
 from elsa_core.measuring.intervals import percentile
 from elsa_core.measuring.timing import Contender, time_cuda
+from elsa_core.ops.attention.api import attention
 
 Shape = tuple[int, int, int, int]
 SHAPES: Final = ((8, 12, 1025, 64), (8, 12, 4096, 64), (8, 12, 197, 64), (4, 16, 2048, 128),

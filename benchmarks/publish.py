@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elsa_core.bench.published import ABOUT, ATTENTION, ENVIRONMENTS, FIRST, MODELS, load
 from elsa_core.errors import ArgumentError
+from elsa_core.profiling.bench.published import ABOUT, ATTENTION, ENVIRONMENTS, FIRST, MODELS, load
 
 Document = dict[str, Any]
 Row = dict[str, Any]

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 import elsa_core as elsa
 from benchmarks import convergence
 from benchmarks.harness import Row, compared, main, options
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.measuring.timing import Contender
+from elsa_core.ops.sparse.api import relief_bits, threshold
 from elsa_core.precision import DTYPES
-from elsa_core.sparsity import relief_bits, threshold
 
 HEADS, DIM = 2, 32
 LENGTHS: Final = {"cpu": (1024, 2048, 4096, 8192), "cuda": (4096, 16384, 65536)}
@@ -169,10 +169,10 @@ def measure(name: str, case: Case, given: Namespace) -> list[Row]:
     """Each way of `ASKED`, the ordinary call and PyTorch; tiles and maxima counted."""
     device = given.device.type
     tensors = operands(case.kind, case.length, DTYPES[case.dtype], device)
-    backend = routing.kernels_of("sparse_attention", device)
+    backend = dispatch.kernels_of("sparse_attention", device)
     # loads the kernels: an operator without them is plain PyTorch
-    routing.name_of("sparse_attention", device, DTYPES[case.dtype], DIM, DIM, "strict", backend)
-    run = routing.RUNS["sparse_attention", backend]
+    dispatch.name_of("sparse_attention", device, DTYPES[case.dtype], DIM, DIM, "strict", backend)
+    run = dispatch.RUNS["sparse_attention", backend]
 
     def judge(contender: Contender) -> Row:
         with torch.inference_mode():

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from elsa_core.bench import families, published, summary
-from elsa_core.bench.summary import own_of
+from elsa_core.base.messages import milliseconds
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring.intervals import FEWEST_ROUNDS
-from elsa_core.messages import milliseconds
+from elsa_core.profiling.bench import families, published, summary
+from elsa_core.profiling.bench.summary import own_of
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 _BLOCK: Final = re.compile(

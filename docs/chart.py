@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elsa_core.bench import published
+from elsa_core.profiling.bench import published
 
 CHART = Path(__file__).with_name("speed.svg")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elsa_core.version import __version__
+from elsa_core.base.version import __version__
 
 project = "elsa"
 author = "The elsa authors"

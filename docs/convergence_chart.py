@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from benchmarks.tables import rows_of
-from elsa_core.bench.published import ENVIRONMENTS, RESULTS
+from elsa_core.profiling.bench.published import ENVIRONMENTS, RESULTS
 
 CHART = Path(__file__).with_name("convergence.svg")
 

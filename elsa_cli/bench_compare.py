@@ -10,7 +10,7 @@ from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 
 if TYPE_CHECKING:
-    from elsa_core.bench.compare import Comparison
+    from elsa_core.profiling.bench.compare import Comparison
 
 Document = dict[str, Any]
 
@@ -22,9 +22,9 @@ def published(given: str | None) -> Document | None:
     """
     if given is None:
         return None
-    from elsa_core.bench import published as results
+    from elsa_core.base.files import located
     from elsa_core.errors import ModelError
-    from elsa_core.files import located
+    from elsa_core.profiling.bench import published as results
 
     path = located(given)
     if not path.exists() and not path.suffix:
@@ -45,8 +45,8 @@ def names(document: Document) -> tuple[str, ...]:
 
 def files(session: Session, own: Path, other: Document | None) -> None:
     """Compare an earlier run with another one; nothing is measured."""
-    from elsa_core.bench import published as results
     from elsa_core.errors import ArgumentError
+    from elsa_core.profiling.bench import published as results
 
     assert other is not None
     if own.suffix == ".csv":
@@ -105,8 +105,8 @@ def judge(session: Session, own: Document, other: Document) -> None:
 
 
 def _compared(own: Document, other: Document) -> Comparison:
-    from elsa_core.bench.compare import compare
     from elsa_core.errors import ModelError
+    from elsa_core.profiling.bench.compare import compare
 
     try:
         return compare(own, other)

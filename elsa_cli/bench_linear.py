@@ -41,9 +41,9 @@ def _tune(session: Session, given: dict[str, Any]) -> None:
     """
     import torch
 
-    from elsa_core.bench.tune import linear
     from elsa_core.errors import UnavailableError
     from elsa_core.measuring import busy, environment
+    from elsa_core.profiling.bench.tune import linear
 
     name = "cuda" if given["device"] == "auto" else given["device"]
     device = torch.device(name)

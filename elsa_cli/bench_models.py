@@ -27,10 +27,10 @@ def run(
     """
     import torch
 
-    from elsa_core.bench import models, training
-    from elsa_core.bench import products as linear_layers
     from elsa_core.errors import UnavailableError
     from elsa_core.measuring import environment
+    from elsa_core.profiling.bench import models, training
+    from elsa_core.profiling.bench import products as linear_layers
 
     bench: Any = linear_layers if products else training if steps else models
     what = "products" if products else "models"
@@ -85,7 +85,7 @@ def run(
 
 def _settings(bench: Any, cases: Any, device: torch.device, given: dict[str, Any]) -> Document:
     """The settings of a run: the user's, and the families' own protocol for what is not named."""
-    from elsa_core.bench import families, models
+    from elsa_core.profiling.bench import families, models
 
     named = {"rounds": "rounds", "budget": "budget_seconds", "baselines": "baselines"}
     how = {key: given[name] for name, key in named.items()}
@@ -135,9 +135,9 @@ def _list(
 
 
 def _show(session: Session, document: Document, published: Document | None) -> None:
-    from elsa_core.bench import products, summary
+    from elsa_core.base.messages import milliseconds
     from elsa_core.measuring import environment
-    from elsa_core.messages import milliseconds
+    from elsa_core.profiling.bench import products, summary
 
     results = document["results"] | bench_compare.added(document, published)
     session.document(document["command"], document["environment"], results)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
 
     from elsa_core.backends.partition import Partition
-    from elsa_core.bench.cases import Case
-    from elsa_core.bench.trace import Trace
+    from elsa_core.profiling.bench.cases import Case
+    from elsa_core.profiling.bench.trace import Trace
 
 
 def run(
@@ -22,8 +22,8 @@ def run(
     """Trace `cases`, show them, and fail where a claim fails."""
     from torch.cuda import is_available
 
-    from elsa_core.bench import trace
     from elsa_core.measuring import environment
+    from elsa_core.profiling.bench import trace
 
     with session.stage("tracing") as update:
         traces = trace.run(cases, device=device, backend=backend, seed=seed, progress=update)

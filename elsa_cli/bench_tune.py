@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     import torch
 
     from elsa_core.backends.triton.attention.tiling import Tile
-    from elsa_core.bench.cases import Case
-    from elsa_core.bench.results import Settings
-    from elsa_core.bench.tune.search import Tuned
+    from elsa_core.profiling.bench.cases import Case
+    from elsa_core.profiling.bench.results import Settings
+    from elsa_core.profiling.bench.tune.search import Tuned
 
 _SHOWN = 5
 
@@ -28,9 +28,9 @@ def run(
         ArgumentError: no case has tiles.
         UnavailableError: no GPU, or one that others use: what is measured there is kept for long.
     """
-    from elsa_core.bench.tune import search as tune
     from elsa_core.errors import ArgumentError, UnavailableError
     from elsa_core.measuring import busy, environment
+    from elsa_core.profiling.bench.tune import search as tune
 
     tune.check_device(device)
     # Chosen by name or by default, a table also holds calls of one query, which have no tiles.
@@ -64,8 +64,8 @@ def run(
 def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None:
     from torch.cuda import is_available
 
-    from elsa_core.bench.tune import search as tune
     from elsa_core.measuring import environment
+    from elsa_core.profiling.bench.tune import search as tune
 
     there = is_available()
     table, multiprocessors, shared = tune.shipped_table(device if there else None)

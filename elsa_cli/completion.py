@@ -18,8 +18,8 @@ _MODEL = re.compile(r"^@register_model\s*\ndef (\w+)\(", re.MULTILINE)
 _TAGGED = re.compile(r"^ {4}['\"](\w+\.\w+)['\"]\s*:", re.MULTILINE)
 _VISION = re.compile(r"^def ((?:vit|swin|maxvit)_\w+)\(", re.MULTILINE)
 
-# As `elsa_core.model_runs.variants.BASELINES` and the tables of `elsa_core.bench`, which import
-# torch. A test compares them.
+# As `profiling.runs.variants.BASELINES` and the tables of `profiling.bench`, which import torch.
+# A test compares them.
 BASELINES = (
     "eager", "control", "sdpa", "compile", "eager+graph", "sdpa+graph", "compile+graph", "all",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from elsa_cli import targets
 from elsa_cli.console import Session
 
 if TYPE_CHECKING:
-    from elsa_core.surveying.coverage import Coverage
+    from elsa_core.proof.coverage import Coverage
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     if state is not None:
         targets.check_writable(state)
     with session.stage("listing architectures"):
-        from elsa_core.surveying import catalogue, coverage
+        from elsa_core.proof import catalogue, coverage
 
         names = catalogue.architectures(match or "*")
     if not names:
@@ -120,6 +120,6 @@ def _note(match: str | None, checked: bool) -> str:
 
 
 def _write(session: Session, page: Path, text: str) -> None:
-    from elsa_core.files import write_text
+    from elsa_core.base.files import write_text
 
     session.written.append(write_text(text, page))

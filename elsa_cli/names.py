@@ -186,6 +186,6 @@ def _words(name: str) -> list[str]:
 
 def classes(path: Path) -> tuple[str, ...]:
     """The names of classes in a text file, one a line."""
-    from elsa_core.reading import read_text
+    from elsa_core.base.reading import read_text
 
     return tuple(read_text(path, _LONGEST_LABELS).removeprefix("\ufeff").splitlines())

@@ -26,7 +26,7 @@ DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
 DTYPES = ("fp32", "fp16", "bf16")
 LONG_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 PRECISIONS = ("strict", "ieee", "turbo", "lean")
-# As `elsa_core.routing.names()`, which a command line that only helps does not import: it needs
+# As `elsa_core.dispatch.names()`, which a command line that only helps does not import: it needs
 # torch. A test compares them.
 BACKENDS = ("auto", "native", "triton", "portable", "sdpa", "eager")
 # Rows of a checked batch: more than one, or nothing is known of the later ones, and an odd number.

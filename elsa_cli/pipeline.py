@@ -17,10 +17,10 @@ from elsa_cli.lazy_imports import import_flop_counter, import_timm
 from elsa_cli.options import Options, resolve_device, typed
 
 if TYPE_CHECKING:
+    from elsa_core.dispatch import Route
     from elsa_core.loading import Loaded
     from elsa_core.patching import PatchReport
     from elsa_core.proof import CheckReport
-    from elsa_core.routing import Route
 
 _TIMM_NAME = re.compile(r"(timm:)?[\w.-]+")
 _CHOICES = (
@@ -185,9 +185,9 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
     with session.stage("preparing the kernels (compiled at their first use)"):
         import torch
 
-        from elsa_core.attention import explain
+        from elsa_core.dispatch import PLAIN
+        from elsa_core.ops.attention.api import explain
         from elsa_core.patching import LAYERS
-        from elsa_core.routing import PLAIN
 
         attention = [site for site in report.patched if site.kind not in LAYERS]
         dims = sorted({site.head_dim or 64 for site in attention})
@@ -208,7 +208,7 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
 
 def check_inputs(session: Session, loaded: Loaded, options: Options) -> dict[str, Any]:
     """Generated inputs by name, and the images of --images."""
-    from elsa_core.inputs.cases import generated_inputs, text_shape
+    from elsa_core.base.inputs import generated_inputs, text_shape
 
     if loaded.example is not None:
         return {"inputs": loaded.example}
@@ -248,7 +248,7 @@ def check_model(session: Session, loaded: Loaded, options: Options) -> CheckRepo
 
 
 def _images(session: Session, loaded: Loaded, folder: Path) -> Any:
-    from elsa_core.inputs.images import read_folder
+    from elsa_core.base.images import read_folder
 
     batch = read_folder(
         folder,

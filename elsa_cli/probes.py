@@ -237,11 +237,11 @@ def _packs() -> Iterator[Probe]:
 def _backends() -> Iterator[Probe]:
     import torch
 
-    from elsa_core import routing
+    from elsa_core import dispatch
     from elsa_core.backends.support import Request
 
     yield _cuda_library()
-    for backend in routing.BACKENDS:
+    for backend in dispatch.BACKENDS:
         name, device = backend.name, backend.device or "cpu"
         offered = backend.operators.get("attention")
         if offered is None or offered.whole:  # PyTorch's own: there wherever PyTorch is
@@ -251,7 +251,7 @@ def _backends() -> Iterator[Probe]:
             if backend.is_built is not None and not backend.is_built():
                 yield Probe("backends", name, False, "", "not built yet (see native library)")
                 continue
-            answer = routing.support(Request(device, torch.float32, 64, 64, "strict"), name)
+            answer = dispatch.support(Request(device, torch.float32, 64, 64, "strict"), name)
         except Exception as error:
             yield Probe("backends", name, False, "", _why(error))
         else:

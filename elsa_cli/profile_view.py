@@ -46,8 +46,8 @@ def next_steps(session: Session, document: Document, given: dict[str, Any]) -> N
 
 def _fastest(session: Session, found: Document) -> None:
     """The last line: the fastest way to run the model, and what to write for it."""
-    from elsa_core.model_runs import variants
     from elsa_core.profiling import words
+    from elsa_core.profiling.runs import variants
 
     runs = [run for run in found["runs"] if run["name"] != variants.CONTROL]
     best = min(runs, key=lambda run: float(run["seconds"]))
@@ -68,7 +68,7 @@ def _resumed(word: str) -> str:
 def _as_loaded(given: dict[str, Any]) -> list[str]:
     """The options that load the profiled model again, where there was one size and dtype, on the
     device whose times the plan rests on."""
-    from elsa_core.messages import side
+    from elsa_core.base.messages import side
 
     said = []
     if given["img_size"] is not None and len(given["img_size"]) == 1:

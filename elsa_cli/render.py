@@ -13,10 +13,10 @@ from elsa_cli.console import Session
 from elsa_cli.options import Options
 
 if TYPE_CHECKING:
+    from elsa_core.dispatch import Route
     from elsa_core.loading import Loaded
     from elsa_core.patching import AttentionSite, Inspection, PatchReport
     from elsa_core.proof import CheckReport
-    from elsa_core.routing import Route
 
 
 def header(session: Session, loaded: Loaded, options: Options, extra: str = "") -> None:
@@ -64,7 +64,7 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
 
 def inspection(session: Session, found: Inspection) -> None:
     """Every site of a model and what can be patched."""
-    from elsa_core.grouping import group, group_by
+    from elsa_core.base.grouping import group, group_by
 
     rows = []
     for label, members in group(found.sites, lambda site: site.alike):
@@ -115,7 +115,7 @@ def kernels(routes: dict[int, Route]) -> str:
 
 def patched(session: Session, report: PatchReport) -> None:
     """What was patched, and what was kept and why."""
-    from elsa_core.grouping import group, group_by
+    from elsa_core.base.grouping import group, group_by
 
     rows = [
         [f"✓ {label}", f"{len(members)}x", members[0].class_name, members[0].kind,
@@ -133,7 +133,7 @@ def patched(session: Session, report: PatchReport) -> None:
 
 def checked(session: Session, report: CheckReport) -> None:
     """The errors of each group of sites, and of the model on each input."""
-    from elsa_core.grouping import group
+    from elsa_core.base.grouping import group
     from elsa_core.proof import classes
 
     rows = []

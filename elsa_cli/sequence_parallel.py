@@ -17,7 +17,7 @@ from elsa_cli.options import Options, resolve_device
 if TYPE_CHECKING:
     import torch
 
-    from elsa_core.model_runs.scaling import Scaling
+    from elsa_core.profiling.runs.scaling import Scaling
 
 # What concerns one process alone.
 _OTHERS = {
@@ -109,8 +109,8 @@ def _measured(
     import torch
 
     from elsa_core.loading import load_model, parse
-    from elsa_core.model_runs.scaling import scaling
     from elsa_core.patching import patch, require_shardable
+    from elsa_core.profiling.runs.scaling import scaling
 
     source = Options.of({key: given[key] for key in _SOURCE}).source()
     dtype = Options(dtype=given["dtype"][0]).torch_dtype()

@@ -89,7 +89,7 @@ def _importing(frame: FrameType | None) -> bool:
 
 
 def _uninterrupted() -> bool:
-    return bool(getattr(sys.modules.get("elsa_core.processes"), "uninterrupted", False))
+    return bool(getattr(sys.modules.get("elsa_core.base.processes"), "uninterrupted", False))
 
 
 def _raise(number: int) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from elsa_core.attention import attention, explain
-from elsa_core.entmax import entmax_attention, explain_entmax_attention
-from elsa_core.entmax_varlen import entmax_varlen_attention, explain_entmax_varlen_attention
-from elsa_core.linear import explain_linear, linear
+from elsa_core.base.version import __version__
+from elsa_core.dispatch import Route
 from elsa_core.monoid import State, merge
-from elsa_core.routing import Route
-from elsa_core.sparsity_report import SparsityReport, sparsity_report
-from elsa_core.varlen import explain_varlen_attention, varlen_attention
-from elsa_core.version import __version__
-from elsa_core.window import explain_window_attention, window_attention
+from elsa_core.ops.attention.api import attention, explain
+from elsa_core.ops.entmax.api import entmax_attention, explain_entmax_attention
+from elsa_core.ops.entmax.varlen import entmax_varlen_attention, explain_entmax_varlen_attention
+from elsa_core.ops.linear.api import explain_linear, linear
+from elsa_core.ops.sparse.report import SparsityReport, sparsity_report
+from elsa_core.ops.varlen.api import explain_varlen_attention, varlen_attention
+from elsa_core.ops.window.api import explain_window_attention, window_attention
 
 if TYPE_CHECKING:
     from elsa_core import distributed, nn, offload
-    from elsa_core.evaluating import EvalReport, evaluate
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
     from elsa_core.graphs.model import graphed
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
         unpatch,
     )
     from elsa_core.profiling.profile import ProfileReport, profile
-    from elsa_core.proof import CheckReport, check
+    from elsa_core.proof import CheckReport, EvalReport, check, evaluate
 
 _HOMES = {
     "load": "loading",
@@ -54,8 +53,8 @@ _HOMES = {
     "unpatch": "patching",
     "CheckReport": "proof",
     "check": "proof",
-    "EvalReport": "evaluating",
-    "evaluate": "evaluating",
+    "EvalReport": "proof",
+    "evaluate": "proof",
     "Bundle": "exporting.bundle",
     "export": "exporting.bundle",
     "VerifyReport": "exporting.verify",

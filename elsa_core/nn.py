@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from elsa_core.dense_entmax import LEAST_ALPHA, MOST_ALPHA
-from elsa_core.entmax import entmax_attention
 from elsa_core.errors import ArgumentError
+from elsa_core.ops.entmax.api import entmax_attention
+from elsa_core.ops.entmax.dense import LEAST_ALPHA, MOST_ALPHA
 
 
 class EntmaxAttention(nn.Module):

@@ -10,7 +10,7 @@
 
 namespace elsa_cuda {
 
-// An operator as elsa_core/operators defines it: its schema, and what operators.cpp knows of it.
+// An operator as elsa_core/ops defines it: its schema, and what operators.cpp knows of it.
 struct Signature {
   std::string name, types, schema;
   uint32_t results = 0;

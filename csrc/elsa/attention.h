@@ -8,7 +8,7 @@
 
 namespace elsa {
 
-// The largest head dimension that the kernels take; elsa_core/limits.py says the same.
+// The largest head dimension that the kernels take; elsa_core/base/limits.py says the same.
 constexpr int64_t kLargestHeadDim = 256;
 
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kBool };

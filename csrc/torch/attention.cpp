@@ -89,7 +89,7 @@ std::tuple<Tensor, Tensor> attention_dropout(const Tensor& query, const Tensor& 
   return forward(query, key, value, attn_mask, is_causal, scale, &dropout);
 }
 
-// As `exact_threshold` in elsa_core/skipping.py: log2 of u / 8 and of 1 / keys.
+// As `exact_threshold` in elsa_core/base/skipping.py: log2 of u / 8 and of 1 / keys.
 double exact_threshold(const Tensor& query, int64_t keys) {
   const elsa::DType dtype = elsa_torch::dtype_of(query.scalar_type(), kName);
   const double of_dtype = dtype == elsa::DType::kFloat32   ? -27.0
@@ -101,7 +101,7 @@ double exact_threshold(const Tensor& query, int64_t keys) {
   return of_dtype - bits;
 }
 
-// As elsa::sparse_attention in elsa_core/operators/sparse.py.
+// As elsa::sparse_attention in elsa_core/ops/sparse/record.py.
 std::tuple<Tensor, Tensor, Tensor> sparse_attention(const Tensor& query, const Tensor& key,
                                                     const Tensor& value,
                                                     const std::optional<Tensor>& attn_mask,
@@ -181,7 +181,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
-  // In Python the schema belongs to elsa_core/operators; alone (C++, TorchScript) the library
+  // In Python the schema belongs to elsa_core/ops; alone (C++, TorchScript) the library
   // brings its own. The operators of gradients are for Python alone, which defines them.
   if (getenv("ELSA_SCHEMA_DEFINED_BY_PYTHON") == nullptr) {
     m.def(

@@ -168,7 +168,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
 
 }  // namespace
 
-// The schemas belong to elsa_core/operators alone: no bundle holds these operators yet, and a
+// The schemas belong to elsa_core/ops alone: no bundle holds these operators yet, and a
 // library that is loaded without Python registers kernels of operators that are not defined.
 STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
   m.impl("varlen_attention", TORCH_BOX(&varlen_attention));

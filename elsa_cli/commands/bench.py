@@ -36,8 +36,8 @@ from elsa_cli.options import (
 if TYPE_CHECKING:
     import torch
 
-    from elsa_core.bench.cases import Case
-    from elsa_core.bench.results import CaseResult, Report, Settings
+    from elsa_core.profiling.bench.cases import Case
+    from elsa_core.profiling.bench.results import CaseResult, Report, Settings
 
 
 @click.command("bench", cls=Command)
@@ -150,7 +150,7 @@ def command(session: Session, /, kind: str | None, **given: Any) -> None:
     from torch import device as torch_device
     from torch.cuda import is_available
 
-    from elsa_core.bench import results
+    from elsa_core.profiling.bench import results
 
     # Listing and planning the calls of a GPU needs none.
     absent = given["device"].startswith("cuda") and not is_available()
@@ -187,8 +187,8 @@ def _measure(
     published: dict[str, Any] | None,
 ) -> None:
     """Measure the calls, show and write the result; what is wrong or became worse ends it."""
-    from elsa_core.bench import attention, results
     from elsa_core.errors import UnavailableError
+    from elsa_core.profiling.bench import attention, results
 
     with session.stage("measuring") as update:
         report = attention.run(chosen, device=device, settings=settings, progress=update)
@@ -244,10 +244,10 @@ def _check_modes(given: dict[str, Any]) -> None:
 
 def _chosen(device: torch.device, given: dict[str, Any]) -> tuple[Case, ...]:
     """The calls that the options name. --trace and --tune take few where none is named."""
-    from elsa_core.bench import cases
+    from elsa_core.profiling.bench import cases
 
     if given["tune"]:
-        from elsa_core.bench.tune import search as tune
+        from elsa_core.profiling.bench.tune import search as tune
 
         tune.check_device(device)
     precision, dtype = given["precision"], given["dtype"]
@@ -308,8 +308,8 @@ def _check_targets(device: torch.device, given: dict[str, Any]) -> None:
 
 
 def _show(session: Session, report: Report, published: dict[str, Any] | None) -> None:
-    from elsa_core.bench import results, summary
     from elsa_core.measuring import environment
+    from elsa_core.profiling.bench import results, summary
 
     added = bench_compare.added(results.document(report), published)
     session.document("bench attention", report.environment, report.to_dict() | added)
@@ -334,7 +334,7 @@ def _show(session: Session, report: Report, published: dict[str, Any] | None) ->
 
 
 def _rows(result: CaseResult, common: str) -> list[list[str]]:
-    from elsa_core.messages import milliseconds
+    from elsa_core.base.messages import milliseconds
 
     best = next((m for m in result.measurements if m.contender == result.best_peer), None)
     own = [m for m in result.measurements if m.precision is not None]
@@ -356,7 +356,7 @@ def _rows(result: CaseResult, common: str) -> list[list[str]]:
 
 
 def _write(session: Session, report: Report, given: dict[str, Any]) -> None:
-    from elsa_core.bench import plots, results
+    from elsa_core.profiling.bench import plots, results
 
     if given["plot"] is not None:
         session.written.append(

@@ -22,8 +22,8 @@ from elsa_cli.options import (
 from elsa_cli.site_options import site_options
 
 if TYPE_CHECKING:
-    from elsa_core.evaluating import EvalReport, LabelledImages
     from elsa_core.loading import Loaded
+    from elsa_core.proof import EvalReport, LabelledImages
 
 _SHOWN = 10  # images of which the table tells; --json has all
 
@@ -123,7 +123,7 @@ def _labelled(
     limit: int | None,
 ) -> LabelledImages:
     from elsa_core.errors import ModelError
-    from elsa_core.evaluating import labelled_images
+    from elsa_core.proof import labelled_images
 
     if loaded.num_classes < 1:
         raise ModelError(f"{loaded.name} has no classifier: eval needs one output a class")
@@ -138,8 +138,8 @@ def _evaluate(
     batch_size: int,
     unreadable: list[int] | None,
 ) -> EvalReport:
-    from elsa_core.evaluating import evaluate
-    from elsa_core.inputs.images import reader
+    from elsa_core.base.images import reader
+    from elsa_core.proof import evaluate
 
     read = reader(loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
                   crop_mode=loaded.crop_mode, interpolation=loaded.interpolation)  # fmt: skip

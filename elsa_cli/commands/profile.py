@@ -189,8 +189,8 @@ def _planned(
 
     device = torch.device(resolve_device(given["device"]))
     from elsa_core.loading import Loaded, check_sizes, load_model, parse
-    from elsa_core.model_runs import training, variants
     from elsa_core.profiling import sweep
+    from elsa_core.profiling.runs import training, variants
 
     spec = parse(model)
     baselines = (training if given["train"] else variants).chosen(given["baselines"], device)

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from elsa_core.base.files import flush, umask
 from elsa_core.errors import UnavailableError
-from elsa_core.files import flush, umask
 
 # Longer than a build may take.
 LOCK_SECONDS = 660

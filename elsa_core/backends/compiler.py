@@ -28,9 +28,9 @@ from typing import Any
 
 from elsa_core.backends import cache
 from elsa_core.backends.cache import is_sound
+from elsa_core.base.files import scratch
+from elsa_core.base.processes import running
 from elsa_core.errors import UnavailableError
-from elsa_core.files import scratch
-from elsa_core.processes import running
 
 FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden",

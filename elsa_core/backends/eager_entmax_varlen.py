@@ -16,7 +16,7 @@ from torch import Tensor
 
 from elsa_core.backends import eager_entmax
 from elsa_core.backends.eager_entmax import TILE
-from elsa_core.packing import checked_bounds
+from elsa_core.base.packing import checked_bounds
 
 
 class Part(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elsa_core import monoid
 from elsa_core.backends import eager
-from elsa_core.skipping import COUNTS, exact_threshold
+from elsa_core.base.skipping import COUNTS, exact_threshold
 
 TILE = 64  # queries and keys of a tile
 

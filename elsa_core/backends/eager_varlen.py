@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends import eager
-from elsa_core.packing import checked_bounds
+from elsa_core.base.packing import checked_bounds
 
 
 class Part(NamedTuple):

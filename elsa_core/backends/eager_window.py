@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elsa_core.backends.window_call import WindowCall
-from elsa_core.operands import require_inside
+from elsa_core.base.operands import require_inside
 
 # Scores alive at once: 2**22 values are 16 MiB in float32, which stays near the last-level cache.
 _SCORES_ALIVE = 1 << 22

@@ -28,8 +28,8 @@ from torch import Tensor
 from elsa_core.backends import compiler, native_backward, native_entmax
 from elsa_core.backends.partition import STATE_BYTES, Partition, RoundTrip
 from elsa_core.backends.support import Request, Support
+from elsa_core.base.limits import LARGEST_HEAD_DIM
 from elsa_core.errors import UnavailableError
-from elsa_core.limits import LARGEST_HEAD_DIM
 from elsa_core.precision import dtype_name
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -247,7 +247,7 @@ def _recipe() -> compiler.Recipe:
 
 @contextmanager
 def _schema_owned_by_python() -> Iterator[None]:
-    """Tell the library's static initialiser that `elsa_core.operators` has defined the schema."""
+    """Tell the library's static initialiser that `elsa_core.ops` has defined the schema."""
     os.environ[_SCHEMA_OWNER] = "1"
     try:
         yield

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.window_call import SCHEMA, WindowCall
-from elsa_core.limits import HALF_KEYS_MAX, LARGEST_HEAD_DIM
+from elsa_core.base.limits import HALF_KEYS_MAX, LARGEST_HEAD_DIM
 from elsa_core.precision import dtype_name
 
 _SCHEMAS = {

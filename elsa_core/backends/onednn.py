@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elsa_core import calls
 from elsa_core.backends import processor
 from elsa_core.backends.support import Request, Support
-from elsa_core.operators.linear import epilogue
+from elsa_core.base import calls
+from elsa_core.ops.linear.record import epilogue
 
 # Multiply-adds from which oneDNN takes less time than MKL on a processor that MKL gives no AVX-512.
 LEAST_ONEDNN = 1 << 23

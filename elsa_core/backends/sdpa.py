@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elsa_core import calls
 from elsa_core.backends.sdpa_cudnn import takes as _cudnn_takes
 from elsa_core.backends.sdpa_layout import (
     aligned,
@@ -32,6 +31,7 @@ from elsa_core.backends.sdpa_layout import (
     written,
 )
 from elsa_core.backends.support import Request, Support, loses_digits
+from elsa_core.base import calls
 
 _LSE_ROWS = 32  # the rows of lse are padded to a multiple of this
 # Multiply-adds of query key^T from which cuDNN's gradients take less time than flash by more than a

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from elsa_core import calls
 from elsa_core.backends.sdpa_layout import starts_aligned, step_of
+from elsa_core.base import calls
 
 
 def measured_attention(

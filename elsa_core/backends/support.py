@@ -1,4 +1,4 @@
-"""What a backend is asked, how it answers, and how it offers itself to `elsa_core.routing`."""
+"""What a backend is asked, how it answers, and how it offers itself to `elsa_core.dispatch`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Request(NamedTuple):
         dtype: of the tensors.
         head_dim, value_dim: D and Dv; of `linear` the channels of input and output.
         precision: one of `elsa_core.precision.PRECISIONS`, already validated against `dtype`.
-        operator: the name of a record of `elsa_core.operators`.
+        operator: the name of a record of `elsa_core.ops`.
         mask: "none", "causal", "bool" or "additive"; of packed sequences "crossed": causal, where
             keys have lengths of their own.
         layout: "dense" where the last dim of each operand is, else "strided".

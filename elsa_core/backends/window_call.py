@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class WindowCall(NamedTuple):
-    """One call, in the order of the operator's schema. The terms are as in `elsa_core.window`."""
+    """One call, in the order of the operator's schema. The terms are as in `ops.window.api`."""
 
     qkv: Tensor  # [B, D, H, W, 3 * C]
     bias: Tensor | None  # [heads, T, T], or with `bias_index` a table [L, heads]

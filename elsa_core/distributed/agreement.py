@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from elsa_core.base.version import __version__
 from elsa_core.distributed import groups
 from elsa_core.errors import ArgumentError
 from elsa_core.precision import dtype_name
-from elsa_core.version import __version__
 
 _BYTES = 2048  # of a message
 _LONGEST = 300  # characters of an error in it, of up to four bytes each

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core import calls, operands, routing
+from elsa_core import dispatch
 from elsa_core import precision as precisions
+from elsa_core.base import calls, operands
 from elsa_core.distributed import agreement, groups, operators
 from elsa_core.distributed.plan import Plan, check_method
 from elsa_core.errors import ArgumentError, UnavailableError
@@ -127,8 +128,8 @@ def _arguments(
     name = groups.name_of(group)
     try:
         check_method(method)
-        if backend not in routing.names():
-            choices = ", ".join(routing.names())
+        if backend not in dispatch.names():
+            choices = ", ".join(dispatch.names())
             raise ArgumentError(f"backend={backend!r} is unknown: choose one of {choices}")
         operands.require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
         if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
@@ -140,7 +141,7 @@ def _arguments(
             scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
         scale = float(scale)
         kind = (calls.place(query), query.dtype, query.shape[-1], value.shape[-1], precision)
-        routing.name_of("attention", *kind, backend)
+        dispatch.name_of("attention", *kind, backend)
     except (ArgumentError, TypeError, ValueError, UnavailableError) as error:
         if not calls.traced() and isinstance(query, Tensor):
             agreement.refuse(groups.by_name(name), error, query.device)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from elsa_core.base.messages import first_line
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.messages import first_line
 
 _ASK = "call torch.distributed.init_process_group, or start the program with torchrun"
 

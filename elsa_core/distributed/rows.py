@@ -21,7 +21,7 @@ from torch import Tensor
 
 from elsa_core.distributed import groups
 from elsa_core.distributed.plan import shard_lengths
-from elsa_core.operators.record import Grads
+from elsa_core.ops.factory import Grads
 
 _Run = tuple[int, int]  # first row and the one behind the last
 

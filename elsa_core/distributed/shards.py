@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from elsa_core import monoid, routing
-from elsa_core.dense import attention as attend
+from elsa_core import dispatch, monoid
 from elsa_core.monoid import State, state_dtype
+from elsa_core.ops.attention.dense import attention as attend
 
 
 class Run(NamedTuple):
@@ -137,7 +137,7 @@ def _of_block(rows: Rows, run: Run, block: _Block) -> State:
     """The state of the block's rows alone."""
     query, key = rows.query[:, :, block.rows], run.key[:, :, block.columns]
     value, mask = run.value[:, :, block.columns], _mask_of(rows, block, run)
-    merged = routing.state_run(query, value, mask, rows.precision, rows.backend)
+    merged = dispatch.state_run(query, value, mask, rows.precision, rows.backend)
     if merged is not None:
         out, lse = merged(query, key, value, mask, block.is_causal, rows.scale, rows.precision)
         lse = lse.double()  # of few keys it is float32
@@ -279,7 +279,7 @@ def _block_gradients(rows: Rows, run: Run, block: _Block, saved: Saved, wanted: 
         grad_lse = saved.grad_lse[:, :, block.rows]
     else:
         grad_lse = lse.new_zeros(0) if lse.is_cuda else torch.zeros_like(lse)
-    return routing.shard_backward(
+    return dispatch.shard_backward(
         grad_out, grad_lse,
         rows.query[:, :, block.rows], run.key[:, :, block.columns],
         run.value[:, :, block.columns], mask, out, lse, block.is_causal, rows.scale,

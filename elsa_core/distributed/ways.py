@@ -16,11 +16,11 @@ from torch import Tensor
 
 from elsa_core import monoid
 from elsa_core.backends.support import loses_digits
-from elsa_core.dense import attention as attend
 from elsa_core.distributed import groups, shards
 from elsa_core.distributed.agreement import Agreement
 from elsa_core.distributed.shards import Rows, Run, Saved, Sums, Wanted
 from elsa_core.monoid import State, state_dtype
+from elsa_core.ops.attention.dense import attention as attend
 
 # of query, key, value and mask, float32 or float64; None where not wanted
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]

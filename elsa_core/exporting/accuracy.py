@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from elsa_core.base.inputs import ModelInput
+from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ExportError
 from elsa_core.exporting.reference import BATCH_SIZES, flat
-from elsa_core.inputs.cases import ModelInput
 from elsa_core.measuring.documents import finite
-from elsa_core.messages import first_line, quiet
 from elsa_core.patching import original
 from elsa_core.proof import map_floating
 

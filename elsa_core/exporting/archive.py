@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from elsa_core.base.files import scratch
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.exporting.manifest import (
     MANIFEST_NAME,
@@ -25,7 +26,6 @@ from elsa_core.exporting.manifest import (
     parse_manifest,
 )
 from elsa_core.exporting.signature import SIGNATURE_BYTES, SIGNATURE_NAME
-from elsa_core.files import scratch
 
 # Deflate reaches 1032:1 on zeros; weights hardly compress at all.
 LARGEST_RATIO = 100

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from elsa_core import calls
 from elsa_core.backends import compiler as compiling
 from elsa_core.backends import native
+from elsa_core.base import calls
+from elsa_core.base.version import __version__
 from elsa_core.errors import ElsaError, ExportError, UnavailableError
 from elsa_core.exporting import (
     exported_program,
@@ -30,7 +31,6 @@ from elsa_core.exporting.reference import BATCH_SIZES, flat, judge, make_referen
 from elsa_core.exporting.verify import platform_tag
 from elsa_core.patching import patched_sites
 from elsa_core.precision import dtype_name
-from elsa_core.version import __version__
 
 FILES = {
     "torchscript": "model.ts",

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from elsa_core import files
+from elsa_core.base import files
+from elsa_core.base.processes import environment_kept
+from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ArgumentError, ExportError, ModelError, UnavailableError
 from elsa_core.exporting import gpu_library
 from elsa_core.exporting.accuracy import Exact, exact_outputs
@@ -62,8 +64,6 @@ from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
 from elsa_core.loading import Given, assumed_text, check_target, write_model
 from elsa_core.precision import dtype_name
-from elsa_core.processes import environment_kept
-from elsa_core.summary import Summarised, Summary
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elsa_core.base.version import __version__
 from elsa_core.exporting import operators, ort_library, quantised, torchscript
 from elsa_core.exporting.artefacts import FILES, Choices, size_step
 from elsa_core.exporting.export_target import ExportTarget
 from elsa_core.exporting.manifest import KIND, SCHEMA_VERSION
 from elsa_core.exporting.reference import Reference
 from elsa_core.precision import dtype_name
-from elsa_core.version import __version__
 
 if TYPE_CHECKING:
     from elsa_core.proof import CheckReport

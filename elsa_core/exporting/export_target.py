@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from elsa_core.base.inputs import generated_inputs, resolved_input_size, text_shape
 from elsa_core.errors import ArgumentError, NothingPatchedError
 from elsa_core.exporting.reference import BATCH_SIZES
 from elsa_core.exporting.towers import TextTower
-from elsa_core.inputs.cases import generated_inputs, resolved_input_size, text_shape
 from elsa_core.loading import Given, Plan, Preprocess, of_model, with_given
 from elsa_core.patching import patched_scope, patched_sites
 

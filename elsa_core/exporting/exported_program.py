@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ExportError
 from elsa_core.exporting import operators
 from elsa_core.exporting.torchscript import FACTS_NAME
 from elsa_core.exporting.tracing import attempt
-from elsa_core.messages import first_line, quiet
 
 
 def export_program(

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from elsa_core.base.files import scratch
+from elsa_core.base.processes import running
 from elsa_core.exporting import replay
 from elsa_core.exporting.templates import load as template
-from elsa_core.files import scratch
-from elsa_core.processes import running
 
 SECONDS = 3600
 _BLOCKED = ("elsa_core", "elsa_cli", "timm", "open_clip", "torchvision")

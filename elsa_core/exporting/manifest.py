@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from elsa_core.base.reading import parse_json
 from elsa_core.errors import ModelError
 from elsa_core.exporting.signature import SIGNATURE_NAME
-from elsa_core.reading import parse_json
 
 LARGEST_BATCH = 64  # that an artefact is verified at
 

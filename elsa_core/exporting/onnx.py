@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from elsa_core import calls
+from elsa_core.base import calls
+from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ArgumentError, ExportError
 from elsa_core.exporting.tracing import attempt
-from elsa_core.messages import first_line, quiet
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from elsa_core import operators
+from elsa_core import ops
 from elsa_core.exporting.onnx_operator import OnnxExport, OnnxOperator
 
 
 def exports() -> dict[str, OnnxExport]:
     """What the records of operators say of ONNX, by the names that serve a call."""
     found = {}
-    for record in operators.records():
+    for record in ops.records():
         export: OnnxExport | None = record.part("onnx")
         if export is not None:
             found.update(dict.fromkeys(record.names, export))
@@ -42,7 +42,7 @@ def rewrite(program: torch.export.ExportedProgram) -> int:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         name = node.target._schema.name
-        record = operators.of(name)
+        record = ops.of(name)
         if record is None or (record.kind == "linear" and name not in known):
             continue
         count += 1

@@ -17,7 +17,7 @@ from elsa_core.exporting.onnx_operator import (
     take_over,
     value_of,
 )
-from elsa_core.operators.window import fake
+from elsa_core.ops.window.record import fake
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -67,7 +67,7 @@ def _needs(node: ir.Node, given: dict[str, ir.Value], newest: bool) -> tuple[set
 
 
 def _lines(body: Body) -> list[str]:
-    """Roll, pad, cut, attend within windows, join, crop, un-roll; see `elsa_core.window`."""
+    """Roll, pad, cut, attend within windows, join, crop, un-roll; see `ops.window.api`."""
     image = "qkv"
     lines = _sizes()
     if "shifted" in body:

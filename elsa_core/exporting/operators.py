@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elsa_core import operators
+from elsa_core import ops
 from elsa_core.errors import ExportError
 
 _NODE = re.compile(r"\belsa::(\w+)")
@@ -61,7 +61,7 @@ def schemas(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def _is_projection(name: str) -> bool:
-    record = operators.of(f"elsa::{name}")
+    record = ops.of(f"elsa::{name}")
     return record is not None and record.kind == "linear"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ExportError
 from elsa_core.exporting import onnx_graph
-from elsa_core.messages import first_line, quiet
 
 # Attention, LayerNorm and the patch embedding stay as they are: their share of the time is small,
 # or their rounding large.

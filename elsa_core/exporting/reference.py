@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from elsa_core.base.messages import quiet
 from elsa_core.errors import ExportError, ModelError
-from elsa_core.messages import quiet
 from elsa_core.patching import original
 from elsa_core.proof import TURBO_EPS, Comparison, Norms, exactly, map_floating, nudged
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from elsa_core.base.messages import quiet
 from elsa_core.exporting import operators
 from elsa_core.exporting.tracing import attempt
-from elsa_core.messages import quiet
 
 DEPRECATION = (
     "TorchScript is deprecated in PyTorch and kept for programs that already load it; "

@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from elsa_core.calls import plain_multihead
+from elsa_core.base.calls import plain_multihead
+from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ElsaError, ExportError
-from elsa_core.messages import first_line, quiet
 
 Result = TypeVar("Result")
 

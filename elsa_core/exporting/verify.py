@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elsa_core import files
+from elsa_core.base import files
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.exporting import gpu_library
 from elsa_core.exporting import reference as references

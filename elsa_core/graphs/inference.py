@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from elsa_core.base.messages import first_line
 from elsa_core.graphs import capture
 from elsa_core.graphs.given import CONSTANTS, Given, RefusedError, is_plain, without_cache
 from elsa_core.graphs.guards import MOST_NESTED, Guards
 from elsa_core.graphs.reads import storage_of, watched
-from elsa_core.messages import first_line
 
 WARM_UPS: Final = 2  # besides the one that is watched and the one of the capture
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from elsa_core import calls
+from elsa_core.base import calls
 from elsa_core.errors import ArgumentError
 from elsa_core.graphs import capture
 from elsa_core.graphs.cache import Graphs

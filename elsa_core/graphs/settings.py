@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from elsa_core import routing
+from elsa_core import dispatch
 
 
 def _precisions() -> Iterator[Callable[[], Hashable]]:
@@ -39,6 +39,6 @@ SETTINGS: Final[tuple[Callable[[], Hashable], ...]] = (
     torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
     torch._C._get_cublas_allow_fp16_accumulation, torch._C._get_deterministic_algorithms,
     torch._C._get_cudnn_enabled, torch._C._get_cudnn_benchmark, torch._C._get_cudnn_deterministic,
-    *_attention_backends(), torch.backends.mha.get_fastpath_enabled, routing.switched,
+    *_attention_backends(), torch.backends.mha.get_fastpath_enabled, dispatch.switched,
 )  # fmt: skip
 """Each gives what is set now: PyTorch's settings, and what this package switches itself."""

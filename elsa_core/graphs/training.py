@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from elsa_core.base.messages import first_line
 from elsa_core.graphs import capture
 from elsa_core.graphs.given import Given, RefusedError, is_plain, without_cache
 from elsa_core.graphs.guards import Guards
 from elsa_core.graphs.inference import WARM_UPS, check_state, flat_results
 from elsa_core.graphs.reads import storage_of, watched
-from elsa_core.messages import first_line
 
 _WANTS = attrgetter("requires_grad")
 _VERSION = attrgetter("_version")

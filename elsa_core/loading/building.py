@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.loading.recipe import Recipe
-from elsa_core.messages import first_line, quiet
 
 # What a constructor raises for a recipe that it cannot follow.
 BUILD_ERRORS = (

@@ -15,11 +15,11 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 from torch import Tensor
 
+from elsa_core.base.reading import check_fits, open_regular
 from elsa_core.errors import ModelError
 from elsa_core.loading.names import bare_names
 from elsa_core.loading.stated import stated
 from elsa_core.loading.weights import Weights, check_name, check_numbers, line, read_header
-from elsa_core.reading import check_fits, open_regular
 
 # What views may make of the bytes that a checkpoint stores; tied weights are twice theirs.
 _REPEATED = 4

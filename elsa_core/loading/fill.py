@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading import libraries
 from elsa_core.loading.accounted import changed
@@ -23,7 +24,6 @@ from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.recognise import explain_misfit
 from elsa_core.loading.shown import Shapes
 from elsa_core.loading.weights import Weights
-from elsa_core.messages import first_line, quiet
 
 # How much more than a model's numbers a file may hold, and be read: another tower, a decoder.
 _FAR = 4

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elsa_core.base.messages import side
+from elsa_core.base.reading import parse_json, read_json
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.loading import libraries
 from elsa_core.loading.checkpoint import read_checkpoint
@@ -19,8 +21,6 @@ from elsa_core.loading.shards import INDEX_SUFFIX, is_index, read_sharded
 from elsa_core.loading.shown import Shapes
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
 from elsa_core.loading.weights import Weights, read_safetensors
-from elsa_core.messages import side
-from elsa_core.reading import parse_json, read_json
 
 CONFIG_METADATA = "elsa_config"
 _WEIGHTS_NAMES = (

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from elsa_core.base.messages import first_line, side
 from elsa_core.errors import ArgumentError, ModelError, TooLargeError
 from elsa_core.loading import libraries
 from elsa_core.loading.building import BUILD_ERRORS
 from elsa_core.loading.libraries import build_meta, patch_step, resized
 from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe
-from elsa_core.messages import first_line, side
 
 MEMORY_SHARE = 0.8
 # A block holds its input, a hidden layer and what that is made of at once.

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from elsa_core.base.inputs import generated_inputs, resolved_input_size, text_shape
+from elsa_core.base.reading import read_json
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.inputs.cases import generated_inputs, resolved_input_size, text_shape
 from elsa_core.loading import hub, libraries, preprocessing, unsaid
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.fill import apply, drops_classifier
@@ -26,7 +27,6 @@ from elsa_core.loading.published import build_published
 from elsa_core.loading.python_models import build_own
 from elsa_core.loading.recipe import Given, Preprocess, Recipe, checked_args
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
-from elsa_core.reading import read_json
 
 if TYPE_CHECKING:
     from elsa_core.patching import PatchReport

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from elsa_core.base.messages import first_line
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import hub, timm_models
 from elsa_core.loading.building import built
@@ -19,7 +20,6 @@ from elsa_core.loading.library import Library, Size, check_tag, unknown
 from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, RESIZE_MODES, Preprocess, Recipe
 from elsa_core.loading.shown import Shapes, Shown
 from elsa_core.loading.weights import Weights, one_file
-from elsa_core.messages import first_line
 
 if TYPE_CHECKING:
     from elsa_core.loading.recognise import Search

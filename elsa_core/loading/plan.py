@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from elsa_core.base.reading import read_json
+from elsa_core.base.version import __version__
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
-from elsa_core.reading import read_json
-from elsa_core.version import __version__
 
 if TYPE_CHECKING:
     from elsa_core.patching import PatchReport

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.loading import libraries
 from elsa_core.loading.building import BUILD_ERRORS
 from elsa_core.loading.recipe import Recipe
-from elsa_core.messages import first_line, quiet
 
 
 def build_published(recipe: Recipe) -> tuple[nn.Module, str]:

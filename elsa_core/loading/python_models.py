@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elsa_core.base.messages import first_line
 from elsa_core.errors import ArgumentError, ModelError
-from elsa_core.messages import first_line
 
 
 def build_own(name: str, given: Mapping[str, Any]) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from elsa_core import files
+from elsa_core.base import files
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading import libraries
 from elsa_core.loading.fromfile import CONFIG_METADATA

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from elsa_core.base.reading import check_fits, read_json
 from elsa_core.errors import ModelError
 from elsa_core.loading.names import bare_names
 from elsa_core.loading.stated import stated_in_metadata
 from elsa_core.loading.weights import Weights, read_header, read_safetensors
-from elsa_core.reading import check_fits, read_json
 
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_SHARDS = 4096

@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from elsa_core.base.files import located
 from elsa_core.errors import ModelError, UnavailableError
-from elsa_core.files import located
 from elsa_core.loading import libraries
 from elsa_core.loading.library import Library
 

@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from elsa_core.base.files import scratch
+from elsa_core.base.reading import check_fits, json_problem, open_regular, unique_pairs
 from elsa_core.errors import ModelError
-from elsa_core.files import scratch
 from elsa_core.loading.names import bare_names
 from elsa_core.loading.stated import Stated, stated_in_metadata
-from elsa_core.reading import check_fits, json_problem, open_regular, unique_pairs
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000

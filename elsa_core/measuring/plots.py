@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any, Final
 
+from elsa_core.base.files import staged_file
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.files import staged_file
 
 FORMATS: Final = (".png", ".svg")
 

@@ -19,8 +19,8 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
+from elsa_core.base.messages import first_line
 from elsa_core.graphs import capture
-from elsa_core.messages import first_line
 
 SETTLE_SECONDS: Final = 0.02
 """Pause between two contenders. Worker threads of OpenMP and ONNX Runtime spin after their work and

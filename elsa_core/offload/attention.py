@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core import calls, operands, routing
+from elsa_core import dispatch
 from elsa_core import precision as precisions
+from elsa_core.base import calls, operands
+from elsa_core.base.operands import leading_dims
 from elsa_core.distributed.shards import Saved, Wanted
 from elsa_core.errors import ArgumentError
 from elsa_core.offload import passes
-from elsa_core.operands import leading_dims
-from elsa_core.operators.record import Grads, needed
+from elsa_core.ops.factory import Grads, needed
 
 _TERMS = (
     "bool is_causal, float scale, str precision, str backend, str device, int block, "
@@ -108,7 +109,7 @@ def attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
     kind = (str(place), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
-    routing.name_of("attention", *kind, backend)
+    dispatch.name_of("attention", *kind, backend)
     out, lse = torch.ops.elsa.offloaded_attention(
         q, k, v, mask, is_causal, float(scale), precision, backend, str(place), *blocks
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
 from elsa_core.patching import adapters
@@ -37,7 +37,7 @@ def scope_of(model: nn.Module, scope: str) -> str:
     if scope != AUTO:
         return scope
     weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-    return ATTENTION if weight is None else routing.scope(weight.device, weight.dtype)
+    return ATTENTION if weight is None else dispatch.scope(weight.device, weight.dtype)
 
 
 def patched_scope(model: nn.Module) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elsa_core import pages
+from elsa_core.base import pages
 from elsa_core.patching.adapters import table
 from elsa_core.patching.sites import Inspection
 from elsa_core.patching.text import reasons, sites_of, sites_table

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from elsa_core.calls import plain_multihead
-from elsa_core.messages import first_line, quiet
+from elsa_core.base.calls import plain_multihead
+from elsa_core.base.messages import first_line, quiet
 from elsa_core.patching import adapters
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from elsa_core.base.summary import Summarised, Summary
 from elsa_core.patching import layers
 from elsa_core.patching.sites import AttentionSite
 from elsa_core.patching.text import reasons, sites_of, sites_table
-from elsa_core.summary import Summarised, Summary
 
 
 @dataclass(frozen=True, repr=False)

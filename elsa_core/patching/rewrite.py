@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
+from elsa_core.ops.sparse.api import checked
 from elsa_core.patching import adapters, globs, layers
 from elsa_core.patching.adapters import names
 from elsa_core.patching.adapters.derived import DERIVED
@@ -28,7 +29,6 @@ from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
 from elsa_core.patching.text import sites_of
 from elsa_core.patching.watching import Example, watch
 from elsa_core.precision import validate
-from elsa_core.sparsity import checked
 
 _ATTRIBUTES = (
     "elsa_precision", "elsa_backend", "elsa_sparsity", "elsa_group", "elsa_lengths", "elsa_offload",

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elsa_core.backends.support import Support
+from elsa_core.base.inputs import resolved_input_size
+from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ArgumentError
-from elsa_core.inputs.cases import resolved_input_size
 from elsa_core.patching import adapters, bytecode, layers
 from elsa_core.patching.adapters import redirect, table
 from elsa_core.patching.probe import Observation, Probe, ProbeError, probe
 from elsa_core.patching.text import reasons, sites_of, sites_table
 from elsa_core.patching.watching import Attentions, Example, watch
-from elsa_core.summary import Summarised, Summary
 
 _EAGER = "computes its softmax in eager PyTorch, and no adapter is written for it yet"
 _DID_NOT_RUN = "in the run on the example no attention that elsa serves happened in it"

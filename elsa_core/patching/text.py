@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from elsa_core.grouping import group, group_by
+from elsa_core.base.grouping import group, group_by
 
 if TYPE_CHECKING:
     from elsa_core.patching.sites import AttentionSite

@@ -1,7 +1,7 @@
 """A model run once on an example: in which modules attention happens.
 
 A copy runs, on fake tensors where the model is large, so that the model itself is neither run nor
-changed. What computes attention in it is recognised (`elsa_core.recognition`), whether its forward
+changed. What computes attention in it is recognised (`patching.recognition`), whether its forward
 multiplies matrices around a softmax itself or a helper calls PyTorch's operator.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.probe import Example, ProbeError, cast_to, run_copy
-from elsa_core.recognition import Watch, is_pending
+from elsa_core.patching.recognition import Watch, is_pending
 
 __all__ = ["Attentions", "Example", "watch"]
 
@@ -100,7 +100,7 @@ def watch(model: nn.Module, example: Example) -> Attentions:
 def _run(model: nn.Module, args: Any, kwargs: Any) -> Attentions:
     observer = _Observer()
     observer.observe(model)
-    watching = Watch("strict", routing.PLAIN, observer)
+    watching = Watch("strict", dispatch.PLAIN, observer)
     with torch.no_grad(), watching:
         out = model(*args, **kwargs)
     watching.close(out)

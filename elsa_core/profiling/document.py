@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
+from elsa_core.base.files import write_text
+from elsa_core.base.reading import RESULT_BYTES, read_text
 from elsa_core.errors import ModelError, UnavailableError
-from elsa_core.files import write_text
 from elsa_core.measuring.documents import finite
-from elsa_core.reading import RESULT_BYTES, read_text
 
 SCHEMA_VERSION: Final = 1
 COMMAND: Final = "profile"

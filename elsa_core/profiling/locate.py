@@ -11,15 +11,12 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError
 from elsa_core.measuring import rounds
 from elsa_core.measuring.intervals import FEWEST_ROUNDS, Ratio, middle_means, ratio
 from elsa_core.measuring.rounds import Sample, Samples, Settings
 from elsa_core.measuring.timing import Contender
-from elsa_core.messages import first_line
-from elsa_core.model_runs import variants
-from elsa_core.model_runs.runs import ModelRuns, Prepared, Progress
-from elsa_core.model_runs.variants import first_tensor
 from elsa_core.patching import (
     AttentionSite,
     PatchReport,
@@ -28,6 +25,9 @@ from elsa_core.patching import (
     inspect,
     shared_copy,
 )
+from elsa_core.profiling.runs import variants
+from elsa_core.profiling.runs.runs import ModelRuns, Prepared, Progress
+from elsa_core.profiling.runs.variants import first_tensor
 from elsa_core.profiling.sites import (
     SiteClock,
     SiteProfile,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from elsa_core import pages
+from elsa_core.base import pages
 from elsa_core.measuring.environment import label
 from elsa_core.profiling import charts
 from elsa_core.profiling.document import DONE, Document

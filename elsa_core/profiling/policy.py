@@ -6,8 +6,8 @@ import json
 import math
 from pathlib import Path
 
+from elsa_core.base.files import write_text
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.files import write_text
 from elsa_core.loading import Plan
 from elsa_core.measuring.intervals import UNSURE
 from elsa_core.patching import LAYERS

@@ -9,24 +9,18 @@ from typing import Any, SupportsIndex
 
 from torch import nn
 
+from elsa_core.base.inputs import ModelInput, as_cases
+from elsa_core.base.messages import shown
+from elsa_core.base.processes import environment_kept
+from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ArgumentError
-from elsa_core.inputs.cases import ModelInput, as_cases
 from elsa_core.measuring.rounds import Settings
-from elsa_core.messages import shown
-from elsa_core.model_runs.runs import (
-    ModelRuns,
-    Prepared,
-    Progress,
-    prepare,
-    timed,
-)
-from elsa_core.model_runs.variants import first_tensor, on_device
 from elsa_core.patching import plain_model
-from elsa_core.processes import environment_kept
 from elsa_core.profiling.locate import Asked, locate
+from elsa_core.profiling.runs.runs import ModelRuns, Prepared, Progress, prepare, timed
+from elsa_core.profiling.runs.variants import first_tensor, on_device
 from elsa_core.profiling.sites import SiteProfile
 from elsa_core.profiling.words import profile_summary
-from elsa_core.summary import Summarised, Summary
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +81,7 @@ def profile(
             keeps its patches; `precision`, `backend`, `include`, `exclude` and `scope` do not
             matter then.
         inputs: a tensor [B, C, H, W], or a tuple of the model's arguments, on its device.
-        baselines: names of `elsa_core.model_runs.variants.BASELINES`, or "all"; default: "eager"
+        baselines: names of `runs.variants.BASELINES`, or "all"; default: "eager"
             on a CPU; on CUDA also "sdpa", "compile" and CUDA graphs. "eager" always takes part.
         precision, backend, include, exclude, scope: as for `elsa_core.patch`.
         rounds: samples of each at least; more until the intervals decide.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from elsa_core.messages import side
+from elsa_core.base.messages import side
 from elsa_core.profiling.document import DONE, Document
 
 METRICS: Final = (

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from elsa_core import operators, routing
-from elsa_core.attention import explain
+from elsa_core import dispatch, ops
 from elsa_core.errors import ElsaError
-from elsa_core.linear import explain_linear
 from elsa_core.measuring.intervals import Ratio, digits, middle_means, ratio
 from elsa_core.measuring.rounds import Sample
+from elsa_core.ops.attention.api import explain
+from elsa_core.ops.linear.api import explain_linear
+from elsa_core.ops.window.api import explain_window_attention
 from elsa_core.patching import AttentionSite, is_layer
 from elsa_core.profiling.boundaries import around
-from elsa_core.window import explain_window_attention
 
 REST: Final = "rest of the model"
 
@@ -209,7 +209,7 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         schema = func._schema
-        record = operators.of(schema.name)
+        record = ops.of(schema.name)
         if self._sites and record is not None:
             path, module = self._sites[-1]
             if path not in self.found and is_layer(module) == (record.kind == "linear"):
@@ -224,10 +224,10 @@ def _unseen(layer: nn.Module, input: Tensor) -> Served:
     alone, which one under a dispatch mode is not. Those that are large enough for them."""
     asked, precision = (str(vars(layer)[f"elsa_{name}"]) for name in ("backend", "precision"))
     weight = next((p for p in layer.parameters() if p.dim() == 2), None)
-    backend = routing.PLAIN
+    backend = dispatch.PLAIN
     if weight is not None and not input.is_cuda and input.shape[-1] == weight.shape[1]:
         terms = (input, weight, None, "none", None, None, precision, None, None)
-        serving = routing.SERVING.get(("linear", input.device.type, asked), ())
+        serving = dispatch.SERVING.get(("linear", input.device.type, asked), ())
         with _disable_current_modes():
             taken = any(serve(*terms) is not None for serve in serving)
         if taken:
@@ -236,7 +236,7 @@ def _unseen(layer: nn.Module, input: Tensor) -> Served:
 
 
 def _route(
-    record: operators.Operator, operator: str, given: Mapping[str, Any], module: nn.Module
+    record: ops.Operator, operator: str, given: Mapping[str, Any], module: nn.Module
 ) -> Served:
     asked = str(vars(module).get("elsa_backend", "auto"))
     precision = str(given.get("precision", "strict"))
@@ -271,9 +271,9 @@ def _route(
             )  # fmt: skip
             return Served(route.backend, route.schedule, precision)
     tensor = next(value for value in given.values() if isinstance(value, Tensor))
-    backend = routing.PLAIN
+    backend = dispatch.PLAIN
     if operator != str(record.eager._schema.name):
-        backend = routing.kernels_of(record.name, tensor.device.type)
+        backend = dispatch.kernels_of(record.name, tensor.device.type)
     return Served(backend, _KINDS.get(record.kind, ""), precision)
 
 

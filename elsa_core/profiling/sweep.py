@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from elsa_core.base.messages import first_line, side
+from elsa_core.base.version import __version__
 from elsa_core.errors import ArgumentError, ModelError, TooLargeError
 from elsa_core.exporting.manifest import hashed
 from elsa_core.loading import Loaded, ModelSpec, files_of
 from elsa_core.measuring import environment as place
 from elsa_core.measuring.memory_limit import is_out_of_memory, limited
-from elsa_core.messages import first_line, side
-from elsa_core.model_runs.variants import forget_compiled
 from elsa_core.precision import DTYPES, validate
 from elsa_core.profiling.document import (
     COMMAND,
@@ -35,8 +35,8 @@ from elsa_core.profiling.document import (
     read,
 )
 from elsa_core.profiling.profile import profile
+from elsa_core.profiling.runs.variants import forget_compiled
 from elsa_core.profiling.training import profile_training
-from elsa_core.version import __version__
 
 Progress = Callable[[str, int, int], None]
 

@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from elsa_core.model_runs import variants
 from elsa_core.profiling.boundaries import around
+from elsa_core.profiling.runs import variants
 
 SESSIONS: Final = 12  # of the profiler, for each graph
 LEAST_SESSIONS: Final = 3

@@ -7,13 +7,13 @@ from dataclasses import fields
 
 from torch import nn
 
+from elsa_core.base.inputs import ModelInput
+from elsa_core.base.processes import environment_kept
 from elsa_core.errors import ArgumentError
-from elsa_core.inputs.cases import ModelInput
 from elsa_core.measuring.rounds import Settings
-from elsa_core.model_runs.runs import ModelRuns, Progress
-from elsa_core.model_runs.training import measure_training
-from elsa_core.processes import environment_kept
 from elsa_core.profiling.profile import ProfileReport
+from elsa_core.profiling.runs.runs import ModelRuns, Progress
+from elsa_core.profiling.runs.training import measure_training
 
 
 @environment_kept()
@@ -36,7 +36,7 @@ def profile_training(
     """Measure what patching a model gains in training: forward, backward and AdamW.
 
     All ways take turns in the same rounds on copies of the model, which itself is not changed; see
-    `elsa_core.model_runs.training.measure_training`.
+    `elsa_core.profiling.runs.training.measure_training`.
 
     Args:
         model: in float32, with attention sites that can be patched.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from elsa_core.base.messages import side
+from elsa_core.base.summary import Summary
 from elsa_core.measuring.intervals import FEWEST_ROUNDS
-from elsa_core.messages import side
 from elsa_core.profiling.document import Document
-from elsa_core.summary import Summary
 
 
 def point_name(row: Document) -> str:

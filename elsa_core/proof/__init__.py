@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from elsa_core import lazy
+from elsa_core.base import lazy
 
 if TYPE_CHECKING:
+    from elsa_core.proof.accuracy import EvalReport, evaluate
     from elsa_core.proof.checking import check
     from elsa_core.proof.compare import (
         TURBO_EPS,
@@ -18,19 +19,20 @@ if TYPE_CHECKING:
         floating_outputs,
         map_floating,
     )
-    from elsa_core.proof.dependence import depends
+    from elsa_core.proof.labelled import LabelledImages, labelled_images
     from elsa_core.proof.oracle import exactly
     from elsa_core.proof.report import CheckReport
-    from elsa_core.proof.samples import nudged, random_weight
+    from elsa_core.proof.samples import nudged
     from elsa_core.proof.text import classes
 
 _HOMES = {
+    "accuracy": ("EvalReport", "evaluate"),
     "checking": ("check",),
     "compare": ("TURBO_EPS", "Comparison", "Norms", "floating_outputs", "map_floating"),
-    "dependence": ("depends",),
+    "labelled": ("LabelledImages", "labelled_images"),
     "oracle": ("exactly",),
     "report": ("CheckReport",),
-    "samples": ("nudged", "random_weight"),
+    "samples": ("nudged",),
     "text": ("classes",),
 }
 
@@ -38,15 +40,17 @@ __all__ = [
     "TURBO_EPS",
     "CheckReport",
     "Comparison",
+    "EvalReport",
+    "LabelledImages",
     "Norms",
     "check",
     "classes",
-    "depends",
+    "evaluate",
     "exactly",
     "floating_outputs",
+    "labelled_images",
     "map_floating",
     "nudged",
-    "random_weight",
 ]
 
 

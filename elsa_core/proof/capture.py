@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elsa_core import operators, reference, routing
-from elsa_core.operators.window import largest_score
+from elsa_core import dispatch, ops, reference
+from elsa_core.ops.window.record import largest_score
 from elsa_core.proof.compare import TURBO_EPS
 from elsa_core.proof.samples import jittered
 from elsa_core.reference import Drift
@@ -106,15 +106,15 @@ class OperatorCapture(TorchDispatchMode):
         self._registered: dict[tuple[str, str], Callable[..., Any]] = {}
 
     def __enter__(self) -> OperatorCapture:
-        runs = routing.RUNS
-        self._registered = {key: run for key, run in runs.items() if key[1] not in routing.SHIPPED}
+        runs = dispatch.RUNS
+        self._registered = {key: run for key, run in runs.items() if key[1] not in dispatch.SHIPPED}
         runs.update({key: self._noting(key[1], run) for key, run in self._registered.items()})
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        routing.RUNS.update(self._registered)
+        dispatch.RUNS.update(self._registered)
 
     def _noting(self, backend: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ class OperatorCapture(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        record = operators.of(func._schema.name)
+        record = ops.of(func._schema.name)
         if record is not None and record.kind in ("attention", "window", "sparse", "varlen"):
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
@@ -258,7 +258,7 @@ def _measure_windows(
     images = _spread(qkv.shape[0], most, qkv.device)
     given = given | {"qkv": qkv[images]}
     exact, wide = _cast(given, torch.float64), _cast(given, torch.float32)
-    plain = operators.WINDOW_ATTENTION.reference
+    plain = ops.WINDOW_ATTENTION.reference
     y_ref = plain(**exact)
     y = out[images]
 

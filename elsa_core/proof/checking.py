@@ -14,12 +14,12 @@ from typing import SupportsIndex
 import torch
 from torch import nn
 
+from elsa_core.base.inputs import ModelInput, as_cases
+from elsa_core.base.messages import shown
+from elsa_core.base.operands import require_number
+from elsa_core.base.processes import environment_kept
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
-from elsa_core.inputs.cases import ModelInput, as_cases
-from elsa_core.messages import shown
-from elsa_core.operands import require_number
 from elsa_core.patching import is_layer, original, patched_sites
-from elsa_core.processes import environment_kept
 from elsa_core.proof import gradients, timing
 from elsa_core.proof import paths as run_paths
 from elsa_core.proof.report import NOTHING_TESTED, CheckReport, GradientCheck, ModelCheck, SiteCheck

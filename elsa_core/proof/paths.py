@@ -1,6 +1,6 @@
 """The ways to run a patched model that `check` judges: eager, compiled, either as a CUDA graph.
 
-They are made as `elsa_core.model_runs.variants` makes what is timed: over the same weights, in
+They are made as `elsa_core.profiling.runs.variants` makes what is timed: over the same weights, in
 inference mode, `torch.compile(dynamic=False)`, one graph for each shape. A graph is what
 `elsa_core.graphed` replays; where gradients are wanted, one of the forward and one of the backward.
 """

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elsa_core.base.summary import Summarised, Summary
 from elsa_core.proof.capture import OperatorCall, worst
 from elsa_core.proof.compare import Comparison, plain
 from elsa_core.proof.judge import Judgement
 from elsa_core.proof.site_cases import FILLED
 from elsa_core.proof.text import check_summary
 from elsa_core.reference import Drift
-from elsa_core.summary import Summarised, Summary
 
 # A relative error of the original from which on twice as much says nothing: a model that draws
 # random numbers or counts its calls has one.

@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from elsa_core.base.inputs import chunks
+from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
-from elsa_core.inputs.cases import chunks
-from elsa_core.messages import first_line
 from elsa_core.patching import original
 from elsa_core.proof import paths
 from elsa_core.proof.compare import TURBO_EPS, map_floating

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError, ModelError
-from elsa_core.messages import first_line
 from elsa_core.patching import entry, original
 from elsa_core.proof.compare import map_floating
 from elsa_core.proof.entry import call, watched

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError
-from elsa_core.messages import first_line
 from elsa_core.patching import entry, is_layer
 from elsa_core.proof import gradients
 from elsa_core.proof.capture import OperatorCapture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from elsa_core.grouping import group
-from elsa_core.summary import Summary
+from elsa_core.base.grouping import group
+from elsa_core.base.summary import Summary
 
 if TYPE_CHECKING:
     from elsa_core.proof.report import CheckReport, ModelCheck, SiteCheck

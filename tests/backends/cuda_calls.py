@@ -17,13 +17,13 @@ import torch
 from cuda_checks import lines, main
 from torch import Tensor
 
-from elsa_core import operators, routing
+from elsa_core import dispatch, ops
 from elsa_core.backends import cuda
 from elsa_core.backends.cuda import calls, library
 from elsa_core.backends.cuda.plan import Kernel
 from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.shared.launch import Launch
-from elsa_core.routing import table
+from elsa_core.dispatch import table
 
 STREAM = 7000
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32",
@@ -187,7 +187,7 @@ def attention_inputs(
 
 def attention(stub: str) -> None:
     """Every schedule of the forward without those of sm_90 alone."""
-    loaded, call = started(stub), operators.ATTENTION.overload
+    loaded, call = started(stub), ops.ATTENTION.overload
     half, single = torch.float16, torch.float32
     for counts, given in (
         (1, {"shape": (2, 3, 77, 64), "dtype": half}),
@@ -205,7 +205,7 @@ def attention(stub: str) -> None:
 
 def hopper(stub: str) -> None:
     """The schedules of sm_90: one launch, keys split ahead with dependent launches."""
-    loaded, call = started(stub, overlap=True), operators.ATTENTION.overload
+    loaded, call = started(stub, overlap=True), ops.ATTENTION.overload
     counts = [
         compare(loaded, call, attention_inputs(shape), attention_inputs(shape))
         for shape in ((1, 3, 50, 64), (1, 4, 1025, 64))
@@ -234,7 +234,7 @@ def window_inputs(dtype: torch.dtype, side: int = 14, window: int = 7, **given: 
 
 def window(stub: str) -> None:
     """Window attention: with a dense bias, a table that is gathered first, shift and padding."""
-    loaded, call = started(stub), operators.WINDOW_ATTENTION.overload
+    loaded, call = started(stub), ops.WINDOW_ATTENTION.overload
     half, single = torch.float16, torch.float32
     for count, given in (
         (1, {"dtype": half, "bias": True, "shift": 3}),
@@ -268,7 +268,7 @@ def linear_inputs(rows: int = 128, **given: Any) -> list[Any]:
 
 def linear(stub: str) -> None:
     """Linear layers: operands split in a launch ahead, weights that were split before."""
-    loaded, call = started(stub), operators.LINEAR.overload
+    loaded, call = started(stub), ops.LINEAR.overload
     for given in (
         {},
         {"activation": "gelu", "residual": True},
@@ -279,7 +279,7 @@ def linear(stub: str) -> None:
     cuda._SERVED.add("linear")
     call(*linear_inputs())
     assert loaded.counts()[0]
-    with routing.unmeasured(routing.GATED):
+    with dispatch.unmeasured(dispatch.GATED):
         assert not loaded.counts()[0]
         call(*linear_inputs())
         assert loaded.counts()[0]

@@ -22,7 +22,7 @@ from torch.nn import functional
 import elsa_core as elsa
 from elsa_core.backends import cuda
 from elsa_core.backends.cuda.library import load
-from elsa_core.routing import table
+from elsa_core.dispatch import table
 
 
 def poison() -> None:

@@ -20,15 +20,15 @@ from cuda_calls import as_stub, linear_inputs, started, window_inputs
 from cuda_checks import lines, main
 from torch import Tensor
 
-from elsa_core import operators
+from elsa_core import ops
 from elsa_core.backends import compiler
 from elsa_core.backends.cuda import library, other_gpus, plan
 from elsa_core.backends.cuda.planfile import Recorded, joined, recorded, write
 from elsa_core.backends.triton.pack.cases import Gpu
 from elsa_core.backends.triton.shared.device import Described
 from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.dispatch import table
 from elsa_core.errors import UnavailableError
-from elsa_core.routing import table
 
 SERVED = "it serves batches of 1 and 2"
 # plans tensors on the CPU as they are planned without a GPU: by the H200's tiles, in plain Triton
@@ -178,7 +178,7 @@ def refuses(stub: str) -> None:
     for tensor in rows[:3]:
         tensor.normal_()
     try:
-        recorded(loaded, lambda: operators.LINEAR.overload(*rows))
+        recorded(loaded, lambda: ops.LINEAR.overload(*rows))
     except UnavailableError as error:
         assert "a call of elsa::linear" in str(error)
     else:
@@ -222,12 +222,10 @@ def planned_elsewhere(stub: str) -> None:
         Attends()(*attends(2))
         q, k, v = (torch.zeros(1, 3, 197, 64) for _ in range(3))
         mask = torch.zeros(4 * 197 + 1)[1:].view(1, 1, 4, 197)[:, :, :1]  # unaligned, broadcast
-        operators.ATTENTION.overload(q, k, v, mask, False, -0.5, "strict")
-        operators.WINDOW_ATTENTION.overload(*window_inputs(torch.float16, table=True, shift=3))
-        operators.WINDOW_ATTENTION.overload(
-            *window_inputs(torch.float32, side=13, pad=True, logit=True)
-        )
-        operators.LINEAR.overload(*linear_inputs(frozen=True, activation="gelu", residual=True))
+        ops.ATTENTION.overload(q, k, v, mask, False, -0.5, "strict")
+        ops.WINDOW_ATTENTION.overload(*window_inputs(torch.float16, table=True, shift=3))
+        ops.WINDOW_ATTENTION.overload(*window_inputs(torch.float32, side=13, pad=True, logit=True))
+        ops.LINEAR.overload(*linear_inputs(frozen=True, activation="gelu", residual=True))
 
     found = joined([recorded(loaded, run)])
     assert len(found.layouts) == 5

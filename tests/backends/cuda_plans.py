@@ -19,7 +19,7 @@ import torch
 from cuda_checks import LOG, lines, main
 from torch import Tensor
 
-from elsa_core import operators
+from elsa_core import ops
 from elsa_core.backends.cuda import calls, library, record
 from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer, Zero, write
 from elsa_core.backends.triton.shared.plans import PLANS
@@ -81,7 +81,7 @@ class Kernels:
         return out, lse
 
 
-CALL = operators.ATTENTION.overload
+CALL = ops.ATTENTION.overload
 KERNELS = Kernels()
 
 

@@ -19,11 +19,11 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 import elsa_core as elsa
-from elsa_core import operators, routing
+from elsa_core import dispatch, ops
 from elsa_core.backends import cuda
 from elsa_core.backends.triton.linear import gate
-from elsa_core.linear import served
-from elsa_core.routing import launches as launch_cache
+from elsa_core.dispatch import launches as launch_cache
+from elsa_core.ops.linear.api import served
 
 HALF, SINGLE = torch.float16, torch.float32
 
@@ -42,7 +42,7 @@ def word(tensor: Tensor) -> str:
 
 def same_launches(stub: str) -> None:
     """An admitted call launches what the dispatcher's does and gives the first result alone."""
-    loaded, call = started(stub), operators.ATTENTION.overload
+    loaded, call = started(stub), ops.ATTENTION.overload
     serve, admit = loaded.short("attention")  # type: ignore[misc]
     for given in (
         {"shape": (2, 3, 77, 64), "dtype": HALF},
@@ -93,7 +93,7 @@ def same_launches(stub: str) -> None:
 
 def windows(stub: str) -> None:
     """An image [B, H, W, 3 * C], of which the operator is given [B, 1, H, W, 3 * C]."""
-    loaded, call = started(stub), operators.WINDOW_ATTENTION.overload
+    loaded, call = started(stub), ops.WINDOW_ATTENTION.overload
     serve, admit = loaded.short("window_attention")  # type: ignore[misc]
     image = torch.empty(2, 14, 14, 3 * 96, dtype=HALF)
     bias = torch.zeros(3, 49, 49)
@@ -124,10 +124,10 @@ def windows(stub: str) -> None:
 
 def products(stub: str) -> None:
     """Linear layers, from `elsa.linear` and from a patched layer, with weights that follow."""
-    loaded, call = started(stub), operators.LINEAR.overload
+    loaded, call = started(stub), ops.LINEAR.overload
     serve, admit = loaded.short("linear")  # type: ignore[misc]
     launch_cache.LINEAR.find = serve
-    routing.eager_least = lambda *_: 0  # no product is small
+    dispatch.eager_least = lambda *_: 0  # no product is small
     x, layer = torch.empty(1, 64, 64), torch.nn.Linear(64, 128)
     residual, factors = torch.empty(1, 64, 128), torch.empty(128)
     for terms in (("none", None, None), ("gelu", residual, None), ("none", residual, factors)):
@@ -342,7 +342,7 @@ def told_as_ever(stub: str) -> None:
 
 def refused(stub: str) -> None:
     """Whatever is not as expected is None, and raises nothing."""
-    loaded, call = started(stub), operators.ATTENTION.overload
+    loaded, call = started(stub), ops.ATTENTION.overload
     serve, admit = loaded.short("attention")  # type: ignore[misc]
     good = attention_inputs((1, 3, 197, 64), dtype=SINGLE)
     call(*good)
@@ -411,7 +411,7 @@ def objects(stub: str) -> None:
     import gc
     import sys
 
-    loaded, call = started(stub), operators.ATTENTION.overload
+    loaded, call = started(stub), ops.ATTENTION.overload
     good = attention_inputs((1, 2, 50, 64), dtype=HALF, mask="bool")
     call(*good)
     text = "".join(["str", "ict"])

@@ -19,8 +19,8 @@ import torch  # noqa: E402
 from fence import fenced  # noqa: E402
 
 from elsa_core.backends.triton.linear import gated, gemm, launches, planner  # noqa: E402
-from elsa_core.operators.gated_linear import plain as gated_plain  # noqa: E402
-from elsa_core.operators.linear import plain  # noqa: E402
+from elsa_core.ops.linear.gated_record import plain as gated_plain  # noqa: E402
+from elsa_core.ops.linear.record import plain  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 # name: (rows, channels, columns), options

@@ -18,7 +18,7 @@ import torch  # noqa: E402
 from fence import fenced  # noqa: E402
 
 from elsa_core.backends.triton.linear import gemm, launches, planner  # noqa: E402
-from elsa_core.operators.linear import plain, plain_backward, plain_split  # noqa: E402
+from elsa_core.ops.linear.record import plain, plain_backward, plain_split  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 # name: (rows, channels, columns), dtype, options

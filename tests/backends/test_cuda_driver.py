@@ -18,7 +18,7 @@ from elsa_core.backends.cuda import library
 from elsa_core.backends.triton.pack import cases
 from elsa_core.backends.triton.shared import device, launch
 from elsa_core.backends.triton.shared.device import Described
-from elsa_core.routing import measured
+from elsa_core.dispatch import measured
 
 pytestmark = pytest.mark.compiler
 

@@ -239,7 +239,7 @@ def run(with_torch: Warm) -> Run:
 ASKED = """
 import torch, elsa_core as elsa
 from elsa_core.backends import cuda
-from elsa_core.routing import table
+from elsa_core.dispatch import table
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 for name in table.KERNELS_ON_CUDA:
     key = "CompositeExplicitAutograd" if name in table.BY_LIBRARY else "CUDA"
@@ -277,7 +277,7 @@ import torch, elsa_core as elsa
 from elsa_core.backends import cuda
 torch.cuda.is_available = lambda: True
 import sys
-from elsa_core.operators.record import _ON_CUDA
+from elsa_core.ops.factory import _ON_CUDA
 assert not cuda._SERVED
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 # what the dispatcher and an eager call come to: each of them loads the library
@@ -354,7 +354,7 @@ def refuses(*given):
     raise RuntimeError("not in this bundle")
 library.impl("linear", refuses, "CUDA")
 import elsa_core
-from elsa_core.routing import table
+from elsa_core.dispatch import table
 kernel = torch.library.get_kernel("elsa::linear", "CUDA")
 terms = (None, "none", None, None, "ieee", None, None)
 on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)

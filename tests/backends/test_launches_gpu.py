@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import elsa_core as elsa
 from elsa_core.backends import cuda
 from elsa_core.backends.cuda import library
-from elsa_core.routing import launches
+from elsa_core.dispatch import launches
 
 pytestmark = [
     pytest.mark.gpu,

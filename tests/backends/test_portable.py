@@ -18,7 +18,7 @@ from portable_cpu import AT_START, AT_WAIT, PLAIN
 from torch import Tensor
 
 import elsa_core as elsa
-from elsa_core import operators, reference, routing
+from elsa_core import dispatch, ops, reference
 from elsa_core.backends import eager, portable, triton
 from elsa_core.backends.portable import attention, driver, nvrtc, tiling
 from elsa_core.backends.support import Request, Support
@@ -437,12 +437,12 @@ def capability(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(attention, "prepare", lambda *_, **__: None)
-        for cached in (portable._ready, triton._environment, routing.chosen):
+        for cached in (portable._ready, triton._environment, dispatch.chosen):
             cached.cache_clear()
 
     yield pretend
     monkeypatch.undo()
-    for cached in (portable._ready, triton._environment, routing.chosen):
+    for cached in (portable._ready, triton._environment, dispatch.chosen):
         cached.cache_clear()
 
 
@@ -455,16 +455,16 @@ def test_calls_that_name_them_alone(capability, arch, monkeypatch: pytest.Monkey
     """They were not measured: auto passes them by, but for `ieee` where Triton serves nothing."""
     capability(*arch)
     for precision in ("ieee", "strict"):
-        assert routing.select(asked(precision), "portable")[0] == "portable"
-    assert routing.route(asked(), "portable").arithmetic == "float32 FMA"
-    trained = routing.route(asked()._replace(gradient=("query",)), "portable")
+        assert dispatch.select(asked(precision), "portable")[0] == "portable"
+    assert dispatch.route(asked(), "portable").arithmetic == "float32 FMA"
+    trained = dispatch.route(asked()._replace(gradient=("query",)), "portable")
     assert any(line.startswith("gradients: ") for line in trained.reasons)
     assert not any("same backend" in line for line in trained.reasons)
     if arch >= (8, 0):
-        assert routing.select(asked())[0] == "triton"
+        assert dispatch.select(asked())[0] == "triton"
         monkeypatch.setattr(triton, "_environment", lambda index: Support(False, "is not here"))
-    assert routing.select(asked("ieee"))[0] == "portable"
-    name, reasons = routing.select(asked("strict"))
+    assert dispatch.select(asked("ieee"))[0] == "portable"
+    name, reasons = dispatch.select(asked("strict"))
     assert name == "eager" and any("ask for it by name" in line for line in reasons)
 
 
@@ -478,7 +478,7 @@ def test_where_something_is_missing(capability, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(attention, "prepare", _no_nvrtc)
     assert portable.support(asked()) == Support(False, "no NVRTC")
     with pytest.raises(UnavailableError, match="no NVRTC"):
-        routing.select(asked(), "portable")
+        dispatch.select(asked(), "portable")
 
 
 def _no_nvrtc(*_: object, **__: object) -> None:
@@ -488,7 +488,7 @@ def _no_nvrtc(*_: object, **__: object) -> None:
 def test_gradients_are_those_of_the_operator() -> None:
     """`elsa::attention_portable` with the reference as its kernel on the CPU."""
     library = torch.library.Library("elsa", "IMPL")
-    library.impl("attention_portable", operators.ATTENTION.reference, "CPU")
+    library.impl("attention_portable", ops.ATTENTION.reference, "CPU")
     terms = [make(1, 2, 9, 8, seed=seed).requires_grad_() for seed in range(3)]
     grads = []
     for operator in (torch.ops.elsa.attention_portable, torch.ops.elsa.attention_eager):

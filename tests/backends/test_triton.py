@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends import triton as backend
 from elsa_core.backends.support import Request
 from elsa_core.backends.triton.attention import tiling as tiles
@@ -118,7 +118,7 @@ def test_a_triton_too_new_for_sm_90_says_so(version, said, monkeypatch):
     answer = backend._environment.__wrapped__(-1)
     assert answer.ok and (version in answer.reason) is said
     monkeypatch.setattr(backend, "_environment", lambda index: answer)
-    name, reasons = routing.select(request(), "auto")
+    name, reasons = dispatch.select(request(), "auto")
     assert name == "triton" and any("sm_90" in reason for reason in reasons) is said
 
 

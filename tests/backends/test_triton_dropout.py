@@ -17,7 +17,7 @@ from dropout_interpreted import CASES, F16
 from interpreted import Rows, rows_of
 from sampling import some
 
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends.support import Request
 from elsa_core.backends.triton.attention import backward, dropout
 
@@ -117,7 +117,7 @@ def test_plans_of_other_probabilities_share_a_kernel():
 
 def test_auto_does_not_choose_what_was_not_measured(monkeypatch):
     request = Request("cuda", torch.float16, 64, 64, "strict", "attention_dropout")
-    name, reasons = routing.select(request)
+    name, reasons = dispatch.select(request)
     assert name == "eager" and any("not measured" in reason for reason in reasons)
     kind = ("attention_dropout", "cuda", torch.float16, 64, 64, "strict")
-    assert routing.training_name(*kind, ("query",)) == "sdpa"
+    assert dispatch.training_name(*kind, ("query",)) == "sdpa"

@@ -18,7 +18,7 @@ from interpreted import Rows, rows_of
 from sampling import some
 
 import elsa_core as elsa
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends import eager_entmax
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.attention import entmax
@@ -153,23 +153,23 @@ def test_what_the_kernels_share_with_the_operator():
 def test_auto_chooses_them_where_they_serve_and_says_why_not(monkeypatch, operator):
     request = Request("cuda", torch.float32, 64, 64, "strict", operator, gradient=("query",))
     monkeypatch.setattr("elsa_core.backends.triton._environment", lambda _: Support(True))
-    assert "triton" in routing.names(operator)
+    assert "triton" in dispatch.names(operator)
     of_mask = "; of an additive mask plain PyTorch" if operator == "entmax_attention" else ""
     for backend in ("auto", "triton"):
-        assert routing.select(request, backend) == ("triton", ())
-        said = routing.route(request, backend).reasons
+        assert dispatch.select(request, backend) == ("triton", ())
+        said = dispatch.route(request, backend).reasons
         assert said == (f"gradients: kernels of the same backend{of_mask}",)
     others = {
         "head dimension": request._replace(head_dim=128),
         "float64": request._replace(dtype=torch.float64),
     }
     for word, other in others.items():
-        name, (reason,) = routing.select(other)
+        name, (reason,) = dispatch.select(other)
         assert name == "eager" and reason.startswith("triton: ") and word in reason
-        said = routing.route(other).reasons
+        said = dispatch.route(other).reasons
         assert said[-1] == "gradients: recomputed in plain PyTorch"
     monkeypatch.setattr("elsa_core.backends.triton._environment", lambda _: Support(False, "none"))
-    assert routing.select(request) == ("eager", ("triton: none",))
+    assert dispatch.select(request) == ("eager", ("triton: none",))
 
 
 def test_support_says_why_not():

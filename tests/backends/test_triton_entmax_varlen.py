@@ -18,7 +18,7 @@ from interpreted import Rows, rows_of
 from sampling import some
 from test_triton_entmax import KINDS, SHARED
 
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.attention import entmax, entmax_varlen
 
@@ -144,7 +144,7 @@ def test_they_serve_as_those_of_dense_calls_do(monkeypatch) -> None:
     for operator in ("entmax_attention", "entmax_varlen_attention"):
         request = Request("cuda", torch.float32, 64, 64, "strict", operator)
         for backend in ("auto", "triton"):
-            assert routing.select(request, backend)[0] == "triton"
-        assert "triton" in routing.names(operator)
-    route = routing.route(request._replace(gradient=("query",)), "triton", schedule=())
+            assert dispatch.select(request, backend)[0] == "triton"
+        assert "triton" in dispatch.names(operator)
+    route = dispatch.route(request._replace(gradient=("query",)), "triton", schedule=())
     assert route.reasons[-1] == "gradients: kernels of the same backend"

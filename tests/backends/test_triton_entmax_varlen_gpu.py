@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import elsa_core as elsa
-from elsa_core import operators
+from elsa_core import ops
 from elsa_core.backends.triton.attention import entmax_varlen
 
 pytestmark = [
@@ -28,7 +28,7 @@ LENGTHS = {
     "crossed": ([7, 300, 0, 65, 128], [70, 1, 4, 0, 1049]),
     "many short": ([1, 2, 0, 37] * 40, [2, 1, 5, 70] * 40),
 }
-OVERLOAD = operators.ENTMAX_VARLEN_ATTENTION.overload
+OVERLOAD = ops.ENTMAX_VARLEN_ATTENTION.overload
 
 
 def bounds(lengths, dtype=torch.int32):

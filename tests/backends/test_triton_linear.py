@@ -19,7 +19,7 @@ from triton_compile import compile_launch
 from elsa_core.backends.triton.linear import gemm, launches, planner
 from elsa_core.backends.triton.pack import cases
 from elsa_core.backends.triton.shared.device import describing
-from elsa_core.bench.tune.linear import SHAPES
+from elsa_core.profiling.bench.tune.linear import SHAPES
 
 HERE = Path(__file__).parent
 NAMES = [

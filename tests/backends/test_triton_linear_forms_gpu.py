@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from elsa_core import routing
-from elsa_core.operators.linear import plain
+from elsa_core import dispatch
+from elsa_core.ops.linear.record import plain
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,7 +113,7 @@ def never_small(monkeypatch):
     """Eager calls take the kernels whatever their size."""
     from elsa_core.backends.triton.linear import gate
 
-    for module in (gate, routing):
+    for module in (gate, dispatch):
         monkeypatch.setattr(module, "eager_least", lambda *_: 0)
 
 
@@ -141,7 +141,7 @@ def test_models_with_gates(name, options, never_small, monkeypatch):
         wanted = model.double()(x.double())
         model.float()
         elsa.patch(model, scope="model")
-        with routing.unmeasured(routing.GATED):
+        with dispatch.unmeasured(dispatch.GATED):
             out = model(x)
             assert len(seen) == len(model.blocks) and all(t is not None for t in seen)
             elsa.freeze(model)

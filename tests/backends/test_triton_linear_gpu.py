@@ -146,7 +146,7 @@ def test_rows_beyond_32_bits():
 
 @pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu"])
 def test_epilogues(activation):
-    from elsa_core.operators.linear import plain
+    from elsa_core.ops.linear.record import plain
 
     x, w, b = operands(1576, 768, 768)
     scale, residual = torch.rand(768, device="cuda") + 0.5, torch.randn(1576, 768, device="cuda")
@@ -187,7 +187,7 @@ GRADIENTS = [
 
 @pytest.mark.parametrize("shape", GRADIENTS)
 def test_gradients(shape):
-    from elsa_core.operators.linear import plain_backward
+    from elsa_core.ops.linear.record import plain_backward
 
     x, w, _ = operands(*shape)
     grad = torch.randn(shape[0], shape[2], device="cuda") * 1e-6
@@ -206,7 +206,7 @@ def test_gradients(shape):
 
 @pytest.mark.parametrize("entry", [float("inf"), float("nan"), 1e30])
 def test_gradients_of_other_magnitude(entry):
-    from elsa_core.operators.linear import plain_backward
+    from elsa_core.ops.linear.record import plain_backward
 
     x, w, _ = operands(1576, 768, 768)
     grad = torch.randn(1576, 768, device="cuda")
@@ -246,7 +246,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(gate, "_eager", counted)
     monkeypatch.setattr(gate, "eager_least", lambda operator, dtype: 0)
     monkeypatch.setattr(gate, "LEAST_TRAINED", 0)
-    monkeypatch.setattr("elsa_core.routing.eager_least", lambda *given: 0)
+    monkeypatch.setattr("elsa_core.dispatch.eager_least", lambda *given: 0)
     return counts
 
 
@@ -309,7 +309,7 @@ def test_pytorchs_own_setting_is_kept(launches):
 
 def test_a_graph_records_the_kernel_of_a_small_layer():
     """Also where nothing was called before: kernels are loaded while a graph is captured."""
-    from elsa_core.linear import linear
+    from elsa_core.ops.linear.api import linear
 
     x, w, b = operands(197, 192, 576)
     with torch.inference_mode():
@@ -342,10 +342,10 @@ def test_a_patched_block_trains(launches):
 @pytest.fixture
 def never_small(monkeypatch):
     """Eager calls take the kernels whatever their size."""
-    from elsa_core import routing
+    from elsa_core import dispatch
     from elsa_core.backends.triton.linear import gate
 
-    for module in (gate, routing):
+    for module in (gate, dispatch):
         monkeypatch.setattr(module, "eager_least", lambda *_: 0)
 
 
@@ -371,7 +371,7 @@ def test_families_that_fold_their_residuals(name, never_small):
 
 
 def test_products_are_measured_for_a_table(monkeypatch):
-    from elsa_core.bench.tune import linear
+    from elsa_core.profiling.bench.tune import linear
 
     monkeypatch.setattr(linear, "SHAPES", ((197, 768, 768), (1576, 768, 2304)))
     found = linear.run(torch.device("cuda"), rounds=3, budget_seconds=0.5)

@@ -19,10 +19,11 @@ from sampling import some
 from skipping_interpreted import CASES, F16
 
 import elsa_core as elsa
-from elsa_core import routing, skipping
+from elsa_core import dispatch
 from elsa_core.backends.support import Request
 from elsa_core.backends.triton.attention import sparse
-from elsa_core.operators import sparse as operator
+from elsa_core.base import skipping
+from elsa_core.ops.sparse import record as operator
 
 KINDS = {"Index": "i64", "Counts": "i64"}
 # bytes of shared memory that a program may have
@@ -109,8 +110,8 @@ def test_what_the_kernel_shares_with_the_operator():
 
 def test_auto_does_not_choose_it_and_support_says_why_not():
     request = Request("cuda", torch.float32, 64, 64, "strict", "sparse_attention")
-    name, reasons = routing.select(request)
-    assert name == "eager" and "triton" in routing.names("sparse_attention")
+    name, reasons = dispatch.select(request)
+    assert name == "eager" and "triton" in dispatch.names("sparse_attention")
     assert any(reason.startswith("triton: ") and "measured" in reason for reason in reasons)
     assert "256" in sparse.support(request._replace(head_dim=256)).reason
     assert "turbo" in sparse.support(request._replace(precision="turbo")).reason

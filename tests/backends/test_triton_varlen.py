@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends.support import Request, Support
 
 pytest.importorskip("triton")
@@ -86,22 +86,22 @@ def test_values_of_no_channel_are_not_for_kernels(
     """Their lse was what stood in memory, or minus infinity."""
     monkeypatch.setattr("elsa_core.backends.triton._environment", lambda _: Support(True))
     request = Request("cuda", torch.float32, 64, 0, "strict", operator)
-    name, reasons = routing.select(request)
+    name, reasons = dispatch.select(request)
     assert name == "eager" and any("one channel or more" in reason for reason in reasons)
-    assert routing.select(request._replace(value_dim=8, head_dim=0))[0] == "triton"
+    assert dispatch.select(request._replace(value_dim=8, head_dim=0))[0] == "triton"
 
 
 def test_auto_takes_it_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "triton" in routing.names("varlen_attention")
+    assert "triton" in dispatch.names("varlen_attention")
     request = Request("cuda", torch.float32, 64, 64, "strict", "varlen_attention")
     asked = "elsa_core.backends.triton.attention.varlen.support"
     monkeypatch.setattr(asked, lambda _: Support(True))
-    assert routing.select(request) == ("triton", ())
+    assert dispatch.select(request) == ("triton", ())
     trained = request._replace(gradient=("query",))
-    assert routing.route(trained).reasons[-1] == "gradients: those of attention of a padded batch"
-    half = routing.route(trained._replace(dtype=torch.float16)).reasons
-    assert half == ("gradients: by sdpa",) and routing.route(request).reasons == ()
+    assert dispatch.route(trained).reasons[-1] == "gradients: those of attention of a padded batch"
+    half = dispatch.route(trained._replace(dtype=torch.float16)).reasons
+    assert half == ("gradients: by sdpa",) and dispatch.route(request).reasons == ()
     monkeypatch.setattr(asked, lambda _: Support(False, "no GPU of its own"))
-    name, reasons = routing.select(request)
+    name, reasons = dispatch.select(request)
     assert name == "eager"
     assert "triton: no GPU of its own" in reasons

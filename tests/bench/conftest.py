@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from elsa_cli.schema import document
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends.support import Backend, Implementation, Support
 
 Offered = Callable[..., AbstractContextManager[None]]
@@ -31,10 +31,10 @@ def offered() -> Offered:
         run: Callable[..., Any], operator: str = "attention", **parts: Any
     ) -> Iterator[None]:
         made = Implementation(lambda _: Support(True), run, lambda *_: "", lambda _: "", **parts)
-        routing.register(Backend("toy", "cpu", {operator: made}), ahead_of="native")
+        dispatch.register(Backend("toy", "cpu", {operator: made}), ahead_of="native")
         try:
             yield
         finally:
-            routing.unregister("toy")
+            dispatch.unregister("toy")
 
     return registered

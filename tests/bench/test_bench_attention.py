@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from elsa_core.bench import attention, peers, results
-from elsa_core.bench.cases import Case, inputs
-from elsa_core.bench.results import Measurement, Report, Settings
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.measuring import busy, timing
 from elsa_core.measuring.timing import Contender
+from elsa_core.profiling.bench import attention, peers, results
+from elsa_core.profiling.bench.cases import Case, inputs
+from elsa_core.profiling.bench.results import Measurement, Report, Settings
 
 CASE = Case("vit", 1, 2, 33, 33, 16, goal=1e-6)
 MASKED = Case("sweep", 1, 2, 21, 21, 16, mask="additive")

@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elsa_core.bench.cases import (
-    DTYPES,
-    Case,
-    all_tables,
-    inputs,
-    lengths_of,
-    select,
-)
 from elsa_core.errors import ArgumentError
 from elsa_core.precision import validate
+from elsa_core.profiling.bench.cases import DTYPES, Case, all_tables, inputs, lengths_of, select
 
 TABLES = all_tables()
 

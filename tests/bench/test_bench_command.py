@@ -11,8 +11,8 @@ import pytest
 
 from elsa_cli.main import run
 from elsa_core import reference
-from elsa_core.bench import attention
 from elsa_core.measuring import busy
+from elsa_core.profiling.bench import attention
 
 from .conftest import Offered
 

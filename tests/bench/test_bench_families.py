@@ -12,13 +12,13 @@ import torch
 
 from benchmarks import tables
 from elsa_cli.main import run
-from elsa_core.bench import families, models, published
-from elsa_core.bench.model_cases import ModelCase
 from elsa_core.errors import ArgumentError
 from elsa_core.loading.libraries import default_recipe
 from elsa_core.loading.spec import parse
 from elsa_core.measuring import busy
-from elsa_core.surveying import catalogue
+from elsa_core.profiling.bench import families, models, published
+from elsa_core.profiling.bench.model_cases import ModelCase
+from elsa_core.proof import catalogue
 
 ROOT = Path(__file__).parents[2]
 TINY = (

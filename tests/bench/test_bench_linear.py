@@ -11,9 +11,9 @@ import torch
 
 from elsa_cli import schema
 from elsa_cli.main import run
-from elsa_core.bench.tune import linear
-from elsa_core.bench.tune.linear import Product
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.profiling.bench.tune import linear
+from elsa_core.profiling.bench.tune.linear import Product
 
 pytest.importorskip("triton")
 from elsa_core.backends.support import Request

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elsa_core import reference
-from elsa_core.bench import flash4, peers
-from elsa_core.bench.attention import measure
-from elsa_core.bench.cases import Case, all_tables, bench_of, inputs, select
-from elsa_core.bench.peers import Inputs, field_of
-from elsa_core.bench.results import Settings
+from elsa_core.profiling.bench import flash4, peers
+from elsa_core.profiling.bench.attention import measure
+from elsa_core.profiling.bench.cases import Case, all_tables, bench_of, inputs, select
+from elsa_core.profiling.bench.peers import Inputs, field_of
+from elsa_core.profiling.bench.results import Settings
 
 VARLEN = Case("varlen", 4, 2, 24, 24, 8)
 PLAIN = Case("gradients", 2, 3, 24, 24, 8)

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from elsa_cli.main import run
-from elsa_core.bench import products
-from elsa_core.bench.products import ProductCase
+from elsa_core.dispatch import measured
 from elsa_core.measuring import busy
-from elsa_core.routing import measured
+from elsa_core.profiling.bench import products
+from elsa_core.profiling.bench.products import ProductCase
 
 from .conftest import Offered
 

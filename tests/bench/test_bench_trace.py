@@ -14,10 +14,10 @@ from elsa_core import explain, monoid
 from elsa_core.backends import native
 from elsa_core.backends.partition import Partition, RoundTrip
 from elsa_core.backends.support import Request
-from elsa_core.bench import trace
-from elsa_core.bench.cases import Case, inputs
-from elsa_core.bench.peers import Inputs
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.profiling.bench import trace
+from elsa_core.profiling.bench.cases import Case, inputs
+from elsa_core.profiling.bench.peers import Inputs
 
 from .conftest import Offered
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks import tables
 from elsa_cli.main import run
-from elsa_core.bench import published, training
-from elsa_core.bench.model_cases import ModelCase
 from elsa_core.measuring import busy
+from elsa_core.profiling.bench import published, training
+from elsa_core.profiling.bench.model_cases import ModelCase
 
 from .conftest import Offered
 

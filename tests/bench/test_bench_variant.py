@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from elsa_core import operators
-from elsa_core.bench import attention, cases
-from elsa_core.bench.operators import Bench
-from elsa_core.bench.peers import Inputs
-from elsa_core.bench.results import Settings
+from elsa_core import ops
 from elsa_core.measuring.timing import Contender
-from elsa_core.operators.record import _RECORDS
+from elsa_core.ops.factory import _RECORDS
+from elsa_core.profiling.bench import attention, cases
+from elsa_core.profiling.bench.operators import Bench
+from elsa_core.profiling.bench.peers import Inputs
+from elsa_core.profiling.bench.results import Settings
 
 
 def _squared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ BENCH = Bench(
     },
     _exact,
 )
-RECORD = operators.Operator(
+RECORD = ops.Operator(
     name="test_squared_bench",
     schema="(Tensor query, Tensor key, Tensor value) -> Tensor",
     reference=_squared,
@@ -54,7 +54,7 @@ RECORD = operators.Operator(
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> Iterator[None]:
     """The variant, for the length of this module: other tests list every table that there is."""
-    operators.register(RECORD)
+    ops.register(RECORD)
     yield
     _RECORDS.pop(RECORD.name)
 
@@ -70,6 +70,6 @@ def test_a_variant_says_its_cases_in_one_place() -> None:
 
 def test_the_operators_of_elsa_keep_their_tables() -> None:
     of_windows = cases.all_tables()["cpu"]["window"][0]
-    assert cases.bench_of(of_windows) is operators.WINDOW_ATTENTION.part("bench")
+    assert cases.bench_of(of_windows) is ops.WINDOW_ATTENTION.part("bench")
     own = cases.from_shape("1,2,9,16")
-    assert cases.bench_of(own) is operators.ATTENTION.part("bench")
+    assert cases.bench_of(own) is ops.ATTENTION.part("bench")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from elsa_core.bench import plots
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.measuring import plots as drawing
+from elsa_core.profiling.bench import plots
 
 
 def case(tokens: int, **more: Any) -> dict[str, Any]:

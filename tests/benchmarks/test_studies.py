@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from benchmarks import convergence, entmax, harness, long_context, packed_decoding
-from elsa_core.bench import published
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.measuring.timing import Contender
 from elsa_core.patching.rewrite import patch
+from elsa_core.profiling.bench import published
 
 SHORT = ("--device", "cpu", "--rounds", "1", "--budget", "0.05", "--quick")
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import publish, tables
 from elsa_cli.commands import bench, profile
-from elsa_core.bench import published, summary
 from elsa_core.errors import ArgumentError
+from elsa_core.profiling.bench import published, summary
 
 
 def measured(name: str, seconds: float, **more: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elsa_core.surveying import catalogue, coverage
-from elsa_core.surveying.coverage import Coverage, Kept
+from elsa_core.proof import catalogue, coverage
+from elsa_core.proof.coverage import Coverage, Kept
 
 from .conftest import Elsa
 from .test_commands import document

@@ -96,8 +96,8 @@ def test_help(elsa: Elsa) -> None:
 
 
 def test_offered_names_are_those_of_the_core() -> None:
-    from elsa_core.bench import cases, models, products, training
-    from elsa_core.model_runs.variants import BASELINES
+    from elsa_core.profiling.bench import cases, models, products, training
+    from elsa_core.profiling.runs.variants import BASELINES
 
     assert (*BASELINES, "all") == completion.BASELINES
     rows = json.loads(DEVICES.read_text())["devices"]

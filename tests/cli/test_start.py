@@ -94,7 +94,7 @@ def test_a_plot_without_matplotlib_fails_at_once(command: tuple[str, ...], tmp_p
 
 
 def test_version(process: Elsa) -> None:
-    from elsa_core.version import __version__
+    from elsa_core.base.version import __version__
 
     assert process("--version").out == f"elsa {__version__}\n"
 

@@ -13,13 +13,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
-from elsa_core import entmax_varlen, operators, routing
+from elsa_core import dispatch, ops
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
-from elsa_core.varlen import Packed
+from elsa_core.ops.entmax import varlen as entmax_varlen
+from elsa_core.ops.varlen.api import Packed
 
 QUERIES, KEYS = [5, 0, 70, 1, 3], [5, 4, 66, 0, 130]
-OPERATOR = operators.ENTMAX_VARLEN_ATTENTION
+OPERATOR = ops.ENTMAX_VARLEN_ATTENTION
 
 
 def bounds(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
@@ -40,7 +41,7 @@ def of_sequences() -> Tensor:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public function takes the operator, as on CUDA, by plain PyTorch."""
-    monkeypatch.setattr(entmax_varlen, "_served_by", lambda *kind: routing.PLAIN)
+    monkeypatch.setattr(entmax_varlen, "_served_by", lambda *kind: dispatch.PLAIN)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -62,7 +63,7 @@ def test_it_is_the_loop_over_sequences(
         return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
     looped = call()
-    monkeypatch.setattr(entmax_varlen, "_served_by", lambda *kind: routing.PLAIN)
+    monkeypatch.setattr(entmax_varlen, "_served_by", lambda *kind: dispatch.PLAIN)
     for x, y in zip(call(), looped, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
     terms = (70, 130, 1.5, causal, 8**-0.5)
@@ -210,17 +211,17 @@ def test_longest_lengths_of_a_wrong_kind_are_named(name: str, served: None) -> N
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton is said to run, and tensors on "cuda" have no memory."""
     monkeypatch.setattr("elsa_core.backends.triton._environment", lambda _: Support(True))
-    routing.choose.chosen.cache_clear()
+    dispatch.choose.chosen.cache_clear()
     with FakeTensorMode():
         yield
-    routing.choose.chosen.cache_clear()  # what was chosen for that GPU
+    dispatch.choose.chosen.cache_clear()  # what was chosen for that GPU
 
 
 def test_who_is_asked_on_a_gpu(gpu: None) -> None:
     kind = ("cuda:0", torch.float32, 8, 6, "strict")
     for backend in ("auto", "triton"):
         assert entmax_varlen._served_by(*kind, backend) == "triton"
-        assert routing.name_of("entmax_attention", *kind, backend) == "triton"
+        assert dispatch.name_of("entmax_attention", *kind, backend) == "triton"
     for other in ("sdpa", "nobody", "eager"):
         assert entmax_varlen._served_by(*kind, other) == ""
     for backend in ("auto", "triton"):

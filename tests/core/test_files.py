@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elsa_core import files
+from elsa_core.base import files
 from elsa_core.errors import ArgumentError, ModelError
 
 

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import elsa_core as elsa
-from elsa_core import operators
+from elsa_core import ops
 
 
 def count(call: Callable[[], Any]) -> int:
@@ -27,9 +27,9 @@ def count(call: Callable[[], Any]) -> int:
 
 
 def test_every_operator_with_products_has_a_formula() -> None:
-    names = [name for record in operators.records() if record.fake for name in record.names]
+    names = [name for record in ops.records() if record.fake for name in record.names]
     names += [
-        f"{name}_backward" for record in operators.records() for name in record.names
+        f"{name}_backward" for record in ops.records() for name in record.names
         if record.gradients and record.gradients.backward
     ]  # fmt: skip
     names = [name for name in names if not name.startswith("elsa::test_")]  # of other tests

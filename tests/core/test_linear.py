@@ -12,12 +12,12 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends import onednn as onednn_backend
 from elsa_core.backends import processor
 from elsa_core.backends.triton.linear import gate as module
-from elsa_core.linear import explain_linear, linear, served
-from elsa_core.routing import measured
+from elsa_core.dispatch import measured
+from elsa_core.ops.linear.api import explain_linear, linear, served
 
 ROOT = Path(__file__).parents[2]
 OPERATOR = torch.ops.elsa.linear.default
@@ -66,7 +66,7 @@ def test_a_product_that_was_measured_to_lose_is_pytorchs(kernel, hopper, monkeyp
     """Every published product, and no other one is kept from the kernels."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: mode == "graph")
     if mode == "eager":
-        monkeypatch.setattr(routing, "eager_least", lambda operator, dtype: 0)
+        monkeypatch.setattr(dispatch, "eager_least", lambda operator, dtype: 0)
     products = measured_products()
     assert products[50176, 96, 288] < 1 < products[25088, 96, 288]
     for (rows, channels, columns), gain in products.items():
@@ -164,7 +164,7 @@ def maker(out):
 
 
 def test_a_large_call_takes_the_kernel(kernel, monkeypatch):
-    monkeypatch.setattr(routing, "eager_least", lambda operator, dtype: 0)
+    monkeypatch.setattr(dispatch, "eager_least", lambda operator, dtype: 0)
     given = on_gpu()
     assert torch.equal(linear(*given), functional.linear(*given))
     assert kernel == [1]
@@ -185,7 +185,7 @@ def test_a_small_eager_call_is_pytorchs(kernel, monkeypatch):
 
 
 def test_a_gradient_takes_the_kernel_in_fewer_steps(kernel, monkeypatch):
-    monkeypatch.setattr(routing, "eager_least", lambda operator, dtype: 0)
+    monkeypatch.setattr(dispatch, "eager_least", lambda operator, dtype: 0)
     monkeypatch.setattr(module, "LEAST_TRAINED", 0)
     x, w, b = on_gpu()
     w = w.requires_grad_()

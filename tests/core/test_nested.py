@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import elsa_core as elsa
-from elsa_core import varlen
 from elsa_core.errors import ArgumentError
+from elsa_core.ops.varlen import api as varlen
 
 LENGTHS, OTHERS = [5, 1, 70], [9, 33, 2]
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
-from elsa_core import backends, calls, operators, routing
+from elsa_core import backends, dispatch, ops
 from elsa_core.backends import processor, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
+from elsa_core.base import calls
+from elsa_core.dispatch import choose, measured, table
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.routing import choose, measured, table
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -165,7 +166,7 @@ def request(**changes) -> Request:
     ],
 )
 def test_who_computes_gradients(changes, name, monkeypatch) -> None:
-    table = importlib.import_module("elsa_core.routing.table")
+    table = importlib.import_module("elsa_core.dispatch.table")
     monkeypatch.setattr(table, "_triton_backward", lambda: None)
     assert choose.gradient_name(request(**changes))[0] == name
 
@@ -184,9 +185,9 @@ def test_who_computes_gradients(changes, name, monkeypatch) -> None:
     ],
 )
 def test_whose_training_is_whole(device, dtype, dims, precision, name, monkeypatch) -> None:
-    table = importlib.import_module("elsa_core.routing.table")
+    table = importlib.import_module("elsa_core.dispatch.table")
     monkeypatch.setattr(table, "_triton_backward", lambda: None)
-    routing_name = routing.training_name("attention", device, dtype, *dims, precision, ("query",))
+    routing_name = dispatch.training_name("attention", device, dtype, *dims, precision, ("query",))
     assert routing_name == name
 
 
@@ -221,7 +222,7 @@ def test_small_masked_calls_train_by_the_native_kernels() -> None:
     assert elsa.explain(q, q, q, mask).backend == "native"
     assert elsa.explain(q, q, q, mask.float()).backend == "sdpa"
     kind = ("attention", "cuda", torch.float32, 64, 64, "strict", ("query",), 1)
-    assert routing.training_name(*kind, masked=True) == "sdpa"  # not measured to be slower
+    assert dispatch.training_name(*kind, masked=True) == "sdpa"  # not measured to be slower
 
 
 def test_a_gradient_of_the_mask_alone_is_not_for_whole_calls(trains_whole, monkeypatch) -> None:
@@ -323,8 +324,8 @@ def test_a_row_is_called_where_it_holds(monkeypatch) -> None:
         served.append(q.shape)
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
-    chosen = routing.Chosen("native", operators.ATTENTION.eager, None, ((row, serve),))
-    monkeypatch.setattr(routing, "chosen", lambda *_: chosen)
+    chosen = dispatch.Chosen("native", ops.ATTENTION.eager, None, ((row, serve),))
+    monkeypatch.setattr(dispatch, "chosen", lambda *_: chosen)
     q = make(1, 2, 8, 16)
     torch.testing.assert_close(elsa.attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
     assert len(served) == 1
@@ -353,8 +354,8 @@ def test_a_row_of_causal_calls(monkeypatch) -> None:
         served.append(is_causal)
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
 
-    chosen = routing.Chosen("native", operators.ATTENTION.eager, None, ((row, serve),))
-    monkeypatch.setattr(routing, "chosen", lambda *_: chosen)
+    chosen = dispatch.Chosen("native", ops.ATTENTION.eager, None, ((row, serve),))
+    monkeypatch.setattr(dispatch, "chosen", lambda *_: chosen)
     q = make(1, 2, 8, 16)
     out = elsa.attention(q, q, q, is_causal=True)
     exact = F.scaled_dot_product_attention(*[q.double()] * 3, is_causal=True)
@@ -383,8 +384,8 @@ def test_a_row_of_masked_calls(monkeypatch) -> None:
         served.append(mask.shape)
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
 
-    chosen = routing.Chosen("native", operators.ATTENTION.eager, None, ((row, serve),))
-    monkeypatch.setattr(routing, "chosen", lambda *_: chosen)
+    chosen = dispatch.Chosen("native", ops.ATTENTION.eager, None, ((row, serve),))
+    monkeypatch.setattr(dispatch, "chosen", lambda *_: chosen)
     q, mask = make(2, 2, 8, 16).half(), make(8, 8).half()
     for given in (mask, mask.expand(2, 2, 8, 8), mask[None]):
         out = elsa.attention(q, q, q, given)
@@ -421,14 +422,14 @@ def test_a_graph_of_one_length_takes_its_row(monkeypatch) -> None:
         served.append(any("scaled_dot" in str(node.target) for node in graph.graph.nodes))
         return graph.forward
 
-    found = routing.rows_of
+    found = dispatch.rows_of
 
     def rows_of(*kind):
         return (row,) if kind[-1] == "auto" else found(*kind)
 
     rows_of._dynamo_marked_constant = True
-    monkeypatch.setattr(routing, "rows_of", rows_of)
-    monkeypatch.setitem(routing.BY_ROW, ("attention", "sdpa"), serve)
+    monkeypatch.setattr(dispatch, "rows_of", rows_of)
+    monkeypatch.setitem(dispatch.BY_ROW, ("attention", "sdpa"), serve)
 
     def attend(x: Tensor, backend: str = "auto") -> Tensor:
         return elsa.attention(x, x, x, backend=backend)
@@ -457,10 +458,10 @@ def test_a_graph_of_one_length_takes_its_row(monkeypatch) -> None:
 
 def test_plain_pytorch_is_named_for_every_operator() -> None:
     """Also for those that are no part of this package, as `backend=` takes it."""
-    assert routing.names("varlen_attention")[0] == "auto"
-    for record in operators.records():
-        assert routing.names(record.name)[-1] == routing.PLAIN
-    assert routing.names("no such operator") == ("auto",)
+    assert dispatch.names("varlen_attention")[0] == "auto"
+    for record in ops.records():
+        assert dispatch.names(record.name)[-1] == dispatch.PLAIN
+    assert dispatch.names("no such operator") == ("auto",)
 
 
 def test_the_table_is_data_with_its_reasons() -> None:
@@ -470,12 +471,12 @@ def test_the_table_is_data_with_its_reasons() -> None:
     for kind in ("inference", "training"):
         assert table[kind]
         for row in table[kind]:
-            assert operators.record(row["operator"])
+            assert ops.record(row["operator"])
             if "backward" not in row:
-                assert row["backend"] in routing.names(row["operator"])
+                assert row["backend"] in dispatch.names(row["operator"])
             for name in row.get("backward", ()):
-                offered = routing.implementation(row["operator"], name)
-                assert name == routing.PLAIN or (offered.gradient and offered.backward)
+                offered = dispatch.implementation(row["operator"], name)
+                assert name == dispatch.PLAIN or (offered.gradient and offered.backward)
 
 
 # By name, and guests
@@ -493,7 +494,7 @@ def test_sdpa_by_name() -> None:
 
 
 def test_the_command_line_names_the_same_backends() -> None:
-    assert routing.names() == importlib.import_module("elsa_cli.options").BACKENDS
+    assert dispatch.names() == importlib.import_module("elsa_cli.options").BACKENDS
 
 
 @pytest.fixture
@@ -510,9 +511,9 @@ def guest():
         return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
     offered = Implementation(support, run, lambda *_: "all at once", lambda _: "as it is")
-    routing.register(Backend("guest", "cpu", {"attention": offered}), ahead_of="native")
+    dispatch.register(Backend("guest", "cpu", {"attention": offered}), ahead_of="native")
     yield
-    routing.unregister("guest")
+    dispatch.unregister("guest")
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
@@ -533,13 +534,13 @@ def test_a_backend_of_another_package(guest) -> None:
     with pytest.raises(UnavailableError, match="24 alone"):
         elsa.attention(other, other, other, backend="guest")
     with pytest.raises(ArgumentError, match="already"):
-        routing.register(Backend("guest", None, {}))
+        dispatch.register(Backend("guest", None, {}))
 
 
 def test_a_guest_that_left_is_gone() -> None:
     q = make(1, 2, 5, 24)
     assert elsa.explain(q, q, q).backend == "native"
-    assert "guest" not in routing.names()
+    assert "guest" not in dispatch.names()
 
 
 def _squared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -547,8 +548,8 @@ def _squared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True) @ value
 
 
-SQUARED = operators.register(
-    operators.Operator(
+SQUARED = ops.register(
+    ops.Operator(
         name="test_squared_attention",
         schema="(Tensor query, Tensor key, Tensor value) -> Tensor",
         reference=_squared,
@@ -566,11 +567,11 @@ def test_a_variant_with_a_reference_alone() -> None:
     assert torch.autograd.gradcheck(operator.default, (q, q, q))
     torch.library.opcheck(operator.default, (q, q, q))
     of_it = Request("cpu", torch.float32, 8, 8, "strict", SQUARED.name, gradient=("query",))
-    route = routing.route(of_it)
+    route = dispatch.route(of_it)
     assert route.backend == "eager" and "gradients" in route.reasons[-1]
-    assert operators.of("elsa::test_squared_attention") is SQUARED and not SQUARED.kind
+    assert ops.of("elsa::test_squared_attention") is SQUARED and not SQUARED.kind
     with pytest.raises(ValueError, match="registered already"):
-        operators.register(SQUARED)
+        ops.register(SQUARED)
 
 
 def test_explain_of_windows() -> None:
@@ -644,7 +645,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
-    caches = (triton._environment, routing.chosen, routing.choose._training_name)
+    caches = (triton._environment, dispatch.chosen, dispatch.choose._training_name)
     for each in caches:
         each.cache_clear()
     yield
@@ -656,18 +657,18 @@ CUDA_KIND = (torch.float16, 64, 64, "strict")
 
 
 def test_each_gpu_is_asked_about_itself(two_gpus) -> None:
-    names = [routing.name_of("attention", f"cuda:{i}", *CUDA_KIND, "auto") for i in (0, 1)]
+    names = [dispatch.name_of("attention", f"cuda:{i}", *CUDA_KIND, "auto") for i in (0, 1)]
     assert names == ["triton", "eager"]
-    assert [routing.whole_name("attention", f"cuda:{i}", *CUDA_KIND) for i in (0, 1)] == [
+    assert [dispatch.whole_name("attention", f"cuda:{i}", *CUDA_KIND) for i in (0, 1)] == [
         "",
         "sdpa",
     ]
     with pytest.raises(UnavailableError, match="sm_80"):
-        routing.name_of("attention", "cuda:1", *CUDA_KIND, "triton")
+        dispatch.name_of("attention", "cuda:1", *CUDA_KIND, "triton")
 
 
 def test_float64_is_left_to_the_reference(two_gpus) -> None:
-    assert not routing.whole_name("attention", "cuda:1", torch.float64, 64, 64, "strict")
+    assert not dispatch.whole_name("attention", "cuda:1", torch.float64, 64, 64, "strict")
 
 
 @pytest.mark.parametrize(("place", "name"), [("cuda:0", "triton"), ("cuda:1", "sdpa")])
@@ -678,10 +679,10 @@ def test_a_gpu_without_kernels_has_pytorchs(two_gpus, monkeypatch, place, name) 
     def answer(each, run, *args):  # PyTorch's own operations would ask a driver
         return run(*args) if each == "triton" else (args[0], args[0])
 
-    real = {name: routing.RUNS["attention", name] for name in ("eager", "sdpa", "triton")}
+    real = {name: dispatch.RUNS["attention", name] for name in ("eager", "sdpa", "triton")}
     for each, run in real.items():
         monkeypatch.setitem(
-            routing.RUNS, ("attention", each),
+            dispatch.RUNS, ("attention", each),
             lambda *args, each=each, run=run: called.append(each) or answer(each, run, *args),
         )  # fmt: skip
     monkeypatch.setattr(measured, "rows", lambda *_: ())
@@ -705,10 +706,10 @@ def test_float32_fma_on_a_gpu_without_triton(two_gpus, monkeypatch) -> None:
 
     monkeypatch.setattr(portable, "_ready", lambda *_: Support(True))
     kind = (torch.float32, 64, 64)
-    assert routing.name_of("attention", "cuda:1", *kind, "ieee", "auto") == "portable"
-    assert routing.name_of("attention", "cuda:0", *kind, "ieee", "auto") == "triton"
-    assert routing.name_of("attention", "cuda:1", *kind, "strict", "auto") == "eager"
-    assert routing.whole_name("attention", "cuda:1", *kind, "strict") == "sdpa"
+    assert dispatch.name_of("attention", "cuda:1", *kind, "ieee", "auto") == "portable"
+    assert dispatch.name_of("attention", "cuda:0", *kind, "ieee", "auto") == "triton"
+    assert dispatch.name_of("attention", "cuda:1", *kind, "strict", "auto") == "eager"
+    assert dispatch.whole_name("attention", "cuda:1", *kind, "strict") == "sdpa"
 
 
 def test_two_threads_that_first_call_a_backend(tmp_path, monkeypatch):

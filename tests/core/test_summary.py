@@ -7,7 +7,7 @@ import timm
 import torch
 
 import elsa_core as elsa
-from elsa_core.summary import Summarised, Summary
+from elsa_core.base.summary import Summarised, Summary
 
 WORDS = {
     "patch": ["blocks.0-5.attn", "Attention"],

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 import elsa_core as elsa
 from elsa_cli import console, schema
 from elsa_cli.main import run
+from elsa_core.base.images import reader
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
-from elsa_core.evaluating import labelled_images
-from elsa_core.inputs.images import reader
 from elsa_core.loading.loader import load_model
 from elsa_core.measuring.intervals import Ratio
 from elsa_core.patching.adapters import is_patched
+from elsa_core.proof.labelled import labelled_images
 
 Elsa = Callable[..., tuple[int, str, str]]
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import elsa_core as elsa
-from elsa_core import calls
+from elsa_core.base import calls
 from elsa_core.exporting import artefacts, onnx_linear, quantised
 from elsa_core.exporting.export_target import export_target
 from elsa_core.exporting.onnx import export_onnx
-from elsa_core.operators.linear import ACTIVATIONS, plain
+from elsa_core.ops.linear.record import ACTIVATIONS, plain
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import elsa_core as elsa
 from elsa_core.exporting import ort_library
 from elsa_core.exporting.onnx import export_onnx
-from elsa_core.window import window_attention
+from elsa_core.ops.window.api import window_attention
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")

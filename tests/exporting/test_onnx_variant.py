@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from elsa_core import operators
+from elsa_core import ops
 from elsa_core.exporting.onnx import export_onnx
 from elsa_core.exporting.onnx_operator import (
     Body,
@@ -65,9 +65,9 @@ def _rewrite(graph: Graph, node: Node) -> None:
     take_over(graph, node, new)
 
 
-def _record(name: str, **parts: Any) -> operators.Operator:
-    return operators.register(
-        operators.Operator(
+def _record(name: str, **parts: Any) -> ops.Operator:
+    return ops.register(
+        ops.Operator(
             name=name,
             schema="(Tensor query, Tensor key, float scale) -> Tensor",
             reference=_squared,
@@ -83,7 +83,7 @@ WITHOUT = _record("test_squared_plain")
 
 
 class Squared(nn.Module):
-    def __init__(self, record: operators.Operator) -> None:
+    def __init__(self, record: ops.Operator) -> None:
         super().__init__()
         self.operator = record.overload
 
@@ -95,7 +95,7 @@ class Squared(nn.Module):
 @pytest.mark.parametrize("mode", ["custom", "standard", "custom-only"])
 @pytest.mark.parametrize("record", [WITH, WITHOUT], ids=lambda record: record.name)
 def test_a_variant_says_its_onnx_in_one_place(
-    record: operators.Operator, mode: str, tmp_path: Path
+    record: ops.Operator, mode: str, tmp_path: Path
 ) -> None:
     path, x = tmp_path / "model.onnx", torch.rand(3, 2, 5, 8)
     export_onnx(Squared(record).eval(), (x[:2],), path, mode=mode)
@@ -112,6 +112,6 @@ def test_a_variant_says_its_onnx_in_one_place(
 
 def test_a_record_knows_no_exporter() -> None:
     """Its parts are names until somebody asks for them."""
-    assert isinstance(operators.ATTENTION.onnx, str)
-    assert operators.ATTENTION.part("onnx").operators[0].name == "Attention"
-    assert operators.SPLIT_WEIGHT.part("onnx") is None
+    assert isinstance(ops.ATTENTION.onnx, str)
+    assert ops.ATTENTION.part("onnx").operators[0].name == "Attention"
+    assert ops.SPLIT_WEIGHT.part("onnx") is None

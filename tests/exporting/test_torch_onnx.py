@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from warm import Warm
 
 import elsa_core as elsa
-from elsa_core import operators
+from elsa_core import ops
 from elsa_core.errors import ModelError
 from elsa_core.exporting.onnx import export_onnx
 
@@ -189,7 +189,7 @@ def test_translations_leave_the_compiler_alone(monkeypatch: pytest.MonkeyPatch) 
     """Inductor refuses an operator that PyTorch decomposes, where CI is set."""
     from torch._decomp import get_decompositions
 
-    assert not get_decompositions([operator.overload for operator in operators.records()])
+    assert not get_decompositions([operator.overload for operator in ops.records()])
     monkeypatch.setenv("CI", "true")
     torch.manual_seed(5)
     x = torch.randn(1, 2, 5, 8)
@@ -266,8 +266,8 @@ def _squared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True) @ value
 
 
-TOY = operators.register(
-    operators.Operator(
+TOY = ops.register(
+    ops.Operator(
         name="test_squared_export",
         schema="(Tensor query, Tensor key, Tensor value) -> Tensor",
         reference=_squared,

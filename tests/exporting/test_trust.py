@@ -26,7 +26,7 @@ from sampling import some
 from torch import nn
 
 from elsa_cli.main import run
-from elsa_core import files
+from elsa_core.base import files
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.exporting import archive, signature
 from elsa_core.exporting import verify as verifying

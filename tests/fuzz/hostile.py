@@ -23,15 +23,15 @@ from safetensors.torch import save
 from elsa_cli import config
 from elsa_cli.commands import patch
 from elsa_cli.main import all_commands, run
-from elsa_core.attention import attention
 from elsa_core.backends import compiler, native
+from elsa_core.base.images import load_images
 from elsa_core.exporting import archive
 from elsa_core.exporting.manifest import inside, parse_manifest
 from elsa_core.exporting.verify import verify
-from elsa_core.inputs.images import load_images
 from elsa_core.loading.plan import read_plan
 from elsa_core.loading.shards import read_sharded
 from elsa_core.loading.weights import read_safetensors
+from elsa_core.ops.attention.api import attention
 
 from . import windows
 from .engine import Target, answered

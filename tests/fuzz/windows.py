@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elsa_core.window import window_attention
+from elsa_core.ops.window.api import window_attention
 
 from .engine import Target, answered
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import elsa_core as elsa
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends.support import Backend
 from elsa_core.backends.triton.attention.schedules.stream import stream_k
 from elsa_core.backends.triton.shared.device import Described, describing
@@ -214,15 +214,15 @@ def test_more_lists_than_are_compared(
 
 @contextmanager
 def registered() -> Iterator[None]:
-    routing.register(Backend("of_a_test", "cpu", {}))
+    dispatch.register(Backend("of_a_test", "cpu", {}))
     try:
         yield
     finally:
-        routing.unregister("of_a_test")
+        dispatch.unregister("of_a_test")
 
 
 SWITCHES: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "unmeasured": lambda: routing.unmeasured(routing.GATED),
+    "unmeasured": lambda: dispatch.unmeasured(dispatch.GATED),
     "stream_k": stream_k,
     "another stream_k": lambda: stream_k(programs=2),
     "describing": lambda: describing(Described("H200", (9, 0), 132)),
@@ -238,14 +238,14 @@ def test_what_this_package_switches(tape: Tape, name: str) -> None:
     held = elsa.graphed(model)
     x = inputs()
     agree(held, model, x)
-    before = routing.switched()
+    before = dispatch.switched()
     with SWITCHES[name]():
         agree(held, model, x)
         assert tape.captures == 2
         with stream_k(least=3):
             agree(held, model, x)
         assert tape.captures == 3
-    assert (routing.switched() == before) == (name != "registered")
+    assert (dispatch.switched() == before) == (name != "registered")
     agree(held, model, x)
     again = 4 if name == "registered" else 3  # a registration is never taken for an older one
     assert tape.captures == again

@@ -14,7 +14,8 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from elsa_core import reading
+from elsa_core.base import reading
+from elsa_core.base.reading import parse_json, read_json
 from elsa_core.errors import ModelError
 from elsa_core.loading import weights
 from elsa_core.loading.checkpoint import read_checkpoint
@@ -22,7 +23,6 @@ from elsa_core.loading.loader import load_model
 from elsa_core.loading.plan import read_plan
 from elsa_core.loading.shards import read_sharded
 from elsa_core.loading.weights import read_header, read_safetensors
-from elsa_core.reading import parse_json, read_json
 
 READERS = [read_header, read_safetensors, read_checkpoint, read_json, read_plan]
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from elsa_core import files
+from elsa_core.base import files
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.exporting.artefacts import FILES
 from elsa_core.exporting.labels import LABELS_NAME

@@ -15,45 +15,33 @@ from pathlib import Path
 import pytest
 
 import elsa_core
-from elsa_core.routing import BACKENDS
+from elsa_core.dispatch import BACKENDS
 
 PACKAGE = Path(elsa_core.__file__).parent
 ROOT = PACKAGE.parent
-# From the bottom to the top: a package imports none of those above it, not even in a function.
-PUBLIC = (
-    "attention", "dense", "entmax", "linear", "nested", "nn", "sparsity", "sparsity_report",
-    "varlen", "window",
+# From the bottom to the top: a room imports none of those above it, not even in a function. An
+# operator's record lies below the one that chooses, its public function above.
+FLOORS = (
+    "errors", "base", "precision", "monoid", "reference", "backends", "records", "dispatch", "ops",
+    "nn", "distributed", "offload", "patching", "graphs", "measuring", "loading", "proof",
+    "exporting", "profiling",
 )  # fmt: skip
-SPREAD = ("distributed", "offload")
-TOOLS = ("bench", "evaluating", "exporting", "model_runs", "profiling", "surveying")
-MODELS = ("loading", "patching", "proof")
-TABLE = "elsa_core.routing.measured."  # the shipped table, which imports no other package
-# The one way up that is meant: `elsa.distributed.shard` and what else shards models.
-DOOR = ("distributed/__init__.py", "elsa_core.patching")
+RECORDS = re.compile(
+    r"elsa_core\.ops(\.(factory|flops|\w+\.(\w+_)?record|\w+\.portable)\b|\.[A-Z]|$)"
+)
+# The ways up that are meant: what shards models is also `elsa.distributed.shard`, and
+# `elsa.attention(offload=...)`. Kernels read the shipped table, which imports nothing.
+DOORS = {
+    ("distributed", "elsa_core.patching"), ("ops", "elsa_core.offload"),
+    ("backends", "elsa_core.ops.linear."),
+}  # fmt: skip
+TABLE = "elsa_core.dispatch.measured."
 # What backends share, and those that use another one: Triton's kernels in a library without Python
 # (cuda), and its call for shapes that its window kernels refuse (eager).
 SHARED = ("cache", "compiler", "partition", "philox", "processor", "support", "window_call")
 BESIDE = {("triton", "cuda"), ("cuda", "triton"), ("triton", "eager")}
 # A string that names a module, or an attribute of it; the first part of an f-string ends in a dot.
 NAMED = re.compile(r"elsa_core(\.\w+)+(\.|:\w+)?")
-ABOVE = {
-    "backends": ("measuring", "routing", *PUBLIC, *SPREAD, *MODELS, *TOOLS),
-    "operators": ("measuring", "routing", *PUBLIC, *SPREAD, *MODELS, *TOOLS),
-    "routing": (*PUBLIC, *SPREAD, *MODELS, *TOOLS),
-    "measuring": (*PUBLIC, *SPREAD, *MODELS, *TOOLS),
-    "inputs": ("backends", "operators", "measuring", "routing", *PUBLIC, *SPREAD, *MODELS, *TOOLS),
-    "offload": ("attention", "measuring", "varlen", *MODELS, *TOOLS),
-    "distributed": ("attention", "measuring", "offload", "varlen", *MODELS, *TOOLS),
-    "graphs": ("loading", "proof", "measuring", *TOOLS),
-    "patching": ("loading", "proof", *TOOLS),
-    "loading": ("proof", *TOOLS),
-    "proof": ("backends", "loading", *TOOLS),
-    "model_runs": ("bench", "evaluating", "exporting", "profiling", "surveying"),
-    "surveying": ("bench", "evaluating", "exporting", "profiling"),
-    "exporting": ("bench", "evaluating", "profiling", "surveying"),
-    "bench": ("evaluating", "exporting", "profiling", "surveying"),
-    "profiling": ("bench", "evaluating", "surveying"),
-}
 
 
 def names_in(node: ast.AST) -> list[str]:
@@ -67,35 +55,40 @@ def names_in(node: ast.AST) -> list[str]:
 
 
 def goes_to(name: str) -> str:
-    """The package or module of elsa_core that the dotted name lies in."""
-    return "".join(re.split("[.:]", name)[1:2])
+    """The room of elsa_core that the dotted name lies in."""
+    return "records" if RECORDS.match(name) else "".join(re.split("[.:]", name)[1:2])
 
 
-def imported(package: str) -> Iterator[tuple[str, str]]:
-    """Every module of elsa's that the modules of a package import, wherever the import stands.
+def imported(room: str) -> Iterator[tuple[str, str]]:
+    """Every module of elsa's that the modules of a room import, wherever the import stands.
 
-    Left out are the shipped table, `DOOR`, and the parts of an operator's record
+    Left out are the shipped table, `DOORS`, and the parts of an operator's record
     ("module:attribute"), which the packages that they lie in ask for.
     """
-    for path in (PACKAGE / package).rglob("*.py"):
-        module = path.relative_to(PACKAGE).as_posix()
+    for path in PACKAGE.rglob("*.py"):
+        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        if goes_to(module.removesuffix(".__init__")) != room:
+            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for name in names_in(node):
-                is_part = package == "operators" and ":" in name
-                is_door = module == DOOR[0] and f"{name}.".startswith(f"{DOOR[1]}.")
-                if is_part or is_door or f"{name}.".startswith(TABLE):
-                    continue
-                if name.startswith("elsa_"):
-                    yield module, name
+                is_part = room == "records" and ":" in name
+                is_door = any(room == one and name.startswith(door) for one, door in DOORS)
+                if name.startswith("elsa_") and not (is_part or is_door):
+                    yield path.relative_to(PACKAGE).as_posix(), name
 
 
-@pytest.mark.parametrize(("package", "forbidden"), ABOVE.items())
-def test_imports_go_one_way(package: str, forbidden: tuple[str, ...]) -> None:
-    found = list(imported(package))
-    assert found
-    for module, name in found:
+def test_every_room_has_its_floor() -> None:
+    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert rooms - {"__init__", "__pycache__", "csrc", "packs"} == {*FLOORS} - {"records"}
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_imports_go_one_way(room: str) -> None:
+    above = FLOORS[FLOORS.index(room) + 1 :]
+    for module, name in imported(room):
         assert not name.startswith("elsa_cli"), module
-        assert goes_to(name) not in forbidden, f"{module} imports {name}"
+        of_table = room == "backends" and f"{name}.".startswith(TABLE)
+        assert of_table or goes_to(name) not in above, f"{module} imports {name}"
 
 
 @pytest.mark.parametrize(
@@ -114,12 +107,12 @@ def test_a_way_up_is_seen_however_it_is_written(climb: str) -> None:
     assert [goes_to(name) for name in found] == ["patching"]
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_operators_know_no_backend(name: str) -> None:
-    tree = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))
-    names = [found for node in ast.walk(tree) for found in names_in(node)]
-    backends = [found for found in names if goes_to(found) == "backends"]
-    assert all(found.startswith("elsa_core.backends.support.") for found in backends), backends
+SHARED_WITH_OPS = ("elsa_core.backends.support.", "elsa_core.backends.philox")
+
+
+def test_public_operators_know_no_backend() -> None:
+    backends = [found for _, found in imported("ops") if goes_to(found) == "backends"]
+    assert all(found.startswith(SHARED_WITH_OPS) for found in backends), backends
 
 
 def test_a_backend_imports_no_other_backend() -> None:
@@ -164,10 +157,10 @@ def test_no_module_leads_back_to_itself() -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_only_routing_chooses_by_name() -> None:
+def test_only_dispatch_chooses_by_name() -> None:
     """A backend's name decides nothing elsewhere; measurements may name what they compare."""
     named = {backend.name for backend in BACKENDS}
-    apart = ("backends", "bench", "measuring", "model_runs", "profiling", "routing", "proof")
+    apart = ("backends", "measuring", "profiling", "dispatch", "proof")
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
         for path in PACKAGE.rglob("*.py")
@@ -196,10 +189,10 @@ def test_a_wheel_holds_the_code_and_no_results(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert not [name for name in names if "/results/" in name]
     assert {
-        "elsa_core/measuring/losses.json",
+        "elsa_core/dispatch/losses.json",
         "elsa_core/measuring/timing.py",
-        "elsa_core/bench/published.py",
-        "elsa_core/bench/tune/search.py",
+        "elsa_core/profiling/bench/published.py",
+        "elsa_core/profiling/bench/tune/search.py",
         "elsa_core/csrc/elsa/attention.cpp",
         "elsa_cli/main.py",
     } <= names

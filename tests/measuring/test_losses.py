@@ -7,9 +7,9 @@ import torch
 
 import elsa_core as elsa
 from benchmarks.losses import table
-from elsa_core.bench import published
-from elsa_core.measuring import losses
-from elsa_core.measuring.losses import TABLE
+from elsa_core.dispatch import losses
+from elsa_core.dispatch.losses import TABLE
+from elsa_core.profiling.bench import published
 
 CASE = {
     "batch": 1, "heads": 8, "queries": 1024, "keys": 1024, "head_dim": 64, "dtype": "fp32",

@@ -18,7 +18,7 @@ from elsa_core.measuring import rounds, timing
 from elsa_core.measuring.intervals import Ratio, middle_means, paired_times, ratio
 from elsa_core.measuring.rounds import Settings
 from elsa_core.measuring.timing import Contender
-from elsa_core.model_runs import variants
+from elsa_core.profiling.runs import variants
 from elsa_core.profiling.sites import SiteClock
 
 CPU = torch.device("cpu")

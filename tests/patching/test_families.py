@@ -16,7 +16,7 @@ from originals import of_original
 from sampling import thinned
 from torch import nn
 
-from elsa_core.inputs.cases import generated_inputs, text_shape
+from elsa_core.base.inputs import generated_inputs, text_shape
 from elsa_core.patching.rewrite import patch
 from elsa_core.proof.checking import CheckReport, check
 

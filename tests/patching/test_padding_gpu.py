@@ -44,7 +44,7 @@ def tensor(found: Any) -> torch.Tensor:
 @pytest.mark.parametrize("make", [naflexvit, siglip2])
 @torch.no_grad()
 def test_the_same_outputs(make: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elsa_core.routing.measured.eager_least", lambda *of: 0)
+    monkeypatch.setattr("elsa_core.dispatch.measured.eager_least", lambda *of: 0)
     packed: list[int] = []
     monkeypatch.setattr(
         padding, "varlen_attention", counted(packed, padding.varlen_attention), raising=True

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 import elsa_core as elsa
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends import processor
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
@@ -104,11 +104,11 @@ def test_the_table_says_where_layers_are_taken(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu = torch.device("cuda")
-    assert routing.scope(gpu, torch.float32) == "model"
-    assert routing.scope(gpu, torch.float16) == "attention"
-    assert routing.scope(torch.device("cpu"), torch.float32) == "attention"
+    assert dispatch.scope(gpu, torch.float32) == "model"
+    assert dispatch.scope(gpu, torch.float16) == "attention"
+    assert dispatch.scope(torch.device("cpu"), torch.float32) == "attention"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert routing.scope(gpu, torch.float32) == "attention"
+    assert dispatch.scope(gpu, torch.float32) == "attention"
 
 
 def test_every_layer_of_a_vit_is_a_site():
@@ -369,7 +369,7 @@ def test_a_gated_unit_in_one_call(monkeypatch, name):
     """Only within `unmeasured`, with the operands that the module's formula names."""
     mlp = pytest.importorskip("timm.layers.mlp")
 
-    from elsa_core.operators.gated_linear import plain
+    from elsa_core.ops.linear.gated_record import plain
 
     torch.manual_seed(0)
     model = {
@@ -384,20 +384,20 @@ def test_a_gated_unit_in_one_call(monkeypatch, name):
         calls.append(given)
         return plain(*given)
 
-    monkeypatch.setitem(routing.SERVING, ("gated_linear", "cpu", "auto"), (serve,))
+    monkeypatch.setitem(dispatch.SERVING, ("gated_linear", "cpu", "auto"), (serve,))
     with torch.no_grad():
         wanted = model(x)
         elsa.patch(model, scope="model")
         torch.testing.assert_close(model(x), wanted)
         assert not calls
-        with routing.unmeasured(routing.GATED):
+        with dispatch.unmeasured(dispatch.GATED):
             torch.testing.assert_close(model(x), wanted)
             assert len(calls) == 1
             model[0].act.register_forward_hook(lambda *seen: None)
             torch.testing.assert_close(model(x), wanted)
         assert len(calls) == 1  # a hook sees what is between
     model[0].act._forward_hooks.clear()
-    with routing.unmeasured(routing.GATED):
+    with dispatch.unmeasured(dispatch.GATED):
         model[0](x).sum().backward()  # composed, where a gradient is wanted
     assert len(calls) == 1 and all(p.grad is not None for p in model.parameters())
 
@@ -587,8 +587,8 @@ class _OnGpu:
 
 
 def test_products_of_ieee_read_no_halves(monkeypatch):
-    monkeypatch.setitem(routing.SERVING, ("linear", "cuda", "auto"), ())
-    monkeypatch.setattr(routing, "support", lambda *_: Support(True))
+    monkeypatch.setitem(dispatch.SERVING, ("linear", "cuda", "auto"), ())
+    monkeypatch.setattr(dispatch, "support", lambda *_: Support(True))
     for precision in ("strict", "ieee"):
         site = SimpleNamespace(elsa_precision=precision, elsa_backend="auto")
         assert halves.are_read(site, _OnGpu()) == (precision == "strict")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from elsa_core.grouping import group
+from elsa_core.base.grouping import group
 
 
 class Site(NamedTuple):

@@ -13,13 +13,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from elsa_core import calls, routing
+from elsa_core import dispatch
 from elsa_core.backends.support import Request, Support
+from elsa_core.base import calls
+from elsa_core.dispatch import choose, implementation, measured
+from elsa_core.dispatch.measured import Training
 from elsa_core.patching.adapters import windows
 from elsa_core.patching.adapters.common import trains_by_pytorch
 from elsa_core.patching.rewrite import patch, unpatch
-from elsa_core.routing import choose, implementation, measured
-from elsa_core.routing.measured import Training
 
 
 def trains_by_original(monkeypatch: pytest.MonkeyPatch, *backward: str) -> None:
@@ -170,8 +171,8 @@ def test_windows_on_a_gpu_without_kernels_keep_the_original(
     site = SwinTransformerBlock(32, (8, 8), 2, window_size=4)
     site.elsa_backend, site.elsa_precision = "auto", "strict"
     terms = (site.attn.qkv, 2, (4, 4))
-    names = {"cuda:0": "triton", "cuda:1": routing.PLAIN}
-    monkeypatch.setattr(routing, "name_of", lambda operator, place, *_: names[place])
+    names = {"cuda:0": "triton", "cuda:1": dispatch.PLAIN}
+    monkeypatch.setattr(dispatch, "name_of", lambda operator, place, *_: names[place])
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         old, new = (torch.empty(1, 8, 8, 32, device=place) for place in ("cuda:1", "cuda:0"))
         assert windows.keeps_original(site, old, *terms)

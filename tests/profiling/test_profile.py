@@ -17,11 +17,11 @@ from torch import nn
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.measuring.rounds import Sample
-from elsa_core.model_runs import variants
 from elsa_core.patching import find_sites
 from elsa_core.profiling import locate
 from elsa_core.profiling.locate import Asked
 from elsa_core.profiling.profile import ProfileReport, profile
+from elsa_core.profiling.runs import variants
 from elsa_core.profiling.sites import profiles, served
 
 from .conftest import small_vit

@@ -11,11 +11,11 @@ from torch import nn
 
 from elsa_core.measuring.rounds import Sample
 from elsa_core.measuring.timing import Contender
-from elsa_core.model_runs import variants
-from elsa_core.model_runs.runs import Prepared
 from elsa_core.patching.report import PatchReport
 from elsa_core.patching.sites import AttentionSite
 from elsa_core.profiling import locate, timeline
+from elsa_core.profiling.runs import variants
+from elsa_core.profiling.runs.runs import Prepared
 from elsa_core.profiling.sites import profiles
 from elsa_core.profiling.timeline import Kernel, Marked, cut, timelines
 

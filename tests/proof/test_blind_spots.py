@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from elsa_cli.options import CHECKED_ROWS
 from elsa_core.backends import eager, eager_window
-from elsa_core.inputs.cases import generated_inputs
+from elsa_core.base.inputs import generated_inputs
 from elsa_core.patching.adapters import timm_swin_v2
 from elsa_core.patching.rewrite import patch
 from elsa_core.proof import capture, run, sides

@@ -20,11 +20,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import elsa_core as elsa
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends import eager
 from elsa_core.backends.support import Backend, Implementation, Support
+from elsa_core.base.inputs import generated_inputs
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
-from elsa_core.inputs.cases import generated_inputs
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 from elsa_core.patching.adapters.timm_swin import ElsaSwinTransformerBlock
 from elsa_core.patching.rewrite import patch, patched_sites
@@ -222,15 +222,15 @@ def test_sites_that_a_registered_backend_serves() -> None:
     offered = Implementation(
         lambda request: Support(True), run, lambda *_: "", lambda request: "", asked=True
     )
-    routing.register(Backend("mine", "cpu", {"attention": offered}))
+    dispatch.register(Backend("mine", "cpu", {"attention": offered}))
     try:
         patch(model, backend="mine", scope="attention")
         good = check(model, torch.randn(2, 3, 32, 32))
         off = 1e-3
         bad = check(model, torch.randn(2, 3, 32, 32))
-        assert routing.RUNS["attention", "mine"] is run
+        assert dispatch.RUNS["attention", "mine"] is run
     finally:
-        routing.unregister("mine")
+        dispatch.unregister("mine")
     assert good.ok, good.failures
     for site in good.sites:
         assert site.calls and not site.operator_calls

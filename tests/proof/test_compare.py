@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from elsa_core import reference
 from elsa_core.backends import eager, eager_varlen, eager_window
+from elsa_core.base.inputs import as_cases, chunks, generated_inputs
 from elsa_core.errors import ArgumentError
-from elsa_core.inputs.cases import as_cases, chunks, generated_inputs
 from elsa_core.proof import capture
 from elsa_core.proof.capture import OperatorCapture, worst
 from elsa_core.proof.compare import (

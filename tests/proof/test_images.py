@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from elsa_core.base import images
+from elsa_core.base.images import load_images, read_folder
 from elsa_core.errors import ArgumentError, ModelError
-from elsa_core.inputs import images
-from elsa_core.inputs.images import load_images, read_folder
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 

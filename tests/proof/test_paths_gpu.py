@@ -11,8 +11,8 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from elsa_core.errors import ModelError
-from elsa_core.model_runs import variants
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
+from elsa_core.profiling.runs import variants
 from elsa_core.proof.checking import check
 from elsa_core.proof.paths import PATHS, runner
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from elsa_core.backends import eager
 from elsa_core.measuring.rounds import Settings
-from elsa_core.model_runs.runs import ModelRuns, measure_runs
 from elsa_core.profiling.profile import profile
+from elsa_core.profiling.runs.runs import ModelRuns, measure_runs
 
 from .test_blind_spots import kernel, vit
 from .test_paths import WrongCompiled
@@ -72,7 +72,7 @@ def test_what_is_wrong_from_the_second_image_on() -> None:
 
 
 def test_an_oracle_that_does_not_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from elsa_core.model_runs import errors as run_errors
+    from elsa_core.profiling.runs import errors as run_errors
 
     def refused(*given: Any) -> Any:
         raise torch.OutOfMemoryError("too large")

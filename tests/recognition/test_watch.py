@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from elsa_core.recognition import Watch
+from elsa_core.patching.recognition import Watch
 
 from .test_ways import Seen, gradients, judged, model
 

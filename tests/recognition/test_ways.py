@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.patching.adapters.watched import watched
-from elsa_core.recognition import Watch
+from elsa_core.patching.recognition import Watch
 
 from .variants import DIM, HEADS, LOOK_ALIKES, TOKENS, WAYS, Site
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from elsa_core.errors import ModelError
-from elsa_core.surveying import catalogue, coverage
-from elsa_core.surveying.coverage import AGREES, FAILED, NOT_CHECKED, Coverage, Kept
+from elsa_core.proof import catalogue, coverage
+from elsa_core.proof.coverage import AGREES, FAILED, NOT_CHECKED, Coverage, Kept
 
 pytest.importorskip("timm")
 

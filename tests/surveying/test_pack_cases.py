@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import elsa_core
-from elsa_core import routing
-from elsa_core.surveying import pack_cases
+from elsa_core import dispatch
+from elsa_core.proof import pack_cases
 
 LIST = Path(elsa_core.__file__).parent / "backends/triton/pack/cases.json"
 
@@ -23,4 +23,4 @@ def test_the_shipped_list_is_up_to_date() -> None:
         operators = {case["operator"] for case in found}
         assert operators == {"linear", "window_attention" if "swin" in model else "attention"}
     assert shipped["about"] == pack_cases.ABOUT
-    assert "collect" not in routing.names()
+    assert "collect" not in dispatch.names()

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core import calls
 from elsa_core.backends.cuda import plan as plans
 from elsa_core.backends.cuda.kernels import PlanError, arguments_of
 from elsa_core.backends.cuda.library import Library
 from elsa_core.backends.cuda.switch import is_asked_for
+from elsa_core.base import calls
 from elsa_core.errors import UnavailableError
 
 _LOG = logging.getLogger("elsa")

@@ -21,8 +21,8 @@ from elsa_core.backends.cuda.library import Library
 from elsa_core.backends.cuda.plan import Kernel
 from elsa_core.backends.cuda.planfile import Recorded
 from elsa_core.backends.cuda.record import DTYPES, Recorder
+from elsa_core.base.messages import first_line
 from elsa_core.errors import UnavailableError
-from elsa_core.messages import first_line
 
 _DTYPES = {number: dtype for dtype, number in DTYPES.items()}
 _NO_TENSOR = (1 << 64) - 1

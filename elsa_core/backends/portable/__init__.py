@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core import calls
 from elsa_core.backends.support import Request, Support
+from elsa_core.base import calls
+from elsa_core.base.limits import LARGEST_HEAD_DIM
 from elsa_core.errors import UnavailableError
-from elsa_core.limits import LARGEST_HEAD_DIM
 from elsa_core.precision import dtype_name
 
 _LOG = logging.getLogger("elsa")

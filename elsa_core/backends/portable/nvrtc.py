@@ -24,8 +24,8 @@ import torch
 from elsa_core.backends import cache
 from elsa_core.backends.compiler import source_directory
 from elsa_core.backends.portable.tiling import Instance
+from elsa_core.base.files import scratch
 from elsa_core.errors import UnavailableError
-from elsa_core.files import scratch
 
 _LOG = logging.getLogger("elsa")
 

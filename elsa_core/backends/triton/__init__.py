@@ -18,7 +18,7 @@ from elsa_core.backends.triton.attention import planner
 from elsa_core.backends.triton.attention.schedules.record import Call
 from elsa_core.backends.triton.pack import lookup
 from elsa_core.backends.triton.shared import device, layout
-from elsa_core.limits import LARGEST_HEAD_DIM
+from elsa_core.base.limits import LARGEST_HEAD_DIM
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elsa_core import calls, routing
-from elsa_core.attention import attention
-from elsa_core.linear import served
-from elsa_core.operators.linear import epilogue
+from elsa_core import dispatch
+from elsa_core.base import calls
+from elsa_core.ops.attention.api import attention
+from elsa_core.ops.linear.api import served
+from elsa_core.ops.linear.record import epilogue
 from elsa_core.patching.adapters.hooks import has_hooks, is_watched, noted
 
 
@@ -195,7 +196,7 @@ def is_small(site: Any, x: Tensor, work: int, operator: str = "attention") -> bo
     Asked anew in every call. A CUDA graph saves the host's time and records elsa's kernels.
     """
     # first what is constant for a compiler, which may read no length
-    if not x.is_cuda or calls.traced() or work >= routing.eager_least(operator, x.dtype):
+    if not x.is_cuda or calls.traced() or work >= dispatch.eager_least(operator, x.dtype):
         return False
     space = site.__dict__
     return (
@@ -231,7 +232,7 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     kind = ("cuda", dtype, site.head_dim, site.head_dim, site.elsa_precision)
-    return bool(routing.training_name("attention", *kind, ("query",), x.numel() * x.shape[1]))
+    return bool(dispatch.training_name("attention", *kind, ("query",), x.numel() * x.shape[1]))
 
 
 def wants_training(site: Any, x: Tensor, projection: nn.Module) -> bool:

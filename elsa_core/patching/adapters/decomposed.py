@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elsa_core import calls
-from elsa_core.limits import LARGEST_HEAD_DIM
+from elsa_core.base import calls
+from elsa_core.base.limits import LARGEST_HEAD_DIM
 from elsa_core.patching.adapters.common import attend
 
 _WIDEST = LARGEST_HEAD_DIM

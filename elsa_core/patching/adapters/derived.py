@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from elsa_core import calls
+from elsa_core.base import calls
 from elsa_core.patching.adapters.hooks import has_hooks
 
 

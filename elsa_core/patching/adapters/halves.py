@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends.support import Request
-from elsa_core.operators import SPLIT_WEIGHT
+from elsa_core.ops import SPLIT_WEIGHT
 from elsa_core.patching.adapters.derived import Derivation
 
 Halves = tuple[Tensor | None, Tensor | None]
@@ -32,12 +32,12 @@ def are_read(site: Any, weight: Tensor) -> bool:
     if weight.dtype != torch.float32 or site.elsa_precision == "ieee":
         return False
     device_type = weight.device.type
-    if device_type != "cuda" or ("linear", device_type, site.elsa_backend) not in routing.SERVING:
+    if device_type != "cuda" or ("linear", device_type, site.elsa_backend) not in dispatch.SERVING:
         return False
-    kernels = routing.kernels_of("linear", device_type)
+    kernels = dispatch.kernels_of("linear", device_type)
     depth, columns = weight[0].numel(), weight.shape[0]
     request = Request(device_type, weight.dtype, depth, columns, site.elsa_precision, "linear")
-    return routing.support(request, kernels).ok
+    return dispatch.support(request, kernels).ok
 
 
 def split(weight: Tensor) -> Halves:

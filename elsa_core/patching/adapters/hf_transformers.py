@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
-from elsa_core.attention import attention
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.ops.attention.api import attention
 from elsa_core.patching.adapters import padding
 from elsa_core.patching.adapters.names import check_names
-from elsa_core.recognition import Watch
+from elsa_core.patching.recognition import Watch
 
 # Arguments that change the scores in ways that the operator does not know.
 _UNKNOWN_TERMS = ("softcap", "s_aux", "head_mask", "cache")

@@ -8,7 +8,7 @@ import re
 
 import torch
 
-from elsa_core import routing
+from elsa_core import dispatch
 from elsa_core.backends.support import Request, Support
 from elsa_core.errors import ArgumentError
 from elsa_core.precision import PRECISIONS
@@ -24,7 +24,7 @@ def check_names(precision: str, backend: str) -> None:
         TypeError: precision or backend is no text.
         ArgumentError: precision or backend is unknown.
     """
-    asked = {"precision": (precision, tuple(PRECISIONS)), "backend": (backend, routing.names())}
+    asked = {"precision": (precision, tuple(PRECISIONS)), "backend": (backend, dispatch.names())}
     for name, (value, choices) in asked.items():
         if not isinstance(value, str):
             raise TypeError(f"{name} must be text, not {type(value).__name__}")
@@ -45,7 +45,7 @@ def served(
     dim = head_dim or _HEAD_DIM
     ordinal = -1 if device.index is None else device.index
     request = Request(device.type, dtype, dim, dim, precision, ordinal=ordinal)
-    return routing.support(request, backend)
+    return dispatch.support(request, backend)
 
 
 def encoded(*fields: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Generic
 import torch
 from torch import nn
 
-from elsa_core import calls
+from elsa_core.base import calls
 from elsa_core.patching.adapters.hooks import noted
 
 _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]]

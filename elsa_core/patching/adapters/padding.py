@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core import calls, routing
-from elsa_core.routing import measured
-from elsa_core.varlen import varlen_attention
+from elsa_core import dispatch
+from elsa_core.base import calls
+from elsa_core.dispatch import measured
+from elsa_core.ops.varlen.api import varlen_attention
 
 # Packing copies queries, keys and values: only where this share of the tokens is padding.
 _LEAST_PADDING = 0.125
@@ -86,10 +87,10 @@ def may_wait(x: Tensor, heads: int, head_dim: int, module: Any) -> bool:
 
 def has_kernel(x: Tensor, head_dim: int, precision: str, backend: str) -> bool:
     """Whether more than plain PyTorch takes packed sequences of x's dtype and device."""
-    if backend not in routing.names("varlen_attention"):
+    if backend not in dispatch.names("varlen_attention"):
         return False
     kind = (calls.place(x), x.dtype, head_dim, head_dim, precision, backend)
-    return routing.name_of("varlen_attention", *kind) != routing.PLAIN
+    return dispatch.name_of("varlen_attention", *kind) != dispatch.PLAIN
 
 
 def lengths(valid: Tensor, least: int = 1) -> list[int] | None:
@@ -167,7 +168,7 @@ def without_padding(
     [B, N, H, Dv]; what the original gives at padded places too. None where the operands are not
     those that the mask was made for.
     """
-    if module.elsa_backend not in routing.names("varlen_attention"):
+    if module.elsa_backend not in dispatch.names("varlen_attention"):
         return None
     batch, heads, tokens, _ = q.shape
     options: dict[str, Any] = {

@@ -26,10 +26,11 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 
-from elsa_core import calls, routing
-from elsa_core.attention import attention
+from elsa_core import dispatch
 from elsa_core.backends.support import Support
+from elsa_core.base import calls
 from elsa_core.errors import ArgumentError
+from elsa_core.ops.attention.api import attention
 from elsa_core.patching.adapters import names, table, watched
 from elsa_core.patching.adapters.common import other_part
 from elsa_core.patching.bytecode import (
@@ -185,7 +186,7 @@ def _is_small(query: Any, key: Any, named: dict[str, Any]) -> bool:
     """As `common.is_small`, of a call of attention."""
     if calls.traced() or named["precision"] != "strict" or named["backend"] != "auto":
         return False
-    small = query.numel() * key.shape[-2] < routing.eager_least("attention", query.dtype)
+    small = query.numel() * key.shape[-2] < dispatch.eager_least("attention", query.dtype)
     return small and not torch.cuda.is_current_stream_capturing()
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elsa_core import calls
+from elsa_core.base import calls
+from elsa_core.base.version import __version__
 from elsa_core.distributed import agreement
 from elsa_core.distributed.groups import by_name, place
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.monoid import state_dtype
 from elsa_core.patching.adapters.hooks import has_hooks
 from elsa_core.precision import dtype_name
-from elsa_core.version import __version__
 
 _LOWEST = float("-inf")
 

@@ -13,7 +13,7 @@ from timm.layers.layer_scale import LayerScale
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from elsa_core import calls
+from elsa_core.base import calls
 from elsa_core.patching.adapters.common import is_idle
 from elsa_core.patching.adapters.hooks import is_watched
 from elsa_core.patching.adapters.timm_attention import ElsaAttention

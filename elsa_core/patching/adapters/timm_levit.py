@@ -15,7 +15,7 @@ from timm.models.efficientvit_msra import CascadedGroupAttention
 from timm.models.levit import Attention, AttentionDownsample
 from torch import Tensor
 
-from elsa_core import calls
+from elsa_core.base import calls
 from elsa_core.patching.adapters.common import (
     all_pixels,
     all_tokens,

@@ -11,8 +11,8 @@ from typing import Any
 from timm.layers.mlp import GluMlp, Mlp, SwiGLU
 from torch import Tensor, nn
 
-from elsa_core import routing
-from elsa_core.linear import served_gated
+from elsa_core import dispatch
+from elsa_core.ops.linear.api import served_gated
 from elsa_core.patching.adapters.common import (
     activation_of,
     is_plain_linear,
@@ -131,7 +131,7 @@ def _gated(module: Any, x: Tensor) -> Tensor | None:
     watches what is between.
     """
     layers = [getattr(module, name) for name in module._layers]
-    if not routing.linear_form(routing.GATED, x.device):
+    if not dispatch.linear_form(dispatch.GATED, x.device):
         return None
     if any(map(is_watched, (module.act, *layers))) or not activation_of(module.act):
         return None

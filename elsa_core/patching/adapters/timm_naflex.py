@@ -12,7 +12,8 @@ from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from elsa_core import calls, routing
+from elsa_core import dispatch
+from elsa_core.base import calls
 from elsa_core.patching.adapters import padding
 from elsa_core.patching.adapters.common import weights_are_hooked
 from elsa_core.patching.adapters.hooks import is_watched
@@ -138,7 +139,7 @@ def _is_plain(block: Any) -> bool:
         return False
     if not isinstance(block.attn, ElsaAttention) or weights_are_hooked(block.attn):
         return False
-    if block.attn.elsa_backend not in routing.names("varlen_attention"):
+    if block.attn.elsa_backend not in dispatch.names("varlen_attention"):
         return False
     return not any(
         part.training or is_watched(part) or part._compiled_call_impl or "forward" in vars(part)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from elsa_core import calls, routing
-from elsa_core.linear import served
+from elsa_core import dispatch
+from elsa_core.base import calls
+from elsa_core.ops.linear.api import served
 from elsa_core.patching.adapters.common import (
     activation_of,
     is_elsas,
@@ -113,7 +114,7 @@ def _is_small(input: Tensor, weight: Tensor) -> bool:
         return True
     if not input.is_cuda or is_compiling():  # which may read no length
         return False
-    if input.numel() * weight.shape[0] >= routing.eager_least("linear", input.dtype):
+    if input.numel() * weight.shape[0] >= dispatch.eager_least("linear", input.dtype):
         return False
     return not (torch.cuda.is_current_stream_capturing() or calls.exporting())
 

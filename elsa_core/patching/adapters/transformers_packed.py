@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elsa_core import calls, routing
+from elsa_core import dispatch
+from elsa_core.base import calls
+from elsa_core.ops.varlen.api import varlen_attention
 from elsa_core.patching.adapters import padding
-from elsa_core.varlen import varlen_attention
 
 # Classes of one and the same forward.
 _BASES = {
@@ -84,7 +85,7 @@ class PackedAttention(nn.Module):
 
 def _packs(site: Any, x: Tensor) -> bool:
     """Whether one call of packed sequences serves the site."""
-    if site.elsa_backend not in routing.names("varlen_attention"):
+    if site.elsa_backend not in dispatch.names("varlen_attention"):
         return False
     if site.training and site.attention_dropout:
         return False

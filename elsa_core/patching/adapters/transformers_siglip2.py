@@ -19,11 +19,11 @@ from transformers.models.siglip2.modeling_siglip2 import (
     Siglip2MLP,
 )
 
-from elsa_core import routing
+from elsa_core import dispatch
+from elsa_core.ops.varlen.api import varlen_attention
 from elsa_core.patching.adapters import hf_transformers, padding
 from elsa_core.patching.adapters.common import attend, join_heads, split_heads
 from elsa_core.patching.adapters.hooks import is_watched
-from elsa_core.varlen import varlen_attention
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _is_plain(layer: Any) -> bool:
     if getattr(type(layer.mlp), "elsa_base", type(layer.mlp)) is not Siglip2MLP:
         return False
     site = layer.self_attn
-    if site.elsa_backend not in routing.names("varlen_attention") or not _looks_up_ours(site):
+    if site.elsa_backend not in dispatch.names("varlen_attention") or not _looks_up_ours(site):
         return False
     return not any(
         part.training or is_watched(part) or part._compiled_call_impl for part in layer.modules()

@@ -1,5 +1,5 @@
 """A subclass whose forward runs the original's, watched: attention in it is recognised as it
-happens, and computed by `elsa_core.attention` (`elsa_core.recognition`).
+happens, and computed by `elsa_core.attention` (`elsa_core.patching.recognition`).
 
 The subclass is importable: `__getattr__` builds it again from its name, which spells out module and
 class; that is how pickle finds it in a fresh process.
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
-from elsa_core import calls
+from elsa_core.base import calls
 from elsa_core.patching.adapters.names import decoded, encoded
-from elsa_core.recognition import Watch
+from elsa_core.patching.recognition import Watch
 
 _PREFIX = "Watched"
 _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]]

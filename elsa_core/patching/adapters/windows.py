@@ -1,7 +1,7 @@
 """What adapters of windowed blocks share: when a block computes its attention itself, and the call.
 
 A block's adapter computes from image to image: roll, padding, windows and mask are index arithmetic
-inside `elsa_core.window.window_attention`. The attention module within the block keeps
+inside `elsa_core.ops.window.api.window_attention`. The attention module within the block keeps
 its class, its parameters and its place in the state dict; its forward is not called.
 """
 
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from elsa_core import calls, routing
+from elsa_core import dispatch
+from elsa_core.base import calls
+from elsa_core.ops.window.api import window_attention
 from elsa_core.patching.adapters.common import (
     drop_p,
     is_other,
@@ -23,7 +25,6 @@ from elsa_core.patching.adapters.common import (
     wants_training,
 )
 from elsa_core.patching.adapters.hooks import has_hooks
-from elsa_core.window import window_attention
 
 # A dense bias of up to these bytes a block is kept: every window of 7x7 or 8x8, not those of 24x24,
 # whose biases of all blocks would take as much memory as the model.
@@ -98,14 +99,14 @@ def keeps_original(
     head_dim = getattr(projection, "out_features", 3 * x.shape[-1]) // (3 * num_heads)
     if kind == "cuda" and dtype.itemsize <= 4 and not calls.exporting():
         dims = (head_dim, head_dim)
-        name = routing.name_of(
+        name = dispatch.name_of(
             "window_attention", calls.place(x), dtype, *dims, site.elsa_precision, "auto"
         )
-        if name == routing.PLAIN:
+        if name == dispatch.PLAIN:
             return True
     if not learns:
         return False
-    return routing.trains_original(
+    return dispatch.trains_original(
         "window_attention", kind, dtype, head_dim, site.elsa_precision, ("qkv",), math.prod(window)
     )
 

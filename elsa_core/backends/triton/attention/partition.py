@@ -9,8 +9,8 @@ from elsa_core.backends import triton
 from elsa_core.backends.partition import STATE_BYTES, Partition, RoundTrip
 from elsa_core.backends.triton.attention import planner
 from elsa_core.backends.triton.shared import device
+from elsa_core.base.limits import LARGEST_HEAD_DIM
 from elsa_core.errors import UnavailableError
-from elsa_core.limits import LARGEST_HEAD_DIM
 from elsa_core.precision import dtype_name
 
 

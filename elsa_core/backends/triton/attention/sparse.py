@@ -21,7 +21,7 @@ from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.shared import layout
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
-from elsa_core.skipping import COUNTS, exact_threshold
+from elsa_core.base.skipping import COUNTS, exact_threshold
 
 KEYS = 64  # of a tile
 ROWS = {False: 64, True: 128}  # queries of a tile; True: half precision

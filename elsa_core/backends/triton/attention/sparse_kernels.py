@@ -1,6 +1,6 @@
 """The kernel of attention that leaves out tiles of negligible weights.
 
-As `elsa_core.operators.sparse` says; scores are in base 2. MODE: 0 half, 1 three TF32 products for
+As `elsa_core.ops.sparse.record` says; scores are in base 2. MODE: 0 half, 1 three TF32 products for
 each float32 product, 2 float32 FMA. SKIP: tiles are left out. SUMMARIES, ORDER, FROZEN: how the
 maxima of rows are found.
 """

@@ -10,19 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from elsa_core import calls
 from elsa_core.backends import cuda
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.linear import LEAST_WEIGHT
-from elsa_core.limits import HALF_DEPTH
-from elsa_core.operators.gated_linear import plain as plain_gated
-from elsa_core.operators.linear import Eager, plain, plain_backward, plain_split
-from elsa_core.routing.measured import (
-    GATED,
-    eager_least,
-    linear_form,
-    product_by_pytorch,
-)
+from elsa_core.base import calls
+from elsa_core.base.limits import HALF_DEPTH
+from elsa_core.dispatch.measured import GATED, eager_least, linear_form, product_by_pytorch
+from elsa_core.ops.linear.gated_record import plain as plain_gated
+from elsa_core.ops.linear.record import Eager, plain, plain_backward, plain_split
 
 # Where a gradient is wanted, of an eager call: the operator's formulas take more of the host.
 LEAST_TRAINED = 1 << 31

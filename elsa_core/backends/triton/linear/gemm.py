@@ -17,7 +17,7 @@ from elsa_core.backends.triton.linear.product import ACTIVATIONS, activated
 from elsa_core.backends.triton.shared.device import capability_of, described
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
-from elsa_core.limits import HALF_DEPTH
+from elsa_core.base.limits import HALF_DEPTH
 
 # Row tiles whose columns follow one another, so that they find their rows in cache.
 GROUP = tl.constexpr(8)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elsa_core.backends.triton.shared import usertable
-from elsa_core.version import __version__
+from elsa_core.base.version import __version__
 
 SCHEMA = 1
 _LOG = logging.getLogger("elsa")

@@ -19,10 +19,10 @@ from elsa_core.backends.triton.pack.cases import architectures, expanded, gpus
 from elsa_core.backends.triton.pack.plan import Plan, Planner
 from elsa_core.backends.triton.pack.record import Code, Kernel
 from elsa_core.backends.triton.pack.store import Entry, Pack
+from elsa_core.base.files import scratch
+from elsa_core.base.processes import running
+from elsa_core.base.version import __version__
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.files import scratch
-from elsa_core.processes import running
-from elsa_core.version import __version__
 
 # The architecture whose pack holds PTX as well: newer GPUs without a pack of theirs can compile it.
 PTX_ARCH = 80

@@ -26,7 +26,7 @@ from elsa_core.backends.triton.shared.device import Described
 from elsa_core.backends.triton.window import backward as window_backward
 from elsa_core.backends.triton.window import planner as window_planner
 from elsa_core.backends.triton.window import tiling as window_tiling
-from elsa_core.routing import measured
+from elsa_core.dispatch import measured
 
 CASES = Path(__file__).with_name("cases.json")
 DEVICES = Path(__file__).with_name("devices.json")

@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from elsa_core.backends import cache
+from elsa_core.base.files import write_text
 from elsa_core.errors import UnavailableError
-from elsa_core.files import write_text
 
 KERNELS = Path(__file__).parents[1]
 _KNOWN: dict[int, tuple[Any, str]] = {}

@@ -25,8 +25,8 @@ from typing import Any
 
 from elsa_core.backends import cache
 from elsa_core.backends.triton.pack.record import LARGEST_CODE, Code, Kernel, from_dict
+from elsa_core.base.files import flush, scratch, umask
 from elsa_core.errors import UnavailableError
-from elsa_core.files import flush, scratch, umask
 
 SCHEMA = 1
 INDEX = "index.json"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elsa_core.backends.triton.pack import store
+from elsa_core.base.files import flush, parents_made, scratch, staged_file
+from elsa_core.base.processes import running
 from elsa_core.errors import UnavailableError
-from elsa_core.files import flush, parents_made, scratch, staged_file
-from elsa_core.processes import running
 
 # What pyproject.toml builds a wheel of.
 _FOLDERS = ("elsa_core", "elsa_cli", "csrc")

@@ -16,7 +16,7 @@ from typing import Any
 from elsa_core.backends.triton.pack import sources
 from elsa_core.backends.triton.pack.cases import expanded
 from elsa_core.backends.triton.pack.plan import Job, Planner
-from elsa_core.messages import first_line
+from elsa_core.base.messages import first_line
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from elsa_core.backends.triton.attention.tiling import (
     check_direction,
     padded_dim,
 )
-from elsa_core.version import __version__
+from elsa_core.base.version import __version__
 
 SCHEMA = 1
 # A measured tile serves calls whose keys and rows lie within this factor of the measured ones.

@@ -26,7 +26,7 @@ def window_attention(*arguments: Any) -> Tensor:
 
     Args: a `WindowCall`'s fields.
         qkv: [B, D, H, W, 3C], float32, float16 or bfloat16, any strides with the last one 1;
-            head_dim up to 256. The rest as in `elsa_core.window`, window_size and shift_size with
+            head_dim up to 256. The rest as in `ops.window.api`, window_size and shift_size with
             three entries. precision: strict and lean (the same here: nothing but the output is
             allocated), ieee or turbo, valid for the dtype.
 

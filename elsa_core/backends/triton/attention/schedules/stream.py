@@ -22,7 +22,7 @@ from elsa_core.backends.triton.shared import device, layout
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.shared.tickets import tickets
-from elsa_core.routing.measured import SWITCHES
+from elsa_core.dispatch.measured import SWITCHES
 
 # queries up to which a tile has so many rows, the fewest of a tensor-core product
 FEW = 16

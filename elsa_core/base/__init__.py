@@ -1,0 +1,1 @@
+"""What every other package uses: files, messages, inputs, checks of arguments."""

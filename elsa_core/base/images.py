@@ -1,0 +1,259 @@
+"""A folder of images as one tensor, prepared the way timm's evaluation transform does it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core.base.files import located
+from elsa_core.base.reading import open_regular
+from elsa_core.errors import ArgumentError, ModelError
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})
+
+# What is decoded, whatever the name: Pillow would run Ghostscript for an EPS.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+
+# Pillow warns from 89 million pixels and refuses at twice that; here the warning is the limit.
+MAX_PIXELS = 89_478_485
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """Images read from a folder.
+
+    `images` is [N, C, H, W] float32, normalised; `files` names them in the same order; `ignored`
+    counts the files that are no images, `left_out` the images beyond `limit`.
+    """
+
+    images: Tensor
+    files: tuple[Path, ...]
+    ignored: int
+    left_out: int
+
+
+def load_images(
+    directory: str | os.PathLike[str],
+    input_size: Sequence[int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    limit: int | None = 64,
+    crop_pct: float | None = None,
+    crop_mode: str | None = None,
+    interpolation: str = "bicubic",
+) -> Tensor:
+    """Images of a folder as [N, C, H, W] float32. See `read_folder`, which also returns names."""
+    return read_folder(
+        directory,
+        input_size,
+        mean,
+        std,
+        limit=limit,
+        crop_pct=crop_pct,
+        crop_mode=crop_mode,
+        interpolation=interpolation,
+    ).images
+
+
+def read_folder(
+    directory: str | os.PathLike[str],
+    input_size: Sequence[int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    limit: int | None = 64,
+    crop_pct: float | None = None,
+    crop_mode: str | None = None,
+    interpolation: str = "bicubic",
+) -> ImageBatch:
+    """Reads a folder and its sub-folders in sorted order.
+
+    Args:
+        directory: A folder. Links to folders are followed, each folder once.
+        input_size: (C, H, W) in pixels; C is 3 (RGB) or 1 (grey).
+        mean, std: C values each, in units of [0, 1] pixels.
+        limit: The most images to read; None reads all.
+        crop_pct, crop_mode, interpolation: As in a timm data config.
+
+    Raises:
+        ArgumentError: `input_size` or `limit` is not usable.
+        ModelError: No folder, no image in it, or an image that cannot be read (named).
+    """
+    if limit is not None and limit < 1:
+        raise ArgumentError(f"limit={limit}: expected a positive number of images, or None for all")
+    read = reader(
+        input_size, mean, std, crop_pct=crop_pct, crop_mode=crop_mode, interpolation=interpolation
+    )
+    found, ignored = image_files(directory)
+    files = found if limit is None else found[:limit]
+    images = torch.stack([read(file) for file in files])
+    return ImageBatch(images, tuple(files), ignored, len(found) - len(files))
+
+
+def image_files(directory: str | os.PathLike[str]) -> tuple[list[Path], int]:
+    """The images of a folder and its sub-folders, sorted, and how many other files there are.
+
+    Raises:
+        ModelError: no folder, or no image in it.
+    """
+    found, ignored = _scan(located(directory, ModelError))
+    if not found:
+        raise ModelError(
+            f"{directory}: no image in this folder ({ignored} other files); "
+            f"expected files such as .jpg or .png"
+        )
+    return found, ignored
+
+
+def reader(
+    input_size: Sequence[int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    crop_pct: float | None = None,
+    crop_mode: str | None = None,
+    interpolation: str = "bicubic",
+) -> Callable[[Path], Tensor]:
+    """A function from an image file to its tensor, [C, H, W] float32; it raises ModelError for a
+    file that it cannot read.
+
+    Args and Raises: as `read_folder`.
+    """
+    channels, height, width = _validated(input_size)
+    transform = _transform((channels, height, width), mean, std, crop_pct, crop_mode, interpolation)
+    mode = "L" if channels == 1 else "RGB"
+    # timm's other crop modes scale both sides to the input.
+    shrunk = (height / (crop_pct or 1.0), width / (crop_pct or 1.0))
+    target = shrunk if crop_mode in (None, "center") else None
+    return lambda file: _read(file, mode, transform, target)
+
+
+def _validated(input_size: Sequence[int]) -> tuple[int, int, int]:
+    if len(input_size) != 3 or min(input_size) < 1:
+        raise ArgumentError(f"input_size={tuple(input_size)}: expected (C, H, W), all positive")
+    if input_size[0] not in (1, 3):
+        raise ArgumentError(
+            f"input_size={tuple(input_size)}: images have 3 channels (or 1, read as grey), "
+            f"this model takes {input_size[0]}; pass a tensor instead"
+        )
+    return input_size[0], input_size[1], input_size[2]
+
+
+def _scan(directory: Path) -> tuple[list[Path], int]:
+    """The image files below `directory`, sorted, and how many other files there are."""
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: not a folder; give a folder that holds images")
+    found: list[Path] = []
+    ignored = 0
+    for file in _walk(directory):
+        # A leading dot marks files that systems leave behind, such as "._photo.jpg".
+        if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
+            found.append(file)
+        else:
+            ignored += 1
+    return sorted(found), ignored
+
+
+def _walk(top: Path) -> Iterator[Path]:
+    """Every file below a folder. A stack, not recursion: folders may be nested by the thousand."""
+    seen: set[tuple[int, int]] = set()
+    folders = [top]
+    while folders:
+        directory = folders.pop()
+        try:
+            status = directory.stat()
+            identity = (status.st_dev, status.st_ino)
+            if identity in seen:
+                continue
+            seen.add(identity)
+            entries = sorted(directory.iterdir())
+        except OSError as error:
+            where = str(directory)
+            raise ModelError(
+                f"{where[:200]}{'...' if len(where) > 200 else ''}: cannot read this folder"
+                f" ({error.strerror})"
+            ) from error
+        for entry in entries:
+            if entry.is_dir():
+                folders.append(entry)
+            else:
+                yield entry
+
+
+def _transform(
+    input_size: tuple[int, int, int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    crop_pct: float | None,
+    crop_mode: str | None,
+    interpolation: str,
+) -> Any:
+    from timm.data import create_transform
+
+    return create_transform(
+        input_size=input_size,
+        is_training=False,
+        interpolation=interpolation,
+        mean=tuple(mean),
+        std=tuple(std),
+        crop_pct=crop_pct,
+        crop_mode=crop_mode,
+    )
+
+
+def _read(file: Path, mode: str, transform: Any, target: tuple[float, float] | None) -> Tensor:
+    """One image as a tensor; `target` is the height and width that its shorter side is fitted to,
+    None where both sides are."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings(), open_regular(file) as opened:
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            Image.init()
+            known = [name for name in FORMATS if name in Image.OPEN]
+            with Image.open(opened, formats=known) as image:
+                _check_pixels(file, image.width, image.height, target)
+                pixels = image.convert(mode)
+    except ModelError:
+        raise
+    # Pillow's decoders raise almost anything on a damaged file: OSError, SyntaxError, ValueError,
+    # struct.error, DecompressionBombError and others, so only the file can be blamed here.
+    except Exception as error:
+        raise ModelError(
+            f"{file}: cannot read this image ({_reason(error)}); repair or remove it"
+        ) from error
+    tensor: Tensor = transform(pixels)
+    return tensor
+
+
+def _check_pixels(file: Path, width: int, height: int, target: tuple[float, float] | None) -> None:
+    """Refuse an image of too many pixels, as it is or after resizing."""
+    if width * height > MAX_PIXELS:
+        raise ModelError(
+            f"{file}: {width} x {height} pixels are more than the {MAX_PIXELS} that are read; make"
+            " the image smaller"
+        )
+    if target is None or not width or not height:
+        return
+    scale = max(target[0] / height, target[1] / width)
+    if scale * scale * width * height > MAX_PIXELS:
+        raise ModelError(
+            f"{file}: {width} x {height} pixels would be {width * scale:.0f} x"
+            f" {height * scale:.0f} after resizing, more than the {MAX_PIXELS} that are read; crop"
+            " the image"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """Pillow names the open file by its address; which one it is has been said."""
+    if type(error).__name__ == "UnidentifiedImageError":
+        return f"none of {', '.join(FORMATS)}"
+    return str(error) or type(error).__name__

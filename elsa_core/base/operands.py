@@ -1,0 +1,338 @@
+"""The operands of `attention`: checked, and brought to the layout of the operator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor
+
+from elsa_core.base import calls
+from elsa_core.errors import ArgumentError, ElsaError
+
+
+def operands(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    *,
+    one_device: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Check the arguments and bring them to the operator's layout, by views where any exist.
+
+    Args:
+        query, key, value, attn_mask, is_causal, enable_gqa: as `elsa_core.attention` takes them.
+        one_device: whether they must share a device.
+
+    Returns:
+        query [B, Hq, Nq, D], key [B, Hkv, Nk, D], value [B, Hkv, Nk, Dv], and the mask of
+        `checked_mask` or None.
+
+    Raises:
+        ArgumentError: an argument does not fit; the message names it.
+    """
+    require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
+    if not query.dtype.is_floating_point:
+        raise ArgumentError(f"query must be floating, not {query.dtype}")
+    if query.dtype != key.dtype or query.dtype != value.dtype:
+        raise ArgumentError(
+            "query, key and value must share one dtype, "
+            f"not {query.dtype}, {key.dtype} and {value.dtype}"
+        )
+    if one_device and (query.device != key.device or query.device != value.device):
+        raise ArgumentError(
+            "query, key and value must be on one device, "
+            f"not {query.device}, {key.device} and {value.device}"
+        )
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        raise ArgumentError(
+            "query, key and value must be of rank 2 or more, "
+            f"not {query.dim()}, {key.dim()} and {value.dim()}"
+        )
+    if query.shape[-1] != key.shape[-1]:
+        raise ArgumentError(
+            f"key has head_dim {key.shape[-1]}, query {query.shape[-1]}: they must be equal"
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise ArgumentError(
+            f"value has {value.shape[-2]} tokens, key {key.shape[-2]}: they must be equal"
+        )
+    if (
+        not query.dim() == key.dim() == value.dim() == 4
+        or key.shape[:2] != query.shape[:2]
+        or value.shape[:2] != query.shape[:2]
+    ):
+        query, key, value, attn_mask = _to_four_dims(query, key, value, attn_mask, enable_gqa)
+    if attn_mask is not None:
+        attn_mask = checked_mask(attn_mask, query, key, is_causal, one_device=one_device)
+    return query, key, value, attn_mask
+
+
+def checked_mask(
+    attn_mask: Tensor, query: Tensor, key: Tensor, is_causal: bool, *, one_device: bool = True
+) -> Tensor:
+    """The mask as [B or 1, H or 1, Nq or 1, Nk or 1].
+
+    Args:
+        attn_mask: of any rank up to 4, bool, float32 or the query's dtype.
+        query, key: [B, H, Nq, D] and [B, Hkv, Nk, D].
+        one_device: whether the mask must be on the query's device.
+
+    Raises:
+        ArgumentError: it does not fit them, or `is_causal` is asked for too.
+    """
+    if is_causal:
+        raise ArgumentError(
+            "attn_mask and is_causal exclude each other: put the triangle in the mask"
+        )
+    dtype = attn_mask.dtype
+    if dtype != query.dtype and dtype not in (torch.bool, torch.float32):
+        raise ArgumentError(
+            f"attn_mask must be bool, float32 or the query's {query.dtype}, not {dtype}"
+        )
+    if one_device and attn_mask.device != query.device:
+        raise ArgumentError(f"attn_mask is on {attn_mask.device}, query on {query.device}")
+    shape, full = attn_mask.shape, (*query.shape[:3], key.shape[2])
+    if len(shape) > 4:
+        raise ArgumentError(f"attn_mask of shape {list(shape)} does not broadcast to {list(full)}")
+    if len(shape) < 4:
+        attn_mask = attn_mask.reshape((1,) * (4 - len(shape)) + tuple(shape))
+        shape = attn_mask.shape
+    for size, wanted in zip(shape, full, strict=False):
+        if size not in (1, wanted):
+            raise ArgumentError(
+                f"attn_mask of shape {list(shape)} does not broadcast to {list(full)}"
+            )
+    return attn_mask
+
+
+def require_dense(**tensors: Tensor | None) -> None:
+    """Refuse nested, sparse and opaque tensors: every backend reads dense strided memory.
+
+    Args:
+        tensors: arguments by their names; None is let through.
+
+    Raises:
+        TypeError: one of them is no tensor; the message names it.
+        ArgumentError: one of them is not dense; the message names it.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        require_tensor(name, tensor)
+        if tensor.is_nested:
+            raise ArgumentError(
+                f"{name} is a nested tensor: query, key and value are all jagged [B, H, j, D] or "
+                "none is; pad it (torch.nested.to_padded_tensor) and hide the padding with "
+                "attn_mask"
+            )
+        if tensor.layout is not torch.strided:
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise ArgumentError(f"{name} has layout {layout}: convert it with {name}.to_dense()")
+
+
+def require_tensor(name: str, given: object) -> None:
+    """Refuse what is no tensor.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(given).__name__}")
+
+
+def require_number(name: str, given: object) -> None:
+    """Refuse what is no number.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    # a compiler knows the first test, and not the protocol
+    if not isinstance(given, (int, float)) and not isinstance(given, SupportsFloat):
+        raise TypeError(f"{name} must be a number, not {type(given).__name__}")
+
+
+def explain_types(
+    error: Exception,
+    *,
+    tensors: Mapping[str, object],
+    terms: Mapping[str, object],
+    scale: object = None,
+    numbers: Mapping[str, object] | None = None,
+    flags: Mapping[str, object] | None = None,
+    names: Mapping[str, object] | None = None,
+) -> None:
+    """Say which argument of a call that failed has a wrong type; nothing is looked at before.
+
+    So right calls cost nothing. A call that failed for another reason passes.
+
+    Args:
+        error: what the call raised; an error of elsa says itself what was wrong.
+        tensors, terms: arguments by name; a term may be None.
+        scale: a number, or None.
+        numbers, flags, names: further arguments that must be a number, a bool and text.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    if isinstance(error, ElsaError):
+        return
+    for name, given in (*tensors.items(), *((n, t) for n, t in terms.items() if t is not None)):
+        require_tensor(name, given)
+    for name, given in {"scale": 1.0 if scale is None else scale, **(numbers or {})}.items():
+        require_number(name, given)
+    for kind, arguments in ((bool, flags or {}), (str, names or {})):
+        for name, given in arguments.items():
+            if not isinstance(given, kind):
+                word = "True or False" if kind is bool else "text"
+                raise TypeError(f"{name} must be {word}, not {type(given).__name__}")
+
+
+def require_inside(bias_index: Tensor, rows: int) -> bool:
+    """Refuse a bias_index that leaves its table of `rows` rows.
+
+    Only where a look costs no wait: on the CPU, outside tracing. Elsewhere whoever reads the table
+    checks each entry itself and gives NaN for the scores of one that is outside.
+
+    Returns:
+        Whether the entries were looked at, and are inside.
+
+    Raises:
+        ArgumentError: an entry is negative or too large.
+    """
+    if bias_index.device.type != "cpu" or calls.traced():  # traced values may not exist
+        return False
+    if bias_index.numel():
+        low, high = (int(end) for end in bias_index.aminmax())
+        if low < 0 or high >= rows:
+            raise ArgumentError(
+                f"bias_index has entries from {low} to {high}, which must lie in [0, {rows})"
+            )
+    return True
+
+
+def leading_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """The output's dims before [Nq, Dv]: the broadcast batch dims and the heads."""
+    if max(query.dim(), key.dim(), value.dim()) == 2:
+        return ()
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    heads, *others = (t.shape[-3] if t.dim() > 2 else 1 for t in (query, key, value))
+    return (*batch, max(others) if heads == 1 else heads)
+
+
+def autocast(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Cast as PyTorch's autocast does for its own attention operator: float64 stays."""
+    dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = (
+        t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
+    )
+    if attn_mask is not None and attn_mask.is_floating_point() and query.dtype == dtype:
+        attn_mask = attn_mask.to(dtype)
+    return query, key, value, attn_mask
+
+
+def _to_four_dims(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Bring any rank, broadcast batch dims and grouped heads to [B, H, N, D]."""
+    rank = max(query.dim(), key.dim(), value.dim())
+    query, key, value = (t[(None,) * (rank - t.dim())] for t in (query, key, value))
+    if rank < 4:
+        query, key, value = (
+            t.reshape((1,) * (4 - rank) + tuple(t.shape)) for t in (query, key, value)
+        )
+        plain = all(t.shape[1] in (1, query.shape[1]) for t in (key, value))
+        if rank == 3 and (plain or not enable_gqa):
+            # [B, N, D]: the leading dim is the batch's, and stays in front of one head
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+            if attn_mask is not None and attn_mask.dim() == 3:
+                attn_mask = attn_mask.unsqueeze(1)
+    query, key, value = _broadcast_batch(query, key, value, enable_gqa)
+    if rank == 5 and attn_mask is None and not _merges(query, key, value):
+        # [B, H, windows, N, D]: merging heads and windows is a view where batch and heads is none.
+        query, key, value = (t.flatten(1, 2) for t in (query, key, value))
+    elif rank > 4:
+        if attn_mask is not None and 3 < attn_mask.dim() <= rank:
+            attn_mask = _merged_mask(attn_mask, query, key)
+        query, key, value = (t.flatten(0, -4) for t in (query, key, value))
+    return query, key, value, attn_mask
+
+
+def _merged_mask(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The mask with its batch dims as one."""
+    batch = query.shape[:-3]
+    if attn_mask.shape[:-3].numel() > 1:
+        pairs = zip(reversed(attn_mask.shape[:-3]), reversed(batch), strict=False)
+        if any(size not in (1, wanted) for size, wanted in pairs):
+            full = [*query.shape[:-1], key.shape[-2]]
+            raise ArgumentError(
+                f"attn_mask of shape {list(attn_mask.shape)} does not broadcast to {full}"
+            )
+        attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:])
+    return attn_mask.flatten(0, -4)
+
+
+def _merges(*tensors: Tensor) -> bool:
+    """Whether the two leading dims of each 5-D tensor merge without a copy."""
+    return all(1 in t.shape[:2] or t.stride(0) == t.stride(1) * t.shape[1] for t in tensors)
+
+
+def _broadcast_batch(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    try:
+        batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    except RuntimeError:
+        raise ArgumentError(
+            "the batch dims of query, key and value do not broadcast: "
+            f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
+        ) from None
+    key, value = _equal_heads(query, key, value, enable_gqa)
+    heads, kv_heads = query.shape[-3], max(key.shape[-3], value.shape[-3])
+    if heads == 1 and kv_heads > 1:
+        heads = kv_heads
+    grouped = enable_gqa and kv_heads > 0 and heads % kv_heads == 0
+    if kv_heads not in (heads, 1) and not grouped:
+        raise ArgumentError(
+            f"key has {kv_heads} heads, query {heads}: they must be equal, or query's a multiple "
+            "of key's with enable_gqa=True"
+        )
+    if any(t.shape[-3] not in (1, kv_heads) for t in (key, value)):
+        raise ArgumentError(f"key has {key.shape[-3]} heads, value {value.shape[-3]}")
+    query = query.expand(*batch, heads, *query.shape[-2:])
+    key, value = (t.expand(*batch, kv_heads, *t.shape[-2:]) for t in (key, value))
+    return query, key, value
+
+
+def _equal_heads(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor]:
+    """Key and value with one number of heads, where each divides the query's with enable_gqa."""
+    heads, of_key, of_value = query.shape[-3], key.shape[-3], value.shape[-3]
+    equal = of_key == of_value or 1 in (of_key, of_value)
+    if equal or not enable_gqa or heads % of_key or heads % of_value:
+        return key, value
+    common = math.lcm(of_key, of_value)
+    key, value = (t.repeat_interleave(common // t.shape[-3], dim=-3) for t in (key, value))
+    return key, value
+
+
+def require_gate(value: Any, columns: int, depth: int) -> None:
+    """Refuse a value of `elsa_core.linear` that does not fit a weight [columns, depth]."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ArgumentError("value must be a pair: the weight [N, K], and the bias [N] or None")
+    if value[0] is None:
+        raise TypeError("value's weight must be a torch.Tensor, not None")
+    if value[0].shape != (columns, depth):
+        raise ArgumentError(
+            f"value's weight must be {[columns, depth]}, not {list(value[0].shape)}"
+        )
+    if value[1] is not None and value[1].shape != (columns,):
+        raise ArgumentError(f"value's bias must be [{columns}], not {list(value[1].shape)}")

@@ -1,0 +1,126 @@
+"""Files that may be hostile: regular ones alone, within a bound, and JSON without surprises."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from elsa_core.base.messages import first_line
+from elsa_core.errors import ModelError
+
+CONFIG_BYTES = 16_000_000
+RESULT_BYTES = 256 * 2**20  # of what was measured: no run of this package writes as much
+# The rest is for the interpreter, the libraries and what the model computes.
+_MEMORY_SHARE = 0.8
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; links to one are followed.
+
+    A FIFO without a writer would block and /dev/zero never ends, so both are refused at once.
+
+    Raises:
+        ModelError: no regular file, or one that cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(descriptor)
+        raise ModelError(f"{path} cannot be read: it is {_kind(kind)}, not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: Path, limit: int) -> str:
+    """Read a UTF-8 text of at most `limit` bytes.
+
+    Raises:
+        ModelError: no regular file, a larger one, or other bytes than UTF-8.
+    """
+    try:
+        with open_regular(path) as file:
+            raw = file.read(limit + 1)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(raw) > limit:
+        raise ModelError(f"{path} is larger than {limit} bytes")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ModelError(f"{path} is not UTF-8 text") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file that may be hostile.
+
+    Raises:
+        ModelError: unreadable, oversized, not JSON, a repeated name, or not an object.
+    """
+    return parse_json(read_text(path, CONFIG_BYTES), str(path))
+
+
+def parse_json(text: str, where: str) -> dict[str, Any]:
+    """Parse a JSON object from text that may be hostile.
+
+    Raises:
+        ModelError: not JSON, a repeated name, or not an object.
+    """
+    try:
+        content = json.loads(text, object_pairs_hook=unique_pairs)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{where} is not JSON: {json_problem(error)}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{where} is not a JSON object")
+    return content
+
+
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` for json: an object in which a name occurs twice is refused."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {twice[:80]!r} occurs twice")
+    return result
+
+
+def json_problem(error: Exception) -> str:
+    """Why json refused a text, in words that name no setting of Python's."""
+    if "integer string conversion" in str(error):
+        return "a number in it has thousands of digits"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return first_line(error)
+
+
+def check_fits(path: Path, needed: int) -> None:
+    """Refuse tensors of `needed` bytes that the machine's memory cannot hold.
+
+    Raises:
+        ModelError: says both sizes.
+    """
+    try:
+        present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return
+    if needed > _MEMORY_SHARE * present:
+        raise ModelError(
+            f"{path} holds {needed / 2**30:.1f} GiB of tensors; this machine has"
+            f" {present / 2**30:.1f} GiB of memory"
+        )
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_ISDIR: "a directory",
+        stat.S_ISFIFO: "a FIFO",
+        stat.S_ISCHR: "a device",
+        stat.S_ISBLK: "a device",
+        stat.S_ISSOCK: "a socket",
+    }
+    return next((words for test, words in kinds.items() if test(mode)), "a special file")

@@ -1,0 +1,384 @@
+"""The backends and what each has of each operator: the only module that knows their names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from elsa_core import ops
+from elsa_core import precision as precisions
+from elsa_core.backends import cuda, onednn, portable, sdpa, sdpa_cudnn, sdpa_varlen
+from elsa_core.backends.support import Backend, Implementation, Request, Support
+from elsa_core.ops.factory import has_kernel, implement, implement_on_cuda, variant
+from elsa_core.precision import dtype_name
+
+PLAIN = "eager"  # plain PyTorch, which serves every operator that has a record
+
+
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported when it is first called."""
+
+    full = f"elsa_core.backends.{module}"
+    found: list[ModuleType] = []
+
+    def call(*arguments: Any) -> Any:
+        if not found:  # not from `sys.modules`, where one lies that another thread still imports
+            found.append(import_module(full))
+        return getattr(found[0], name)(*arguments)
+
+    return call
+
+
+def _half(request: Request) -> str:
+    """The arithmetic of half precision, the same on every backend; empty for wider dtypes."""
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        return ""
+    return f"{dtype_name(request.dtype)} products, float32 state and accumulation"
+
+
+def _of_pytorch(request: Request) -> str:
+    return _half(request) or f"PyTorch's {dtype_name(request.dtype)} matrix products"
+
+
+_PLAIN_SCHEDULES = {
+    "attention": _late("eager", "schedule"),
+    "sparse": _late("eager_sparse", "schedule"),
+    "varlen": _late("eager_varlen", "schedule"),
+}
+
+
+def reference(record: ops.Operator) -> Implementation:
+    """Plain PyTorch, which serves every operator that has a record."""
+    gradients = record.gradients and record.gradients.backward
+    return Implementation(
+        support=_late("eager", "support"),
+        run=record.eager,
+        schedule=_PLAIN_SCHEDULES.get(record.kind, _as_written),
+        arithmetic=_of_pytorch,
+        gradient=_late("eager", "support") if gradients else None,
+        backward=gradients.reference if gradients else None,
+        partition=_late("eager", "partition") if record.name == "attention" else None,
+    )
+
+
+def _as_written(*arguments: Any) -> str:
+    return "plain PyTorch"
+
+
+def _whole_windows(*arguments: Any) -> str:
+    return "one window at a time, read from the projection's output as it lies"
+
+
+def _linear_schedule(*arguments: Any) -> str:
+    return "large products; smaller ones, and those that it would not gain, are PyTorch's"
+
+
+def _split(request: Request) -> str:
+    return _half(request) or precisions.PRECISIONS[request.precision].met_by
+
+
+def _of_tf32(request: Request) -> str:
+    if request.precision == "ieee":
+        return "float32 FMA"
+    return _half(request) or "three TF32 products for each float32 product, float32 sums"
+
+
+def _fma(request: Request) -> str:
+    return _half(request) or "float32 FMA"
+
+
+@functools.cache
+def _triton_backward() -> Callable[..., Any] | None:
+    """The Triton kernels of the gradients, where this package holds them."""
+    name = "elsa_core.backends.triton.attention.backward"
+    kernel = getattr(import_module(name), "attention_backward", None) if find_spec(name) else None
+    return kernel if callable(kernel) else None
+
+
+def _triton_gradient(request: Request) -> Support:
+    if _triton_backward() is None:
+        return Support(False, "has no kernel of the gradients")
+    from elsa_core.backends.triton.attention.backward_tiling import measured_faster
+
+    # the same kernels serve both; the other precisions' were not measured
+    named = request.precision in ("strict", "turbo")
+    dims = (request.head_dim, request.value_dim)
+    if not named or not measured_faster(request.dtype, dims, request.device_type):
+        return Support(False, "was not measured to be faster than PyTorch for such gradients")
+    return _late("triton", "support")(request)  # type: ignore[no-any-return]
+
+
+def _is_faster(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: Any
+) -> bool:
+    """Whether the Triton kernels were measured to give these gradients sooner than PyTorch's."""
+    from elsa_core.backends.triton.attention.backward_tiling import mask_kind, serves
+    from elsa_core.backends.triton.attention.tiling import Shape
+
+    batch, heads, queries, head_dim = query.shape
+    shape = Shape(batch, heads, key.shape[1], queries, key.shape[2], head_dim, value.shape[3])
+    return serves(shape, query.dtype, mask_kind(attn_mask, rest[2]), query.device)
+
+
+def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
+    kernel, lse = _triton_backward(), rest[5]
+    if kernel is None or not _is_faster(*rest):
+        return None
+    if not grad_lse.numel():
+        grad_lse = lse.new_zeros(()).expand(lse.shape)
+    return kernel(grad_out, grad_lse, *rest)
+
+
+def _on_triton(module: str, name: str = "support") -> Callable[[Request], Support]:
+    """What a module of kernels answers, and then Triton."""
+
+    def support(request: Request) -> Support:
+        answer: Support = _late(module, name)(request)
+        return _late("triton", "support")(request) if answer.ok else answer
+
+    return support
+
+
+def _whole(*arguments: Any) -> tuple[Tensor, None]:
+    """By PyTorch's own operator, which has no lse to give."""
+    return sdpa.attention(*arguments), None
+
+
+def _whole_dropout(*arguments: Any) -> tuple[Tensor, None]:
+    """By PyTorch's own operator, which draws for itself."""
+    return sdpa.attention(*arguments[:-1]), None
+
+
+_LINEAR: list[Callable[..., Tensor | None]] = []
+
+
+def _linear_by_triton(*arguments: Any) -> Tensor | None:
+    if not is_compiling() and _LINEAR:  # in this order: a compiler guards on what it reads
+        return _LINEAR[0](*arguments)
+    from elsa_core.backends.triton.linear.gate import serve  # compilers know no `_late`
+
+    if not is_compiling():
+        _LINEAR.append(serve)
+    return serve(*arguments)
+
+
+def _gated_linear_by_triton(*arguments: Any) -> Tensor | None:
+    from elsa_core.backends.triton.linear import gate
+
+    return gate.serve_gated(*arguments)
+
+
+def _native_gradient(request: Request) -> Support:
+    answer: Support = _late("native_backward", "support")(request)
+    # its own answer is quick; the library may have to be built
+    return _late("native", "support")(request) if answer.ok else answer
+
+
+_NATIVE_SCHEDULES = {"varlen": _late("native", "varlen_schedule"), "window": _whole_windows}
+
+
+_NATIVE = {
+    record.name: Implementation(
+        support=_late("native", "support"),
+        run=record.overload,
+        schedule=_NATIVE_SCHEDULES.get(record.kind, _late("native", "schedule")),
+        arithmetic=_fma,
+        gradient=_native_gradient,
+        backward=_late("native_backward", f"{record.name}_backward"),
+        partition=_late("native", "partition") if record is ops.ATTENTION else None,
+        state=_late("native", "attention_state") if record is ops.ATTENTION else None,
+    )
+    for record in (
+        ops.ATTENTION,
+        ops.ATTENTION_DROPOUT,
+        ops.VARLEN_ATTENTION,
+        ops.WINDOW_ATTENTION,
+    )
+}
+_NATIVE["sparse_attention"] = Implementation(
+    support=_late("native", "support"),
+    run=ops.SPARSE_ATTENTION.overload,
+    schedule=_late("native", "schedule"),
+    arithmetic=_fma,
+)
+_NATIVE["entmax_attention"] = Implementation(
+    support=_late("native", "support"),
+    run=ops.ENTMAX_ATTENTION.overload,
+    schedule=_late("native", "entmax_schedule"),
+    arithmetic=_fma,
+    gradient=_late("native", "support"),
+    backward=_late("native_entmax", "entmax_attention_backward"),
+)
+# What computes an operator on CUDA devices: modules that are imported at the first call.
+KERNELS_ON_CUDA = {
+    "attention": _late("triton", "attention_forward"),
+    "attention_dropout": _late("triton.attention.dropout", "attention_dropout"),
+    "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
+    "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
+    "entmax_varlen_attention": _late("triton.attention.entmax_varlen", "entmax_varlen_forward"),
+    "sparse_attention": _late("triton.attention.sparse", "sparse_attention"),
+    "window_attention": _late("triton.window.planner", "window_attention"),
+    "linear": _late("triton.linear.gate", "kernel"),
+    "gated_linear": _late("triton.linear.gate", "gated_kernel"),
+    "linear_backward": _late("triton.linear.gate", "backward"),
+    "split_weight": _late("triton.linear.gate", "split_weight"),
+}
+# Of these, what the CUDA library takes over where it is on: what layouts alone decide.
+BY_LIBRARY = ("attention", "window_attention", "linear", "linear_backward")
+
+
+def _triton_schedule(*arguments: Any) -> str:
+    words: str = _late("triton", "schedule")(*arguments)
+    return f"{words}; the CUDA library launches it" if cuda.serves("attention") else words
+
+
+_TRITON = {
+    "attention_dropout": Implementation(
+        support=_late("triton", "support"),
+        run=ops.ATTENTION_DROPOUT.overload,
+        schedule=_late("triton.attention.dropout", "schedule"),
+        arithmetic=_split,
+        gradient=_on_triton("triton.attention.dropout", "support_gradient"),
+        backward=_late("triton.attention.dropout", "attention_dropout_backward"),
+        asked=True,
+    ),
+    "attention": Implementation(
+        support=_late("triton", "support"),
+        run=ops.ATTENTION.overload,
+        schedule=_triton_schedule,
+        arithmetic=_split,
+        direct=cuda.direct(ops.ATTENTION.overload, KERNELS_ON_CUDA["attention"]),
+        gradient=_triton_gradient,
+        backward=_by_triton_backward,
+        partition=_late("triton.attention.partition", "partition"),
+        state=_late("triton", "attention_state"),
+    ),
+    "varlen_attention": Implementation(
+        support=_late("triton.attention.varlen", "support"),
+        run=ops.VARLEN_ATTENTION.overload,
+        schedule=_late("triton.attention.varlen", "schedule"),
+        arithmetic=_split,
+        gradient=_late("eager", "support"),  # by `elsa::varlen_attention_backward`, as all are
+    ),
+    "window_attention": Implementation(
+        support=_late("triton", "support"),
+        run=ops.WINDOW_ATTENTION.overload,
+        schedule=_whole_windows,
+        arithmetic=_split,
+        direct=cuda.direct(ops.WINDOW_ATTENTION.overload, KERNELS_ON_CUDA["window_attention"]),
+        gradient=_on_triton("triton.window.backward"),
+        backward=_late("triton.window.backward", "window_attention_backward"),
+    ),
+    **{
+        record.name: Implementation(
+            support=_on_triton("triton.attention.entmax"),
+            run=record.overload,
+            schedule=_late("triton.attention.entmax", "schedule"),
+            arithmetic=_of_tf32,
+            gradient=_on_triton("triton.attention.entmax"),
+            own_gradients=True,
+        )
+        for record in (ops.ENTMAX_ATTENTION, ops.ENTMAX_VARLEN_ATTENTION)
+    },
+    "sparse_attention": Implementation(
+        support=_on_triton("triton.attention.sparse"),
+        run=ops.SPARSE_ATTENTION.overload,
+        schedule=_late("triton.attention.sparse", "schedule"),
+        arithmetic=_of_tf32,
+        asked=True,
+    ),
+    "linear": Implementation(
+        support=_late("triton.linear.gate", "support"),
+        run=ops.LINEAR.overload,
+        schedule=_linear_schedule,
+        arithmetic=_split,
+        direct=_linear_by_triton,
+    ),
+    "gated_linear": Implementation(
+        support=_late("triton.linear.gate", "support_form"),
+        run=ops.GATED_LINEAR.overload,
+        schedule=_linear_schedule,
+        arithmetic=_split,
+        direct=_gated_linear_by_triton,
+    ),
+}
+_PORTABLE = {
+    "attention": Implementation(
+        support=portable.support,
+        run=variant(ops.ATTENTION, "attention_portable", portable.attention_forward, "CUDA"),
+        schedule=portable.schedule,
+        arithmetic=_fma,
+        by_row=portable.measured_attention,
+        gradient=_late("eager", "support"),  # by `elsa::attention_backward`, as all are
+        asked=True,
+        unasked=("ieee",),  # where Triton is not: plain PyTorch would be left
+    ),
+}
+_ONEDNN = {
+    "linear": Implementation(
+        support=onednn.support,
+        run=ops.LINEAR.overload,
+        schedule=_linear_schedule,
+        arithmetic=_fma,
+        direct=onednn.serve,
+    ),
+}
+_SDPA = {
+    "attention_dropout": Implementation(
+        support=sdpa.support,
+        run=_whole_dropout,
+        schedule=sdpa.schedule,
+        arithmetic=_of_pytorch,
+        takes=sdpa.takes,
+        whole=True,
+    ),
+    "attention": Implementation(
+        support=sdpa.support,
+        run=_whole,
+        schedule=sdpa.schedule,
+        arithmetic=_of_pytorch,
+        gradient=sdpa.gradient,
+        backward=sdpa.backward,
+        direct=sdpa_cudnn.measured_attention,
+        serves=sdpa_cudnn.serves,
+        takes=sdpa.takes,
+        whole=True,
+    ),
+    "varlen_attention": Implementation(
+        support=sdpa_varlen.support,
+        run=None,
+        schedule=_as_written,
+        arithmetic=_of_pytorch,
+        gradient=sdpa_varlen.gradient,
+        backward=sdpa_varlen.backward,
+    ),
+}
+_EAGER = {record.name: reference(record) for record in ops.records()}
+
+BACKENDS: list[Backend] = [
+    Backend("native", "cpu", _NATIVE, is_built=_late("native", "is_built")),
+    Backend("triton", "cuda", _TRITON),
+    Backend("portable", "cuda", _PORTABLE),
+    Backend("onednn", "cpu", _ONEDNN),
+    Backend("sdpa", None, _SDPA),
+    Backend(PLAIN, None, _EAGER),
+]
+
+SHIPPED = frozenset(each.name for each in BACKENDS)  # whom the shipped table was measured with
+
+
+for _operator, _kernel in KERNELS_ON_CUDA.items():
+    # a bundle that was loaded before may have taken the key, for the layouts of its file alone
+    if _operator in BY_LIBRARY and not has_kernel(_operator, "CUDA"):
+        implement_on_cuda(_operator, cuda.until_ready(_kernel))
+    else:
+        implement(_operator, _kernel, "CUDA")
+cuda.offer({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})

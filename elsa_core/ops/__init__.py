@@ -1,0 +1,34 @@
+"""The operators of elsa, one record each; importing this package defines them."""
+
+from __future__ import annotations
+
+from elsa_core.ops.attention.dropout_record import ATTENTION_DROPOUT
+from elsa_core.ops.attention.record import ATTENTION
+from elsa_core.ops.entmax.record import ENTMAX_ATTENTION
+from elsa_core.ops.entmax.varlen_record import ENTMAX_VARLEN_ATTENTION
+from elsa_core.ops.factory import Backward, Gradients, Operator, of, record, records, register
+from elsa_core.ops.linear.gated_record import GATED_LINEAR
+from elsa_core.ops.linear.record import LINEAR, SPLIT_WEIGHT
+from elsa_core.ops.sparse.record import SPARSE_ATTENTION
+from elsa_core.ops.varlen.record import VARLEN_ATTENTION
+from elsa_core.ops.window.record import WINDOW_ATTENTION
+
+__all__ = [
+    "ATTENTION",
+    "ATTENTION_DROPOUT",
+    "ENTMAX_ATTENTION",
+    "ENTMAX_VARLEN_ATTENTION",
+    "GATED_LINEAR",
+    "LINEAR",
+    "SPARSE_ATTENTION",
+    "SPLIT_WEIGHT",
+    "VARLEN_ATTENTION",
+    "WINDOW_ATTENTION",
+    "Backward",
+    "Gradients",
+    "Operator",
+    "of",
+    "record",
+    "records",
+    "register",
+]

@@ -1,0 +1,104 @@
+"""`attention` of nested tensors: jagged ones are packed sequences already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core.base import calls
+from elsa_core.errors import ArgumentError
+from elsa_core.ops.varlen.api import varlen_attention
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    precision: str,
+    backend: str,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`elsa_core.attention` of jagged [B, H, j, D]: out [B, H, j, Dv] and lse [B, H, j], jagged.
+
+    The lengths of key and value may be others than the query's.
+
+    Raises:
+        TypeError, ArgumentError: an argument does not fit; the message names it.
+    """
+    if dropout_p:
+        raise ArgumentError("nested tensors take no dropout_p: pad them")
+    out: Any = varlen_attention(
+        *packed(query, key, value, attn_mask), is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa, precision=precision, backend=backend, return_lse=return_lse,
+    )  # fmt: skip
+    if return_lse:
+        return jagged(out[0].transpose(0, 1), query), jagged(out[1], query)
+    return jagged(out.transpose(0, 1), query)
+
+
+def packed(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None, int | None]:
+    """The first arguments of `elsa_core.varlen_attention` for jagged [B, H, j, D].
+
+    Raises:
+        TypeError, ArgumentError: an argument does not fit; the message names it.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _check(name, tensor)
+    if attn_mask is not None:
+        raise ArgumentError("nested tensors take no attn_mask: their padding is not there")
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise ArgumentError(
+            "query, key and value have different batch sizes: "
+            f"{query.shape[0]}, {key.shape[0]}, {value.shape[0]}"
+        )
+    starts, others, of_values = (_offsets(t) for t in (query, key, value))
+    if others is not of_values and not calls.traced() and not torch.equal(others, of_values):
+        raise ArgumentError("key and value have sequences of different lengths")
+    q, k, v = (t.values().transpose(0, 1) for t in (query, key, value))  # [T, H, D] each
+    longest = _longest(query), _longest(key)
+    return q, k, v, starts, None if others is starts else others, *longest
+
+
+def _check(name: str, given: Any) -> None:
+    tensor = given  # of a class that types do not know
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if not tensor.is_nested:
+        raise ArgumentError(f"{name} is dense, but query, key or value is nested: all or none")
+    if tensor.layout is not torch.jagged:
+        raise ArgumentError(
+            f"{name} is a nested tensor of strided layout: use layout=torch.jagged, or pad it "
+            "(torch.nested.to_padded_tensor) and hide the padding with attn_mask"
+        )
+    if tensor.dim() != 4 or tensor._ragged_idx != 2:
+        raise ArgumentError(
+            f"{name} is a nested tensor of shape {list(tensor.shape)}: it must be [B, H, j, D]"
+        )
+    if tensor.lengths() is not None:
+        raise ArgumentError(f"{name} is a nested tensor with holes: call contiguous() on it")
+
+
+def _offsets(nested: Any) -> Tensor:
+    found: Tensor = nested.offsets()
+    return found
+
+
+def _longest(nested: Any) -> int | None:
+    """The longest sequence, where it is known without asking the device."""
+    found: int | None = getattr(nested, "_maybe_max_seqlen", None)
+    return found
+
+
+def jagged(values: Tensor, like: Any) -> Tensor:
+    """[H, T, ...] as [B, H, j, ...] with the lengths of `like`, of one symbol with its j."""
+    found: Tensor = torch.nested.nested_tensor_from_jagged(values, _offsets(like), jagged_dim=2)
+    return found

@@ -1,0 +1,1 @@
+"""Attention with alpha-entmax in place of softmax, dense and packed."""

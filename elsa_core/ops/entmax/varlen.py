@@ -1,0 +1,354 @@
+"""`entmax_varlen_attention`: alpha-entmax attention of sequences of different length, packed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from elsa_core import dispatch
+from elsa_core.backends.support import Request
+from elsa_core.base import calls, packing
+from elsa_core.base.operands import autocast, explain_types
+from elsa_core.dispatch import Route
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.ops.attention import nested
+from elsa_core.ops.entmax import dense as dense_entmax
+from elsa_core.ops.varlen import api as varlen
+from elsa_core.ops.varlen.api import Packed, varlen_attention
+
+_OPERATOR = "entmax_varlen_attention"
+# Tiles of all heads from which a call reads the longest lengths that it was not given: they take
+# 1 GiB in the forward, where those of its sequences may be few.
+_MANY_TILES = (1 << 30) // 5
+
+
+def entmax_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    alpha: float | Tensor = 1.5,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Tensor:
+    """alpha-entmax attention within each of the sequences whose tokens lie one after another.
+
+    Each sequence is what `elsa_core.entmax_attention` gives of it alone. The Triton kernels on
+    CUDA serve all of them in one launch, and in five for all gradients; the host reads no length,
+    so that compiled programs and CUDA graphs are served as any call. The workspace is, for each
+    head and tile of 64 x 64, five bytes in the forward, of which one is kept for the backward,
+    which takes eight more. There are (T / 64 + S) x max_seqlen_k / 64 tiles. The numbers of all
+    tokens stand for longest lengths that are not given: 262 144 tokens of 8 heads then take 0.7 GB
+    in the forward. Above 1 GiB an eager call reads them instead, and waits for the device.
+
+    Other backends serve one sequence after another: on a GPU the host waits once for the lengths.
+    Compiled programs and CUDA graphs under capture cannot read them; they pad to `max_seqlen_q` and
+    `max_seqlen_k`, which they have to be given. `explain_entmax_varlen_attention` says which of the
+    two it is. Differentiable once in query, key, value and alpha; inputs may have any strides.
+
+    Args:
+        query: [T, Hq, D], floating; T tokens of all sequences.
+        key: [Tk, Hkv, D], the query's dtype and device.
+        value: [Tk, Hkv, Dv].
+        cu_seqlens_q: [S + 1], int32 or int64 on the query's device: where each of the S sequences
+            of queries starts, and T. A sequence may be empty.
+        cu_seqlens_k: the same of the keys and Tk; default cu_seqlens_q.
+        max_seqlen_q, max_seqlen_k: the longest sequence or more; on a CPU they are checked. The
+            Triton kernels check neither these nor cu_seqlens: wrong ones give wrong results, which
+            may differ from call to call where sequences overlap. Of tokens that no sequence has,
+            before cu_seqlens[0] or from cu_seqlens[S] on, output and gradients are not written.
+        alpha: a number in [1, 4], or a floating tensor that broadcasts to [S, Hq, 1, 1]. alpha = 1
+            is softmax, which `elsa_core.varlen_attention` serves.
+        is_causal: query i of a sequence sees its keys 0..i (top-left aligned).
+        scale: factor on the scores; default 1 / sqrt(D).
+        enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).
+        precision, backend: as in `elsa_core.entmax_attention`.
+
+    Returns:
+        out [T, Hq, Dv] in the query's dtype. A query of a sequence without keys gives zeros.
+
+    Raises:
+        TypeError: an argument of a wrong type; the message names it.
+        ArgumentError: an argument does not fit; the message names it.
+        UnavailableError: the backend asked for by name cannot serve the call.
+
+    Source: as of `elsa_core.entmax_attention`, applied to each sequence.
+    """
+    if isinstance(scale, Tensor):
+        raise ArgumentError(calls.NO_TENSOR_SCALE)
+    terms: dict[str, Any] = {
+        "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "precision": precision,
+        "backend": backend,
+    }  # fmt: skip
+    longest = max_seqlen_q, max_seqlen_k
+    try:
+        if dense_entmax.is_softmax(alpha):
+            softmax: Any = varlen_attention(
+                query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, **terms
+            )
+            return softmax  # type: ignore[no-any-return]
+        given = varlen._checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
+        heads = _of_heads(alpha, given)
+        if query.device.type == "meta":
+            return query.new_empty((*query.shape[:2], value.shape[2]))
+        if torch.is_autocast_enabled(query.device.type):
+            q, k, v, _ = autocast(*given[:3], None)
+            given = given._replace(query=q, key=k, value=v)
+        name = _served_by(*_kind(given, precision), backend)
+        if name and not (calls.exporting_onnx() or dispatch.plain_alone(backend)):
+            return _by_kernels(name, given, _bounded(given, *longest), heads, terms)
+        if not _reads(query):
+            return _by_padding(given, _needed(given, *longest), heads, terms)
+        varlen._longest(given, *longest)
+        return _by_sequence(given, heads, terms)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        explain_types(
+            error,
+            tensors={"query": query, "key": key, "value": value},
+            terms={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
+            scale=scale,
+            flags={"is_causal": is_causal, "enable_gqa": enable_gqa},
+            names={"precision": precision, "backend": backend},
+        )
+        raise
+
+
+def explain_entmax_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    alpha: float | Tensor = 1.5,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Route:
+    """Say which backend and arithmetic would serve `entmax_varlen_attention` with these arguments,
+    and who its gradients; takes and raises what it does."""
+    terms: dict[str, Any] = {
+        "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "precision": precision,
+        "backend": backend,
+    }  # fmt: skip
+    if dense_entmax.is_softmax(alpha):
+        return varlen.explain_varlen_attention(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **terms
+        )
+    given = varlen._checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
+    heads = _of_heads(alpha, given)
+    name = _served_by(*_kind(given, precision), backend)
+    if name and not dispatch.plain_alone(backend):
+        return _of_kernels(given, heads, is_causal, precision, backend)
+    varlen._longest(given, max_seqlen_q, max_seqlen_k)
+    alone = heads[:1] if isinstance(heads, Tensor) else heads
+    found = dense_entmax.explain(*_batched(*given[:3]), alpha=alone, **terms)
+    return replace(found, schedule=f"one sequence after another; {found.schedule}")
+
+
+def of_nested(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    *,
+    alpha: float | Tensor,
+    **terms: Any,
+) -> Tensor:
+    """`elsa_core.entmax_attention` of jagged [B, H, j, D]: out [B, H, j, Dv], jagged.
+
+    Raises:
+        TypeError, ArgumentError: an argument does not fit; the message names it.
+    """
+    packed = nested.packed(query, key, value, attn_mask)
+    out = entmax_varlen_attention(*packed, alpha=alpha, **terms)
+    return nested.jagged(out.transpose(0, 1), query)
+
+
+def _of_heads(alpha: float | Tensor, given: Packed) -> float | Tensor:
+    """alpha as a number, or a tensor [S or 1, Hq or 1, 1, 1]."""
+    sequences = given.cu_seqlens_q.shape[0] - 1
+    batch = given.query.new_empty((sequences, given.query.shape[1]))
+    number, heads = dense_entmax.of_heads(alpha, batch)
+    return number if heads is None else heads
+
+
+def _kind(given: Packed, precision: str) -> tuple[str, torch.dtype, int, int, str]:
+    """What decides who serves a call."""
+    q, _, v, *_ = given
+    return calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision
+
+
+def _served_by(
+    place: str, dtype: torch.dtype, head_dim: int, value_dim: int, precision: str, backend: str
+) -> str:
+    """The backend whose kernels take all sequences at once; empty where each is a call of its own.
+
+    A constant for the compiler, as `dispatch.name_of`.
+    """
+    if not place.startswith("cuda"):
+        return ""
+    try:
+        name = dispatch.name_of(_OPERATOR, place, dtype, head_dim, value_dim, precision, backend)
+    except (ArgumentError, UnavailableError):
+        return ""  # it may have the operator of one sequence; that says what is wrong
+    return "" if name == dispatch.PLAIN else name
+
+
+_served_by._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, int]:
+    """The longest lengths; those of all tokens stand for what is not given, but where the workspace
+    would be large and the lengths may be read."""
+    if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
+        max_seqlen_k = max_seqlen_q
+    missing = max_seqlen_q is None or max_seqlen_k is None
+    if missing and not calls.traced() and _reads(given.query) and _has_many_tiles(given):
+        both = torch.stack([t.long().diff().amax() for t in given[3:]]).tolist()
+        max_seqlen_q = max(0, both[0]) if max_seqlen_q is None else max_seqlen_q
+        max_seqlen_k = max(0, both[1]) if max_seqlen_k is None else max_seqlen_k
+    queries: Any = given.query.shape[0]
+    keys: Any = given.key.shape[0]
+    # a symbolic length of a compiled program stays one: the compiler's min is symbolic itself, and
+    # takes no `sym_min` of numbers (torch 2.11)
+    least: Any = min if is_dynamo_compiling() else torch.sym_min
+    if max_seqlen_q is not None:
+        queries = least(_count("max_seqlen_q", max_seqlen_q), queries)
+    if max_seqlen_k is not None:
+        keys = least(_count("max_seqlen_k", max_seqlen_k), keys)
+    return queries, keys
+
+
+def _has_many_tiles(given: Packed) -> bool:
+    """Whether the workspace of a call is large where one sequence may have all tokens."""
+    (tokens, heads, _), keys, sequences = given.query.shape, given.key.shape[0], len(given[3]) - 1
+    return sequences > 1 and heads * (tokens // 64 + sequences) * (keys // 64) > _MANY_TILES
+
+
+def _count(name: str, given: int) -> int:
+    """A longest length as an integer.
+
+    Raises:
+        TypeError: it is none.
+        ArgumentError: it is negative.
+    """
+    other: object = given  # of a class that types do not know
+    if not isinstance(other, int | torch.SymInt):
+        try:
+            given = index(given)
+        except TypeError:
+            raise TypeError(f"{name} must be an integer, not {type(other).__name__}") from None
+    if not torch.compiler.is_compiling() and given < 0:
+        raise ArgumentError(f"{name}={given} must not be negative")
+    return given
+
+
+def _by_kernels(
+    name: str,
+    given: Packed,
+    longest: tuple[int, int],
+    alpha: float | Tensor,
+    terms: dict[str, Any],
+) -> Tensor:
+    """By the operator of packed sequences."""
+    number, head_alpha = (0.0, alpha) if isinstance(alpha, Tensor) else (alpha, None)
+    scale, dim = terms["scale"], given.query.shape[-1]
+    if scale is None:
+        scale = dim**-0.5 if dim else 1.0
+    run = dispatch.RUNS[_OPERATOR, name]
+    causal, precision = terms["is_causal"], terms["precision"]
+    found: Tensor = run(*given, head_alpha, *longest, number, causal, scale, precision)[0]
+    return found
+
+
+def _of_kernels(
+    given: Packed, alpha: float | Tensor, is_causal: bool, precision: str, backend: str
+) -> Route:
+    """How the operator of packed sequences serves a call."""
+    q, k, v, *_ = given
+    head_alpha = alpha if isinstance(alpha, Tensor) else None
+    gradient = calls.wanted(query=q, key=k, value=v, head_alpha=head_alpha)
+    request = Request(
+        q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, _OPERATOR,
+        "causal" if is_causal else "none", gradient=gradient, ordinal=q.get_device(),
+    )  # fmt: skip
+    found = dispatch.route(request, backend, schedule=(q, k))
+    return replace(found, schedule=f"all sequences in one launch; {found.schedule}")
+
+
+def _reads(query: Tensor) -> bool:
+    """Whether a call may read the lengths."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _needed(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, int]:
+    """The longest lengths, which a call that reads none must be given.
+
+    Raises:
+        ArgumentError: they are not.
+    """
+    if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
+        max_seqlen_k = max_seqlen_q
+    if max_seqlen_q is None or max_seqlen_k is None:
+        raise ArgumentError(
+            "entmax_varlen_attention needs max_seqlen_q and max_seqlen_k where it is compiled or "
+            "captured: it cannot read cu_seqlens there"
+        )
+    return max_seqlen_q, max_seqlen_k
+
+
+def _by_sequence(given: Packed, alpha: float | Tensor, terms: dict[str, Any]) -> Tensor:
+    starts = packing.checked_bounds("cu_seqlens_q", given.cu_seqlens_q, given.query.shape[0])
+    others = packing.checked_bounds("cu_seqlens_k", given.cu_seqlens_k, given.key.shape[0])
+    queries, keys = ([b - a for a, b in pairwise(ends)] for ends in (starts, others))
+    outputs = [given.query.new_empty((0, given.query.shape[1], given.value.shape[2]))]
+    # one split, whose gradient is one concatenation
+    parts = zip(
+        given.query.split(queries), given.key.split(keys), given.value.split(keys), strict=True
+    )
+    for i, part in enumerate(parts if queries else ()):
+        own = alpha[i : i + 1] if isinstance(alpha, Tensor) and alpha.shape[0] > 1 else alpha
+        out = dense_entmax.attention(*_batched(*part), alpha=own, **terms)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _by_padding(
+    given: Packed, longest: tuple[int, int], alpha: float | Tensor, terms: dict[str, Any]
+) -> Tensor:
+    """As a batch of equal length, in which padding is hidden."""
+    starts, others = given.cu_seqlens_q, given.cu_seqlens_k
+    q = packing.padded(given.query, starts, longest[0]).transpose(1, 2)
+    k, v = (packing.padded(t, others, longest[1]).transpose(1, 2) for t in (given.key, given.value))
+    causal = terms["is_causal"]
+    mask = varlen._hides(given, longest, causal)
+    out = dense_entmax.attention(
+        q, k, v, mask, alpha=alpha, **terms | {"is_causal": causal and mask is None}
+    )
+    return packing.packed(out.transpose(1, 2), starts, given.query.shape[0])
+
+
+def _batched(*packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[n, H, D] as a batch of one, [1, H, n, D]."""
+    query, key, value = (t.transpose(0, 1)[None] for t in packed)
+    return query, key, value

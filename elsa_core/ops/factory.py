@@ -1,0 +1,323 @@
+"""One record per operator, and what PyTorch is told of it.
+
+A record needs a name, a schema and a reference in plain PyTorch. With these alone `elsa::<name>`
+exists on every device and is made of the reference's own operations: autograd, fake tensors,
+compilers and `torch.func` see through it. An operator that has kernels of its own also has a fake
+and the formulas of its gradients, and then `elsa::<name>_eager` too: the reference on every device
+and in every dtype, opaque, beside the kernels that `elsa_core.dispatch` and the native library add
+to `elsa::<name>`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import ChainMap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch._decomp
+from torch import Tensor
+
+from elsa_core.base import calls
+from elsa_core.errors import ModelError
+
+Grads = tuple[Tensor | None, ...]
+_LIBRARY = torch.library.Library("elsa", "FRAGMENT")
+_RECORDS: dict[str, Operator] = {}
+_BY_SCHEMA: dict[str, Operator] = {}
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The operator `elsa::<name>_backward` that computes an operator's gradients.
+
+    Attributes:
+        schema: its arguments and results.
+        fake: what it returns, on fake tensors.
+        reference: its formulas in plain PyTorch.
+        formula: of the second derivatives, or what raises.
+        setup_context: of that formula.
+    """
+
+    schema: str
+    fake: Callable[..., Any]
+    reference: Callable[..., Any]
+    formula: Callable[..., Any]
+    setup_context: Callable[..., None] | None = None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """How an operator is differentiated.
+
+    Attributes:
+        setup_context, formula: as `torch.library.register_autograd` takes them. With `backward` the
+            formula's first argument is the overload of that operator.
+        backward: the operator that the formula calls; without one it calls PyTorch's.
+    """
+
+    setup_context: Callable[..., None]
+    formula: Callable[..., Grads]
+    backward: Backward | None = None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is known of one operator.
+
+    Attributes:
+        name: `elsa::<name>`.
+        schema: its arguments and results, as `torch.library.define` takes them.
+        reference: the same in plain PyTorch.
+        portable: the same in operations that `torch.onnx` translates, for any length; without one
+            the reference.
+        fake: what it returns, on fake tensors; without one the reference is traced through.
+        gradients: the operators of its gradients; without them autograd records the reference.
+        kind: "attention", "window" or "linear": what proofs, profiles and exporters may ask of its
+            arguments; any other word makes them leave it alone.
+        terms: the tensor arguments that a gradient may be wanted of, in the order of `needs`.
+        twin: whether `elsa::<name>_eager` stands beside it.
+        onnx: its `elsa_core.exporting.onnx_operator.OnnxExport`, which writes nodes of its own;
+            without one `elsa.export` writes the portable form.
+        bench: its `elsa_core.profiling.bench.operators.Bench`: cases, peers and the float64 output.
+        bench_gradients: the same of calls with their gradients.
+
+    `onnx` and the benches are objects, or where to find one when it is asked for
+    ("package.module:NAME"): an operator imports neither exporters nor measurements.
+    """
+
+    name: str
+    schema: str
+    reference: Callable[..., Any]
+    portable: Callable[..., Any] | None = None
+    fake: Callable[..., Any] | None = None
+    gradients: Gradients | None = None
+    kind: str = ""
+    terms: tuple[str, ...] = ()
+    twin: bool = False
+    onnx: Any = None
+    bench: Any = None
+    bench_gradients: Any = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The full names that serve the same call."""
+        return (f"elsa::{self.name}", *((f"elsa::{self.name}_eager",) if self.twin else ()))
+
+    @property
+    def exported(self) -> Callable[..., Any]:
+        """What a call is written with while `torch.onnx.export` makes a graph."""
+        return self.portable or self.reference
+
+    def part(self, name: str) -> Any:
+        """What "onnx", "bench" or "bench_gradients" stands for; None where the record has none."""
+        given = getattr(self, name)
+        if not isinstance(given, str):
+            return given
+        module, _, attribute = given.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def recomputed(self, *arguments: Any) -> Any:
+        """The gradients in plain PyTorch, for the arguments of `elsa::<name>_backward`."""
+        assert self.gradients is not None and self.gradients.backward is not None
+        return self.gradients.backward.reference(*arguments)
+
+    @property
+    def overload(self) -> Any:
+        """`torch.ops.elsa.<name>.default`."""
+        return getattr(torch.ops.elsa, self.name).default
+
+    @property
+    def eager(self) -> Any:
+        """The overload that runs the reference."""
+        return getattr(torch.ops.elsa, f"{self.name}_eager").default if self.twin else self.overload
+
+
+def register(record: Operator) -> Operator:
+    """Define an operator; `elsa_core.dispatch` then knows that its reference serves it.
+
+    Raises:
+        ValueError: an operator of that name is registered.
+    """
+    if record.name in _RECORDS:
+        raise ValueError(f"the operator {record.name!r} is registered already")
+    for name in record.names:
+        _define(name.removeprefix("elsa::"), record)
+    _RECORDS[record.name] = record
+    _BY_SCHEMA.update(dict.fromkeys(record.names, record))
+    return record
+
+
+def records() -> tuple[Operator, ...]:
+    """All records, in the order of their registration."""
+    return tuple(_RECORDS.values())
+
+
+def record(name: str) -> Operator:
+    """The record of an operator by its name, "attention" say.
+
+    Raises:
+        KeyError: no operator of that name is registered.
+    """
+    return _RECORDS[name]
+
+
+def of(schema_name: str) -> Operator | None:
+    """The record that a schema's name ("elsa::attention_eager") belongs to; None of any other."""
+    return _BY_SCHEMA.get(schema_name)
+
+
+def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
+    """Give `elsa::<name>` a kernel of one dispatch key ("CUDA", "CompositeExplicitAutograd")."""
+    _LIBRARY.impl(name, kernel, key)
+
+
+# Kernels in Python for CUDA tensors which a compiled library may take the place of at the first
+# call: that library registers for the key "CUDA", where nothing may stand before.
+_ON_CUDA: dict[str, Callable[..., Any]] = {}
+
+
+def implement_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
+    """Give `elsa::<name>` a kernel for CUDA tensors, where none is registered for them."""
+    _ON_CUDA[name] = kernel
+    known = _RECORDS.get(name)
+    if known is not None and known.twin:  # of others the reference serves the other devices
+        _LIBRARY.impl(name, _by_device(name, None), "CompositeExplicitAutograd")
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether `elsa::<name>` has a kernel of its own for a dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"elsa::{name}", key)
+
+
+def _by_device(name: str, reference: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What serves `elsa::<name>` on devices without a kernel of their own."""
+
+    def kernel(first: Tensor, *rest: Any, **named: Any) -> Any:
+        on_cuda = _ON_CUDA.get(name) if first.is_cuda else None
+        serve = on_cuda or reference
+        if serve is None:
+            raise NotImplementedError(f"elsa::{name} has no kernel for {first.device.type} tensors")
+        return serve(first, *rest, **named)
+
+    return kernel
+
+
+def variant(record: Operator, name: str, kernel: Callable[..., Any], key: str) -> Any:
+    """Define `elsa::<name>`: a record's operator by another kernel of one dispatch key, with the
+    gradients of `elsa::<record.name>`. The record has a fake and an operator of its gradients.
+
+    Returns:
+        Its overload.
+    """
+    gradients = record.gradients
+    assert record.fake is not None and gradients is not None
+    _LIBRARY.define(name + record.schema)
+    _LIBRARY.impl(name, kernel, key)
+    torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
+    backward = getattr(torch.ops.elsa, f"{record.name}_backward").default
+    torch.library.register_autograd(
+        f"elsa::{name}", partial(gradients.formula, backward),
+        setup_context=gradients.setup_context, lib=_LIBRARY,
+    )  # fmt: skip
+    _translate(name, record)
+    _BY_SCHEMA[f"elsa::{name}"] = record
+    return getattr(torch.ops.elsa, name).default
+
+
+def needed(grads: Iterable[Tensor], needs: Iterable[bool]) -> Grads:
+    """The gradients that were wanted; None for the others."""
+    return tuple(grad if wanted else None for grad, wanted in zip(grads, needs, strict=True))
+
+
+def _define(name: str, record: Operator) -> None:
+    if not hasattr(torch.ops.elsa, name):  # a native library that was loaded first has defined it
+        _LIBRARY.define(name + record.schema)
+    if record.fake is None:
+        _LIBRARY.impl(name, record.reference, "CompositeImplicitAutograd")
+        return
+    torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
+    if name.endswith("_eager"):
+        _LIBRARY.impl(name, record.reference, "CompositeExplicitAutograd")
+    elif not record.twin:
+        _LIBRARY.impl(name, _by_device(name, record.reference), "CompositeExplicitAutograd")
+    _translate(name, record)
+    if record.gradients is not None:
+        _differentiate(name, record)
+
+
+# What `torch.onnx.export` replaces in an exported program, beside PyTorch's own decompositions.
+_TRANSLATIONS: dict[Any, Callable[..., Any]] = {}
+
+
+def _translate(name: str, record: Operator) -> None:
+    """Let `torch.onnx.export` write an exported program's node of `name` as the record says.
+
+    The exporter reads `torch._decomp.decomposition_table`, and PyTorch has no public table that
+    holds for every export. The entry goes into a view of its own in front of PyTorch's table:
+    torch.compile reads the table itself, and refuses an operator in it where the environment
+    variable CI is set. Fake tensors of open shapes may see the view; for those the record has a
+    fake.
+    """
+
+    def decompose(*arguments: Any) -> Any:
+        form = record.exported if calls.exporting_onnx() else record.fake
+        return form(*arguments) if form is not None else NotImplemented
+
+    table: Any = torch._decomp.decomposition_table
+    if not isinstance(table, ChainMap) or table.maps[0] is not _TRANSLATIONS:
+        torch._decomp.decomposition_table = ChainMap(_TRANSLATIONS, table)  # type: ignore[assignment]
+    _TRANSLATIONS[getattr(torch.ops.elsa, name).default] = decompose
+
+
+def _refuse_traced() -> None:
+    """Have `torch.onnx.export(dynamo=False)` end with one line at a node of `torch.jit.trace`.
+
+    Of a model it makes its own trace, in which no such node is; torch.onnx knows nothing of those
+    in a graph that was there before, nor of projections whose kernels a GPU's model keeps.
+    """
+    import torch.onnx
+
+    def refusal(name: str) -> Callable[..., Any]:
+        def symbolic(*_: Any, **__: Any) -> Any:
+            # Else torch.onnx writes the whole graph to stdout first; each export turns it on again.
+            torch._C._jit_set_onnx_log_enabled(False)
+            raise ModelError(
+                f"torch.onnx.export(dynamo=False) cannot write the operator {name}: give it the "
+                "model itself, on the CPU, or leave dynamo=False out; elsa.export(model, ...) "
+                "writes ONNX too, and elsa.unpatch(model) gives the original"
+            )
+
+        return symbolic
+
+    for name in _BY_SCHEMA:
+        torch.onnx.register_custom_op_symbolic(name, refusal(name), 9)  # type: ignore[attr-defined]
+
+
+calls.at_trace(_refuse_traced)
+
+
+def _differentiate(name: str, record: Operator) -> None:
+    """Register the formulas of `name`, and the operator that they call if there is one."""
+    gradients = record.gradients
+    assert gradients is not None
+    formula, backward = gradients.formula, gradients.backward
+    if backward is not None:
+        full = f"{name}_backward"
+        if not hasattr(torch.ops.elsa, full):
+            _LIBRARY.define(full + backward.schema)
+        if name.endswith("_eager"):
+            _LIBRARY.impl(full, backward.reference, "CompositeExplicitAutograd")
+        elif not record.twin:
+            _LIBRARY.impl(full, _by_device(full, backward.reference), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"elsa::{full}", backward.fake, lib=_LIBRARY)
+        torch.library.register_autograd(
+            f"elsa::{full}", backward.formula, setup_context=backward.setup_context, lib=_LIBRARY
+        )
+        formula = partial(formula, getattr(torch.ops.elsa, full).default)
+    torch.library.register_autograd(
+        f"elsa::{name}", formula, setup_context=gradients.setup_context, lib=_LIBRARY
+    )

@@ -1,0 +1,393 @@
+"""`linear`: a linear layer with its activation, LayerScale and residual in one call."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import functional
+
+from elsa_core import dispatch
+from elsa_core.backends.support import Request
+from elsa_core.base import calls
+from elsa_core.base.operands import explain_types, require_gate
+from elsa_core.dispatch import Route, launches
+from elsa_core.errors import ArgumentError
+from elsa_core.ops.linear.record import ACTIVATIONS, epilogue
+from elsa_core.precision import validate
+
+# The weight [N, K] and the bias [N], perhaps None, of the product that a gate multiplies.
+Value = tuple[Tensor, Tensor | None]
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    value: Value | None = None,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Tensor:
+    """`residual + scale * activation(input @ weight.T + bias)`, with a second product as a factor
+    of the activation where `value` is given: a gated linear unit.
+
+    The first three arguments are those of `torch.nn.functional.linear`, and so is the result
+    without the others; an absent term is left out. Operands may have any strides.
+
+    On sm_90 float32 products are computed on tensor cores, from operands split into halves of 11
+    significant bits, with float32 sums of short chains: faster than PyTorch's, and with smaller
+    errors. Not with precision="ieee", nor where PyTorch itself was allowed TF32, nor under
+    autocast. Half precision is cuBLASLt's, as in PyTorch, but for few channels, see
+    `elsa_core.backends.triton.linear.gate`.
+
+    On AMD's processors with AVX-512, PyTorch's MKL computes float32 products with AVX2; there
+    larger ones that no tracer records and that need no gradient are left to PyTorch's oneDNN, in
+    parts that round like MKL's. Everything else, and all with precision="ieee", is
+    `torch.nn.functional.linear` and what PyTorch has for the rest.
+
+    Where a gradient is wanted, the product alone is the operator's and the rest is PyTorch's, so
+    that the product is kept for the backward as it is without this function.
+
+    Args:
+        input: [..., K], any floating dtype. weight: [N, K]. bias: [N].
+        activation: "none", "gelu", "gelu_tanh" (its approximation by tanh), "quick_gelu"
+            (x * sigmoid(1.702 x)), "silu" or "relu".
+        residual: [..., N], added last. scale: [N], LayerScale's gamma.
+        value: weight [N, K] and bias [N] or None of the product that the activation multiplies:
+            `scale * activation(input @ weight.T + bias) * (input @ value[0].T + value[1])`. On
+            sm_90 one launch computes both in float32.
+        precision, backend: as in `elsa_core.attention`.
+
+    Returns:
+        [..., N] in input's dtype; differentiable.
+
+    Raises:
+        TypeError: an argument of a wrong type; the message names it.
+        ArgumentError: an argument does not fit; the message names it.
+
+    Sources: split products as in Ootomo and Yokota, arXiv 2203.03341; gated linear units as in
+    Shazeer, arXiv 2002.05202.
+    """
+    try:
+        # the compiler, which would guard on the others, reads no further than its own question
+        if value is None and not is_compiling() and backend == "auto":
+            given = (input, weight, bias, activation, residual, scale, precision, None, None)
+            found = launches.find_linear(given)
+            if found is not None:  # such a call was checked before
+                return found
+        _check(input, weight, bias, residual, scale, value)
+        _check_names(activation, precision, backend, input.dtype)
+    except (AttributeError, TypeError) as error:
+        terms = {"bias": bias, "residual": residual, "scale": scale}
+        names = {"activation": activation, "precision": precision, "backend": backend}
+        _explain_types(error, input, weight, terms, value, names)
+        raise
+    if value is not None:
+        out = served_gated(input, (weight, bias), value, activation, precision, backend)
+        if out is None:
+            out = served(input, weight, bias, activation, precision=precision, backend=backend)
+            out = out * served(input, *value, precision=precision, backend=backend)
+        return epilogue(out, "none", residual, scale)
+    return _computed(input, weight, bias, activation, residual, scale, precision, backend)
+
+
+def served(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    backend: str = "auto",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> Tensor:
+    """`linear` without its checks, for patched layers.
+
+    `halves` and `powers` are `elsa::split_weight` of this weight, kept by the caller, who answers
+    for the weight not having changed since.
+    """
+    if not is_compiling() and backend == "auto":
+        given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
+        found = launches.find_linear(given)
+        if found is not None:
+            return found
+    return _computed(
+        input, weight, bias, activation, residual, scale, precision, backend, halves, powers
+    )
+
+
+def _computed(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    backend: str = "auto",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> Tensor:
+    """A call that the cache of launches does not hold."""
+    given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
+    fused = activation != "none" or residual is not None or scale is not None
+    if fused and _composes(input, weight, bias, residual, scale):
+        product = _computed(input, weight, bias, precision=precision, backend=backend)
+        return epilogue(product, activation, residual, scale)
+    device_type = "cuda" if input.is_cuda else input.device.type
+    if device_type == "cpu" and calls.keeps_products() and _is_uniform(input, weight, bias):
+        kept: Tensor = torch.ops.elsa.linear.default(*given)
+        return kept
+    serving = dispatch.SERVING.get(("linear", device_type, backend), ())
+    if device_type == "cuda" and backend == "auto" and _is_left_to_pytorch(input, weight, bias):
+        serving = ()
+    for serve in serving:
+        out: Tensor | None = serve(*given)
+        if out is not None:
+            # a backend ahead of it may have declined this call alone
+            if backend == "auto" and serve is serving[0] and device_type == "cuda":
+                _admit(given)
+            return out
+    product = functional.linear(input, weight, bias)
+    return epilogue(product, activation, residual, scale) if fused else product
+
+
+def _is_left_to_pytorch(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether this is a small eager layer, which Python overhead bounds: PyTorch computes it, but
+    for float32 ones whose launch the cache can hold.
+    """
+    if calls.recorded() or input.is_nested or weight.dim() != 2:
+        return False
+    work = input.numel() * weight.shape[0]
+    if work >= dispatch.eager_least("linear", input.dtype):
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    columns, depth = weight.shape
+    return (
+        depth % 8 != 0
+        or columns % 4 != 0  # no kernel takes such rows
+        or work > dispatch.eager_products(input.device, input.dtype)
+        or input.numel() < dispatch.eager_rows(input.device, input.dtype) * depth
+        or calls.differentiates(input, weight, bias)
+        or not launches.LINEAR.works()
+    )
+
+
+def _admit(given: tuple[Any, ...]) -> None:
+    """Put a float32 layer that a kernel computed into the cache of launches."""
+    input, weight = given[:2]
+    if is_compiling() or input.dtype != torch.float32 or weight.dim() != 2 or calls.traced():
+        return
+    if not calls.differentiates(*given):
+        launches.LINEAR.admit(given, given)
+
+
+def served_gated(
+    input: Tensor,
+    gate: Value,
+    value: Value,
+    activation: str,
+    precision: str = "strict",
+    backend: str = "auto",
+    halves: tuple[Tensor | None, ...] = (),
+) -> Tensor | None:
+    """activation(input @ gate[0].T + gate[1]) * (input @ value[0].T + value[1]) by a kernel
+    that computes all of it; None where none does.
+
+    `halves` are four tensors, or empty: those of `elsa::split_weight` of the first weight, then of
+    the second, kept by the caller as in `served`.
+    """
+    serving = dispatch.SERVING.get(("gated_linear", input.device.type, backend), ())
+    if not serving or _composes(input, *gate, *value):  # the value's operands like other terms
+        return None
+    for serve in serving:
+        out: Tensor | None = serve(input, *gate, *value, activation, precision, *halves)
+        if out is not None:
+            return out
+    return None
+
+
+def explain_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    value: Value | None = None,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Route:
+    """Say who computes products of this kind faster than PyTorch, if a backend does, and why not.
+
+    Takes the arguments of `linear` and raises what it would raise. What is small, recorded or laid
+    out otherwise may be PyTorch's all the same. With `value` the answer is that of the launch which
+    computes both products, or of the product with `weight` alone where no backend has one.
+    """
+    try:
+        _check(input, weight, bias, residual, scale, value)
+        _check_names(activation, precision, backend, input.dtype)
+    except (AttributeError, TypeError) as error:
+        terms = {"bias": bias, "residual": residual, "scale": scale}
+        names = {"activation": activation, "precision": precision, "backend": backend}
+        _explain_types(error, input, weight, terms, value, names)
+        raise
+    request = Request(
+        input.device.type, input.dtype, weight.shape[-1], weight.shape[0], precision,
+        "linear",
+        gradient=calls.wanted(
+            input=input, weight=weight, bias=bias, residual=residual, scale=scale
+        ),
+        ordinal=input.get_device(),
+    )  # fmt: skip
+    given = (backend, input, weight, bias)
+    found = _explained(request, *given)
+    if value is None:
+        fused = activation != "none" or residual is not None or scale is not None
+        return found if fused else _unless_slower(found, request, *given)
+    gradient = request.gradient + calls.wanted(value=value[0], value_bias=value[1])
+    gated = _explained(request._replace(operator="gated_linear", gradient=gradient), *given)
+    if gated.backend != dispatch.PLAIN:
+        return gated
+    ahead = (f"in one launch with the gate: {reason}" for reason in gated.reasons)
+    return replace(found, reasons=(*ahead, *found.reasons))
+
+
+def _explained(
+    request: Request, backend: str, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Route:
+    serving = (request.operator, request.device_type, backend) in dispatch.SERVING
+    asked = "auto" if backend == "auto" or serving else dispatch.PLAIN
+    return dispatch.route(request, asked, schedule=(input, weight, bias))
+
+
+def _unless_slower(
+    found: Route, request: Request, backend: str, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Route:
+    """What serves a product with at most a bias: PyTorch some that the shipped table names."""
+    if found.backend == dispatch.PLAIN or request.precision != "strict":
+        return found
+    for row in dispatch.linear_by_pytorch(input.device, input.dtype):
+        if row.holds(input.numel(), request.head_dim, request.value_dim):
+            slower = (
+                f"{row.ratio[0]} to {row.ratio[1]} of PyTorch's speed in the shipped table; serves "
+                "exported programs and open lengths of compiled ones"
+            )
+            terms = (input, weight, bias)
+            return dispatch.route(request, dispatch.PLAIN, schedule=terms, because=slower)
+    return found
+
+
+def _composes(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+) -> bool:
+    """Whether what follows the product is PyTorch's: a derivative is wanted, or dtypes differ."""
+    # promoted as PyTorch does
+    if residual is not None and residual.dtype != input.dtype:
+        return True
+    if scale is not None and scale.dtype != input.dtype:
+        return True
+    if torch.is_grad_enabled() and calls.wanted(
+        input=input, weight=weight, bias=bias, residual=residual, scale=scale
+    ):
+        return True
+    return calls.differentiates_otherwise()
+
+
+def _is_uniform(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the operator computes what PyTorch's does: of operands of one dtype, not cast, and
+    weights of no class that may know PyTorch's operators alone (quantised ones).
+    """
+    if torch.is_autocast_enabled(input.device.type):
+        return False
+    if any(hasattr(t, "__tensor_flatten__") for t in (input, weight, bias)):
+        return False
+    return input.dtype == weight.dtype and (bias is None or bias.dtype == input.dtype)
+
+
+def _explain_types(
+    error: Exception,
+    input: object,
+    weight: object,
+    terms: dict[str, Tensor | None],
+    value: object,
+    names: dict[str, str],
+) -> None:
+    """`explain_types` of a call that failed."""
+    parts: dict[str, object] = {}
+    if isinstance(value, (tuple, list)):
+        parts.update(zip(("value's weight", "value's bias"), value, strict=False))
+    tensors = {"input": input, "weight": weight}
+    explain_types(error, tensors=tensors, terms=terms | parts, names=names)
+
+
+def _check(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    value: Value | None,
+) -> None:
+    """Refuse shapes that do not fit; what PyTorch broadcasts beyond the contract is refused too.
+
+    Raises:
+        TypeError: value's weight is None.
+        ArgumentError: the message names the argument.
+    """
+    if not input.is_floating_point():
+        raise ArgumentError(f"input must be floating, not {input.dtype}")
+    if weight.dim() != 2:
+        raise ArgumentError(f"weight must be [N, K], not {list(weight.shape)}")
+    columns, depth = weight.shape
+    if input.dim() < 1 or input.shape[-1] != depth:
+        raise ArgumentError(
+            f"input must be [..., {depth}] for weight {[columns, depth]}, not {list(input.shape)}"
+        )
+    for name, vector in (("bias", bias), ("scale", scale)):
+        if vector is not None and (vector.dim() != 1 or vector.shape[0] != columns):
+            raise ArgumentError(f"{name} must be [{columns}], not {list(vector.shape)}")
+    if value is not None:
+        require_gate(value, columns, depth)
+    if residual is not None and residual.shape != (*input.shape[:-1], columns):
+        raise ArgumentError(
+            f"residual must be {[*input.shape[:-1], columns]}, not {list(residual.shape)}"
+        )
+
+
+def _check_names(activation: str, precision: str, backend: str, dtype: torch.dtype) -> None:
+    _checked_names(activation, precision, backend, dtype)
+
+
+# A constant for the compiler: names and a dtype decide.
+_check_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=256)
+def _checked_names(activation: str, precision: str, backend: str, dtype: torch.dtype) -> None:
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(
+            f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}"
+        )
+    validate(precision, dtype)
+    known = ("auto", *(each.name for each in dispatch.BACKENDS))
+    if backend not in known:
+        if not isinstance(backend, str):
+            raise TypeError(f"backend must be text, not {type(backend).__name__}")
+        raise ArgumentError(f"backend={backend!r} is unknown: choose one of {', '.join(known)}")

@@ -1,0 +1,366 @@
+"""The operators `elsa::linear`, its gradients `elsa::linear_backward`, and `elsa::split_weight`.
+
+    out = residual + scale * activation(input @ weight.T + bias)
+
+Layouts: input [..., K], weight [N, K], bias and scale [N], residual and out [..., N], one floating
+dtype, any strides. `activation` is a key of `ACTIVATIONS`. An absent term is left out, not
+computed with zeros or ones. `halves` and `powers` are what `elsa::split_weight` makes of this
+weight; kernels that split float32 operands read them in its place, and every other code ignores
+them. Whoever passes them answers for the weight being the same.
+
+`needs` of the backward says which gradients are wanted, of input, weight and bias: the others are
+not computed and come back as an empty tensor [0], and so may input be where the weight's gradient
+is not wanted, and weight where the input's is not. It is the backward of the product alone. Of a
+call with an activation or a scale nothing but its operands is saved: the formula computes the
+product again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from elsa_core.base import calls
+from elsa_core.ops.factory import Backward, Gradients, Grads, Operator, needed, register
+
+_SCHEMA = (
+    '(Tensor input, Tensor weight, Tensor? bias, str activation="none", Tensor? residual=None, '
+    'Tensor? scale=None, str precision="strict", Tensor? halves=None, Tensor? powers=None) '
+    "-> Tensor"
+)
+_BACKWARD_SCHEMA = (
+    "(Tensor grad_out, Tensor input, Tensor weight, str precision, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+_QUICK = 1.702  # of quick_gelu: x * sigmoid(1.702 x)
+# Of float32: the exponent's bias and the bits below the exponent.
+_BIAS, _MANTISSA = 127, 23
+_UNIT = 8  # halves of 16 bytes
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(_QUICK * x)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "none": None,
+    "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "silu": functional.silu,
+    "relu": functional.relu,
+}
+
+
+def epilogue(
+    product: Tensor, activation: str, residual: Tensor | None, scale: Tensor | None
+) -> Tensor:
+    """residual + scale * activation(product) in PyTorch's own operations: [..., N] -> [..., N]."""
+    activate = ACTIVATIONS[activation]
+    out = product if activate is None else activate(product)
+    if scale is not None:
+        out = out * scale
+    # the product comes first: the sum is laid out like it
+    return out if residual is None else out + residual
+
+
+def plain(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> Tensor:
+    """PyTorch's own, in the dtype of the operands also where autocast is on."""
+    with torch.autocast(input.device.type, enabled=False):
+        return epilogue(functional.linear(input, weight, bias), activation, residual, scale)
+
+
+def plain_backward(
+    grad_out: Tensor, input: Tensor, weight: Tensor, precision: str, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input @ weight.T + bias by PyTorch's products.
+
+    Args:
+        grad_out: [..., N]. input: [..., K], or [0] where needs[1] is false. weight: [N, K], or [0]
+            where needs[0] is false. needs: of input, weight and bias.
+
+    Returns:
+        Gradients of input [..., K], weight [N, K] and bias [N]; [0] where none is wanted.
+    """
+    with torch.autocast(grad_out.device.type, enabled=False):
+        rows = _rows(grad_out)
+        return (
+            grad_out @ weight if needs[0] else grad_out.new_empty(0),
+            rows.t() @ _rows(input) if needs[1] else grad_out.new_empty(0),
+            rows.sum(0) if needs[2] else grad_out.new_empty(0),
+        )
+
+
+def plain_split(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 weight as two float16 halves and a power of two per row.
+
+    weight[n] is (halves[0, n] + halves[1, n]) * powers[n] to 22 significant bits of the row's
+    largest entries: powers[n] is the power of two for which max |weight[n]| / powers[n] lies in
+    [2**13, 2**14), but no less than 2**-126 (the least normal number), 0 for a row of zeros, and 1
+    for one with an entry that is not finite. Division and difference are exact, so that every
+    device gives the same bits; halves of what is not finite, or overflows in such a row, are
+    infinities and NaN.
+
+    Args:
+        weight: [N, K] float32.
+
+    Returns:
+        halves [2, N, P] float16, where P is the next multiple of 8 after K, and zeros beyond K;
+        powers [N] float32; both dense.
+
+    Source: split products as in Ootomo and Yokota, arXiv 2203.03341.
+    """
+    rows, depth = weight.shape
+    if depth:
+        exponent = weight.abs().amax(1).view(torch.int32) >> _MANTISSA
+        biased = (exponent - 13).clamp(min=1)
+        biased = torch.where(exponent == 2 * _BIAS + 1, _BIAS, biased).to(torch.int32)
+        biased = torch.where((weight == 0).all(1), 0, biased)
+        powers = (biased << _MANTISSA).view(torch.float32)
+    else:
+        powers = weight.new_zeros(rows)
+    scaled = weight / torch.where(powers == 0, 1.0, powers)[:, None]
+    scaled = functional.pad(scaled, (0, -depth % _UNIT))
+    high = scaled.to(torch.float16)
+    low = (scaled - high.to(torch.float32)).to(torch.float16)
+    return torch.stack((high, low)), powers
+
+
+def _rows(t: Tensor) -> Tensor:
+    """[..., C] as [rows, C]."""
+    return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
+
+
+def fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> Tensor:
+    """What the operator returns, on fake tensors."""
+    torch._check(weight.dim() == 2, lambda: f"weight must be [N, K], not {list(weight.shape)}")
+    torch._check(
+        input.shape[-1] == weight.shape[1],
+        lambda: f"input {list(input.shape)} and weight {list(weight.shape)}: channels differ",
+    )
+    torch._check(activation in ACTIVATIONS, lambda: f"activation {activation!r} is unknown")
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+def _backward_fake(
+    grad_out: Tensor, input: Tensor, weight: Tensor, precision: str, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    columns, none = grad_out.shape[-1], (0,)
+    return (
+        grad_out.new_empty((*grad_out.shape[:-1], weight.shape[1]) if needs[0] else none),
+        grad_out.new_empty((columns, input.shape[-1]) if needs[1] else none),
+        grad_out.new_empty((columns,) if needs[2] else none),
+    )
+
+
+def _split_fake(weight: Tensor) -> tuple[Tensor, Tensor]:
+    torch._check(weight.dim() == 2, lambda: f"weight must be [N, K], not {list(weight.shape)}")
+    torch._check(
+        weight.dtype == torch.float32, lambda: f"weight must be float32, not {weight.dtype}"
+    )
+    rows, depth = weight.shape
+    halves = weight.new_empty((2, rows, (depth + _UNIT - 1) // _UNIT * _UNIT), dtype=torch.float16)
+    return halves, weight.new_empty(rows)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, bias, activation, _, scale, precision, *_ = inputs
+    again = activation != "none" or scale is not None  # the product, in the formula
+    wanted = ctx.needs_input_grad
+    ctx.save_for_backward(
+        input if again or wanted[1] else None,
+        weight if again or wanted[0] else None,
+        bias if again else None,
+        scale,
+    )
+    ctx.terms = (activation, precision, again)
+
+
+def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
+    activation, precision, _ = ctx.terms
+    wanted = [*ctx.needs_input_grad, *(False,) * (6 - len(ctx.needs_input_grad))]
+    *grads, of_scale = gradients_of(
+        grad_out, ctx.saved_tensors, activation, precision, (*wanted[:3], wanted[5])
+    )
+    return *grads, None, grad_out if wanted[4] else None, of_scale, None, None, None
+
+
+def gradients_of(
+    grad_out: Tensor,
+    saved: Sequence[Tensor | None],
+    activation: str,
+    precision: str,
+    wanted: Sequence[bool],
+) -> Grads:
+    """The gradients of scale * activation(input @ weight.T + bias), by `elsa::linear_backward`.
+
+    Args:
+        grad_out: [..., N]. saved: input, weight, bias and scale, each None where neither its
+            gradient's formula nor the product, computed again, reads it. wanted: whether the
+            gradients of these four are.
+
+    Returns:
+        The four; None where one is not wanted.
+    """
+    input, weight, bias, scale = saved
+    of_scale = None
+    if activation != "none" or scale is not None:
+        product = torch.ops.elsa.linear.default(input, weight, bias, "none", None, None, precision)
+        activate = ACTIVATIONS[activation]
+        if wanted[3]:
+            out = product if activate is None else activate(product)
+            of_scale = _rows(grad_out * out).sum(0)
+        grad_out = grad_out if scale is None else grad_out * scale
+        grad_out = _slope(activation, product, grad_out)
+    compute = torch.ops.elsa.linear_backward.default
+    return *_gradients(compute, grad_out, input, weight, precision, wanted[:3]), of_scale
+
+
+def _gradients(
+    compute: Any, grad_out: Tensor, input: Tensor | None, weight: Tensor | None, precision: str,
+    wanted: Sequence[bool],
+) -> Grads:  # fmt: skip
+    """Gradients of input, weight and bias, None where one is not wanted.
+
+    `compute` takes what `elsa::linear_backward` takes. The bias's sum is PyTorch's on every device,
+    and not part of that call: what is left are launches alone, which the CUDA library keeps.
+    """
+    of_bias = _rows(grad_out).sum(0, dtype=grad_out.dtype) if wanted[2] else None
+    if not any(wanted[:2]):
+        return None, None, of_bias
+    none = grad_out.new_empty(0)
+    products = [*wanted[:2], False]
+    grads = compute(
+        grad_out, none if input is None else input, none if weight is None else weight, precision,
+        products,
+    )  # fmt: skip
+    return *needed(grads, products)[:2], of_bias
+
+
+class Eager(torch.autograd.Function):
+    """A product and its gradients by the functions given, for eager calls that autograd records.
+
+    `forward` takes input, weight, bias, precision, `kernel` and `backward`: the last two what the
+    operators `elsa::linear` and `elsa::linear_backward` take. The Python layers of
+    `torch.library.register_autograd` take the host more time than all else of a call. Only for
+    calls that none of `calls.traced` sees.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, precision: str, kernel: Any,
+        backward: Any,
+    ) -> Tensor:  # fmt: skip
+        wanted = ctx.needs_input_grad
+        ctx.save_for_backward(input if wanted[1] else None, weight if wanted[0] else None)
+        ctx.terms = (precision, backward)
+        out: Tensor = kernel(input, weight, bias, "none", None, None, precision)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Grads:
+        input, weight = ctx.saved_tensors
+        precision, compute = ctx.terms
+        if calls.by_operator(grad_out):
+            compute = torch.ops.elsa.linear_backward.default
+        wanted = ctx.needs_input_grad[:3]
+        grads = _gradients(compute, grad_out, input, weight, precision, wanted)
+        return *grads, None, None, None
+
+
+def _slope(activation: str, x: Tensor, grad: Tensor) -> Tensor:
+    """grad * activation'(x)."""
+    if activation in ("gelu", "gelu_tanh"):
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        return torch.ops.aten.gelu_backward.default(grad, x, approximate=approximate)  # type: ignore[no-any-return]
+    if activation == "relu":
+        return torch.ops.aten.threshold_backward.default(grad, x, 0)  # type: ignore[no-any-return]
+    if activation in ("silu", "quick_gelu"):  # aten's silu_backward has no derivative
+        steep = _QUICK if activation == "quick_gelu" else 1.0
+        gate = torch.sigmoid(steep * x)
+        return grad * gate * (1.0 + steep * x * (1.0 - gate))
+    return grad
+
+
+def _twice_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    grad_out, input, weight, _, needs = inputs
+    ctx.save_for_backward(grad_out, input, weight)
+    ctx.needs = needs
+
+
+def _twice(ctx: Any, *grads: Tensor) -> Grads:
+    """Second derivatives, of PyTorch's own products, which autograd records."""
+    grad_out, input, weight = ctx.saved_tensors
+    of_input, of_weight, of_bias = grads
+    found: list[Tensor | None] = [None] * 3
+    if ctx.needs_input_grad[0]:
+        terms = [functional.linear(of_input, weight)] if ctx.needs[0] else []
+        terms += [functional.linear(input, of_weight)] if ctx.needs[1] else []
+        terms += [of_bias.expand_as(grad_out)] if ctx.needs[2] else []
+        found[0] = sum(terms[1:], terms[0]) if terms else None
+    if ctx.needs_input_grad[1] and ctx.needs[1]:
+        found[1] = grad_out @ of_weight
+    if ctx.needs_input_grad[2] and ctx.needs[0]:
+        found[2] = _rows(grad_out).t() @ _rows(of_input)
+    return *found, None, None
+
+
+LINEAR = register(
+    Operator(
+        name="linear",
+        schema=_SCHEMA,
+        reference=plain,
+        fake=fake,
+        gradients=Gradients(
+            setup_context=_setup_context,
+            formula=_backward,
+            backward=Backward(
+                schema=_BACKWARD_SCHEMA,
+                fake=_backward_fake,
+                reference=plain_backward,
+                formula=_twice,
+                setup_context=_twice_setup_context,
+            ),
+        ),
+        kind="linear",
+        terms=("input", "weight", "bias"),
+        onnx="elsa_core.exporting.onnx_linear:EXPORT",
+    )
+)
+SPLIT_WEIGHT = register(
+    Operator(
+        name="split_weight",
+        schema="(Tensor weight) -> (Tensor, Tensor)",
+        reference=plain_split,
+        fake=_split_fake,
+        kind="linear",
+    )
+)

@@ -1,0 +1,1 @@
+"""Attention within windows of an image or a volume."""

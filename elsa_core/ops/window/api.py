@@ -1,0 +1,331 @@
+"""`window_attention`: attention within (shifted) windows of an image, from roll to un-roll."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import NamedTuple, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from elsa_core import dispatch, ops
+from elsa_core.backends.support import Request
+from elsa_core.base import calls
+from elsa_core.base.operands import explain_types, require_inside, require_tensor
+from elsa_core.dispatch import Route, launches
+from elsa_core.errors import ArgumentError
+
+LAYOUTS = ("qkv", "head")
+_HALF = (torch.float16, torch.bfloat16)
+_Triple = tuple[int, int, int]
+
+
+def window_attention(
+    qkv: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    window_size: Sequence[int],
+    shift_size: Sequence[int] = (0, 0),
+    scale: float | None = None,
+    bias_index: Tensor | None = None,
+    pad_qkv: Tensor | None = None,
+    logit_scale: Tensor | None = None,
+    mask_value: float = -100.0,
+    layout: str = "qkv",
+    grid: bool = False,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Tensor:
+    """Exact softmax attention within windows, read from the projection's output as it lies.
+
+    The image is rolled by -shift_size, padded at the end of each axis to a multiple of the window,
+    cut into windows of T tokens, attended within each, cropped and rolled back. All of this is
+    index arithmetic inside the kernels; nothing of size windows x T x T exists in memory.
+
+    On each shifted axis of padded size P (in rolled coordinates) the regions are [0, P - window),
+    [P - window, P - shift) and [P - shift, P); `mask_value` is added to the scores of tokens of
+    different regions.
+
+    Args:
+        qkv: [B, H, W, 3 * C] for 2-D windows, [B, D, H, W, 3 * C] for 3-D ones, floating, the last
+            dim dense; C = num_heads * head_dim.
+        bias: added to the scores of every window: [num_heads, T, T], or with `bias_index` a table
+            [L, num_heads]; half precision, float32 or qkv's dtype, as pad_qkv and logit_scale.
+        num_heads: heads; must divide C.
+        window_size: (height, width) or (depth, height, width), in tokens.
+        shift_size: as many numbers, each at least 0 and smaller than the window.
+        scale: factor on the scores; default 1 / sqrt(head_dim). Unused with `logit_scale`.
+        bias_index: [T, T] int64, entries of the table (Swin's relative_position_index). Entries
+            outside [0, L) are refused on the CPU; on a GPU, and under a transform of `torch.func`,
+            they make their scores NaN.
+        pad_qkv: [3 * C], what the projection makes of a padded token (its bias); default zeros.
+            Padded tokens take part as keys, as they do in Swin.
+        logit_scale: [num_heads], cosine attention (Swin-V2): queries and keys are L2-normalised
+            and the scores multiplied with this instead of `scale`.
+        mask_value: what the shift adds across regions: -100 in Swin, or -inf.
+        layout: order of the 3 * C channels: "qkv" (3, heads, head_dim) or "head" (heads, 3,
+            head_dim).
+        grid: cut the grid of MaxViT instead: tokens of a window lie size / window apart. The sizes
+            must be multiples of the window and nothing is shifted.
+        precision: "strict", "ieee", "turbo" or "lean", see `elsa_core.precision`.
+        backend: "auto" or one of `elsa_core.dispatch.names("window_attention")`.
+
+    Returns:
+        [B, (D,) H, W, C], dense, in qkv's dtype. Differentiable once in qkv, bias, pad_qkv and
+        logit_scale; forward-mode AD and the derivatives of `torch.func` are served by the eager
+        backend.
+
+    Raises:
+        TypeError: an argument of a wrong type; the message names it.
+        ArgumentError: an argument does not fit; the message names it.
+        UnavailableError: the backend asked for by name cannot serve the call.
+
+    Reference:
+        W-ELSA (arXiv 2604.23798); Swin Transformer (arXiv 2103.14030), Sec. 3.2.
+    """
+    if scale is not None and isinstance(scale, Tensor):
+        raise ArgumentError(calls.NO_TENSOR_SCALE)
+    traced = calls.traced()
+    try:
+        # traced first: a compiler would guard on the others
+        cached = launches.WINDOW_ATTENTION.find
+        if (
+            not traced
+            and backend == "auto"
+            and cached is not None
+            and not launches.is_seen(qkv, bias, pad_qkv, logit_scale)
+        ):
+            found = cached(
+                qkv, bias, bias_index, pad_qkv, logit_scale,
+                num_heads, window_size, shift_size, scale, mask_value, layout, grid, precision,
+            )  # fmt: skip
+            if found is not None:
+                return found
+        window, shift = _geometry(qkv, window_size, shift_size, grid)
+        head_dim = _head_dim(qkv, num_heads, layout)
+        terms = _Terms(bias, bias_index, pad_qkv, logit_scale)
+        _check_terms(qkv, terms, num_heads, math.prod(window))
+        bias, pad_qkv, logit_scale = (_readable(t, qkv.dtype) for t in (bias, pad_qkv, logit_scale))
+        read = (bias, bias_index, pad_qkv, logit_scale)
+        as_given = all(t is u for t, u in zip(terms, read, strict=True))
+        if not mask_value <= 0:  # NaN too
+            raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
+        kind = (calls.place(qkv), qkv.dtype, head_dim, head_dim, precision)
+        name = dispatch.name_of("window_attention", *kind, backend)
+        run: Callable[..., Tensor] = ops.WINDOW_ATTENTION.reference
+        if calls.exporting_onnx():
+            run = ops.WINDOW_ATTENTION.exported
+        elif not dispatch.plain_alone(backend):
+            run = dispatch.RUNS["window_attention", name]
+        image = qkv if qkv.dim() == 5 else qkv.unsqueeze(1)
+        if image.stride(-1) != 1:
+            image = image.contiguous()
+        arguments = (
+            image, bias, bias_index, pad_qkv, logit_scale, num_heads, window, shift,
+            head_dim**-0.5 if scale is None else scale, mask_value, layout, grid, precision,
+        )  # fmt: skip
+        if traced:
+            out = run(*arguments)
+        elif calls.differentiates(qkv, bias, pad_qkv, logit_scale):
+            out = _recorded(run, name)(*arguments)
+        else:
+            out = calls.below_autograd(run, *arguments)
+            ours = run is ops.WINDOW_ATTENTION.overload
+            if qkv.is_cuda and backend == "auto" and ours and as_given:
+                launches.WINDOW_ATTENTION.admit(
+                    arguments,
+                    (qkv, bias, bias_index, pad_qkv, logit_scale, num_heads, window_size,
+                     shift_size, scale, mask_value, layout, grid, precision),
+                )  # fmt: skip
+        return out if qkv.dim() == 5 else out.squeeze(1)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        _explain_types(error, qkv, num_heads, scale, mask_value, grid, (layout, precision, backend))
+        raise
+
+
+def _recorded(run: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+    """What computes an eager call that autograd records, by the backend of this name."""
+    profiled = torch._C._autograd._profiler_enabled()  # which looks for the operator's name
+    if run is ops.WINDOW_ATTENTION.overload and not profiled:
+        return dispatch.recorded("window_attention", name) or run
+    return run
+
+
+def explain_window_attention(
+    qkv: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    window_size: Sequence[int],
+    shift_size: Sequence[int] = (0, 0),
+    scale: float | None = None,
+    bias_index: Tensor | None = None,
+    pad_qkv: Tensor | None = None,
+    logit_scale: Tensor | None = None,
+    mask_value: float = -100.0,
+    layout: str = "qkv",
+    grid: bool = False,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Route:
+    """Say which backend and arithmetic would serve `window_attention` with these arguments, and
+    who its gradients; takes and raises what it does."""
+    window, _ = _geometry(qkv, window_size, shift_size, grid)
+    try:
+        head_dim = _head_dim(qkv, num_heads, layout)
+    except TypeError:
+        _require_whole(num_heads)
+        raise
+    _check_terms(qkv, _Terms(bias, bias_index, pad_qkv, logit_scale), num_heads, math.prod(window))
+    request = Request(
+        qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
+        "none" if bias is None else "additive", "dense" if qkv.stride(-1) == 1 else "strided",
+        calls.wanted(qkv=qkv, bias=bias, pad_qkv=pad_qkv, logit_scale=logit_scale),
+        math.prod(window), qkv.get_device(),
+    )  # fmt: skip
+    alone = dispatch.plain_alone(backend)
+    if alone:
+        return dispatch.route(request, dispatch.PLAIN, schedule=(qkv,), because=f"has no {alone}")
+    return dispatch.route(request, backend, schedule=(qkv,))
+
+
+def _explain_types(
+    error: Exception,
+    qkv: object,
+    num_heads: object,
+    scale: object,
+    mask_value: object,
+    grid: object,
+    names: tuple[object, object, object],
+) -> None:
+    """`explain_types` of a call that failed; `names` are layout, precision and backend."""
+    _require_whole(num_heads)
+    explain_types(
+        error,
+        tensors={"qkv": qkv},
+        terms={},
+        scale=scale,
+        numbers={"mask_value": mask_value},
+        flags={"grid": grid},
+        names=dict(zip(("layout", "precision", "backend"), names, strict=True)),
+    )
+
+
+def _require_whole(num_heads: object) -> None:
+    if not isinstance(num_heads, SupportsIndex):
+        raise TypeError(f"num_heads must be a whole number, not {type(num_heads).__name__}")
+
+
+class _Terms(NamedTuple):
+    bias: Tensor | None
+    bias_index: Tensor | None
+    pad_qkv: Tensor | None
+    logit_scale: Tensor | None
+
+
+def _geometry(
+    qkv: Tensor, window_size: Sequence[int], shift_size: Sequence[int], grid: bool
+) -> tuple[_Triple, _Triple]:
+    """Window and shift on three axes; a 2-D image has depth 1."""
+    require_tensor("qkv", qkv)
+    if not qkv.dtype.is_floating_point:
+        raise ArgumentError(f"qkv must be floating, not {qkv.dtype}")
+    window = _whole("window_size", window_size)
+    shift = _whole("shift_size", shift_size)
+    axes = len(window)
+    if axes not in (2, 3) or qkv.dim() != axes + 2:
+        raise ArgumentError(
+            f"qkv of shape {list(qkv.shape)} and window_size {window}: expected "
+            "[B, H, W, 3 * C] and (height, width), or [B, D, H, W, 3 * C] and three sizes"
+        )
+    if len(shift) != axes:
+        if any(shift):
+            raise ArgumentError(f"shift_size {shift} must have {axes} numbers, like window_size")
+        shift = (0,) * axes
+    for size, moved in zip(window, shift, strict=True):
+        if size < 1:
+            raise ArgumentError(f"window_size {window} must be positive")
+        if not 0 <= moved < size:
+            raise ArgumentError(
+                f"shift_size {shift} must be at least 0 and smaller than window_size {window}"
+            )
+    if axes == 2:
+        window, shift = (1, *window), (0, *shift)
+    if grid and (any(shift) or any(n % w for n, w in zip(_sizes(qkv), window, strict=True))):
+        raise ArgumentError(
+            f"grid=True needs an image of a multiple of window_size {window[-axes:]} and no "
+            f"shift, not {list(qkv.shape[1:-1])} shifted by {shift[-axes:]}"
+        )
+    return window, shift  # type: ignore[return-value]  # three entries each, by the line above
+
+
+def _whole(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(index, sizes))
+    except TypeError:
+        raise ArgumentError(f"{name} must be whole numbers for each axis, not {sizes!r}") from None
+
+
+def _sizes(qkv: Tensor) -> tuple[int, ...]:
+    return (1,) * (5 - qkv.dim()) + tuple(qkv.shape[1:-1])
+
+
+def _head_dim(qkv: Tensor, num_heads: int, layout: str) -> int:
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"layout={layout!r} is unknown: choose one of {', '.join(LAYOUTS)}")
+    channels = index(qkv.shape[-1])  # a constant for the compiler
+    if num_heads < 1 or channels == 0 or channels % (3 * num_heads):
+        raise ArgumentError(
+            f"num_heads={num_heads} does not divide C: qkv has {channels} channels, which must be "
+            "3 * num_heads * head_dim"
+        )
+    return channels // (3 * num_heads)
+
+
+def _check_terms(qkv: Tensor, terms: _Terms, num_heads: int, tokens: int) -> None:
+    places = terms.bias_index
+    if places is not None:
+        if terms.bias is None:
+            raise ArgumentError("bias_index needs bias: the table [L, num_heads] that it reads")
+        require_tensor("bias_index", places)
+        require_tensor("bias", terms.bias)
+        if places.dtype != torch.int64:
+            raise ArgumentError(f"bias_index must be int64, not {places.dtype}")
+        _check(qkv, "bias_index", places, (tokens, tokens), any_dtype=True)
+        if terms.bias.dim() != 2 or terms.bias.shape[1] != num_heads or not terms.bias.shape[0]:
+            raise ArgumentError(
+                f"bias of shape {list(terms.bias.shape)} is no table [L, {num_heads}], which "
+                "bias_index asks for"
+            )
+        _check(qkv, "bias", terms.bias, tuple(terms.bias.shape))
+        require_inside(places, terms.bias.shape[0])
+    elif terms.bias is not None:
+        _check(qkv, "bias", terms.bias, (num_heads, tokens, tokens))
+    if terms.pad_qkv is not None:
+        _check(qkv, "pad_qkv", terms.pad_qkv, (qkv.shape[-1],))
+    if terms.logit_scale is not None:
+        _check(qkv, "logit_scale", terms.logit_scale, (num_heads,))
+
+
+def _check(
+    qkv: Tensor, name: str, given: Tensor, shape: tuple[int, ...], *, any_dtype: bool = False
+) -> None:
+    require_tensor(name, given)
+    if tuple(given.shape) != shape:
+        raise ArgumentError(f"{name} of shape {list(given.shape)} must be {list(shape)}")
+    if given.device != qkv.device:
+        raise ArgumentError(f"{name} is on {given.device}, qkv on {qkv.device}")
+    if not any_dtype and given.dtype not in (*_HALF, torch.float32, qkv.dtype):
+        raise ArgumentError(
+            f"{name} must be half precision, float32 or qkv's {qkv.dtype}, not {given.dtype}"
+        )
+
+
+def _readable(term: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A term as kernels read it: half precision beside another dtype (a model in one half precision
+    under autocast to the other) in float32, in which a sum of both would be."""
+    other = term is not None and term.dtype in _HALF and term.dtype != dtype
+    return term.float() if other and term is not None else term

@@ -1,0 +1,638 @@
+"""Tensors that are not computed yet, and the mode that makes them.
+
+Within a `Watch` a product of two tensors becomes a `Pending`: a tensor without storage that knows
+the call which would compute it, and what it is as a part of attention (`scores.Scores`). A product
+of such weights with values runs `elsa_core.attention`. Any other use first computes the pending
+tensor, by the very calls that were made; from then on the same object is an ordinary tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from types import FunctionType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from elsa_core.base import calls
+from elsa_core.ops.attention.api import attention
+from elsa_core.patching.recognition import rules
+from elsa_core.patching.recognition.axes import (
+    einsum_labels,
+    known_product,
+    matmul_labels,
+    product,
+    swapped,
+)
+from elsa_core.patching.recognition.scores import USED, WEIGHTS, RefusedError, Scores, attended
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_TRACERS = ("FakeTensor", "FunctionalTensor")  # what stands for a tensor in a recorded program
+_LISTED = 3  # references to a tensor that a list holds, when a loop over it asks
+
+
+class _Call(NamedTuple):
+    """A call as it was made."""
+
+    function: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    grad: bool
+    autocast: tuple[bool, torch.dtype]
+    part: int | None = None  # of a result of several tensors
+
+    def run(self, device: str) -> Tensor:
+        """Its result, as it would have been at the time."""
+        args, kwargs = _real(self.args), _real(self.kwargs)
+        with ExitStack() as stack:
+            if torch.is_grad_enabled() != self.grad:
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            if _autocast(device) != self.autocast:
+                on, dtype = self.autocast
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=on))
+            out = self.function(*args, **kwargs)
+        return out if self.part is None else out[self.part]  # type: ignore[no-any-return]
+
+
+class Pending(Tensor):
+    """A tensor that is computed when something other than attention asks for it.
+
+    Attributes:
+        watch: where it was made.
+        call: what computes it.
+        scores: what it is; None where it is nothing that attention is made of.
+        made: its values, where the object itself could not become them.
+        tied: whether gradients reach what it is made of.
+        tracked: whether gradients were recorded in every call that it is made of.
+    """
+
+    watch: Watch
+    call: _Call
+    scores: Scores | None
+    made: Tensor | None
+    tied: bool
+    tracked: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        pending = next(_pendings((*args, *(kwargs or {}).values())), None)
+        if pending is None:  # within something of which PyTorch knows no tensors
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return pending.watch.__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        # C++ that asks no Python before; what autograd has to know is tied to the tensor
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return func(*_real(args), **_real(kwargs or {}))
+
+
+class _Tied(torch.autograd.Function):
+    """Gives a pending tensor its gradient, for C++ that asks no Python before it uses one."""
+
+    @staticmethod
+    def forward(ctx: Any, made: list[Tensor], call: _Call, *sources: Tensor) -> Tensor:
+        ctx.call, ctx.sources = call, sources  # no tensor that its forward needs: not saved
+        return made.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, *_gradients(ctx.call, ctx.sources, grads[0])
+
+
+class _Attended(torch.autograd.Function):
+    """Attention with its own gradients, and the original's where these are differentiated again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[[Sequence[Tensor]], Tensor], call: _Call, *sources: Tensor
+    ) -> Tensor:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(t.requires_grad) for t in sources]
+            out = run(leaves)
+        ctx.call, ctx.sources, ctx.leaves, ctx.out = call, sources, leaves, out
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return None, None, *_gradients(ctx.call, ctx.sources, grads[0])
+        wanted = [t for t in ctx.leaves if t.requires_grad]
+        found = iter(
+            torch.autograd.grad(ctx.out, wanted, grads[0], retain_graph=True, allow_unused=True)
+        )
+        return None, None, *(next(found) if t.requires_grad else None for t in ctx.leaves)
+
+
+def _gradients(call: _Call, sources: Sequence[Tensor], grad: Tensor) -> Iterator[Tensor | None]:
+    """The gradients of the result of a call, made again, for every source."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        out = call.run(sources[0].device.type)
+        wanted = [t for t in sources if t.requires_grad]
+        found = torch.autograd.grad(out, wanted, grad, create_graph=again, allow_unused=True)
+    rest = iter(found)
+    return (next(rest) if t.requires_grad else None for t in sources)
+
+
+class Observer(Protocol):
+    """Is told where attention happens."""
+
+    def place(self) -> Any:
+        """Where in the model a call is made now."""
+
+    def ran(self, begun: Any, query: Tensor, key: Tensor) -> None:
+        """A softmax attention came to its end here; its first product was made at `begun`."""
+
+
+def is_pending(out: Any) -> bool:
+    """Whether something in a result is not computed yet: weights that a forward returns, say."""
+    return any(_is_pending(one) for one in tree_leaves(out) if isinstance(one, Tensor))
+
+
+class Watch(TorchFunctionMode):
+    """Recognises attention in what runs within the `with` block of it, and computes it by
+    `elsa_core.attention`. `close` takes what the block returns.
+
+    Args:
+        precision, backend: as `elsa_core.attention` takes them.
+        observer: told of every attention.
+    """
+
+    def __init__(self, precision: str, backend: str, observer: Observer | None = None):
+        self.precision, self.backend, self.observer = precision, backend, observer
+        self._alive: list[Pending] = []
+        self._memory: set[int] = set()  # addresses of attention's results
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if Pending in types:
+            return self._of_pending(func, args, kwargs or {})
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(self, func, args, kwargs or {})
+        if self._alive and rules.may_write(func, kwargs):
+            self._before_write((*args, *(kwargs or {}).values()))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def close(self, out: Any) -> Any:
+        """Compute every pending tensor that outlives the block; returns what the block returned,
+        as tensors whose memory is laid out as the original's."""
+        self._forget()
+        unmade = False
+        for pending in self._alive:
+            unmade = compute(pending) is not pending or unmade
+        self._alive = []
+        if unmade:
+            out = _real(out)
+        return self._laid_out(out) if self._memory else out
+
+    def abandon(self) -> None:
+        """As `close`, after an error in the block."""
+        for pending in list(self._alive):
+            with suppress(Exception):
+                compute(pending)
+        self._alive = []
+
+    def _of_pending(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call with pending arguments."""
+        if func in rules.METADATA:
+            tracing = func in rules.SHAPES and torch._C._get_tracing_state() is not None
+            if tracing and args[0].scores is not None:
+                shape = args[0].scores.layout.shape
+                return shape[args[1]] if len(args) > 1 else shape
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        grad = torch.is_grad_enabled()
+        for pending in _pendings((*args, *kwargs.values())):
+            if pending.made is not None:
+                args, kwargs = _made(args), _made(kwargs)
+            elif pending.tied and not grad:  # perhaps within a function with its own backward
+                return self._computed(func, args, kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(self, func, args, kwargs)
+        rule = rules.RULES.get(func)
+        if rule is not None and args:
+            out = self._by_rule(rule, func, args, kwargs)
+            if out is not rules.MISSING:
+                return out
+        return self._computed(func, args, kwargs)
+
+    def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The call of values: what is pending is computed first."""
+        writes = self._alive and rules.may_write(func, kwargs)
+        if writes:
+            self._before_write((*args, *kwargs.values()))
+        return func(*_real(args), **_real(kwargs))
+
+    def _by_rule(self, rule: rules.Rule, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        states = [_state(one) for one in args]
+        try:
+            found = rule(states, {name: _state(one) for name, one in kwargs.items()})
+        except (IndexError, TypeError, ValueError):  # PyTorch has the words for it
+            return rules.MISSING
+        if found is rules.SAME:
+            return args[0] if isinstance(args[0], Pending) else rules.MISSING
+        if not isinstance(found, Scores):
+            return rules.MISSING
+        if func in rules.IN_PLACE:
+            return self._in_place(func, args, kwargs, found)
+        if func in rules.MAXIMA:
+            both = (
+                self._pend(func, args, kwargs, found, 0),
+                self._pend(func, args, kwargs, found, 1),
+            )
+            both[1].scores = None
+            return torch.return_types.max(both)
+        return self._pend(func, args, kwargs, found)
+
+    def _in_place(self, func: Any, args: Sequence[Any], kwargs: Any, found: Scores) -> Any:
+        """A pending tensor that is written into becomes another one, if nothing else is made of it
+        and it is no view."""
+        target = args[0]
+        if not isinstance(target, Pending) or found.dtype != target.scores.dtype:  # type: ignore[union-attr]
+            return rules.MISSING
+        if target.call.function in rules.VIEWS or self._is_used(target):
+            return rules.MISSING
+        before = self._pend(*target.call[:3], target.scores, target.call.part)  # type: ignore[arg-type]
+        after = self._pend(func, (before, *args[1:]), kwargs, found)
+        if not (
+            before.tied or after.tied
+        ):  # both are without storage: what they stand for is all there is of them
+            target.__dict__, after.__dict__ = after.__dict__, target.__dict__
+            return target
+        return target if _become(target, after) else rules.MISSING
+
+    def _is_used(self, target: Pending) -> bool:
+        """Whether another pending tensor is to be computed of this one."""
+        self._forget()
+        return any(
+            one is target
+            for pending in filter(_is_pending, self._alive)
+            for one in _pendings(pending.call.args)
+        )
+
+    def _pend(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        scores: Scores,
+        part: int | None = None,
+    ) -> Pending:
+        like = scores.left
+        shape: Sequence[int] = scores.layout.shape
+        if torch._C._get_tracing_state() is not None:
+            shape = [int(size) for size in shape]
+        dtype = torch.int64 if part == 1 else scores.dtype
+        made = Tensor._make_wrapper_subclass(Pending, shape, dtype=dtype, device=like.device)
+        grad = torch.is_grad_enabled()
+        call = _Call(func, args, kwargs, grad, _autocast(like.device.type), part)
+        tied = False
+        if grad and part != 1 and not calls.recorded():
+            sources = scores.sources()
+            if any(source.requires_grad for source in sources):
+                made = _Tied.apply([made], call, *sources)  # type: ignore[no-untyped-call]
+                tied = True
+        made.watch, made.call, made.scores, made.made = self, call, scores, None
+        made.tied = tied
+        made.tracked = grad and all(one.tracked for one in args if type(one) is Pending)
+        self._forget()
+        self._alive.append(made)
+        return made  # type: ignore[no-any-return]
+
+    def _forget(self) -> None:
+        """Drop the pending tensors that nobody else holds, and those that are computed."""
+        alive = self._alive
+        for i in range(len(alive) - 1, -1, -1):  # the latest hold earlier ones
+            pending = alive[i]
+            if sys.getrefcount(pending) <= _LISTED or not _is_pending(pending):
+                del alive[i], pending
+
+    def _before_write(self, args: Sequence[Any]) -> None:
+        """Compute every pending tensor that is made of memory which may be written into."""
+        written = list(_tensors(args))
+        for pending in list(self._alive):
+            if _is_pending(pending) and _reads(pending, written):
+                compute(pending)
+
+    def _product(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """matmul, bmm, einsum, baddbmm"""
+        factors = _operands(func, args, kwargs)
+        if factors is None:
+            return self._computed(func, args, kwargs)
+        left, right, labels = factors
+        if isinstance(left, Pending) or isinstance(right, Pending):
+            call = _Call(func, args, kwargs, True, _autocast(left.device.type))
+            out = self._weighted(left, right, labels, call)
+            if out is not None:
+                return out
+            args = _real(args)
+            left, right, labels = _operands(func, args, kwargs)
+        dtype = _multiplied_in(left, right)
+        if dtype is None:
+            return func(*args, **kwargs)
+        kept = type(left.shape[0]) is int and torch._C._get_tracing_state() is None
+        of = known_product if kept else product
+        layout = of(labels, left.shape, right.shape, kept=kept)
+        if layout is None:
+            return func(*args, **kwargs)
+        scores = Scores(left, right, layout, dtype, dtype)
+        if func in rules.BADDBMM:
+            found = _with_input(scores, args[0], kwargs)
+            if found is None:
+                return func(*args, **kwargs)
+            scores = found
+        if self.observer is not None:
+            scores.place = self.observer.place()
+        return self._pend(func, args, kwargs, scores)
+
+    def _weighted(self, left: Any, right: Any, labels: Any, call: _Call) -> Tensor | None:
+        """The product of weights and values; None where it is none that `attention` computes."""
+        if isinstance(left, Pending):
+            weights, value = left, right
+        else:
+            weights, value, labels = right, left, swapped(labels)
+        scores = weights.scores
+        if scores is None or scores.stage != WEIGHTS or not _is_plain(value):
+            return None
+        device = value.device
+        on, dtype = _autocast(device.type)
+        if not on or torch.float64 in (scores.dtype, value.dtype):
+            dtype = value.dtype
+            if dtype != scores.dtype:
+                return None
+        if device != scores.left.device or calls.differentiates_otherwise():
+            return None
+        sources = (*scores.sources(), value)
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in sources)
+        if recorded and not weights.tracked:
+            return None  # a part of it was computed without gradients
+
+        def run(given: Sequence[Tensor]) -> Tensor:
+            *those, values = given
+            with torch.autocast(device.type, enabled=False) if on else nullcontext():
+                return attended(
+                    scores.of(those), values.to(dtype), labels, dtype, self.precision, self.backend
+                )
+
+        try:
+            if recorded and not calls.recorded():
+                out: Tensor = _Attended.apply(run, call, *sources)  # type: ignore[no-untyped-call]
+            else:
+                out = run(sources)
+        except RefusedError:
+            return None
+        weights.scores = scores.turned(USED, scores.key)  # used again, they are computed
+        if self.observer is not None:
+            self.observer.ran(scores.place, scores.left, scores.right)
+        self._remember(out)
+        return out
+
+    def _sdpa(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = _real(args), _real(kwargs)
+        if not all(_is_plain(one) for one in args[:3]) or calls.differentiates_otherwise():
+            return func(*args, **kwargs)
+        out = attention(*args, **kwargs, precision=self.precision, backend=self.backend)
+        given = dict(zip(("query", "key"), args, strict=False)) | kwargs
+        self.attention_ran(given["query"], given["key"])
+        return out
+
+    def attention_ran(self, query: Tensor, key: Tensor) -> None:
+        """Note an attention that something else than this watch computed."""
+        if self.observer is not None:
+            self.observer.ran(self.observer.place(), query, key)
+
+    def _multihead(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """PyTorch's multi_head_attention_forward, watched: what it calls, and not it as one."""
+        args, kwargs = _real(args), _real(kwargs)
+        space = {
+            **vars(functional),
+            "has_torch_function": lambda tensors: False,
+        }
+        run = FunctionType(func.__code__, space, func.__name__, func.__defaults__)
+        run.__kwdefaults__ = func.__kwdefaults__
+        with self:
+            return run(*args, **kwargs)
+
+    def _view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A view; a result of attention's is laid out in another order than a product's."""
+        if isinstance(args[0], Pending):
+            out = self._by_rule(rules.RULES[func], func, args, kwargs)
+            return self._computed(func, args, kwargs) if out is rules.MISSING else out
+        if not self._memory:
+            return func(*args, **kwargs)
+        tensor = args[0]
+        if not tensor.is_contiguous() and _address(tensor) in self._memory:
+            return tensor.reshape(*args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def _remember(self, out: Tensor) -> None:
+        self._memory.add(_address(out))
+
+    def _laid_out(self, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            strange = type(out) is Tensor and not out.is_contiguous()
+            return out.contiguous() if strange and _address(out) in self._memory else out
+        if type(out) in (tuple, list):
+            return type(out)(self._laid_out(one) for one in out)
+        return out
+
+
+_SPECIAL: dict[Any, Any] = {
+    **dict.fromkeys((*rules.MATMUL, *rules.BADDBMM, *rules.EINSUM), Watch._product),
+    rules.SDPA: Watch._sdpa,
+    functional.multi_head_attention_forward: Watch._multihead,
+    rules.VIEW: Watch._view,
+}
+
+
+def compute(pending: Pending) -> Tensor:
+    """The values of a pending tensor: the same object, or `made` where that is in use elsewhere."""
+    if type(pending) is not Pending:  # an ordinary tensor since
+        return pending
+    if pending.made is not None:
+        return pending.made
+    call = pending.call
+    real = call.run(pending.device.type)
+    del pending.call
+    pending.scores = None
+    itself = call.function not in rules.IN_PLACE and any(real is one for one in call.args)
+    if not itself and type(real) is Tensor and _become(pending, real):
+        real.made = pending  # type: ignore[attr-defined]  # `real` is the one without storage now
+        return pending
+    pending.made = real
+    return real
+
+
+def _is_pending(tensor: Tensor) -> bool:
+    return type(tensor) is Pending and tensor.made is None
+
+
+def _become(one: Tensor, other: Tensor) -> bool:
+    """Let the object `one` be the tensor `other` and the other way round; whether that is possible:
+    not where C++, a tracer or a weak reference holds either."""
+    if calls.recorded():
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        held = one._use_count() > 1 or other._use_count() > 1  # type: ignore[attr-defined]
+        if held or weakref.getweakrefs(one) or weakref.getweakrefs(other):
+            return False
+        one.__class__, other.__class__ = other.__class__, one.__class__
+        one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+        torch._C._swap_tensor_impl(one, other)
+    return True
+
+
+def _with_input(scores: Scores, added: Any, kwargs: dict[str, Any]) -> Scores | None:
+    """The scores of baddbmm: beta * added + alpha * product."""
+    alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    if set(kwargs) - {"alpha", "beta"} or not isinstance(alpha, int | float) or alpha <= 0:
+        return None
+    scores = scores.and_then("mul", float(alpha), scores.dtype)
+    if beta == 0:
+        return scores
+    if beta != 1 or not isinstance(added, Tensor):
+        return None
+    found = rules.RULES[Tensor.add]((scores, added), {})
+    return found if isinstance(found, Scores) else None
+
+
+def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: PLR0911
+    """Two factors and the labels of their dimensions; None for a product of another kind."""
+    if func in rules.EINSUM:
+        if not args or not isinstance(args[0], str) or kwargs:
+            return None
+        factors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+        if len(factors) != 2 or not all(isinstance(one, Tensor) for one in factors):
+            return None
+        left, right = factors
+        labels = einsum_labels(args[0], left.dim(), right.dim())
+        return None if labels is None else (left, right, labels)
+    factors = args[1:] if func in rules.BADDBMM else args
+    if len(factors) != 2 or (kwargs and func not in rules.BADDBMM):
+        return None
+    left, right = factors
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+        return None
+    ranks = left.dim(), right.dim()
+    if min(ranks) < 2 or (min(ranks) == 2 and torch.nn.Parameter in (type(left), type(right))):
+        return None
+    return left, right, matmul_labels(*ranks)
+
+
+def _multiplied_in(left: Tensor, right: Tensor) -> torch.dtype | None:
+    """The dtype of their product; None where one is no plain tensor, or they do not fit."""
+    if not (_is_plain(left) and _is_plain(right) and left.device == right.device):
+        return None
+    on, dtype = _autocast(left.device.type)
+    if on and torch.float64 not in (left.dtype, right.dtype):
+        return dtype
+    return left.dtype if left.dtype == right.dtype else None
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether a tensor is dense, floating and no subclass but a parameter or a tracer's."""
+    cls = type(tensor)
+    if cls is not Tensor and cls is not torch.nn.Parameter and cls.__name__ not in _TRACERS:
+        return False
+    return tensor.dtype in _FLOATS and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _autocast(device: str) -> tuple[bool, torch.dtype]:
+    """Whether autocast is on for a kind of device, and its dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return False, torch.float32
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _address(tensor: Tensor) -> int:
+    """Of the memory; 0 where there is none, as of what a tracer has."""
+    if type(tensor) is not Tensor:
+        return 0
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _reads(pending: Pending, written: Sequence[Tensor]) -> bool:
+    """Whether computing a pending tensor reads memory of one of these, or is made of one."""
+    for one in _tensors((*pending.call.args, *pending.call.kwargs.values())):
+        if isinstance(one, Pending):
+            if any(one is other for other in written) or (
+                one.made is None and _reads(one, written)
+            ):
+                return True
+        elif any(
+            not isinstance(other, Pending) and torch._C._is_alias_of(one, other)  # type: ignore[attr-defined]
+            for other in written
+        ):
+            return True
+    return False
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have memory in common."""
+    if isinstance(other, Pending):
+        return False
+    shared: bool = torch._C._is_alias_of(one, other)  # type: ignore[attr-defined]
+    return shared
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _pendings(values: Any) -> Iterator[Pending]:
+    return (one for one in _tensors(values) if isinstance(one, Pending))
+
+
+def _state(value: Any) -> Any:
+    """A pending tensor's scores."""
+    if isinstance(value, Pending) and value.scores is not None:
+        return value.scores
+    return value
+
+
+def _made(value: Any) -> Any:
+    """Arguments in which what was computed stands for its pending tensor."""
+    if isinstance(value, Pending):
+        return value if value.made is None else value.made
+    if type(value) in (tuple, list):
+        return type(value)([_made(one) for one in value])
+    if type(value) is dict:
+        return {name: _made(one) for name, one in value.items()}
+    return value
+
+
+def _real(value: Any) -> Any:
+    """Arguments or results in which every pending tensor is computed."""
+    if isinstance(value, Pending):
+        return compute(value)
+    if isinstance(value, tuple | list):
+        if not any(isinstance(one, Tensor | list | tuple | dict) for one in value):
+            return value
+        found = [_real(one) for one in value]
+        if type(value) in (tuple, list):
+            return type(value)(found)
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)  # type: ignore[call-overload]
+    if type(value) is dict:
+        return {name: _real(one) for name, one in value.items()}
+    return value

@@ -1,0 +1,442 @@
+"""What PyTorch's functions do to pending scores: one rule a kind of function.
+
+A rule takes the arguments of a call, with `Scores` in the place of pending tensors, and returns
+what the result stands for: `Scores`; SAME for the very tensor that was given; MISSING where it is
+nothing that attention is made of, so that the call is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elsa_core.base import calls
+from elsa_core.patching.recognition.axes import Axes, Layout, reshaped
+from elsa_core.patching.recognition.scores import (
+    LEAST_FILL,
+    MAXIMUM,
+    POWERS,
+    SCORES,
+    SUM,
+    USED,
+    WEIGHTS,
+    Scores,
+)
+
+MISSING: Final = object()
+SAME: Final = object()
+_HOMES = (torch, Tensor, F, torch.special)
+
+
+def _all(*names: str) -> Iterator[Any]:
+    """PyTorch's functions and methods of these names."""
+    for home in _HOMES:
+        for name in names:
+            if hasattr(home, name):
+                yield getattr(home, name)
+
+
+def _getters(*names: str) -> Iterator[Any]:
+    for name in names:
+        yield getattr(Tensor, name).__get__
+
+
+MATMUL: Final = frozenset({*_all("matmul", "bmm", "mm", "__matmul__"), torch.linalg.matmul})
+BADDBMM: Final = frozenset(_all("baddbmm"))
+EINSUM: Final = frozenset(_all("einsum"))
+SDPA: Final = F.scaled_dot_product_attention
+VIEW: Final = Tensor.view
+SHAPES: Final = frozenset({*_getters("shape"), Tensor.size})
+# Asked of a tensor without storage as of any.
+METADATA: Final = frozenset(
+    {
+        *_getters("dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta"),
+        *_getters("is_nested", "is_sparse", "is_quantized", "requires_grad", "itemsize"),
+        *_all("is_floating_point", "is_complex", "numel"),
+        Tensor.dim, Tensor.ndimension, Tensor.__len__, Tensor.element_size, Tensor.get_device,
+        *SHAPES,
+    }
+)  # fmt: skip
+
+
+def _pair(args: Sequence[Any], kwargs: Any, *, ordered: bool = False) -> tuple[Scores, Any] | None:
+    """The scores and the other operand of a call of two."""
+    if kwargs or len(args) != 2:
+        return None
+    one, two = args
+    if isinstance(one, Scores):
+        return one, two
+    return None if ordered else (two, one)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _fits(scores: Scores, other: Any) -> bool:
+    """Whether a tensor broadcasts to the scores, which keep their shape."""
+    if not isinstance(other, Tensor) or other.layout is not torch.strided or other.is_nested:
+        return False
+    shape = scores.layout.shape
+    lead = len(shape) - other.dim()
+    if other.device != scores.left.device and other.dim():
+        return False
+    return lead >= 0 and all(
+        size in (1, wanted) for size, wanted in zip(other.shape, shape[lead:], strict=True)
+    )
+
+
+def _dtype(scores: Scores, other: Tensor) -> torch.dtype:
+    """Of the result of adding or multiplying the two."""
+    if other.dim() == 0 and scores.layout.axes:
+        return scores.dtype
+    return torch.promote_types(scores.dtype, other.dtype)
+
+
+def _scaled(args: Any, kwargs: Any, *, kind: str = "mul") -> Any:  # noqa: PLR0911
+    found = _pair(args, kwargs, ordered=kind == "div")
+    if found is None:
+        return MISSING
+    scores, other = found
+    if kind == "div" and scores.stage == POWERS and isinstance(other, Scores):
+        if other.stage != SUM or other.origin is not scores:
+            return MISSING
+        return scores.turned(WEIGHTS, scores.key)
+    if scores.stage != SCORES:
+        return MISSING
+    if _is_number(other) and math.isfinite(other) and other > 0:
+        return scores.and_then(kind, float(other), scores.dtype)
+    if _fits(scores, other) and other.is_floating_point():
+        return scores.and_then(kind, other, _dtype(scores, other))
+    return MISSING
+
+
+def _added(args: Any, kwargs: Any, *, kind: str = "add") -> Any:
+    found = _pair(args, kwargs, ordered=kind == "sub")
+    if found is None or found[0].stage != SCORES:
+        return MISSING
+    scores, other = found
+    if isinstance(other, Scores):
+        if kind != "sub" or other.stage != MAXIMUM or other.origin is not scores:
+            return MISSING
+        return scores.turned(SCORES, other.key)  # the same from every score of a row
+    if _is_number(other) and math.isfinite(other):
+        return scores.like(scores.layout)
+    if _fits(scores, other) and other.is_floating_point():
+        return scores.and_then(kind, other, _dtype(scores, other))
+    return MISSING
+
+
+def _filled(args: Any, kwargs: Any) -> Any:
+    """masked_fill(scores, mask, value)"""
+    args = (*args, *(kwargs[name] for name in ("mask", "value") if name in kwargs))
+    if len(args) != 3 or not isinstance(args[0], Scores) or args[0].stage != SCORES:
+        return MISSING
+    scores, mask, value = args
+    return _hidden(scores, mask, value)
+
+
+def _hidden(scores: Scores, mask: Any, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        # on a GPU the host would wait for the value; a program has none
+        if value.numel() != 1 or value.requires_grad or not value.is_cpu or calls.traced():
+            return MISSING
+        value = value.item()
+    if not _is_number(value) or not value <= LEAST_FILL:
+        return MISSING
+    if not _fits(scores, mask) or mask.dtype != torch.bool:
+        return MISSING
+    return scores.and_then("fill", mask, scores.dtype, float(value))
+
+
+def _chosen(args: Any, kwargs: Any) -> Any:
+    """torch.where(seen, scores, value), scores.where(seen, value)"""
+    if kwargs or len(args) != 3:
+        return MISSING
+    if isinstance(args[0], Scores):
+        scores, seen, value = args
+    elif isinstance(args[1], Scores):
+        seen, scores, value = args
+    else:
+        hidden, value, scores = args
+        if not isinstance(scores, Scores) or scores.stage != SCORES:
+            return MISSING
+        return _hidden(scores, hidden, value)
+    if scores.stage != SCORES or not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+        return MISSING
+    return _hidden(scores, ~seen, value)
+
+
+def _softmax(args: Any, kwargs: Any) -> Any:
+    scores, *rest = args
+    dim = kwargs.get("dim", rest[0] if rest else None)
+    dtype = kwargs.get("dtype", next((one for one in rest if isinstance(one, torch.dtype)), None))
+    if scores.stage != SCORES or not isinstance(dim, int):
+        return MISSING
+    key = scores.layout.over(dim)
+    if not key or scores.key not in ("", key):
+        return MISSING
+    return scores.turned(WEIGHTS, key, dtype or _widened(scores))
+
+
+def _widened(scores: Scores) -> torch.dtype:
+    """The dtype of a softmax or an exp: autocast on a GPU computes them in float32."""
+    tensor = scores.left
+    if tensor.is_cuda and torch.is_autocast_enabled("cuda"):
+        return torch.promote_types(scores.dtype, torch.float32)
+    return scores.dtype
+
+
+def _powers(args: Any, kwargs: Any) -> Any:
+    if kwargs or len(args) != 1 or args[0].stage != SCORES or not args[0].key:
+        return MISSING  # without the maximum subtracted exp overflows, which softmax does not
+    return args[0].turned(POWERS, args[0].key, _widened(args[0]))
+
+
+def _of_row(args: Any, kwargs: Any, *, stage: str, of: str) -> Any:
+    """max, amax or sum over the keys, with the dimension kept"""
+    scores, *rest = args
+    given = dict(zip(("dim", "keepdim"), rest, strict=False)) | kwargs
+    dim, kept = given.get("dim", given.get("axis")), given.get("keepdim", False)
+    if isinstance(dim, tuple | list) and len(dim) == 1:
+        dim = dim[0]
+    if set(given) - {"dim", "keepdim"} or not isinstance(dim, int) or kept is not True:
+        return MISSING
+    if scores.stage != of:
+        return MISSING
+    key = scores.layout.over(dim)
+    if not key or scores.key not in ("", key):
+        return MISSING
+    axes = list(scores.layout.axes)
+    axes[dim] = ()
+    found = scores.turned(stage, key).like(scores.layout.moved(tuple(axes)))
+    found.origin = scores
+    return found
+
+
+def _cast(args: Any, kwargs: Any, *, dtype: torch.dtype | None = None) -> Any:  # noqa: PLR0911
+    scores, *rest = args
+    if dtype is None:
+        given = [*rest, *kwargs.values()]
+        if not given:
+            return MISSING
+        found = [one.dtype if isinstance(one, Tensor | Scores) else one for one in given]
+        dtypes = [one for one in found if isinstance(one, torch.dtype)]
+        device = scores.left.device
+        others = [one for one in found if not isinstance(one, torch.dtype)]
+        if len(dtypes) > 1 or any(one not in (device, str(device), False) for one in others):
+            return MISSING
+        if any(isinstance(one, Tensor) and one.device != device for one in given):
+            return MISSING
+        dtype = dtypes[0] if dtypes else scores.dtype
+    elif rest or kwargs:
+        return MISSING
+    if dtype == scores.dtype:
+        return SAME
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if scores.stage not in (SCORES, WEIGHTS) or dtype not in floats:
+        return MISSING
+    return scores.turned(scores.stage, scores.key, dtype)
+
+
+def _viewed(args: Any, kwargs: Any, *, of: Callable[..., Axes | None]) -> Any:
+    """A view of scores: of(axes, *arguments) are its axes, None where it is of another form."""
+    scores, *rest = args
+    if not isinstance(scores, Scores) or scores.stage not in (SCORES, WEIGHTS, USED):
+        return MISSING
+    given = tuple(tuple(one) if isinstance(one, list) else one for one in rest)
+    key = (of, given, tuple(kwargs.items()))
+    layout = scores.layout.known(key, _layout, of, given, kwargs)
+    return MISSING if layout is None else scores.like(layout)
+
+
+def _layout(layout: Layout, of: Any, given: Sequence[Any], kwargs: Any) -> Layout | None:
+    axes = of(layout.axes, *given, **kwargs)
+    return None if axes is None else layout.moved(axes)
+
+
+def _together(values: Sequence[Any]) -> Sequence[Any] | None:
+    """A shape or dimensions, given as one sequence or apart; None for anything else."""
+    if len(values) == 1 and isinstance(values[0], tuple | list):
+        values = values[0]
+    others = (torch.dtype, str, torch.Size)
+    return None if any(isinstance(one, others) or one is None for one in values) else values
+
+
+def _reshape(axes: Axes, *given: Any, shape: Any = None) -> Axes | None:
+    sizes = _together(given if shape is None else shape)
+    return None if sizes is None else reshaped(axes, sizes)
+
+
+def _flatten(axes: Axes, start_dim: int = 0, end_dim: int = -1) -> Axes | None:
+    start, end = start_dim % len(axes), end_dim % len(axes)
+    if start > end:
+        return None
+    merged = tuple(atom for axis in axes[start : end + 1] for atom in axis)
+    return (*axes[:start], merged, *axes[end + 1 :])
+
+
+def _unflatten(axes: Axes, dim: int, sizes: Sequence[int]) -> Axes | None:
+    dim %= len(axes)
+    parts = reshaped(axes[dim : dim + 1], sizes)
+    return None if parts is None else (*axes[:dim], *parts, *axes[dim + 1 :])
+
+
+def _permute(axes: Axes, *given: Any, dims: Any = None) -> Axes | None:
+    order = _together(given if dims is None else dims)
+    if order is None or sorted(i % len(axes) for i in order) != list(range(len(axes))):
+        return None
+    return tuple(axes[i] for i in order)
+
+
+def _transpose(axes: Axes, one: int = -2, two: int = -1, **named: int) -> Axes:
+    first, second = (*named.values(), one, two)[:2] if len(named) == 2 else (one, two)
+    found = list(axes)
+    found[first], found[second] = found[second], found[first]
+    return tuple(found)
+
+
+def _unsqueeze(axes: Axes, dim: int) -> Axes:
+    dim %= len(axes) + 1
+    return (*axes[:dim], (), *axes[dim:])
+
+
+def _squeeze(axes: Axes, dim: int) -> Axes | None:
+    if axes[dim]:
+        return None
+    dim %= len(axes)
+    return (*axes[:dim], *axes[dim + 1 :])
+
+
+def _averaged(args: Any, kwargs: Any) -> Any:
+    """The mean over a dimension, over heads say, of weights that were used: for a caller to see."""
+    scores: Scores = args[0]
+    rest = [*args[1:], *kwargs.values()]
+    if scores.stage != USED or len(rest) != 1 or not isinstance(rest[0], int):
+        return MISSING
+    axes = list(scores.layout.axes)
+    del axes[rest[0]]
+    return scores.like(scores.layout.moved(tuple(axes)))
+
+
+def _dropout(args: Any, kwargs: Any) -> Any:
+    """F.dropout(weights, p, training, inplace), torch.dropout(weights, p, train)"""
+    names = ("input", "p", "training", "inplace")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    p, training = given.get("p", 0.5), given.get("training", given.get("train", True))
+    # inactive, it is the tensor itself
+    return SAME if training is False or (p == 0.0 and training is True) else MISSING
+
+
+def _copied(args: Any, kwargs: Any) -> Any:
+    return MISSING if kwargs or len(args) != 1 else args[0].like(args[0].layout)
+
+
+def _detached(args: Any, kwargs: Any) -> Any:
+    scores = args[0]
+    if scores.stage != MAXIMUM and any(t.requires_grad for t in scores.sources()):
+        return MISSING
+    return scores.like(scores.layout)
+
+
+Rule = Callable[[Any, Any], Any]
+
+_KINDS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
+    (_scaled, ("mul", "multiply", "__mul__", "__rmul__", "mul_", "multiply_", "__imul__")),
+    (
+        partial(_scaled, kind="div"),
+        ("div", "divide", "true_divide", "__truediv__", "__div__", "div_", "true_divide_",
+         "__itruediv__", "__idiv__"),
+    ),
+    (_added, ("add", "__add__", "__radd__", "add_", "__iadd__")),
+    (
+        partial(_added, kind="sub"),
+        ("sub", "subtract", "__sub__", "sub_", "subtract_", "__isub__"),
+    ),
+    (_filled, ("masked_fill", "masked_fill_")),
+    (_chosen, ("where",)),
+    (_softmax, ("softmax",)),
+    (_powers, ("exp", "exp_")),
+    (partial(_of_row, stage=MAXIMUM, of=SCORES), ("max", "amax")),
+    (partial(_of_row, stage=SUM, of=POWERS), ("sum",)),
+    (_averaged, ("mean",)),
+    (_cast, ("to", "type", "type_as")),
+    (partial(_viewed, of=_reshape), ("view", "reshape")),
+    (partial(_viewed, of=_flatten), ("flatten",)),
+    (partial(_viewed, of=_unflatten), ("unflatten",)),
+    (partial(_viewed, of=_permute), ("permute",)),
+    (partial(_viewed, of=_transpose), ("transpose", "swapaxes", "swapdims")),
+    (partial(_viewed, of=_unsqueeze), ("unsqueeze",)),
+    (partial(_viewed, of=_squeeze), ("squeeze",)),
+    (_dropout, ("dropout",)),
+    (_copied, ("clone", "contiguous")),
+    (_detached, ("detach",)),
+)  # fmt: skip
+
+_CASTS = {
+    "float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16,
+    "double": torch.float64,
+}  # fmt: skip
+
+RULES: Final[dict[Any, Rule]] = {
+    **{function: rule for rule, names in _KINDS for function in _all(*names)},
+    **{getattr(Tensor, name): partial(_cast, dtype=dtype) for name, dtype in _CASTS.items()},
+    Tensor.mT.__get__: partial(_viewed, of=_transpose),  # type: ignore[attr-defined]
+}
+# What a view is of: a write into one shows in the other.
+VIEWS: Final = frozenset(
+    function
+    for function, rule in RULES.items()
+    if getattr(rule, "func", rule) in (_viewed, _detached)
+    or function is Tensor.contiguous  # which may be the tensor itself
+)
+MAXIMA: Final = frozenset({torch.max, Tensor.max})
+IN_PLACE: Final = frozenset(
+    function
+    for function in RULES
+    if (name := getattr(function, "__name__", "")).endswith("_")
+    and (not name.endswith("__") or name.startswith("__i"))
+)
+_EXPOSE = frozenset({Tensor.numpy, Tensor.data_ptr, Tensor.__array__, Tensor.__dlpack__})
+
+
+def may_write(function: Any, kwargs: Any) -> bool:
+    """Whether a call may write into an argument, or show its memory to something that does."""
+    if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
+        return True
+    found = _WRITERS.get(function)
+    if found is None:
+        found = _writes(function)
+        if len(_WRITERS) < _MOST:
+            _WRITERS[function] = found
+    return found
+
+
+_WRITERS: dict[Any, bool] = {}
+_MOST = 4096  # functions that a process calls
+
+
+def _writes(function: Any) -> bool:  # noqa: PLR0911
+    if function in _EXPOSE:
+        return True
+    name = getattr(function, "__name__", "")
+    if name in ("__setitem__", "__set__", "__delete__"):
+        return True
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        found = [getattr(function, overload) for overload in function.overloads()]
+        return any(one._schema.is_mutable for one in found)
+    if isinstance(function, torch._ops.OpOverload):
+        return bool(function._schema.is_mutable)
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    if name.endswith("_"):
+        return True
+    # a function in Python may have the option, given by its place
+    return isinstance(function, FunctionType) and "inplace" in function.__code__.co_varnames

@@ -1,0 +1,409 @@
+"""What a pending tensor stands for: scores of two operands with scales, biases and masks, their
+softmax, and the call of `elsa_core.attention` that gives the softmax's product with values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from elsa_core.base import calls
+from elsa_core.base.limits import LARGEST_HEAD_DIM
+from elsa_core.ops.attention.api import attention
+from elsa_core.patching.recognition.axes import (
+    BATCH,
+    LEFT,
+    RIGHT,
+    Atom,
+    Axes,
+    Axis,
+    Layout,
+    Steps,
+    arranged,
+    leaves,
+    length,
+    of_kind,
+    run,
+    steps_to,
+)
+
+# What a pending tensor holds; WEIGHTS follow a softmax, MAXIMUM and SUM are one of a row. USED
+# weights were multiplied with values: what is made of them may never be looked at.
+SCORES, MAXIMUM, POWERS, SUM, WEIGHTS = "scores", "maximum", "powers", "sum", "weights"
+USED = "used"
+# Filled in for a masked score: exp of it is 0 beside any score that a model computes.
+LEAST_FILL = -1e4
+
+
+class Term(NamedTuple):
+    """One step from the product to the scores: "mul", "div", "add", "sub", or "fill" with a mask
+    and a number."""
+
+    kind: str
+    value: Any
+    layout: Layout
+    fill: float = 0.0
+
+
+class Scores:
+    """Scores or weights as they are now.
+
+    Attributes:
+        left, right: the factors.
+        layout: their dimensions, and those of the scores.
+        product: the dtype that PyTorch multiplies in.
+        dtype: what PyTorch would hold the scores in.
+        terms: what was done to the product, in order.
+        stage: SCORES to WEIGHTS.
+        key: RIGHT or LEFT: the operand whose tokens the softmax is over; "" before it.
+        place: where in the model the product was made, for an observer.
+        origin: of a MAXIMUM or a SUM, the scores or powers that it is of.
+    """
+
+    __slots__ = (
+        "dtype", "key", "layout", "left", "origin", "place", "product", "right", "stage", "terms",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        left: Tensor,
+        right: Tensor,
+        layout: Layout,
+        product: torch.dtype,
+        dtype: torch.dtype,
+        terms: tuple[Term, ...] = (),
+        stage: str = SCORES,
+        key: str = "",
+        place: Any = None,
+        origin: Scores | None = None,
+    ):
+        self.left, self.right, self.layout, self.product = left, right, layout, product
+        self.dtype, self.terms, self.stage, self.key = dtype, terms, stage, key
+        self.place, self.origin = place, origin
+
+    def turned(self, stage: str, key: str, dtype: torch.dtype | None = None) -> Scores:
+        """What a function of whole rows makes of them; `key` is known by now."""
+        return Scores(
+            self.left, self.right, self.layout, self.product, dtype or self.dtype, self.terms,
+            stage, key, self.place,
+        )  # fmt: skip
+
+    def like(self, layout: Layout) -> Scores:
+        """The same as another view of them."""
+        return Scores(
+            self.left, self.right, layout, self.product, self.dtype, self.terms, self.stage,
+            self.key, self.place, self.origin,
+        )  # fmt: skip
+
+    def and_then(self, kind: str, value: Any, dtype: torch.dtype, fill: float = 0.0) -> Scores:
+        """The scores after one more step."""
+        terms = (*self.terms, Term(kind, value, self.layout, fill))
+        return Scores(
+            self.left, self.right, self.layout, self.product, dtype, terms, self.stage, self.key,
+            self.place,
+        )  # fmt: skip
+
+    def sources(self) -> list[Tensor]:
+        """Every tensor that the scores are made of."""
+        found = [term.value for term in self.terms if isinstance(term.value, Tensor)]
+        return [self.left, self.right, *found]
+
+    def of(self, sources: Sequence[Tensor]) -> Scores:
+        """The same of other tensors, in the order of `sources`."""
+        left, right, *others = sources
+        rest = iter(others)
+        terms = (
+            t._replace(value=next(rest)) if isinstance(t.value, Tensor) else t for t in self.terms
+        )
+        return Scores(
+            left, right, self.layout, self.product, self.dtype, tuple(terms), self.stage, self.key
+        )
+
+
+class RefusedError(Exception):
+    """These scores, or this product, are none that `attention` computes."""
+
+
+class _Plan(NamedTuple):
+    """How operands of certain layouts become those of `attention`, and its result the product.
+
+    Attributes:
+        batch, queries, keys: the atoms in the order in which `attention` is given them.
+        of_query, of_key, of_value: to [batch atoms..., tokens, channels].
+        first: of the batch atoms those that become the first of two dimensions; -1 for what is
+            copied least.
+        free: the channels of the values.
+        want: the dimensions of the product.
+    """
+
+    batch: Axis
+    queries: Axis
+    keys: Axis
+    of_query: Steps
+    of_key: Steps
+    of_value: Steps
+    first: int
+    free: Atom
+    want: Axes
+
+    def groups(self, first: int) -> tuple[Axis, Axis]:
+        """The batch atoms of each of two dimensions."""
+        return self.batch[:first], self.batch[first:]
+
+    def of_out(self, first: int) -> Steps:
+        """From what `attention` gives to the product."""
+        return steps_to((*self.groups(first), self.queries, (self.free,)), self.want)
+
+
+def attended(
+    scores: Scores,
+    value: Tensor,
+    labels: tuple[Any, ...],
+    dtype: torch.dtype,
+    precision: str,
+    backend: str,
+) -> Tensor:
+    """The product of weights with values, by one call of `attention`.
+
+    Args:
+        scores: at the stage WEIGHTS.
+        value: the other factor, in the dtype that it is multiplied in.
+        labels: of the dimensions of the weights, of the values and of the product.
+        dtype: of the product.
+        precision, backend: as `attention` takes them.
+
+    Raises:
+        RefusedError: the call is of another form.
+    """
+    layout, key = scores.layout, scores.key
+    plan: _Plan | None = layout.known(
+        (labels, key, value.shape, Atom.cuts), _plan, key, value.shape, labels
+    )
+    if plan is None:
+        raise RefusedError
+    query, keys = (scores.left, scores.right) if key == RIGHT else (scores.right, scores.left)
+    q, k, v = run(query, plan.of_query), run(keys, plan.of_key), run(value, plan.of_value)
+    if q.dtype != scores.product or k.dtype != scores.product:
+        q, k = q.to(scores.product), k.to(scores.product)
+    if v.dtype != q.dtype:
+        computed = torch.promote_types(q.dtype, v.dtype)
+        q, k, v = q.to(computed), k.to(computed), v.to(computed)
+    mask, scale = None, 1.0
+    if scores.terms:
+        q, k, mask, scale = _with_terms(scores.terms, q, k, plan)
+    first = _first_half(len(plan.batch), (q, k, v)) if plan.first < 0 else plan.first
+    if first != 1 or len(plan.batch) != 2:
+        sizes = [length(group) for group in plan.groups(first)]
+        q, k, v = (t.reshape(*sizes, *t.shape[-2:]) for t in (q, k, v))
+    if mask is not None:
+        atoms = (*plan.batch, *plan.queries, *plan.keys)
+        have = tuple((a,) if n != 1 else () for a, n in zip(atoms, mask.shape, strict=True))
+        mask = arranged(mask, have, (*plan.groups(first), plan.queries, plan.keys), whole=False)
+    out: Any = attention(q, k, v, mask, scale=scale, precision=precision, backend=backend)
+    of_out = layout.known((plan, first), lambda _: plan.of_out(first))
+    result: Tensor = run(out, of_out)
+    return result if result.dtype == dtype else result.to(dtype)
+
+
+def _plan(layout: Layout, key: str, value: Sequence[int], labels: tuple[Any, ...]) -> _Plan | None:
+    """None where the call is of another form."""
+    query, keys = (layout.left, layout.right) if key == RIGHT else (layout.right, layout.left)
+    of_queries = of_kind(query, LEFT if key == RIGHT else RIGHT)
+    of_keys, batch = of_kind(keys, key), of_kind(layout.axes, BATCH)
+    try:
+        of_value, free = _value_axes(layout, value, labels, of_keys)
+    except RefusedError:
+        return None
+    inner = (layout.inner,)
+    if max(layout.inner.size, free.size) > LARGEST_HEAD_DIM:
+        return None
+    lead = tuple((atom,) for atom in batch)
+    axes = dict(zip(labels[0], layout.axes, strict=True))
+    want = tuple(leaves(axes[name]) if name in axes else (free,) for name in labels[2])
+    return _Plan(
+        batch,
+        of_queries,
+        of_keys,
+        steps_to(_now(query), (*lead, of_queries, inner)),
+        steps_to(_now(keys), (*lead, of_keys, inner)),
+        steps_to(of_value, (*lead, of_keys, (free,))),
+        min(len(batch), 1) if len(batch) < 3 else -1,
+        free,
+        want,
+    )
+
+
+def _now(axes: Axes) -> Axes:
+    """The axes with every atom that was cut since replaced by its parts."""
+    return tuple(leaves(axis) for axis in axes)
+
+
+def _value_axes(
+    layout: Layout, value: Sequence[int], labels: Sequence[Sequence[Any]], keys: Axis
+) -> tuple[Axes, Atom]:
+    """What the dimensions of the values hold, and the atom of their channels."""
+    of_weights, of_value, of_out = labels
+    axes = {name: leaves(axis) for name, axis in zip(of_weights, layout.axes, strict=True)}
+    contracted = [atom for name, axis in axes.items() if name not in of_out for atom in axis]
+    if len(contracted) != len(keys) or set(contracted) != set(keys):
+        raise RefusedError
+    found: list[Axis] = []
+    free: Atom | None = None
+    for name, size in zip(of_value, value, strict=True):
+        if name not in axes:
+            if free is not None or name not in of_out:
+                raise RefusedError
+            free = Atom("value", size)
+            found.append((free,))
+        elif size == 1 and name in of_out:
+            found.append(())
+        elif size != length(axes[name]) or (
+            name in of_out and any(atom.kind != BATCH for atom in axes[name])
+        ):
+            raise RefusedError
+        else:
+            found.append(axes[name])
+    if free is None or any(name not in of_value for name in of_weights if name not in of_out):
+        raise RefusedError
+    return tuple(found), free
+
+
+def _with_terms(  # noqa: PLR0912, PLR0915
+    terms: Sequence[Term], q: Tensor, k: Tensor, plan: _Plan
+) -> tuple[Tensor, Tensor, Tensor | None, float]:
+    """Query and key with factors in them, what is added to the scores or hides them, with a
+    dimension for each atom, and their scale."""
+    scale = 1.0
+    batch, queries, keys = plan.batch, plan.queries, plan.keys
+    every = tuple((atom,) for atom in (*batch, *queries, *keys))
+    ends = len(batch), len(batch) + len(queries)
+    biases: list[Tensor] = []
+    hidden: Tensor | None = None
+    finite = False
+    for term in terms:
+        given = term.value
+        if term.kind in ("mul", "div") and not isinstance(given, Tensor):
+            factor = given if term.kind == "mul" else 1 / given
+            scale *= factor
+            biases = [bias * factor for bias in biases]
+            if factor <= 0 and hidden is not None:
+                raise RefusedError
+            continue
+        axes = term.layout.axes
+        have = axes[len(axes) - given.dim() :] if given.dim() else ()
+        have = tuple(
+            leaves(axis) if size != 1 else () for axis, size in zip(have, given.shape, strict=True)
+        )
+        spread = arranged(given, have, every, whole=False)
+        if term.kind == "fill":
+            if hidden is not None and finite != (term.fill != float("-inf")):
+                raise RefusedError
+            finite = term.fill != float("-inf")
+            hidden = spread if hidden is None else hidden | spread
+        elif term.kind in ("add", "sub"):
+            if finite:
+                raise RefusedError
+            biases.append(spread if term.kind == "add" else -spread)
+        else:
+            if hidden is not None:
+                raise RefusedError
+            factors = spread if term.kind == "mul" else spread.reciprocal()
+            biases = [bias * factors for bias in biases]
+            of_query = any(n != 1 for n in factors.shape[ends[0] : ends[1]])
+            of_key = any(n != 1 for n in factors.shape[ends[1] :])
+            if of_query and of_key:
+                raise RefusedError
+            if of_key:
+                k = k * _per_token(factors, batch, keys, range(*ends)).to(k.dtype)
+            else:
+                q = q * _per_token(factors, batch, queries, range(ends[1], len(every))).to(q.dtype)
+    if not scale > 0:
+        raise RefusedError
+    if finite and hidden is not None:
+        # a row that is hidden whole weighs all keys alike: its queries become 0, it hides nothing
+        every_key = hidden.all(dim=tuple(range(ends[1], len(every))), keepdim=True)
+        q = q.masked_fill(_per_token(every_key, batch, queries, range(ends[1], len(every))), 0.0)
+        biases = [bias.masked_fill(every_key, 0.0) for bias in biases]
+        hidden = hidden & ~every_key
+    if len(keys) > 1:
+        q, k, biases, scale = _widened(q, k, biases, scale, batch, queries, keys)
+    mask = None
+    for bias in biases:
+        mask = bias if mask is None else mask + bias
+    if mask is None:
+        return q, k, None if hidden is None else ~hidden, scale
+    if mask.dtype not in (q.dtype, torch.float32):
+        wide = torch.float64 in (mask.dtype, q.dtype)
+        mask = mask.to(q.dtype if wide else torch.float32)
+    return q, k, mask if hidden is None else mask.masked_fill(hidden, float("-inf")), scale
+
+
+def _per_token(factors: Tensor, batch: Axis, tokens: Axis, others: range) -> Tensor:
+    """[*batch, tokens, 1] of factors with a dimension for each atom, of length 1 for the others."""
+    if len(others):
+        factors = factors.flatten(others.start, others.stop - 1)
+        factors = factors.squeeze(others.start)
+    have = tuple(
+        (atom,) if size != 1 else ()
+        for atom, size in zip((*batch, *tokens), factors.shape, strict=True)
+    )
+    lead = tuple((atom,) for atom in batch)
+    return arranged(factors, have, (*lead, tokens, ()), whole=False)
+
+
+def _widened(
+    q: Tensor,
+    k: Tensor,
+    biases: list[Tensor],
+    scale: float,
+    batch: Axis,
+    queries: Axis,
+    keys: Axis,
+) -> tuple[Tensor, Tensor, list[Tensor], float]:
+    """Biases that depend on a part of the key's position alone (decomposed relative positions) as
+    more channels: queries [q * scale, bias], keys [k, one-hot position]. As a mask their sum would
+    be as large as the scores."""
+    first = len(batch) + len(queries)
+    found: dict[int, Tensor] = {}
+    rest = []
+    for bias in biases:
+        parts = [i for i, size in enumerate(bias.shape[first:]) if size != 1]
+        if len(parts) == 1:
+            found[parts[0]] = found[parts[0]] + bias if parts[0] in found else bias
+        else:
+            rest.append(bias)
+    more = sum(keys[i].size for i in found)
+    if not found or q.shape[-1] + more > LARGEST_HEAD_DIM:
+        return q, k, biases, scale
+    lead = tuple((atom,) for atom in batch)
+    wide, places = [q * scale], [k]
+    for i, bias in found.items():
+        atoms = (*batch, *queries, keys[i])
+        bias = bias.squeeze(tuple(first + j for j in range(len(keys)) if j != i))  # noqa: PLW2901
+        have = tuple((a,) if n != 1 else () for a, n in zip(atoms, bias.shape, strict=True))
+        wide.append(arranged(bias, have, (*lead, queries, (keys[i],))).to(q.dtype))
+        one_hot = Atom(RIGHT, keys[i].size)
+        eye = torch.eye(keys[i].size, dtype=k.dtype, device=k.device)
+        place = arranged(eye, ((keys[i],), (one_hot,)), (keys, (one_hot,)))
+        places.append(place.expand(*k.shape[:-1], -1))
+    return torch.cat(wide, -1), torch.cat(places, -1), rest, 1.0
+
+
+def _first_half(dims: int, tensors: Sequence[Tensor]) -> int:
+    """How many of the leading dimensions become the first of two: such that least is copied."""
+    if dims < 3 or calls.traced():
+        return min(dims, 1) if dims < 3 else dims - 1
+    return min(range(1, dims), key=lambda first: sum(_copied(t, dims, first) for t in tensors))
+
+
+def _copied(tensor: Tensor, dims: int, first: int) -> int:
+    """The elements that merging dimensions [0, first) and [first, dims) copies."""
+    shape, strides = tensor.shape, tensor.stride()
+    views = all(
+        shape[i] == 1 or strides[i] == shape[i + 1] * strides[i + 1]
+        for i in range(dims - 1)
+        if i != first - 1
+    )
+    return 0 if views else tensor.numel()

@@ -1,0 +1,306 @@
+"""The cases of `elsa bench attention`, as data: shapes, dtypes, precisions and goals."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from elsa_core import ops
+from elsa_core.errors import ArgumentError
+from elsa_core.precision import DTYPES, validate
+
+if TYPE_CHECKING:
+    from elsa_core.profiling.bench.operators import Bench
+
+SWEEP_TOKENS: Final = (16, 49, 64, 100, 197, 256, 577, 785, 1025, 2048)
+SWEEP_HEAD_DIMS: Final = (32, 64, 80, 128)
+GRADIENTS_TABLE: Final = "gradients"  # a forward, and the gradients of all that went into it
+VARLEN_TABLE: Final = "varlen"  # its batches are sequences of different length
+WINDOW_IMAGES: Final = 4  # images that the windows of a case come from
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call to measure.
+
+    Attributes:
+        table: the table that it belongs to (see `all_tables`).
+        batch, heads, queries, keys, head_dim: query [batch, heads, queries, head_dim], key and
+            value [batch, heads, keys, head_dim].
+        dtype: a key of `DTYPES`.
+        mask: "none", or "additive": one of shape [1, heads, queries, keys] in the inputs' dtype.
+        window: 0; or the side of square windows, of which `batch` counts all: elsa reads them with
+            `window_attention` from `WINDOW_IMAGES` square images as a projection leaves them, the
+            mask being the bias, and peers are given windows ready-made.
+        precisions: the precisions of `elsa_core.attention` to measure side by side.
+        goal: the least ratio (best peer's time / time of the first precision) aimed at.
+        quick: whether --quick includes it.
+    """
+
+    table: str
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    dtype: str = "fp32"
+    mask: str = "none"
+    window: int = 0
+    precisions: tuple[str, ...] = ("strict",)
+    goal: float | None = None
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique in its device's tables: `vit/8x12x197x64-fp32`, `decode/1x32x1:32768x64-fp16`."""
+        tokens = str(self.keys) if self.keys == self.queries else f"{self.queries}:{self.keys}"
+        mask = "-mask" if self.mask != "none" else ""
+        shape = f"{self.batch}x{self.heads}x{tokens}x{self.head_dim}"
+        return f"{self.table}/{shape}-{self.dtype}{mask}"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the inputs."""
+        return DTYPES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the two matrix products: 4 B H Nq Nk D; of packed
+        sequences without what is padding in a batch of them. With gradients of seven products."""
+        if self.table == VARLEN_TABLE:
+            scores = sum(n * n for n in lengths_of(self.batch, self.queries))
+            return 4 * self.heads * scores * self.head_dim
+        products = 7 if self.table == GRADIENTS_TABLE else 2
+        return 2 * products * self.batch * self.heads * self.queries * self.keys * self.head_dim
+
+    @property
+    def key_value_bytes(self) -> int:
+        """Bytes of key and value: what one query has to read."""
+        elements = 2 * self.batch * self.heads * self.keys * self.head_dim
+        return elements * self.torch_dtype.itemsize
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of one score matrix in the inputs' dtype: what an eager softmax holds."""
+        elements = self.batch * self.heads * self.queries * self.keys
+        return elements * self.torch_dtype.itemsize
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"name": self.name, **asdict(self), "precisions": list(self.precisions)}
+
+
+def lengths_of(batch: int, longest: int) -> list[int]:
+    """The lengths of a case of packed sequences: in even steps down from the longest."""
+    return [longest * (batch - i) // batch for i in range(batch)]
+
+
+def inputs(
+    case: Case, device: torch.device | str, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Random normal query, key, value, and the mask (or None) of a case."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        # Drawn in the dtype itself: a float32 copy of a long case would not fit beside it.
+        return torch.randn(shape, generator=generator, dtype=case.torch_dtype, device=device)
+
+    query = normal(case.batch, case.heads, case.queries, case.head_dim)
+    key = normal(case.batch, case.heads, case.keys, case.head_dim)
+    value = normal(case.batch, case.heads, case.keys, case.head_dim)
+    mask = None if case.mask == "none" else normal(1, case.heads, case.queries, case.keys)
+    return query, key, value, mask
+
+
+def from_shape(text: str, *, dtype: str = "fp32", precision: str = "strict") -> Case:
+    """A case of its own: `B,H,N,D`, or `B,H,NQ:NK,D` where queries and keys differ in number.
+
+    Raises:
+        ArgumentError: not such a shape, an unknown dtype, or a precision that does not take it.
+    """
+    found = re.fullmatch(r"(\d+),(\d+),(\d+)(?::(\d+))?,(\d+)", text.replace(" ", ""))
+    sizes = [int(size) for size in found.groups(default=found[3])] if found else [0]
+    if min(sizes) < 1:
+        raise ArgumentError(
+            f"shape: {text!r} is not B,H,N,D or B,H,NQ:NK,D in positive numbers, like 8,12,197,64"
+        )
+    if dtype not in DTYPES:
+        raise ArgumentError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    validate(precision, DTYPES[dtype])
+    batch, heads, queries, keys, head_dim = sizes
+    return Case(
+        "shape", batch, heads, queries, keys, head_dim, dtype=dtype, precisions=(precision,)
+    )
+
+
+def with_precision(case: Case, precision: str) -> Case:
+    """The case in `precision` alone; its goal stays with the precision that it was set for."""
+    validate(precision, case.torch_dtype)
+    goal = case.goal if precision == case.precisions[0] else None
+    return replace(case, precisions=(precision,), goal=goal)
+
+
+def _square(table: str, shape: tuple[int, int, int, int], **more: Any) -> Case:
+    batch, heads, tokens, head_dim = shape
+    return Case(table, batch, heads, tokens, tokens, head_dim, **more)
+
+
+def _cpu_vit() -> Iterable[Case]:
+    goals = {
+        (8, 12, 197, 64): 1.4,
+        (1, 12, 197, 64): 1.4,
+        (1, 12, 577, 64): 1.2,
+        (1, 12, 1025, 64): 1.1,
+        (1, 12, 4097, 64): 1.0,
+    }
+    for shape, goal in goals.items():
+        yield _square("vit", shape, goal=goal, quick=shape[2] < 1000)
+
+
+def _cpu_window() -> Iterable[Case]:
+    # Windows, heads, side: the stages of Swin at 224 with windows of 7, and larger windows.
+    goals = {(256, 3, 7): 2.2, (16, 12, 7): 2.2, (64, 4, 12): 1.9, (16, 3, 16): 1.45}
+    for (windows, heads, side), goal in goals.items():
+        shape = (windows, heads, side * side, 32)
+        yield _square("window", shape, mask="additive", window=side, goal=goal, quick=side == 7)
+
+
+def _cpu_sweep() -> Iterable[Case]:
+    for mask in ("none", "additive"):
+        for head_dim in SWEEP_HEAD_DIMS:
+            for tokens in SWEEP_TOKENS:
+                quick = head_dim == 64 and tokens in (49, 197)
+                shape = (1, 12, tokens, head_dim)
+                yield _square("sweep", shape, mask=mask, goal=0.97, quick=quick)
+
+
+# Shape: goals of fp32 strict and of fp16/bf16 against the best exact peer of the same dtype.
+_CUDA_GOALS: Final = {
+    (8, 12, 197, 64): (2.2, 1.2),
+    (1, 12, 197, 64): (2.5, 1.2),
+    (8, 16, 577, 64): (3.5, 1.05),
+    (8, 12, 1025, 64): (4.2, 1.15),
+    (1, 12, 4097, 64): (5.0, 1.03),
+    (1, 8, 4096, 64): (5.0, 1.0),
+    (1, 8, 16384, 64): (6.0, 1.0),
+    (1, 4, 65536, 64): (6.0, 1.0),
+    (8, 12, 1024, 32): (5.5, 1.0),
+    (4, 16, 1024, 80): (3.2, 1.0),
+    (1, 8, 4096, 128): (4.0, 1.0),
+    (1, 8, 16384, 128): (4.0, 0.85),
+}
+_DECODE: Final = ((1, 32, 32768, 64), (1, 32, 262144, 64), (1, 8, 524288, 64), (4, 16, 65536, 128))
+_CUDA_QUICK: Final = ((8, 12, 197, 64), (1, 8, 4096, 64))
+
+
+def _cuda_prefill() -> Iterable[Case]:
+    for dtype in ("fp32", "fp16", "bf16"):
+        wide = dtype == "fp32"
+        precisions = ("strict", "turbo", "lean") if wide else ("strict",)
+        for shape, goals in _CUDA_GOALS.items():
+            yield _square(
+                dtype, shape, dtype=dtype, precisions=precisions,
+                goal=goals[0 if wide else 1], quick=shape in _CUDA_QUICK,
+            )  # fmt: skip
+
+
+def _cuda_lengths() -> Iterable[Case]:
+    for dtype in ("fp32", "fp16"):
+        for exponent in range(8, 16):
+            yield _square("lengths", (1, 8, 2**exponent, 64), dtype=dtype)
+
+
+def _cuda_decode() -> Iterable[Case]:
+    for dtype, goal in (("fp16", 1.0), ("bf16", 1.0), ("fp32", 3.5)):
+        for batch, heads, keys, head_dim in _DECODE:
+            quick = keys == 32768 and dtype != "bf16"
+            yield Case("decode", batch, heads, 1, keys, head_dim, dtype, goal=goal, quick=quick)
+
+
+def _cuda_million() -> Iterable[Case]:
+    yield _square("million", (1, 1, 2**20, 64))
+
+
+CPU_TABLES: Final = {"vit": tuple(_cpu_vit()), "sweep": tuple(_cpu_sweep())}
+CPU_WINDOW_TABLES: Final = {"window": tuple(_cpu_window())}
+CUDA_TABLES: Final = {
+    **{t: tuple(c for c in _cuda_prefill() if c.table == t) for t in ("fp32", "fp16", "bf16")},
+    "decode": tuple(_cuda_decode()),
+    "lengths": tuple(_cuda_lengths()),
+    "million": tuple(_cuda_million()),
+}
+
+
+def all_tables() -> dict[str, dict[str, tuple[Case, ...]]]:
+    """Cases by device type and table, of every operator whose record has some, in their order."""
+    found: dict[str, dict[str, tuple[Case, ...]]] = {}
+    for bench in _benches():
+        for device_type, tables in bench.tables.items():
+            found.setdefault(device_type, {}).update(tables)
+    return found
+
+
+def bench_of(case: Case) -> Bench:
+    """What measures a case: that of the operator in whose tables it is, or of attention."""
+    for bench in _benches():
+        if any(case.table in tables for tables in bench.tables.values()):
+            return bench
+    attention: Bench = ops.ATTENTION.part("bench")
+    return attention
+
+
+def _benches() -> list[Bench]:
+    kinds = ("bench", "bench_gradients")
+    parts = (record.part(kind) for kind in kinds for record in ops.records())
+    return [bench for bench in parts if bench is not None]
+
+
+def select(
+    device_type: str,
+    *,
+    tables: Sequence[str] = (),
+    patterns: Sequence[str] = (),
+    quick: bool = False,
+    dtype: str | None = None,
+) -> tuple[Case, ...]:
+    """The cases of a device.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        tables: names of tables; all of the device's where empty.
+        patterns: globs over the cases' names; a case that matches any of them is taken.
+        quick: only the cases of --quick.
+        dtype: only the cases with inputs of this dtype, a key of `DTYPES`.
+
+    Raises:
+        ArgumentError: a device or table without cases, or nothing matches.
+    """
+    measured = all_tables()
+    of_device = measured.get(device_type)
+    if of_device is None:
+        known = ", ".join(measured)
+        raise ArgumentError(f"device: no cases for {device_type!r}; use one of {known}")
+    for table in tables:
+        if table not in of_device:
+            known = ", ".join(of_device)
+            raise ArgumentError(f"table: {device_type} has no table {table!r}; use one of {known}")
+    chosen = tuple(
+        case
+        for name, cases in of_device.items()
+        for case in cases
+        if (not tables or name in tables)
+        and (not quick or case.quick)
+        and dtype in (None, case.dtype)
+        and (not patterns or any(fnmatch.fnmatchcase(case.name, glob) for glob in patterns))
+    )
+    if not chosen:
+        raise ArgumentError(
+            f"cases: none of {device_type}'s match {', '.join(patterns) or 'the selection'}; "
+            "--dry-run lists them"
+        )
+    return chosen

@@ -1,0 +1,220 @@
+"""`elsa bench models --table families`: one architecture of every family, few rounds each.
+
+The families are those of docs/coverage.md of which something is patched; a test compares the two.
+Runs of one kind stand beside each other: the model as it was loaded and patched, and both as CUDA
+graphs; compiled ones where --baselines names them (compile, compile+graph), and then also the gain
+of the fastest patched run over the fastest of the original's. Cases come in passes (batch 1 in fp32
+first), so that a run that is cut short has seen every family. Weights are random, filled where the
+model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from elsa_core.base.messages import first_line
+from elsa_core.errors import ArgumentError, ElsaError
+from elsa_core.measuring.memory_limit import limited
+from elsa_core.measuring.rounds import Settings
+from elsa_core.measuring.timing import Contender
+from elsa_core.patching import patch, unpatch
+from elsa_core.precision import DTYPES
+from elsa_core.profiling.bench.model_cases import Document, ModelCase, empty, images, result
+from elsa_core.profiling.runs import variants
+from elsa_core.profiling.runs.runs import Prepared, Progress, prepare, timed
+
+TABLE: Final = "families"
+GOAL: Final = 0.99
+PROTOCOL: Final[dict[str, Any]] = {"rounds": 9, "budget_seconds": 2.0}
+PEERS: Final = {"cpu": ("eager",), "cuda": ("eager", "eager+graph")}
+PAIRS: Final = (
+    ("eager", "patched"), ("compile", "patched+compile"), ("eager+graph", "patched+graph"),
+    ("compile+graph", "patched+compile+graph"),
+)  # fmt: skip
+_NAMED: Final = 5  # of the slowest
+
+FAMILIES: Final = (
+    ("beit", "timm:beit_base_patch16_224", 224),
+    ("byoanet", "timm:halonet50ts", 256),
+    ("byobnet", "timm:resnet50_clip", 224),
+    ("cait", "timm:cait_xxs24_224", 224),
+    ("convit", "timm:convit_small", 224),
+    ("cpubone", "timm:cpubone_b2_bfrobust", 224),
+    ("crossvit", "timm:crossvit_15_240", 240),
+    ("csatv2", "timm:csatv2", 512),
+    ("davit", "timm:davit_tiny", 224),
+    ("deepseek_vit", "timm:deepseek_vit_412m", 546),
+    ("deit", "timm:deit_small_patch16_224", 224),
+    ("efficientformer", "timm:efficientformer_l3", 224),
+    ("efficientvit_msra", "timm:efficientvit_m5", 224),
+    ("eva", "timm:eva02_small_patch14_336", 336),
+    ("fastvit", "timm:fastvit_sa24", 256),
+    ("gcvit", "timm:gcvit_tiny", 224),
+    ("gemma4_vit", "timm:gemma4_vit_167m", 768),
+    ("hiera", "timm:hiera_tiny_224", 224),
+    ("hieradet_sam2", "timm:sam2_hiera_tiny", 896),
+    ("iformer", "timm:iformer_l", 224),
+    ("levit", "timm:levit_256", 224),
+    ("lowformer", "timm:lowformer_b1", 224),
+    ("maxxvit", "timm:maxvit_tiny_rw_224", 224),
+    ("metaformer", "timm:caformer_s18", 224),
+    ("mobilenetv3", "timm:mobilenetv4_hybrid_medium", 256),
+    ("mobilenetv5", "timm:mobilenetv5_base", 256),
+    ("mobilevit", "timm:mobilevit_s", 256),
+    ("mvitv2", "timm:mvitv2_tiny", 224),
+    ("naflexvit", "timm:naflexvit_base_patch16_gap", 384),
+    ("nest", "timm:nest_tiny", 224),
+    ("nextvit", "timm:nextvit_small", 224),
+    ("open_clip", "open_clip:ViT-B-32", 224),
+    ("pit", "timm:pit_s_224", 224),
+    ("pvt_v2", "timm:pvt_v2_b2", 224),
+    ("qwen3_vit", "timm:qwen3_vit_88m", 768),
+    ("shvit", "timm:shvit_s4", 256),
+    ("swin_transformer", "timm:swin_tiny_patch4_window7_224", 224),
+    ("swin_transformer_v2", "timm:swinv2_tiny_window8_256", 256),
+    ("swin_transformer_v2_cr", "timm:swinv2_cr_tiny_224", 224),
+    ("tiny_vit", "timm:tiny_vit_21m_224", 224),
+    ("tnt", "timm:tnt_s_patch16_224", 224),
+    ("torchvision", "torchvision:swin_t", 224),
+    ("twins", "timm:twins_svt_small", 224),
+    ("visformer", "timm:visformer_small", 224),
+    ("vision_transformer", "timm:vit_small_patch16_224", 224),
+    ("vision_transformer_hybrid", "timm:vit_small_r26_s32_224", 224),
+    ("vision_transformer_relpos", "timm:vit_relpos_small_patch16_224", 224),
+    ("vision_transformer_sam", "timm:samvit_base_patch16_224", 224),
+    ("vitamin", "timm:vitamin_small_224", 224),
+    ("volo", "timm:volo_d1_224", 224),
+    ("xcit", "timm:xcit_small_12_p16_224", 224),
+)
+"""(family, architecture, side of its default image), in the order of docs/coverage.md."""
+
+
+def dtypes(device_type: str) -> tuple[str, ...]:
+    """What the tables of whole models measure on a device."""
+    return ("fp32", "fp16") if device_type == "cuda" else ("fp32",)
+
+
+def rows(device_type: str) -> Iterator[tuple[str, str, int, int, str]]:
+    """(family, architecture, side, batch, dtype) of every case, one pass after another."""
+    for batch in (1, 8):
+        for dtype in dtypes(device_type):
+            yield from ((*each, batch, dtype) for each in FAMILIES)
+
+
+def protocol(device: torch.device, cases: Sequence[ModelCase], asked: Document) -> Document:
+    """What `models.settings` takes: this table's protocol where it is alone.
+
+    Args:
+        device: where the models run.
+        cases: from `elsa_core.profiling.bench.models.select`.
+        asked: rounds, budget_seconds and baselines; None where the user named none.
+
+    Raises:
+        ArgumentError: families and other cases together, whose protocols differ.
+    """
+    kinds = {case.table == TABLE for case in cases}
+    if len(kinds) > 1:
+        raise ArgumentError("table: families have a protocol of their own: measure them alone")
+    given = {key: value for key, value in asked.items() if value is not None}
+    own = {**PROTOCOL, "baselines": PEERS.get(device.type)} if kinds == {True} else {}
+    return {**own, **given}
+
+
+def measure(case: ModelCase, device: torch.device, settings: Document, tell: Progress) -> Document:
+    """One case as plain data, see `elsa_core.profiling.bench.model_cases.result`.
+
+    Half of the rounds run with the copies exchanged, see `runs.timed`. Memory,
+    energy and the GPU's share are not measured. Errors against float64 are those of batch 1
+    in fp32; coverage proves every family anyway.
+    """
+    variants.forget_compiled()
+    try:
+        with limited(device), variants.on_device(device):
+            tell("building", 0, 0)
+            model = built(case, device, settings["seed"])
+            given = images(case, device, settings["seed"])
+            ready = prepare(
+                model, (given,), settings["baselines"], tell, precision=case.precision,
+                backend=settings["backend"],
+            )  # fmt: skip
+            how = Settings(settings["rounds"], settings["budget_seconds"], settings["seed"])
+            errors = case.batch == 1 and case.dtype == "fp32"
+            found, _ = timed(
+                ready, how, tell, errors=errors, costs=False,
+                exchanged=lambda: _exchanged(ready, settings["backend"], tell),
+            )  # fmt: skip
+            return result(case, found, [])
+    except (ElsaError, RuntimeError, MemoryError) as error:
+        return empty(case, first_line(error))
+
+
+def _exchanged(ready: Prepared, backend: str, tell: Progress) -> tuple[Contender, ...]:
+    """The contenders once the unpatched copy is patched and the patched one is not; graphs stay."""
+    unpatch(ready.patched)
+    patch(ready.plain, precision=ready.report.precision, backend=backend)
+    eager = variants.build(
+        ready.patched, ready.plain, ready.arguments, ("eager", "patched"), tell
+    ).contenders
+    by_name = {contender.name: contender for contender in (*ready.built.contenders, *eager)}
+    return tuple(by_name.values())
+
+
+def built(case: ModelCase, device: torch.device, seed: int) -> nn.Module:
+    """The model of a case at its default size, filled on its device; of a CLIP the image tower.
+
+    Raises:
+        ElsaError: its library is missing or cannot build it.
+    """
+    from elsa_core.loading import UninitialisedParameters, load
+
+    with UninitialisedParameters():
+        model = load(case.model, dtype=DTYPES[case.dtype])
+    tower: Any = model.visual if case.model.startswith("open_clip:") else model
+    tower = tower.eval().to(device)
+    _fill(tower, torch.Generator(device).manual_seed(seed))
+    return tower  # type: ignore[no-any-return]
+
+
+def _fill(model: nn.Module, generator: torch.Generator) -> None:
+    """Weights that keep activations near one: gains near one, no bias at zero."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            fan_in = weight[0].numel() if weight.ndim > 1 else 100
+            gain = weight.ndim < 2 and name.rpartition(".")[2] in ("weight", "gamma", "scale")
+            weight.normal_(float(gain), 0.5 * fan_in**-0.5, generator=generator)
+
+
+def pairs(case: Document) -> dict[str, float]:
+    """How many times as fast a patched run is as the original's run of its kind, by the latter."""
+    seconds = {each["contender"]: each["seconds"] for each in case["measurements"]}
+    return {
+        peer: seconds[peer] / seconds[own]
+        for peer, own in PAIRS
+        if peer in seconds and own in seconds
+    }
+
+
+def summary(document: Document) -> str:
+    """The slowest of each kind of run by name, and how many are under the goal.
+
+    Empty for a document without this table.
+    """
+    cases = [each for each in document["results"]["cases"] if each["case"]["table"] == TABLE]
+    cases = [case for case in cases if not case["wrong"]]
+    text = ""
+    for peer, own in PAIRS:
+        found = sorted(
+            (pairs(case)[peer], case["case"]["name"]) for case in cases if peer in pairs(case)
+        )
+        if not found:
+            continue
+        under = sum(ratio < GOAL for ratio, _ in found)
+        named = ", ".join(
+            f"{name.partition('/')[2]} ({ratio:.2f})" for ratio, name in found[:_NAMED]
+        )
+        text += f" {own} against {peer}: {under} of {len(found)} under {GOAL}; slowest: {named}."
+    return text

@@ -1,0 +1,287 @@
+"""Who competes: elsa in each precision, and every other exact attention that takes the case."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from elsa_core.base.messages import first_line
+from elsa_core.errors import ElsaError
+from elsa_core.measuring.memory_limit import available_bytes
+from elsa_core.measuring.timing import Contender
+from elsa_core.ops.attention.api import attention, explain
+from elsa_core.ops.window.api import window_attention
+from elsa_core.profiling.bench import flash4
+from elsa_core.profiling.bench.cases import WINDOW_IMAGES, Case, bench_of
+
+_SDPA: Final = {
+    "cpu": {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-math": SDPBackend.MATH},
+    "cuda": {
+        "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+        "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+        "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "sdpa-math": SDPBackend.MATH,
+    },
+}
+# Score matrices that are alive at once: scores, their softmax, and a copy for a bias or a scale.
+_SCORE_COPIES: Final = 3
+_ERRORS: Final = (ElsaError, RuntimeError, ImportError, NotImplementedError)
+
+
+class Inputs(NamedTuple):
+    """The tensors of a case, as `elsa_core.profiling.bench.cases.inputs` makes them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+
+
+class Field(NamedTuple):
+    """Who takes part, and why others do not: {name: reason}."""
+
+    contenders: list[Contender]
+    left_out: dict[str, str]
+
+
+def field_of(case: Case, tensors: Inputs, *, backend: str = "auto", flex: bool = False) -> Field:
+    """Everyone who can compute the case: elsa's precisions first, then the peers.
+
+    Each contender is called once here, which compiles and warms it. One that fails is left out
+    with the first line of its error.
+
+    Args:
+        case: what is measured.
+        tensors: its inputs; the device is theirs.
+        backend: the backend of elsa's contenders.
+        flex: also compile and measure FlexAttention (CUDA).
+    """
+    found, bench = Field([], {}), bench_of(case)
+    for precision in case.precisions:
+        make = functools.partial(bench.elsa, case, tensors, precision, backend)
+        _try(found, f"elsa-{precision}", make)
+    for name, peer in bench.peers(case, tensors, flex).items():
+        if isinstance(peer, str):
+            found.left_out[name] = peer
+        else:
+            _try(found, name, peer, Exception)  # compilers of packages have errors of their own
+    return found
+
+
+def of_attention(
+    case: Case, tensors: Inputs, flex: bool
+) -> dict[str, Callable[[], Contender] | str]:
+    """Every other exact softmax attention: PyTorch's, eager, ONNX Runtime's, FlashAttention 4,
+    FlexAttention."""
+    device = tensors.query.device
+    large = too_large(case, device)
+    found: dict[str, Callable[[], Contender] | str] = {
+        name: functools.partial(_sdpa, name, choice, tensors)
+        for name, choice in _SDPA[device.type].items()
+    }
+    if large:
+        found["sdpa-math"] = large
+    if device.type == "cpu":
+        found["eager"] = large or (lambda: _eager(tensors))
+        found["onnxruntime"] = lambda: _onnxruntime(tensors)
+        return found
+    found[flash4.NAME] = flash4.refusal(tensors.query, tensors.mask) or (
+        lambda: flash4.contender(*tensors[:3])
+    )
+    if flex:
+        found["flex"] = lambda: _flex(tensors)
+    return found
+
+
+def too_large(case: Case, device: torch.device) -> str:
+    """Why score matrices of a case do not fit in memory; empty where they do."""
+    needed, there = _SCORE_COPIES * case.score_bytes, available_bytes(device) // 2
+    if needed <= there:
+        return ""
+    return f"its score matrices take {needed / 2**30:.1f} GiB, {there / 2**30:.1f} GiB are there"
+
+
+def _try(found: Field, name: str, make: Callable[[], Contender], errors: Any = _ERRORS) -> None:
+    try:
+        with warnings.catch_warnings():
+            # A backend that declines a case warns why before it raises.
+            warnings.simplefilter("ignore")
+            contender = make()
+            contender.output()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # an asynchronous failure must show here
+    except errors as error:
+        kind = "" if isinstance(error, _ERRORS) else f"{type(error).__name__}: "
+        found.left_out[name] = f"{kind}{first_line(error)}"[:200]
+        return
+    found.contenders.append(contender)
+
+
+def elsa_attention(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
+    """`elsa.attention` of a case's inputs."""
+    query, key, value, mask = tensors
+    chosen: dict[str, Any] = {"precision": precision, "backend": backend}
+    route = explain(query, key, value, mask, **chosen)
+    call = functools.partial(attention, query, key, value, mask, **chosen)
+    notes = {"backend": route.backend, "schedule": route.schedule, "arithmetic": route.arithmetic}
+    return Contender(f"elsa-{precision}", call, precision=precision, notes=notes)
+
+
+def image_of(case: Case, tensors: Inputs) -> Tensor:
+    """The images [images, H, W, 3 * C] that the windows of a case would have been cut from."""
+    return torch.cat([joined(case, part) for part in tensors[:3]], -1)
+
+
+def joined(case: Case, windows: Tensor) -> Tensor:
+    """[windows, heads, T, head_dim] as they lie in images [images, H, W, C]."""
+    across = math.isqrt(case.batch // WINDOW_IMAGES)  # windows along an axis of an image
+    parts = windows.unflatten(0, (WINDOW_IMAGES, across, across))
+    parts = parts.unflatten(4, (case.window, case.window))  # [n, y, x, heads, h, w, head_dim]
+    image: Tensor = parts.permute(0, 1, 4, 2, 5, 3, 6).flatten(5).flatten(3, 4).flatten(1, 2)
+    return image
+
+
+def windows_of(case: Case, image: Tensor) -> Tensor:
+    """The way back: [images, H, W, C] -> [windows, heads, T, head_dim]."""
+    across, side = math.isqrt(case.batch // WINDOW_IMAGES), case.window
+    parts = image.unflatten(-1, (case.heads, case.head_dim)).unflatten(2, (across, side))
+    parts = parts.unflatten(1, (across, side)).permute(0, 1, 3, 5, 2, 4, 6)
+    windows: Tensor = parts.flatten(4, 5).flatten(0, 2)
+    return windows
+
+
+def elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
+    """Windows read from the images that they would have been cut from."""
+    image = image_of(case, tensors)
+    bias = None if tensors.mask is None else tensors.mask[0]
+
+    def call() -> Tensor:
+        return window_attention(
+            image, bias, num_heads=case.heads, window_size=(case.window,) * 2,
+            precision=precision, backend=backend,
+        )  # fmt: skip
+
+    def read(returned: object) -> Tensor:
+        assert isinstance(returned, Tensor)
+        return windows_of(case, returned)
+
+    route = explain(*tensors, precision=precision, backend=backend)
+    notes = {"backend": route.backend, "arithmetic": route.arithmetic}
+    return Contender(f"elsa-{precision}", call, precision=precision, read=read, notes=notes)
+
+
+def _sdpa(name: str, choice: SDPBackend, tensors: Inputs) -> Contender:
+    call = functools.partial(F.scaled_dot_product_attention, *tensors)
+    return Contender(name, call, functools.partial(sdpa_kernel, choice))
+
+
+def _eager(tensors: Inputs) -> Contender:
+    return Contender("eager", functools.partial(plain_attention, *tensors))
+
+
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """Softmax attention in three operations."""
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
+    if mask is not None:
+        scores = scores + mask
+    out: Tensor = scores.softmax(-1) @ value
+    return out
+
+
+def _flex(tensors: Inputs) -> Contender:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    query, key, value, mask = tensors
+    if mask is not None:
+        bias = mask[0]
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + bias[h, i, j]
+    else:
+        score_mod = None  # type: ignore[assignment]
+    # After eight shapes the compiler would give up, and measure FlexAttention's unfused form.
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    call = functools.partial(compiled, query, key, value, score_mod=score_mod)
+    return Contender("flex", call)
+
+
+def _onnxruntime(tensors: Inputs) -> Contender:
+    """com.microsoft.MultiHeadAttention on preallocated buffers, with PyTorch's thread count.
+
+    It takes tokens before heads: [batch, tokens, heads * head_dim].
+    """
+    for package in ("onnx", "onnxruntime"):
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"{package} is not installed")
+    query, key, value, mask = tensors
+    batch, heads, queries, head_dim = query.shape
+    if query.dtype != torch.float32:
+        raise NotImplementedError(f"its CPU kernel takes float32, not {query.dtype}")
+    feeds = {
+        name: t.transpose(1, 2).flatten(2).contiguous().numpy()
+        for name, t in (("query", query), ("key", key), ("value", value))
+    }
+    if mask is not None:
+        feeds["bias"] = mask.numpy()
+    session, binding = _onnx_session(heads, feeds, (batch, queries, heads * head_dim))
+
+    def read(_: object) -> Tensor:
+        flat = torch.from_numpy(binding.copy_outputs_to_cpu()[0])
+        return flat.view(batch, queries, heads, head_dim).transpose(1, 2)
+
+    # The session reads the arrays in place: the contender has to keep them alive.
+    call = functools.partial(_run_bound, session, binding, feeds)
+    return Contender("onnxruntime", call, read=read, pools=True)
+
+
+def _run_bound(session: Any, binding: Any, _: dict[str, Any]) -> None:
+    session.run_with_iobinding(binding)
+
+
+def _onnx_session(heads: int, feeds: dict[str, Any], output: tuple[int, ...]) -> tuple[Any, Any]:
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    # Inputs by position: query, key, value, bias, key_padding_mask, attention_bias.
+    names = ["query", "key", "value", *(["", "", "bias"] if "bias" in feeds else [])]
+    node = helper.make_node(
+        "MultiHeadAttention", names, ["output"], domain="com.microsoft", num_heads=heads
+    )
+    described = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, array.shape)
+        for name, array in feeds.items()
+    ]
+    result = helper.make_tensor_value_info("output", TensorProto.FLOAT, output)
+    graph = helper.make_graph([node], "attention", described, [result])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    binding = session.io_binding()
+    for name, array in feeds.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
+    shape = onnxruntime.OrtValue.ortvalue_from_shape_and_type(output, _float32())
+    binding.bind_ortvalue_output("output", shape)
+    return session, binding
+
+
+def _float32() -> Any:
+    import numpy as np
+
+    return np.float32

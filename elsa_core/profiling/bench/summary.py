@@ -1,0 +1,122 @@
+"""What a result document of `elsa bench` says in a few sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from elsa_core.measuring.environment import label
+from elsa_core.measuring.intervals import NO_DIFFERENCE, SLOWER, UNSURE
+from elsa_core.profiling.bench import families
+
+Document = dict[str, Any]
+_NAMED: Final = 8  # cases that a summary names; the table has them all
+
+
+def of_attention(document: Document) -> str:
+    """Where and when it was measured, how many cases won, and which ones missed their goal."""
+    cases = document["results"]["cases"]
+    judged = [
+        (case["case"]["name"], case["case"]["goal"], own["ratio"])
+        for case in cases
+        if (own := own_of(case)) is not None
+        and own["ratio"] is not None
+        and own["contender"] not in case["wrong"]
+    ]
+    faster = sum(ratio >= 1 for _, _, ratio in judged)
+    text = f"Measured on {label(document['environment'])}. "
+    text += _threads_line(document)
+    text += f"At least as fast as the best peer in {faster} of {len(judged)} cases."
+    missed = [(ratio / goal, name, ratio, goal) for name, goal, ratio in judged if goal]
+    missed = sorted(each for each in missed if each[0] < 1)
+    if missed:
+        named = [f"{name} ({ratio:.2f} of {goal:g})" for _, name, ratio, goal in missed[:_NAMED]]
+        more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
+        text += f" Under their goals: {', '.join(named)}{more}."
+    others = _of_other_functions(cases)
+    wrong = [f"{c['case']['name']}: {n}" for c in cases for n in c["wrong"] if n not in others]
+    packages = {m["notes"]["package"] for m in _measured(cases) if "package" in m["notes"]}
+    if packages:
+        text += f" With {', '.join(sorted(packages))}."
+    if others:
+        text += f" Beside them stands what computes another function: {', '.join(sorted(others))}."
+    if wrong:
+        text += f" Wrong results: {', '.join(wrong)}."
+    if document["results"].get("busy"):
+        text += f" The machine was not free: {document['results']['busy']}."
+    return text
+
+
+def _of_other_functions(cases: Sequence[Document]) -> set[str]:
+    """Contenders that say themselves that they compute something else."""
+    return {m["contender"] for m in _measured(cases) if "computes" in m["notes"]}
+
+
+def _measured(cases: Sequence[Document]) -> list[Document]:
+    return [m | {"notes": m.get("notes") or {}} for case in cases for m in case["measurements"]]
+
+
+def _threads_line(document: Document) -> str:
+    """How much the threads add: two that share a core have the arithmetic of one."""
+    limits = document["results"].get("ceilings", {})
+    one, all_threads = limits.get("gemm_fp32_one_thread"), limits.get("gemm_fp32")
+    if not one or not all_threads:
+        return ""
+    return (
+        f"Its {document['environment'].get('threads')} threads reach {all_threads / one:.1f}x the "
+        f"matrix products of one ({all_threads / 1e9:.0f} GFLOP/s). "
+    )
+
+
+def own_of(case: Document) -> Document | None:
+    """What elsa's first precision measured in a case."""
+    first = case["case"]["precisions"][0]
+    return next((m for m in case["measurements"] if m["precision"] == first), None)
+
+
+def of_models(document: Document) -> str:
+    """Where it was measured, where patching won, and by how much at most."""
+    cases = [c for c in document["results"]["cases"] if c["gain"] is not None and not c["wrong"]]
+    verdicts = [case["gain"]["verdict"] for case in cases]
+    text = f"Measured on {label(document['environment'])}. Patched models are faster than the "
+    text += f"fastest baseline in {verdicts.count('faster')} of {len(cases)} cases, slower in "
+    text += f"{verdicts.count('slower')}; no difference in {verdicts.count(NO_DIFFERENCE)}"
+    unsure = verdicts.count(UNSURE)
+    text += f", undecided in {unsure} for want of rounds." if unsure else "."
+    lost = [c for c in cases if c["gain"]["verdict"] == SLOWER]
+    if lost and document["command"] == "bench training":
+        named = ", ".join(f"{c['case']['name']} ({c['gain']['value']:.2f})" for c in lost)
+        text += f" Slower: {named}."
+    failed = [c for c in document["results"]["cases"] if c["gain"] is None]
+    if failed:
+        named = ", ".join(
+            f"{c['case']['name']} ({next(iter(c['left_out'].values()), '')})" for c in failed
+        )
+        text += f" Not measured: {named}."
+    wrong = [c["case"]["name"] for c in document["results"]["cases"] if c["wrong"]]
+    if wrong:
+        text += f" Wrong results: {', '.join(wrong)}."
+    if document["results"]["busy"]:
+        text += f" The machine was not free: {document['results']['busy']}."
+    return text + families.summary(document) + _of_errors(document)
+
+
+def _of_errors(document: Document) -> str:
+    """What the column of errors is of, where it is not of the calls that were timed."""
+    results = document["results"]
+    if document["command"] == "bench training":  # of the batch that was timed, gradients alone
+        return ""
+    cases = [case for case in results["cases"] if case["errors"] is not None]
+    known = [
+        (case["case"]["batch"] == 1 and case["best_own"] == "patched")
+        or any(m.get("error") is not None for m in case["measurements"])
+        for case in cases
+    ]
+    text = ""
+    if results.get("errors_measured"):
+        where = label(results["errors_measured"])
+        text = f" Errors of the same calls were measured apart, on {where}."
+    if not all(known):
+        some = f"In {known.count(False)} of {len(known)} cases errors" if any(known) else "Errors"
+        text += f" {some} are of the first image of the batch, run eagerly."
+    return text

@@ -1,0 +1,322 @@
+"""`elsa bench attention --trace`: the structural proof of a call.
+
+Shows how a call is cut and merged, then replays exactly that partition with `elsa_core.monoid` on
+the call's own inputs, and holds five claims against numbers:
+
+- cover: every key lies in one leaf, and in one alone;
+- exact: in float64 the partition gives the softmax, up to float64 rounding;
+- stable: in float32 its merges, with the states' round trip, err by at most u x depth;
+- theorem 1: and by at most u L(n, B), the bound of a scan of the same leaves;
+- kernel: what the kernel returned is that result, up to twice what PyTorch's own kernel errs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elsa_core import dispatch, monoid, reference
+from elsa_core.backends.partition import Partition
+from elsa_core.base import calls
+from elsa_core.errors import UnavailableError
+from elsa_core.monoid import State
+from elsa_core.ops.attention.api import attention
+from elsa_core.precision import unit_roundoff, validate
+from elsa_core.profiling.bench.cases import Case, inputs
+from elsa_core.profiling.bench.peers import Inputs
+from elsa_core.profiling.bench.results import TURBO_ULP
+
+Progress = Callable[[str, int, int], None]
+
+_ROWS: Final = 32  # sampled query rows of each sampled head
+_BOUNDS: Final = {"stable": "u x depth of this schedule", "theorem 1": "u x L(n, B)"}
+_SCORES: Final = 2**24  # float64 scores that the replay holds at most
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim: what was found, what it may be at most, and whether it holds.
+
+    `ok` is None where the claim could not be tried; `note` says why, or what was compared.
+    """
+
+    name: str
+    found: float | None
+    allowed: float | None
+    ok: bool | None
+    note: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The structural proof of one call. `heads` and `rows` are those that the replay sampled."""
+
+    case: Case
+    precision: str
+    partition: Partition
+    heads: tuple[int, ...]
+    rows: tuple[int, ...]
+    claims: tuple[Claim, ...]
+
+    @property
+    def ok(self) -> bool:
+        """No claim failed."""
+        return all(claim.ok is not False for claim in self.claims)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "case": self.case.to_dict(),
+            "precision": self.precision,
+            "partition": self.partition.to_dict(),
+            "sample": {"batch": 0, "heads": list(self.heads), "rows": list(self.rows)},
+            "claims": [asdict(claim) for claim in self.claims],
+            "ok": self.ok,
+        }
+
+
+def run(
+    cases: Sequence[Case],
+    *,
+    device: torch.device | str = "cpu",
+    precision: str | None = None,
+    backend: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[Trace, ...]:
+    """Trace `cases` on `device`, each in `precision` (its own first one where None).
+
+    For CUDA without a GPU the calls are planned and replayed, and the kernel's claim stays untried.
+
+    Raises:
+        ArgumentError, UnavailableError: as `elsa_core.attention` would.
+    """
+    device = torch.device(device)
+    traces = []
+    for i, case in enumerate(cases):
+        if progress is not None:
+            progress(case.name, i, len(cases))
+        chosen = validate(precision or case.precisions[0], case.torch_dtype)
+        traces.append(trace(case, device, chosen, backend=backend, seed=seed))
+    return tuple(traces)
+
+
+def trace(
+    case: Case, device: torch.device, precision: str, *, backend: str = "auto", seed: int = 0
+) -> Trace:
+    """The structural proof of one call; see `run`."""
+    absent = device.type == "cuda" and not torch.cuda.is_available()
+    # Without the GPU only the sampled heads are needed, and the call itself as shapes.
+    made = replace(case, batch=1, heads=min(2, case.heads)) if absent else case
+    tensors = Inputs(*inputs(made, "cpu" if absent else device, seed))
+    shapes = _shapes(case) if absent else tensors
+    partition = partition_of(shapes, precision, backend=backend, planned=absent)
+    sample = sample_of(made, tensors)
+    output: Tensor | None = None
+    if not absent:
+        with torch.inference_mode():
+            returned = attention(*tensors, precision=precision, backend=partition.backend)
+        assert isinstance(returned, Tensor)
+        output = sample.pick(returned)
+    claims = (_cover(partition), *_replayed(partition, sample, precision, output))
+    return Trace(case, precision, partition, sample.heads, sample.rows, claims)
+
+
+def partition_of(
+    tensors: Inputs, precision: str, *, backend: str = "auto", planned: bool = False
+) -> Partition:
+    """The partition with which a backend's kernels serve a call; of `auto` the one behind the
+    measured table, which gives some calls to PyTorch's own kernels.
+
+    Args:
+        tensors: its inputs, not empty. Layout and device matter, values do not; meta tensors do.
+        precision: of the call.
+        backend: as in `elsa_core.attention`.
+        planned: plan the call for a GPU although none is here (with a shipped tuning table).
+
+    Raises:
+        ArgumentError, UnavailableError: as `elsa_core.attention` would; and where a backend tells
+            no partition.
+    """
+    query, key, value, mask = tensors
+    if planned:
+        name = dispatch.kernels_of("attention", "cuda")
+        if backend not in ("auto", name):
+            raise UnavailableError(f"without a GPU {name} alone plans calls, not {backend!r}")
+    else:
+        kind = (calls.place(query), query.dtype, query.shape[3], value.shape[3], precision)
+        name = dispatch.name_of("attention", *kind, backend)
+    told = dispatch.implementation("attention", name).partition
+    if told is None:
+        raise UnavailableError(f"backend={name!r} tells no partition of its calls: name another")
+    return told(query, key, value, mask, False, precision)
+
+
+def _shapes(case: Case) -> Inputs:
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=case.torch_dtype, device="meta")
+
+    batch, heads, dim = case.batch, case.heads, case.head_dim
+    query, key = empty(batch, heads, case.queries, dim), empty(batch, heads, case.keys, dim)
+    mask = None if case.mask == "none" else empty(1, heads, case.queries, case.keys)
+    return Inputs(query, key, key, mask)
+
+
+class Sample(NamedTuple):
+    """Rows of the first batch element that stand for all: [1, heads, rows, ...]."""
+
+    heads: tuple[int, ...]
+    rows: tuple[int, ...]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+
+    def pick(self, output: Tensor) -> Tensor:
+        """The sampled part of the call's output [B, H, Nq, Dv]."""
+        return output[:1, list(self.heads)][:, :, list(self.rows)]
+
+
+def sample_of(case: Case, tensors: Inputs) -> Sample:
+    """The first and the last head, and evenly spread rows with the first and the last."""
+    heads = tuple(sorted({0, case.heads - 1}))
+    count = max(2, min(_ROWS, case.queries, _SCORES // (case.keys * len(heads))))
+    spread = {round(i * (case.queries - 1) / (count - 1)) for i in range(count)}
+    rows = tuple(sorted(spread))
+    query, key, value, mask = tensors
+    picked = None if mask is None else mask[:, list(heads)][:, :, list(rows)]
+    return Sample(
+        heads, rows, query[:1, list(heads)][:, :, list(rows)], key[:1, list(heads)],
+        value[:1, list(heads)], picked,
+    )  # fmt: skip
+
+
+def replay(partition: Partition, scores: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Fold and merge exactly as `partition` says, with states of `dtype`.
+
+    Args:
+        partition: leaves, splits, and how states travel between them.
+        scores: [..., rows, keys], float64 numbers that `dtype` can hold.
+        value: [..., keys, dv], float64.
+        dtype: of the states. Leaves are computed in float64 and rounded to it, so that the result's
+            error is that of the merges.
+
+    Returns:
+        output [..., rows, dv] in `dtype`.
+    """
+    merged: list[State] = []
+    for span in partition.spans():
+        chains = [
+            monoid.fold(_chain(partition, chain, scores, value, dtype))
+            for chain in partition.chains(*span)
+        ]
+        total = monoid.fold(chains)
+        merged.append(total if partition.splits == 1 else _travelled(total))
+    output, _ = monoid.finalize(monoid.tree(merged))
+    return output
+
+
+def _chain(
+    partition: Partition, chain: tuple[int, int], scores: Tensor, value: Tensor, dtype: torch.dtype
+) -> list[State]:
+    """The leaves of a chain, rounded to `dtype`."""
+    first, last = chain
+    ragged = first + (last - first) // partition.key_tile * partition.key_tile
+    ranges = [(first, ragged, partition.key_tile), (ragged, last, last - ragged)]
+    return [
+        State(*(part.to(dtype) for part in leaf))
+        for start, stop, size in ranges
+        if stop > start
+        for leaf in _leaves(scores[..., start:stop], value[..., start:stop, :], size)
+    ]
+
+
+def _leaves(scores: Tensor, value: Tensor, size: int) -> list[State]:
+    """The states of consecutive leaves of `size` keys, all lifted at once."""
+    split_scores = scores.unflatten(-1, (-1, size)).movedim(-2, 0)
+    split_value = value.unflatten(-2, (-1, size)).movedim(-3, 0)[..., None, :, :]
+    state = monoid.lift(split_scores, split_value)
+    return [State(*leaf) for leaf in zip(*(part.unbind(0) for part in state), strict=True)]
+
+
+def _travelled(state: State) -> State:
+    """The state after its round trip through memory as (lse, W / S)."""
+    output, lse = monoid.finalize(state)
+    return State(lse, (state.S > 0).to(state.S.dtype), output)
+
+
+def _cover(partition: Partition) -> Claim:
+    """The leaves, in order, are one unbroken run of the keys."""
+    leaves = partition.leaves()
+    ends = [0, *(last for _, last in leaves)]
+    starts = [*(first for first, _ in leaves), partition.keys]
+    gaps = sum(abs(start - end) for start, end in zip(starts, ends, strict=True))
+    wrong = gaps + abs(len(leaves) - partition.key_tiles)
+    note = f"missing or doubled keys, of {partition.keys} in {len(leaves)} leaves"
+    return Claim("cover", float(wrong), 0.0, wrong == 0, note)
+
+
+def _replayed(
+    partition: Partition, sample: Sample, precision: str, output: Tensor | None
+) -> list[Claim]:
+    query, key, value = sample.query.double(), sample.key.double(), sample.value.double()
+    scale = query.shape[-1] ** -0.5
+    scores = query @ key.mT * scale
+    if sample.mask is not None:
+        scores = scores + sample.mask.double()
+    oracle, _ = reference.attention(sample.query, sample.key, sample.value, sample.mask)
+    exact = replay(partition, scores, value, torch.float64)
+    claims = [_exact(partition, exact, oracle, scores)]
+    rounded = scores.float().double()
+    truth = torch.softmax(rounded, -1) @ value
+    error = reference.relative_l2(replay(partition, rounded, value, torch.float32), truth)
+    for name, bound in (("stable", partition.bound), ("theorem 1", partition.scan_bound)):
+        note = f"float32 merges of exact leaves, against {_BOUNDS[name]}"
+        claims.append(Claim(name, error, bound, error <= bound, note))
+    if output is None:
+        note = "not run: torch sees no CUDA GPU here; the plan and its replay need none"
+        claims.append(Claim("kernel", None, None, None, note))
+    else:
+        claims.append(_kernel(sample, precision, output, exact, oracle))
+    return claims
+
+
+def _exact(partition: Partition, exact: Tensor, oracle: Tensor, scores: Tensor) -> Claim:
+    """Two float64 computations of the same rows: merges and the scores' own rounding differ."""
+    error = reference.relative_l2(exact, oracle)
+    # A score is a sum of head_dim products; an error of it moves its weight by as much.
+    score_rounding = 2 * exact.shape[-1] * float(scores.abs().amax())
+    allowed = unit_roundoff(torch.float64) * (partition.depth + score_rounding)
+    return Claim("exact", error, allowed, error <= allowed, "replay in float64, against softmax")
+
+
+def _kernel(sample: Sample, precision: str, output: Tensor, exact: Tensor, oracle: Tensor) -> Claim:
+    """The kernel's rows against the replay's; the yardstick is PyTorch's kernel on them."""
+    error = max(reference.relative_l2(output, exact), reference.relative_l2(output, oracle))
+    allowed = tolerance(sample, precision, oracle)
+    ok = math.isfinite(error) and error <= allowed
+    return Claim("kernel", error, allowed, ok, "the kernel, against the replay and softmax")
+
+
+def tolerance(sample: Sample, precision: str, oracle: Tensor) -> float:
+    """Twice the error of PyTorch's own kernel on the sampled rows, and one ulp of the output.
+
+    "turbo" may err by 4 of its own ulp, as in the tables of the benchmark.
+    """
+    matmul = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.inference_mode():
+            own = F.scaled_dot_product_attention(
+                sample.query, sample.key, sample.value, sample.mask
+            )
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+    allowed = 2 * reference.relative_l2(own, oracle) + torch.finfo(own.dtype).eps
+    return max(allowed, 4 * TURBO_ULP) if precision == "turbo" else allowed

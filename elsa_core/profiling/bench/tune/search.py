@@ -1,0 +1,385 @@
+"""`elsa bench attention --tune`: measure tiles of the GPU kernels for the shapes a user has.
+
+Candidates are variations of the shipped tile of a shape. Each is judged against float64, then timed
+under CUDA graph beside the shipped one; the fastest goes into the user's own table, which the GPU
+backend reads before its shipped one. A tile never changes what is computed, only how fast.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from elsa_core import reference
+from elsa_core.backends.triton.attention import planner, tiling
+from elsa_core.backends.triton.attention.schedules.record import Call
+from elsa_core.backends.triton.attention.tiling import Plan, Shape, Table, Tile
+from elsa_core.backends.triton.shared import device as gpu
+from elsa_core.backends.triton.shared import usertable
+from elsa_core.base.limits import LARGEST_HEAD_DIM
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.measuring import environment, timing
+from elsa_core.measuring.intervals import digits, percentile
+from elsa_core.measuring.timing import Contender
+from elsa_core.profiling.bench.cases import Case, inputs
+from elsa_core.profiling.bench.peers import Inputs
+from elsa_core.profiling.bench.results import Settings
+from elsa_core.profiling.bench.trace import Sample, sample_of, tolerance
+
+Progress = Callable[[str, int, int], None]
+
+WORTH: Final = 1.02
+"""A tile goes into the table where the shipped one takes this many times its time."""
+_FINALISTS: Final = 5
+_ACCUMULATORS: Final = 160  # registers of a thread that an output tile may take
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One candidate. `seconds` is None where it did not compile or was wrong: `reason` says so."""
+
+    tile: Tile
+    partitions: int
+    shipped: bool
+    seconds: float | None = None
+    error: float | None = None
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The candidates of one call, fastest first, and what the fastest gains over the shipped."""
+
+    case: Case
+    precision: str
+    mode: str
+    candidates: tuple[Timed, ...]
+    gain: float | None
+    chosen: Tile | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "case": self.case.to_dict(),
+            "precision": self.precision,
+            "mode": self.mode,
+            "gain": self.gain,
+            "chosen": None if self.chosen is None else asdict(self.chosen),
+            "candidates": [timed.to_dict() for timed in self.candidates],
+        }
+
+
+def shape_of(case: Case) -> Shape:
+    """The case as the tile tables see it."""
+    heads = case.heads
+    return Shape(case.batch, heads, heads, case.queries, case.keys, case.head_dim, case.head_dim)
+
+
+def candidates(
+    case: Case,
+    precision: str,
+    table: Table,
+    *,
+    multiprocessors: int,
+    shared: int | None = None,
+    specialized: bool = False,
+) -> tuple[tuple[Plan, bool], ...]:
+    """What to measure for a call: (plan, whether it is the shipped one), the shipped one first.
+
+    A pure function of shapes, the shipped table and the GPU's sizes; needs no GPU. specialized: the
+    kernels of sm_90 alone may take the call (`may_specialize`).
+
+    Raises:
+        ArgumentError: a call that no tile table serves.
+    """
+    if case.queries == 1:
+        raise ArgumentError(f"{case.name}: one query is streamed without tiles; nothing to tune")
+    if precision == "lean":
+        raise ArgumentError("--tune: lean shares its tiles with strict; tune strict or turbo")
+    if case.dtype == "fp64" or case.head_dim > LARGEST_HEAD_DIM:
+        raise ArgumentError(f"{case.name}: the GPU kernels do not take it; nothing to tune")
+    shape, mode = shape_of(case), gpu.mode_of(case.torch_dtype, precision)
+    workspace = precision != "lean"
+
+    def planned(tile_table: Table) -> Plan:
+        return tiling.plan(
+            shape, mode, tile_table, workspace=workspace, multiprocessors=multiprocessors,
+            specialized=specialized,
+        )  # fmt: skip
+
+    shipped = planned(table)
+    found = {_key(shipped): (shipped, True)}
+    bytes_shared = shared or table.shared_memory
+    variations = _variations(shipped.tile, mode, shape, bytes_shared, workspace)
+    if specialized and mode == "split":
+        variations = itertools.chain(_specialized(shipped.tile, shape, bytes_shared), variations)
+    for tile in variations:
+        plan = planned(replace(table, tiles=(tile,)))
+        found.setdefault(_key(plan), (plan, False))
+    return tuple(found.values())
+
+
+def may_specialize(case: Case, device: torch.device | None) -> bool:
+    """Whether kernels of sm_90 alone may take a case on a GPU; None: on that of the table."""
+    like = torch.empty(case.batch, case.heads, case.keys, case.head_dim, device="meta")
+    mask = None if case.mask == "none" else like
+    there = gpu.gluon_known() if device is None else gpu.specializes(device)
+    return there and planner.fits_specialized(like, like, like, mask)
+
+
+def _key(plan: Plan) -> tuple[Any, ...]:
+    """What a plan launches; `dim`, `keys` and `programs` only say for which calls."""
+    aside = ("dim", "keys", "programs")
+    tile = {f.name: getattr(plan.tile, f.name) for f in fields(Tile) if f.name not in aside}
+    return (*tile.values(), plan.partitions, plan.chunk)
+
+
+def _variations(
+    shipped: Tile, mode: str, shape: Shape, shared: int, workspace: bool
+) -> Iterator[Tile]:
+    dim = tiling.padded_dim(shape)
+    ahead = (True, False) if workspace and mode in ("split", "single") else (False,)
+    rows = ((64, 4), (128, 8)) if mode != "exact" else ((32, 4), (64, 4), (64, 8))
+    keys = (32, 64, 128) if mode != "exact" else (32, 64)
+    sizes = itertools.product(rows, keys, (2, 3), (0, 128), ahead, (False, True))
+    for (block_m, warps), block_n, stages, registers, early, loop in sizes:
+        tile = replace(
+            shipped, mode=mode, dim=256, keys=None, programs=None, block_m=block_m, block_n=block_n,
+            warps=warps, stages=stages, ahead=early, registers=registers,
+            one_loop=loop, specialized=False,
+        )  # fmt: skip
+        # Split ahead, two loops may win on long rows alone; in-loop splitting is rarely the
+        # fastest: few of its variations are worth compiling.
+        worth = mode == "half" or not (registers or loop)
+        if early:
+            worth = loop or shape.keys > 4096
+        if worth and _fits(tile, dim, shared):
+            yield tile
+
+
+def _specialized(shipped: Tile, shape: Shape, shared: int) -> Iterator[Tile]:
+    dim = tiling.padded_dim(shape)
+    for block_m, warps in ((64, 4), (64, 8), (128, 8), (256, 16)):
+        tile = replace(
+            shipped, dim=256, keys=None, programs=None, block_m=block_m, block_n=64, warps=warps,
+            stages=1, ahead=False, registers=0, one_loop=True, specialized=True,
+        )  # fmt: skip
+        if tile.serves("split", dim, shape):
+            yield tile
+    for block_m, block_n, stages in itertools.product((64, 128), (64, 128), (2, 3)):
+        # two programs of one folding warpgroup share a multiprocessor
+        tile = replace(
+            shipped, dim=256, keys=None, programs=None, block_m=block_m, block_n=block_n, warps=4,
+            stages=stages, ahead=True, registers=128 if block_m == 64 else 0, one_loop=True,
+            specialized=True,
+        )  # fmt: skip
+        if dim * block_n <= 8192 and _fits(tile, dim, shared):
+            yield tile
+
+
+def _fits(tile: Tile, dim: int, shared: int) -> bool:
+    """Whether operands fit in shared memory and the output tile in registers, by a rough count."""
+    element = {"half": 2, "split": 4, "single": 2, "exact": 4}[tile.mode]
+    if not tile.ahead and tile.mode != "half":
+        element = 4
+    operands = tile.stages * tile.block_n * 2 * dim * element
+    queries = tile.block_m * dim * element
+    accumulators = tile.block_m * dim // (32 * tile.warps)
+    fits = tile.registers == 0 or accumulators <= tile.registers // 2
+    return operands + queries <= shared and accumulators <= _ACCUMULATORS and fits
+
+
+def run(
+    cases: Sequence[Case],
+    *,
+    device: torch.device | str = "cuda",
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+) -> tuple[Tuned, ...]:
+    """Measure the candidates of every case and precision on a GPU; writes nothing.
+
+    Raises:
+        ArgumentError: the device has no tile table, or a case cannot be tuned.
+        UnavailableError: no GPU that the kernels serve.
+    """
+    device, settings = torch.device(device), settings or Settings()
+    check_device(device, measuring=True)
+    device = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(device)
+    tasks = tasks_of(cases)
+    tuned = []
+    for i, (case, precision) in enumerate(tasks):
+        if progress is not None:
+            progress(f"{case.name} {precision}", i, len(tasks))
+        tuned.append(_tune(case, precision, device, settings))
+    return tuple(tuned)
+
+
+def tasks_of(cases: Sequence[Case]) -> list[tuple[Case, str]]:
+    """Each case in each of its precisions that has tiles of its own."""
+    return [
+        (case, precision)
+        for case in cases
+        for precision in case.precisions
+        if precision != "lean" or case.precisions == ("lean",)
+    ]
+
+
+def check_device(device: torch.device, *, measuring: bool = False) -> None:
+    """Only the GPU kernels have tiles to choose.
+
+    Raises:
+        ArgumentError: `device` is not a GPU.
+        UnavailableError: there is none, and something is to be measured.
+    """
+    if device.type != "cuda":
+        raise ArgumentError(
+            f"--tune: {device.type} has no tile table, its kernels size themselves; "
+            "use --device cuda"
+        )
+    if measuring and not torch.cuda.is_available():
+        raise UnavailableError("--tune: torch sees no CUDA GPU; --dry-run lists the candidates")
+
+
+def shipped_table(device: torch.device | None) -> tuple[Table, int, int]:
+    """(the shipped table, multiprocessors, shared memory of a program) of a GPU; None: no GPU."""
+    if device is None:
+        table = tiling.load_table("h200")
+        return table, table.multiprocessors, table.shared_memory
+    properties = torch.cuda.get_device_properties(device)
+    name = "MI300" if torch.version.hip else properties.name
+    table = tiling.load_table(tiling.table_name(name, (properties.major, properties.minor)))
+    shared = getattr(properties, "shared_memory_per_block_optin", table.shared_memory)
+    return table, properties.multi_processor_count, int(shared)
+
+
+def save(tuned: Sequence[Tuned], device: torch.device | str) -> Path | None:
+    """Bring the user's table of this GPU up to date; None where there is nothing to write."""
+    rows, retired = [], []
+    for each in tuned:
+        shape = shape_of(each.case)
+        if each.chosen is not None:
+            rows.append(usertable.measured_for(each.chosen, shape))
+        elif each.gain is not None:
+            # of the call's own mode: turbo may be shipped with a tile of strict
+            shipped = replace(each.candidates[0].tile, mode=each.mode)
+            retired.append(usertable.measured_for(shipped, shape))
+    # Calls that share a mode (fp16 and bf16) share a row: one that gained keeps it.
+    gained = {row.calls for row in rows}
+    retired = [row for row in retired if row.calls not in gained]
+    described = environment.describe(device)
+    facts = {key: described[key] for key in ("gpu", "gpu_details", "date", "packages")}
+    path = usertable.path(str(described["gpu"]))
+    if not rows and not path.exists():
+        return None
+    return usertable.write(path, tuple(rows), facts, retired=tuple(retired))
+
+
+def _tune(case: Case, precision: str, device: torch.device, settings: Settings) -> Tuned:
+    table, multiprocessors, shared = shipped_table(device)
+    tensors = Inputs(*inputs(case, device, settings.seed))
+    plans = candidates(
+        case, precision, table, multiprocessors=multiprocessors, shared=shared,
+        specialized=may_specialize(case, device),
+    )  # fmt: skip
+    sample = sample_of(case, tensors)
+    oracle, _ = reference.attention(sample.query, sample.key, sample.value, sample.mask)
+    allowed = tolerance(sample, precision, oracle)
+    mode = gpu.mode_of(case.torch_dtype, precision)
+    judged = [
+        _judged(case, plan, shipped, precision, tensors, sample, oracle, allowed)
+        for plan, shipped in plans
+    ]
+    running = [(timed, call) for timed, call in judged if call is not None]
+    # Everyone briefly, then the fastest few and the shipped one as long as asked for.
+    first = _timed(running, tensors, rounds=3, budget=settings.budget_seconds)
+    order = sorted(range(len(running)), key=first.__getitem__)
+    final = order[:_FINALISTS] + [i for i in order[_FINALISTS:] if running[i][0].shipped]
+    again = _timed(
+        [running[i] for i in final], tensors, rounds=settings.rounds,
+        budget=settings.budget_seconds,
+    )  # fmt: skip
+    seconds = dict(enumerate(first)) | dict(zip(final, again, strict=True))
+    measured = [replace(running[i][0], seconds=digits(seconds[i])) for i in order]
+    failed = [timed for timed, call in judged if call is None]
+    return conclude(case, precision, mode, measured, failed, finalists=len(final))
+
+
+def conclude(
+    case: Case,
+    precision: str,
+    mode: str,
+    measured: Sequence[Timed],
+    failed: Sequence[Timed],
+    *,
+    finalists: int | None = None,
+) -> Tuned:
+    """Choose the fastest of the `finalists` first of `measured`, where it beats the shipped."""
+    compared = measured[: finalists or len(measured)]
+    best = min(compared, key=_seconds, default=None)
+    shipped = next((t for t in measured if t.shipped), None)
+    gain = None
+    if best is not None and shipped is not None:
+        gain = digits(_seconds(shipped) / _seconds(best))
+    # Where the shipped tile does not run here at all, any that does is worth it.
+    worth = best is not None and not best.shipped and (gain is None or gain >= WORTH)
+    chosen = best.tile if best is not None and worth else None
+    everyone = (*sorted(measured, key=_seconds), *failed)
+    return Tuned(case, precision, mode, everyone, gain, chosen)
+
+
+def _seconds(timed: Timed) -> float:
+    assert timed.seconds is not None
+    return timed.seconds
+
+
+def _judged(
+    case: Case,
+    plan: Plan,
+    shipped: bool,
+    precision: str,
+    tensors: Inputs,
+    sample: Sample,
+    oracle: Tensor,
+    allowed: float,
+) -> tuple[Timed, Call | None]:
+    """Compile and run one candidate; without a call where it cannot take part."""
+    timed = Timed(plan.tile, plan.partitions, shipped)
+    query, key, value, mask = tensors
+    try:
+        call = planner.plan_call(
+            query, key, value, mask, False, case.head_dim**-0.5, precision, tiles=plan
+        )
+        output, _ = planner.execute(call, *tensors)
+        error = reference.relative_l2(sample.pick(output), oracle)
+    except Exception as problem:  # a compiler may fail in any way; the candidate is left out
+        text = str(problem).strip().splitlines()
+        return replace(timed, reason=text[0][:160] if text else type(problem).__name__), None
+    if not error <= allowed:
+        return replace(timed, error=error, reason=f"wrong: error {error:.1e}"), None
+    return replace(timed, error=error), call
+
+
+def _timed(
+    running: Sequence[tuple[Timed, Call]], tensors: Inputs, *, rounds: int, budget: float
+) -> list[float]:
+    """Median seconds of each, rounds interleaved, under CUDA graph."""
+
+    def contender(i: int, call: Call) -> Contender:
+        return Contender(str(i), lambda: planner.execute(call, *tensors))
+
+    contenders = [contender(i, call) for i, (_, call) in enumerate(running)]
+    if not contenders:
+        return []
+    samples, _ = timing.time_cuda(contenders, rounds=rounds, budget_seconds=budget)
+    return [percentile(samples[c.name], 0.5) for c in contenders]

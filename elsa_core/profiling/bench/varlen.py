@@ -1,0 +1,145 @@
+"""The cases of packed sequences: sequences of even lengths up to the longest, so that a padded
+batch is half padding."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elsa_core import reference
+from elsa_core.base import packing
+from elsa_core.measuring.timing import Contender
+from elsa_core.ops.attention.api import attention
+from elsa_core.ops.varlen.api import explain_varlen_attention, varlen_attention
+from elsa_core.profiling.bench.cases import VARLEN_TABLE, Case, lengths_of
+from elsa_core.profiling.bench.operators import Bench
+from elsa_core.profiling.bench.peers import Inputs
+
+_SHAPES: Final = ((16, 12, 576, 64), (8, 12, 1024, 64), (16, 3, 197, 64), (4, 12, 2048, 64))
+_CUDA_SHAPES: Final = ((16, 16, 4096, 64), (32, 12, 1024, 64))
+
+
+def _case(shape: tuple[int, int, int, int], dtype: str, goal: float) -> Case:
+    batch, heads, tokens, head_dim = shape
+    return Case(VARLEN_TABLE, batch, heads, tokens, tokens, head_dim, dtype=dtype, goal=goal)
+
+
+class _Packed:
+    """The tokens of a case's inputs one after another, and back."""
+
+    def __init__(self, case: Case, tensors: Inputs) -> None:
+        self.longest = case.queries
+        starts = [0, *accumulate(lengths_of(case.batch, case.queries))]
+        self.ends = starts
+        self.starts = torch.tensor(starts, dtype=torch.int32, device=tensors.query.device)
+        self.operands = [
+            packing.packed(t.transpose(1, 2), self.starts, starts[-1])
+            for t in (tensors.query, tensors.key, tensors.value)
+        ]
+
+    def read(self, returned: object) -> Tensor:
+        """[T, H, D] as [B, H, N, D], zeros at padded places."""
+        assert isinstance(returned, Tensor)
+        return packing.padded(returned, self.starts, self.longest).transpose(1, 2)
+
+    def clear(self, returned: object) -> Tensor:
+        """[B, H, N, D] with zeros at padded places."""
+        assert isinstance(returned, Tensor)
+        here = packing.inside(self.starts, self.longest)
+        return returned.masked_fill(~here[:, None, :, None], 0)
+
+
+def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
+    packed = _Packed(case, tensors)
+    chosen: dict[str, Any] = {"precision": precision, "backend": backend}
+    given: tuple[Any, ...] = (*packed.operands, packed.starts, None, packed.longest)
+    route = explain_varlen_attention(*given, **chosen)
+    notes = {"backend": route.backend, "schedule": route.schedule, "arithmetic": route.arithmetic}
+    call = functools.partial(varlen_attention, *given, **chosen)
+    name = f"elsa-{precision}"
+    return Contender(name, call, precision=precision, read=packed.read, notes=notes)
+
+
+def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:
+    """The padded batch by PyTorch and by `elsa.attention`, each sequence alone, PyTorch's own."""
+    found: dict[str, Callable[[], Contender] | str] = {
+        "padded-sdpa": lambda: _padded("sdpa", F.scaled_dot_product_attention, case, tensors),
+        "padded-elsa": lambda: _padded("elsa", attention, case, tensors),
+        "each-sdpa": lambda: _each(case, tensors),
+    }
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        found["varlen-attn"] = "this torch has none"
+    elif tensors.query.device.type == "cuda":
+        found["varlen-attn"] = lambda: _pytorch(case, tensors)
+    return found
+
+
+def _padded(name: str, attend: Callable[..., Any], case: Case, tensors: Inputs) -> Contender:
+    packed = _Packed(case, tensors)
+    mask = packing.inside(packed.starts, packed.longest)[:, None, None, :]
+    call = functools.partial(attend, tensors.query, tensors.key, tensors.value, mask)
+    return Contender(f"padded-{name}", call, read=packed.clear)
+
+
+def _each(case: Case, tensors: Inputs) -> Contender:
+    packed = _Packed(case, tensors)
+    parts = [
+        [t[a:b].transpose(0, 1).unsqueeze(0) for t in packed.operands]
+        for a, b in pairwise(packed.ends)
+    ]
+
+    def call() -> Tensor:
+        outs = [F.scaled_dot_product_attention(q, k, v) for q, k, v in parts]
+        return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
+
+    return Contender("each-sdpa", call, read=packed.read)
+
+
+def _pytorch(case: Case, tensors: Inputs) -> Contender:
+    from torch.nn.attention.varlen import varlen_attn
+
+    packed = _Packed(case, tensors)
+    starts, longest = packed.starts, packed.longest
+    given: tuple[Any, ...] = (*packed.operands, starts, starts, longest, longest)
+    call = functools.partial(varlen_attn, *given)
+    return Contender("varlen-attn", call, read=packed.read)
+
+
+def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """The first sequence is the longest: a part of it alone needs no lengths."""
+    out = reference.attention(query, key, value, _hides(key))[0]
+    if query.shape[2] != key.shape[2]:
+        return out
+    there = _hides(key).squeeze(2).unsqueeze(-1)  # [B, 1, N, 1]
+    return out.masked_fill(~there, 0)
+
+
+def _hides(key: Tensor) -> Tensor:
+    """bool [B, 1, 1, N], True for tokens."""
+    batch, _, longest, _ = key.shape
+    lengths = torch.tensor(lengths_of(batch, longest), device=key.device)
+    return (torch.arange(longest, device=key.device) < lengths[:, None])[:, None, None, :]
+
+
+VARLEN = Bench(
+    {
+        "cpu": {VARLEN_TABLE: tuple(_case(shape, "fp32", 1.5) for shape in _SHAPES)},
+        "cuda": {
+            VARLEN_TABLE: tuple(
+                _case(shape, dtype, goal)
+                for dtype, goal in (("fp32", 5.0), ("fp16", 1.0), ("bf16", 1.0))
+                for shape in _CUDA_SHAPES
+            )
+        },
+    },
+    _elsa,
+    _peers,
+    _exact,
+)

@@ -1,0 +1,400 @@
+"""One model in several ways in the same rounds: time, throughput, memory, energy of each."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from elsa_core.base.inputs import ModelInput, as_cases
+from elsa_core.measuring import energy, rounds
+from elsa_core.measuring.busy import Watch
+from elsa_core.measuring.intervals import Ratio, digits, paired_times, percentile, ratio
+from elsa_core.measuring.rounds import Samples, Settings
+from elsa_core.measuring.timing import Contender
+from elsa_core.patching import PatchReport
+from elsa_core.profiling.runs import variants
+from elsa_core.profiling.runs.errors import UNKNOWN, RunErrors, run_errors
+from elsa_core.profiling.runs.pair import both
+from elsa_core.profiling.runs.variants import first_tensor, on_device
+
+Progress = Callable[[str, int, int], None]
+
+_KEPT_SAMPLES: Final = 100
+_SLOW: Final = 0.05  # of the budget, that a call takes whose memory is not measured
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to run the model. Times are seconds a call; None is "not measured".
+
+    Attributes:
+        name: a baseline, or "patched" and what goes with it.
+        patched: whether it runs on elsa.
+        seconds: "eager"'s is the median of the rounds; another run's is that over the median of the
+            rounds' ratios (`elsa_core.measuring.intervals.paired_times`). Ratios are quotients of
+            these.
+        seconds_p10, seconds_p90: percentiles over the rounds.
+        spread: distance of these percentiles over the median.
+        samples: the rounds, thinned evenly to at most 100.
+        images_per_second: batch over `seconds`.
+        memory_bytes: growth at the peak of a call, output included, weights not: PyTorch's
+            allocator on CUDA (for a CUDA graph its own pool), else the resident set. None where
+            one more call would take 5% of the budget.
+        host_seconds: until the call returns (CUDA).
+        device_seconds: of the GPU, for a call that follows another, without the host: of its CUDA
+            graph (CUDA).
+        bound: "host" where launching takes longer than computing, "device", or "".
+        joules: energy of a call (CUDA with NVML).
+        error: relative Euclidean error of this very call's output against float64.
+        first_seconds: to the first result, compiling and capturing included.
+        ratio: "eager"'s time over this one's; None for "eager".
+        ratio_to_best: the fastest baseline's time over this one's (patched only).
+    """
+
+    name: str
+    patched: bool
+    seconds: float
+    seconds_p10: float
+    seconds_p90: float
+    spread: float
+    samples: tuple[float, ...]
+    images_per_second: float
+    memory_bytes: int | None
+    host_seconds: float | None
+    device_seconds: float | None
+    bound: str
+    joules: float | None
+    error: float | None
+    first_seconds: float | None
+    ratio: Ratio | None
+    ratio_to_best: Ratio | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        plain = asdict(self) | {"samples": list(self.samples)}
+        for name in ("ratio", "ratio_to_best"):
+            found: Ratio | None = getattr(self, name)
+            plain[name] = None if found is None else found.to_dict()
+        return plain
+
+
+@dataclass(frozen=True)
+class ModelRuns:
+    """What patching gained for one model, one input size, one dtype and one precision.
+
+    Attributes:
+        device, dtype: of the model, as text.
+        batch: images of a call.
+        image_size: height and width; None where the first input is no image.
+        precision, backend: what the patched sites ask for.
+        rounds: samples of each run.
+        weight_bytes: of parameters and buffers, the same for all runs.
+        runs: baselines first, then the patched ones.
+        left_out: {name: why it did not run or is no run of its own}.
+        best_baseline, best_patched: the fastest of each kind ("control" is no baseline).
+        gain: the fastest baseline's time over the fastest patched run's.
+        patched, kept: numbers of sites.
+        warnings: reasons to doubt the figures.
+        wrong: the runs whose error is more than twice "eager"'s and a rounding band.
+    """
+
+    device: str
+    dtype: str
+    batch: int
+    image_size: tuple[int, int] | None
+    precision: str
+    backend: str
+    rounds: int
+    weight_bytes: int
+    runs: tuple[Run, ...]
+    left_out: dict[str, str]
+    best_baseline: str
+    best_patched: str
+    gain: Ratio
+    patched: int
+    kept: int
+    warnings: tuple[str, ...]
+    wrong: tuple[str, ...]
+    patch: PatchReport
+
+    def run(self, name: str) -> Run:
+        """The run of this name.
+
+        Raises:
+            KeyError: it did not take part.
+        """
+        found = next((run for run in self.runs if run.name == name), None)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, without `patch`."""
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "batch": self.batch,
+            "image_size": None if self.image_size is None else list(self.image_size),
+            "precision": self.precision,
+            "backend": self.backend,
+            "rounds": self.rounds,
+            "weight_bytes": self.weight_bytes,
+            "runs": [run.to_dict() for run in self.runs],
+            "left_out": dict(self.left_out),
+            "best_baseline": self.best_baseline,
+            "best_patched": self.best_patched,
+            "gain": self.gain.to_dict(),
+            "patched": self.patched,
+            "kept": self.kept,
+            "warnings": list(self.warnings),
+            "wrong": list(self.wrong),
+        }
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model ready to be run in several ways; `contenders` hold the copies.
+
+    Attributes:
+        plain, patched: copies over the same weights, with the model's own classes and with elsa's.
+        arguments: of a call; `first` is the first tensor of them.
+        report: what was patched.
+        built: the contenders, baselines first.
+        trains: whether a call is a training step.
+    """
+
+    plain: nn.Module
+    patched: nn.Module
+    arguments: tuple[Any, ...]
+    first: Tensor
+    report: PatchReport
+    built: variants.Built
+    trains: bool = False
+
+
+def measure_runs(
+    model: nn.Module,
+    inputs: ModelInput,
+    settings: Settings,
+    *,
+    baselines: Sequence[str] | None = None,
+    precision: str = "strict",
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> ModelRuns:
+    """Measure a model patched against the ways one would otherwise run it.
+
+    All of them take turns in the same rounds, in inference mode, on copies of the model's modules
+    over the same weights; the model itself is not changed.
+
+    Args:
+        model: any module with attention sites that can be patched.
+        inputs: a tensor [B, C, H, W], or a tuple of the model's arguments, on its device.
+        settings: rounds and budget.
+        baselines: names of `variants.BASELINES`, or "all"; None for the device's defaults.
+        precision, backend: as for `elsa_core.patch`.
+        progress: called with (what, steps done, steps in all; 0 unknown).
+
+    Raises:
+        ElsaError: as `prepare`.
+    """
+    tell = progress or (lambda what, done, total: None)
+    arguments = next(iter(as_cases(inputs).values()))
+    with on_device(first_tensor(arguments).device):
+        ready = prepare(model, arguments, baselines, tell, precision=precision, backend=backend)
+        return timed(ready, settings, tell)[0]
+
+
+def prepare(
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    baselines: Sequence[str] | None,
+    tell: Progress,
+    *,
+    precision: str,
+    backend: str,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    scope: str = "auto",
+    step: variants.Calling | None = None,
+) -> Prepared:
+    """Copy, patch and build; a model that is patched already keeps its patches.
+
+    `step` makes the training step of a copy; None: calls are inference.
+
+    Raises:
+        ArgumentError: an argument is wrong, or the model cannot be copied.
+        ModelError: the model does not run on the arguments.
+        NothingPatchedError: no site of the model can be patched.
+        UnavailableError: a baseline or backend that this machine lacks.
+    """
+    first = first_tensor(arguments)
+    names = variants.chosen(baselines, first.device)
+    tell("patching", 0, 0)
+    plain, patched, report = both(model, precision, backend, include, exclude, scope)
+    built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell, step)
+    return Prepared(plain, patched, arguments, first, report, built, step is not None)
+
+
+def timed(
+    ready: Prepared, settings: Settings, tell: Progress,
+    clocks: Mapping[str, rounds.Clock] | None = None, *, errors: bool = True, costs: bool = True,
+    exchanged: Callable[[], Sequence[Contender]] | None = None,
+) -> tuple[ModelRuns, Samples]:  # fmt: skip
+    """The runs of what was prepared, their errors, and the samples that they were made of.
+
+    Without `costs` memory, energy and the GPU's share of a call stay unknown, which saves time.
+    `exchanged` makes the same contenders of other copies of the model: half of the time goes to
+    them, and each sample is the mean of the two, because a copy can be a twentieth slower than
+    another only by where it lies in the host's memory.
+    """
+    first, built, report = ready.first, ready.built, ready.report
+    watch = Watch(first.device)
+
+    def sampled(contenders: Sequence[Contender], share: float) -> Samples:
+        tell("rounds", 0, 0)
+        return rounds.take_samples(
+            contenders, first.device,
+            replace(settings, budget_seconds=share * settings.budget_seconds), clocks,
+            progress=lambda done, total: tell("rounds", done, total),
+            first=built.first_seconds if first.device.type == "cpu" else {},
+        )  # fmt: skip
+
+    samples = sampled(built.contenders, 1.0 if exchanged is None else 0.5)
+    tell("errors", 0, 0)
+    calls, how = built.contenders, report.precision
+    known = UNKNOWN
+    if errors and not ready.trains:
+        known = run_errors(ready.plain, calls, ready.arguments, how)
+    if exchanged is not None:
+        samples = rounds.averaged(samples, sampled(exchanged(), 0.5))
+    spreads = {name: _spread(_seconds(samples, name)) for name in samples}
+    warnings = watch.warnings(spreads)
+    judge = _Judge(samples, settings)
+    tell("memory", 0, 0)
+    runs = _runs(ready, judge, known, costs=costs)
+    best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
+    found = ModelRuns(
+        device=str(first.device),
+        dtype=str(first.dtype if first.is_floating_point() else "").removeprefix("torch."),
+        batch=first.shape[0],
+        image_size=(first.shape[-2], first.shape[-1]) if first.dim() == 4 else None,
+        precision=report.precision,
+        backend=report.backend,
+        rounds=len(samples["eager"]),
+        weight_bytes=_weight_bytes(ready.plain),
+        runs=runs,
+        left_out=built.left_out,
+        best_baseline=best,
+        best_patched=own,
+        gain=judge.ratio(best, own),
+        patched=len(report.patched),
+        kept=len(report.kept),
+        warnings=(*warnings, *known.warnings),
+        wrong=tuple(known.wrong),
+        patch=report,
+    )
+    return found, samples
+
+
+def _fastest(runs: Sequence[Run], *, patched: bool) -> str:
+    fit = (run for run in runs if run.patched is patched and run.name != variants.CONTROL)
+    return min(fit, key=lambda run: run.seconds).name
+
+
+class _Judge:
+    """Times and ratios of one set of rounds: a ratio is the quotient of the two times."""
+
+    def __init__(self, samples: Samples, settings: Settings) -> None:
+        self.seconds = {name: _seconds(samples, name) for name in samples}
+        self.hosts = {name: [s.host or 0.0 for s in own] for name, own in samples.items()}
+        self.times = paired_times(self.seconds, "eager")
+        self._settings = settings
+
+    def is_slow(self, name: str) -> bool:
+        """Whether one more call would take 5% of the budget, which the rounds have used up."""
+        return self.times[name] > _SLOW * self._settings.budget_seconds
+
+    def ratio(self, reference: str, name: str) -> Ratio:
+        pair = (self.times[reference], self.times[name])
+        return ratio(self.seconds[reference], self.seconds[name], self._settings.seed, pair)
+
+
+def _runs(
+    ready: Prepared, judge: _Judge, known: RunErrors, *, costs: bool = True
+) -> tuple[Run, ...]:
+    built, device, batch = ready.built, ready.first.device, ready.first.shape[0]
+    counter = energy.meter(device) if costs and not ready.trains else None
+    names = [contender.name for contender in built.contenders]
+    baselines = [name for name in names if not name.startswith("patched")]
+    fit = (name for name in baselines if name != variants.CONTROL)
+    fastest = min(fit, key=lambda name: judge.times[name])
+    runs = []
+    for contender in built.contenders:
+        name = contender.name
+        is_ours = name not in baselines
+        seconds, time = judge.seconds[name], judge.times[name]
+        memory = built.graph_bytes.get(name)
+        if costs and memory is None and not judge.is_slow(name):
+            memory = rounds.memory_bytes(contender, device)
+        host = busy = joules = None
+        if device.type == "cuda":
+            host = digits(statistics.median(judge.hosts[name]))
+            if costs and not ready.trains:
+                replay = replace(contender, call=built.replays.get(name, contender.call))
+                busy = rounds.busy_seconds(replay, is_graph=name.endswith(variants.GRAPH))
+            if counter is not None:
+                joules = _joules(counter, contender)
+        runs.append(
+            Run(
+                name=name,
+                patched=is_ours,
+                seconds=digits(time),
+                seconds_p10=digits(percentile(seconds, 0.1)),
+                seconds_p90=digits(percentile(seconds, 0.9)),
+                spread=_spread(seconds),
+                samples=_thinned(seconds),
+                images_per_second=digits(batch / time),
+                memory_bytes=memory,
+                host_seconds=host,
+                device_seconds=busy,
+                bound=rounds.bound_by(time, host, busy),
+                joules=joules,
+                error=known.errors.get(name),
+                first_seconds=digits(built.first_seconds[name]),
+                ratio=None if name == "eager" else judge.ratio("eager", name),
+                ratio_to_best=judge.ratio(fastest, name) if is_ours else None,
+            )
+        )
+    return tuple(runs)
+
+
+def _thinned(seconds: Sequence[float]) -> tuple[float, ...]:
+    """At most `_KEPT_SAMPLES` of the samples, evenly spread over the rounds."""
+    step = -(-len(seconds) // _KEPT_SAMPLES)
+    return tuple(digits(each) for each in seconds[::step])
+
+
+def _joules(counter: energy.Meter, contender: Contender) -> float | None:
+    with contender.context(), torch.inference_mode():
+        return energy.per_call(counter, contender.call, torch.cuda.synchronize)
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """Distance of the 10th and 90th percentile over the median."""
+    width = percentile(seconds, 0.9) - percentile(seconds, 0.1)
+    return digits(width / statistics.median(seconds))
+
+
+def _seconds(samples: Samples, name: str) -> list[float]:
+    return [sample.seconds for sample in samples[name]]
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

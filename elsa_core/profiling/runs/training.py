@@ -1,0 +1,297 @@
+"""A model's training step in several ways in the same rounds: forward, backward and optimizer.
+
+The ways are those of `variants` without graphs of compiled models. They share
+one copy of the model's weights and one AdamW, so that they differ in what computes alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from elsa_core.base.inputs import ModelInput, as_cases
+from elsa_core.errors import ArgumentError
+from elsa_core.measuring.intervals import digits, middle_means
+from elsa_core.measuring.rounds import Samples, Settings
+from elsa_core.profiling.runs import variants
+from elsa_core.profiling.runs.runs import ModelRuns, Progress, Run, prepare, timed
+from elsa_core.profiling.runs.variants import first_tensor, on_device
+from elsa_core.proof import Comparison, floating_outputs, map_floating
+
+PARTS: Final = ("forward", "backward", "optimizer")
+AUTOCAST: Final = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""The dtypes of a step, weights float32: the dtype of autocast, None without it."""
+DEFAULTS: Final = {"cpu": ("eager",), "cuda": ("eager", "eager+graph", "compile")}
+_GRAPHS: Final = ("eager+graph", "sdpa+graph")  # forward and backward, by `elsa.graphed`
+_RATE: Final = 1e-6  # small: the weights stay what they are, and the optimizer's work is the same
+_FACTOR: Final = 2.0  # times the original's error, which a gradient may have
+
+
+class StepClock:
+    """Seconds of each part of one step: the host's on a CPU, the GPU's between events on CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def reset(self) -> None:
+        """Forget the steps so far."""
+        self._marks.clear()
+
+    def mark(self) -> None:
+        """A part begins or ends here."""
+        if not self._cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def read(self) -> dict[str, float]:
+        """Seconds by part of the step since `reset`; the GPU has come to its end."""
+        pairs = pairwise(self._marks[-len(PARTS) - 1 :])
+        spans = [float(a.elapsed_time(b)) / 1e3 if self._cuda else b - a for a, b in pairs]
+        return dict(zip(PARTS, spans, strict=True))
+
+
+@dataclass
+class Step:
+    """One training step: forward and loss, backward, AdamW.
+
+    Attributes:
+        module: the model, or its compiled form.
+        arguments: of a call.
+        loss: of the model's output, a float32 scalar.
+        optimizer: shared by all ways.
+        dtype: key of `AUTOCAST`; fp16 scales the loss (`torch.amp.GradScaler`).
+        device: of the arguments.
+    """
+
+    module: Callable[..., object]
+    arguments: tuple[Any, ...]
+    loss: Callable[[object], Tensor]
+    optimizer: torch.optim.Optimizer
+    dtype: str
+    device: torch.device
+    clock: StepClock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = StepClock(self.device)
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == "fp16")
+        if isinstance(self.module, nn.Module):
+            self.module.train()
+
+    def __call__(self) -> None:
+        # Contenders are called in inference mode, in which nothing has a gradient.
+        with torch.inference_mode(False), torch.enable_grad():
+            self.clock.reset()
+            self.clock.mark()
+            loss = computed_loss(self.module, self.arguments, self.loss, self.dtype, self.device)
+            self.clock.mark()
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self.clock.mark()
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.clock.mark()
+
+
+def computed_loss(
+    module: Callable[..., object],
+    arguments: tuple[Any, ...],
+    loss: Callable[[object], Tensor],
+    dtype: str,
+    device: torch.device,
+) -> Tensor:
+    """The loss of one call under the autocast of `dtype` (a key of `AUTOCAST`)."""
+    with torch.autocast(device.type, AUTOCAST[dtype], enabled=AUTOCAST[dtype] is not None):
+        return loss(module(*arguments))
+
+
+@dataclass(frozen=True)
+class TrainingRun(Run):
+    """`Run` of a training step.
+
+    Attributes:
+        parts: seconds of forward, backward and optimizer, means over the middle half of the rounds:
+            the host's on a CPU, the GPU's on CUDA, idle time included.
+    """
+
+    parts: dict[str, float]
+
+
+def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
+    """The baselines of a training step, "eager" always first.
+
+    Args:
+        names: of `variants.BASELINES` without graphs of compiled models; None for the device's
+            `DEFAULTS`, "all" for every one.
+        device: where the model trains.
+
+    Raises:
+        ArgumentError: an unknown name, a graph of a compiled model, or a device whose calls cannot
+            be timed.
+        UnavailableError: a CUDA graph without a GPU.
+    """
+    graphs = _GRAPHS if device.type == "cuda" else ()
+    fit = [n for n in variants.BASELINES if not n.endswith(variants.GRAPH) or n in graphs]
+    if names is not None and "all" in names:
+        names = fit
+    for name in names or ():
+        if name == "compile+graph":
+            raise ArgumentError(f"baselines: {name} is for inference: no step of it is captured")
+    return variants.chosen(names or DEFAULTS.get(device.type), device)
+
+
+def measure_training(
+    model: nn.Module,
+    inputs: ModelInput,
+    settings: Settings,
+    *,
+    dtype: str = "fp32",
+    baselines: Sequence[str] | None = None,
+    precision: str = "strict",
+    backend: str = "auto",
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    scope: str = "auto",
+    progress: Progress | None = None,
+) -> ModelRuns:
+    """Measure training steps of a model, patched against the ways one would otherwise train it.
+
+    A step is a forward in training mode, a backward, and a fused AdamW over all parameters that
+    want gradients. The loss is the cross entropy with random labels where the output is [B, K], and
+    otherwise the mean square of every floating tensor of the output. The model itself, in float32,
+    is not changed.
+
+    Args:
+        model: any module with attention sites that can be patched.
+        inputs: a tensor [B, C, H, W], or a tuple of the model's arguments, on its device.
+        settings: rounds and budget.
+        dtype: "fp32", or "fp16" or "bf16" for autocast.
+        baselines: see `chosen`.
+        precision, backend, include, exclude: as for `elsa_core.patch`.
+        progress: called with (what, steps done, steps in all; 0 unknown).
+
+    Returns:
+        `ModelRuns` whose runs are `TrainingRun`; `memory_bytes` is the growth at the peak of a
+        step, beyond weights and the optimizer's state.
+
+    Raises:
+        ArgumentError: an argument is wrong, no parameter wants a gradient, or the model cannot be
+            copied.
+        ElsaError: as `elsa_core.profiling.runs.runs.prepare`.
+    """
+    tell = progress or (lambda what, done, total: None)
+    arguments = next(iter(as_cases(inputs).values()))
+    first = first_tensor(arguments)
+    names = chosen(baselines, first.device)
+    own = own_copy(model)
+    wanted = [each for each in own.parameters() if each.requires_grad]
+    if not wanted:
+        raise ArgumentError("training: no parameter of this model requires a gradient")
+    optimizer = torch.optim.AdamW(wanted, lr=_RATE, fused=True)
+    loss = loss_for(first.shape[0], settings.seed)
+
+    def step(module: Callable[..., object]) -> Step:
+        return Step(module, arguments, loss, optimizer, dtype, first.device)
+
+    with on_device(first.device):
+        ready = prepare(
+            own, arguments, names, tell, precision=precision, backend=backend, include=include,
+            exclude=exclude, scope=scope, step=step,
+        )  # fmt: skip
+        clocks = {c.name: c.call.clock for c in ready.built.contenders if isinstance(c.call, Step)}
+        found, samples = timed(ready, settings, tell, clocks)
+    runs = tuple(_with_parts(run, samples) for run in found.runs)
+    return ModelRuns(**_fields(found) | {"runs": runs})
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    """A copy with weights of its own and without gradients.
+
+    Raises:
+        ArgumentError: the model cannot be copied.
+    """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    try:
+        own = copy.deepcopy(model)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"training: this model cannot be copied ({error})") from error
+    own.zero_grad(set_to_none=True)
+    return own
+
+
+def loss_for(batch: int, seed: int) -> Callable[[object], Tensor]:
+    """The loss of a step: see `measure_training`. Labels are drawn from `seed` at each first use
+    of a number of classes."""
+    labels: dict[int, Tensor] = {}
+
+    def loss(output: object) -> Tensor:
+        if isinstance(output, Tensor) and output.dim() == 2 and output.shape[0] == batch:
+            classes = output.shape[1]
+            if classes not in labels:
+                generator = torch.Generator().manual_seed(seed)
+                drawn = torch.randint(classes, (batch,), generator=generator)
+                labels[classes] = drawn.to(output.device)
+            return F.cross_entropy(output, labels[classes])
+        parts = floating_outputs(output).values()
+        if not parts:
+            raise ArgumentError("training: the model's output has no floating tensor")
+        return torch.stack([part.square().mean(dtype=_wide(part)) for part in parts]).sum()
+
+    return loss
+
+
+def _wide(part: Tensor) -> torch.dtype:
+    return torch.float64 if part.dtype == torch.float64 else torch.float32
+
+
+def gradient_comparison(
+    original: nn.Module, patched: nn.Module, inputs: ModelInput, dtype: str, seed: int = 0
+) -> Comparison:
+    """All gradients of both models' parameters beside the original's in float64, as one vector.
+
+    Both have the same weights; they run in eval mode, so that nothing is dropped.
+    """
+    arguments = next(iter(as_cases(inputs).values()))
+    first = first_tensor(arguments)
+    exact = own_copy(original).double()
+    cases = ((exact, "fp32", map_floating(arguments, torch.float64)),
+             (original, dtype, arguments), (patched, dtype, arguments))  # fmt: skip
+    gradients = []
+    for model, cast, given in cases:
+        model.eval()
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        loss = computed_loss(model, given, loss_for(first.shape[0], seed), cast, first.device)
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        gradients.append(dict(zip(named, found, strict=True)))
+    comparison = Comparison(_FACTOR)
+    for name, oracle in gradients[0].items():
+        others = [each[name] for each in gradients[1:]]
+        if oracle is not None and None not in others:
+            comparison.add(oracle, *others)
+    return comparison
+
+
+def _with_parts(run: Run, samples: Samples) -> TrainingRun:
+    taken = samples[run.name]
+    parts = middle_means(
+        [sample.seconds for sample in taken],
+        [[sample.sites[part] for sample in taken] for part in PARTS],
+    )
+    named = {part: digits(seconds) for part, seconds in zip(PARTS, parts, strict=True)}
+    return TrainingRun(**_fields(run) | {"parts": named})
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """A dataclass's fields as they are: what a class that adds one is made of."""
+    return {each.name: getattr(value, each.name) for each in fields(value)}

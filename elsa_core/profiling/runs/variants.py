@@ -1,0 +1,307 @@
+"""The ways to run one model that are compared: as loaded, fused, compiled, graphed, patched.
+
+All of them share the model's weights; only the modules around the weights are copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from elsa_core.base.messages import first_line
+from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
+from elsa_core.graphs import capture
+from elsa_core.graphs.model import GraphedModel
+from elsa_core.graphs.model import graphed as elsa_graphed
+from elsa_core.measuring.memory_limit import is_out_of_memory
+from elsa_core.measuring.timing import Contender
+from elsa_core.patching import SWITCHES, shared_copy, unpatch
+
+GRAPH: Final = "+graph"
+CONTROL: Final = "control"
+BASELINES: Final = {
+    "eager": "the model as it was loaded",
+    CONTROL: "the same once more: shows which differences this machine can tell",
+    "sdpa": "with PyTorch's fused attention forced wherever the model has a switch for it",
+    "compile": "torch.compile of the model as it was loaded",
+    "eager+graph": "eager, through elsa.graphed",
+    "sdpa+graph": "sdpa, through elsa.graphed",
+    "compile+graph": "compile, replayed as a CUDA graph",
+}
+_PATCH: Final = "elsa.patch(model)"
+
+
+def how_to(name: str) -> str:
+    """What a user writes to run a model in the way `name`."""
+    base = name.removesuffix(GRAPH)
+    steps = [_PATCH] if base.startswith("patched") else []
+    if base.endswith("compile"):
+        mode = ', mode="reduce-overhead"' if name.endswith(GRAPH) else ""
+        steps.append(f"model = torch.compile(model{mode})")
+    elif name.endswith(GRAPH):
+        steps.append("model = elsa.graphed(model)")
+    if base == "sdpa":
+        steps.insert(0, "turn the model's switch for fused attention on")
+    return "; ".join(steps) or "the model as it is"
+
+
+DEFAULTS: Final = {
+    "cpu": ("eager",),
+    "cuda": ("eager", "sdpa", "compile", "eager+graph", "compile+graph"),
+}
+# What patching is measured as beside each baseline.
+_OURS: Final = {
+    "compile": "patched+compile",
+    "eager+graph": "patched+graph",
+    "sdpa+graph": "patched+graph",
+    "compile+graph": "patched+compile+graph",
+}
+Calling = Callable[[Callable[..., object]], Callable[[], object]]
+"""Makes the call that is timed of a model or of its compiled form."""
+
+
+def first_tensor(arguments: tuple[Any, ...]) -> Tensor:
+    """What a call's device, dtype, batch and image size are read from."""
+    return next(value for value in arguments if isinstance(value, Tensor))
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """PyTorch's memory counters, events and graphs are those of the current GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
+    """The baselines to measure, "eager" always first.
+
+    Args:
+        names: as the user gave them; None for the device's defaults, "all" for every one that the
+            device has.
+        device: where the model runs.
+
+    Raises:
+        TypeError: no collection and no text.
+        ArgumentError: an unknown name, or a device whose calls cannot be timed.
+        UnavailableError: a CUDA graph without a GPU.
+    """
+    cuda = device.type == "cuda"
+    if device.type not in DEFAULTS:
+        raise ArgumentError(f"device: cpu and cuda can be profiled, not {device.type}")
+    if names is None:
+        names = DEFAULTS[device.type]
+    elif not isinstance(names, Collection):
+        raise TypeError(f"baselines must be names of baselines, not {type(names).__name__}")
+    elif "all" in names:
+        names = [name for name in BASELINES if cuda or not name.endswith(GRAPH)]
+    for name in names:
+        if name not in BASELINES:
+            known = ", ".join((*BASELINES, "all"))
+            raise ArgumentError(f"baselines: {name!r} is unknown; choose from {known}")
+        if name.endswith(GRAPH) and not cuda:
+            raise UnavailableError(
+                f"baselines: {name} needs a CUDA GPU, and this profile runs on {device.type}"
+            )
+    return tuple(dict.fromkeys(("eager", *names)))
+
+
+def ours(baselines: Sequence[str]) -> tuple[str, ...]:
+    """The patched ways that stand beside these baselines: "patched" always."""
+    return tuple(dict.fromkeys(("patched", *(_OURS[n] for n in baselines if n in _OURS))))
+
+
+@dataclass(frozen=True)
+class Built:
+    """The contenders in order, why others were left out, and what building them has shown.
+
+    `graph_bytes` is the memory of each CUDA graph, `first_seconds` what each took to its first
+    result, compiling and capturing included, `replays` what replays a graph of `elsa.graphed`
+    without copying arguments and results.
+    """
+
+    contenders: tuple[Contender, ...]
+    left_out: dict[str, str]
+    graph_bytes: dict[str, int]
+    first_seconds: dict[str, float]
+    replays: dict[str, Callable[[], object]]
+
+
+def build(
+    model: nn.Module,
+    patched: nn.Module,
+    inputs: tuple[Any, ...],
+    names: Sequence[str],
+    progress: Callable[[str, int, int], None] | None = None,
+    calling: Calling | None = None,
+) -> Built:
+    """Make and warm up the contenders `names`; one that fails is left out with its reason.
+
+    Args:
+        model: as it was loaded, unpatched.
+        patched: a `shared_copy` of it, patched.
+        inputs: the model's arguments, on its device.
+        names: of `BASELINES` and `ours`.
+        progress: called with (name, index, number).
+        calling: makes the calls; None: each runs its model on `inputs`.
+
+    Raises:
+        ModelError: "eager" or "patched" do not run on the inputs.
+        RuntimeError, MemoryError: memory ran out in one of those two (`is_out_of_memory`).
+    """
+    found: list[Contender] = []
+    left_out: dict[str, str] = {}
+    graph_bytes: dict[str, int] = {}
+    first_seconds: dict[str, float] = {}
+    replays: dict[str, Callable[[], object]] = {}
+    eager_parts: dict[str, Callable[[], object]] = {}
+    calling = calling or (lambda module: lambda: module(*inputs))
+    for i, name in enumerate(names):
+        if progress is not None:
+            progress(name, i, len(names))
+        start = time.perf_counter()
+        try:
+            if name.endswith(GRAPH) and "compile" not in name:
+                module = _module(name.removesuffix(GRAPH), model, patched)
+                held = elsa_graphed(cast("nn.Module", module))
+                call = calling(held)
+                graph_bytes[name] = _first(call, held)
+                replays.update(zip((name,), held.replays(), strict=False))
+            else:
+                call = _part(name.removesuffix(GRAPH), model, patched, calling, eager_parts)
+                if name.endswith(GRAPH):
+                    call, graph_bytes[name] = graphed(call)
+                with torch.inference_mode():
+                    call()
+            contender = Contender(name, call)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # an asynchronous failure must show here
+        except _NotDifferentError as reason:
+            left_out[name] = str(reason)
+        except Exception as error:
+            # Compilers fail in many ways, and a baseline that fails ends nothing.
+            if name in ("eager", "patched") or isinstance(error, ElsaError):
+                raise _explained(name, error) from error
+            left_out[name] = first_line(error)
+        else:
+            found.append(contender)
+            first_seconds[name] = time.perf_counter() - start
+    return Built(tuple(found), left_out, graph_bytes, first_seconds, replays)
+
+
+def _first(call: Callable[[], object], held: GraphedModel) -> int:
+    """Make the first call of a graphed model; the memory that its graphs hold.
+
+    Raises:
+        RuntimeError: no graph holds the call.
+    """
+    before = _reserved()
+    with torch.inference_mode():
+        call()
+    if not held.captures:
+        raise RuntimeError(held.reasons[-1] if held.reasons else "no graph was captured")
+    return max(0, _reserved() - before)
+
+
+def _reserved() -> int:
+    if not torch.cuda.is_initialized():
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def _explained(name: str, error: Exception) -> Exception:
+    """What the failure of a run that cannot be left out is raised as."""
+    if isinstance(error, ElsaError) or is_out_of_memory(error):
+        return error
+    return ModelError(f"profile: {name} does not run on these inputs: {first_line(error)}")
+
+
+class _NotDifferentError(Exception):
+    """A way to run the model that is the same as another one; the message says which."""
+
+
+def _part(
+    name: str,
+    model: nn.Module,
+    patched: nn.Module,
+    calling: Calling,
+    made: dict[str, Callable[[], object]],
+) -> Callable[[], object]:
+    """The call for a name without its graph, made once."""
+    if name not in made:
+        made[name] = calling(_module(name, model, patched))
+    return made[name]
+
+
+def _module(name: str, model: nn.Module, patched: nn.Module) -> Callable[..., object]:
+    if name == "eager":
+        return model
+    if name == CONTROL:
+        return shared_copy(model)
+    if name == "patched":
+        return patched
+    if name == "sdpa":
+        return with_sdpa(model)
+    source = patched if name.startswith("patched") else model
+    compiled: Callable[..., object] = torch.compile(shared_copy(source), dynamic=False)
+    return compiled
+
+
+def with_sdpa(model: nn.Module) -> nn.Module:
+    """A copy of the model with every switch of its library for fused attention turned on.
+
+    timm sets these switches from TIMM_FUSED_ATTN when it builds a model, and leaves some classes
+    eager unless that is 2.
+    """
+    fused = shared_copy(model)
+    switches = [
+        (module, switch)
+        for module in fused.modules()
+        for switch in SWITCHES
+        if isinstance(module.__dict__.get(switch), bool)
+    ]
+    if not switches:
+        raise _NotDifferentError("the model has no switch for fused attention")
+    if all(module.__dict__[switch] for module, switch in switches):
+        raise _NotDifferentError("fused attention is on already: the same as eager")
+    for module, switch in switches:
+        setattr(module, switch, True)
+    return fused
+
+
+def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
+    """The replay of a call, compiled say, which returns its output, and the memory that its graph
+    holds at its peak."""
+    before = 0
+
+    def ready() -> None:  # the libraries' workspaces exist from here on and are not counted
+        nonlocal before
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+
+    with torch.inference_mode():
+        replay = capture.replayed(call, ready)
+        torch.cuda.synchronize()
+    return replay, max(0, torch.cuda.max_memory_allocated() - before)
+
+
+def forget_compiled() -> None:
+    """Drop what torch.compile made so far: its limit of recompilations would end a long sweep in
+    plain eager, without a word."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
+
+
+def unpatched_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model with its own classes, over the same weights, in eval mode."""
+    plain = shared_copy(model)
+    unpatch(plain)
+    return plain.eval()

@@ -1,0 +1,359 @@
+"""`inspect --all`: every architecture of every library, its sites, and whether patching it
+changes what it computes.
+
+An architecture is built on the meta device to find its sites. Its check runs on the same
+architecture with two blocks (per stage) and a small image where the library allows that, in
+float32, on random weights: what differs between architectures is in one block.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from elsa_core.base.inputs import generated_inputs, text_shape
+from elsa_core.base.messages import first_line
+from elsa_core.base.reading import RESULT_BYTES, json_problem, read_text
+from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.loading import meta_model, small_model
+from elsa_core.measuring.memory_limit import available_bytes
+from elsa_core.patching import (
+    AttentionSite,
+    computes_otherwise,
+    find_sites,
+    original,
+    patch,
+    patched_sites,
+)
+from elsa_core.proof import catalogue
+from elsa_core.proof.checking import check
+from elsa_core.proof.compare import Comparison, floating_outputs, map_floating
+from elsa_core.proof.dependence import depends
+from elsa_core.proof.oracle import exactly
+from elsa_core.proof.samples import random_weight
+
+# Memory that a check takes for each weight: its own 4, 8 of the float64 copy, 4 for activations.
+BYTES_PER_WEIGHT = 16
+# A relative error of the original above which random weights prove nothing: some bring logits to
+# 1e6, where a rounding decides between two keys. Smaller weights are tried then.
+SENSITIVE = 64 * torch.finfo(torch.float32).eps
+_SPREADS = (1.0, 0.5, 0.25)
+FACTOR = 2.0  # the error that a patched model may have, in errors of the original
+AGREES, DIFFERS, FAILED = "agrees", "differs", "failed"
+NOT_CHECKED, UNAVAILABLE = "not checked", "unavailable"
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Sites of one class that stay as they are.
+
+    Attributes:
+        module_class: the class, qualified.
+        reason: why.
+        sites: how many.
+        softmax: whether the class computes softmax(Q K^T s + b) V at all.
+    """
+
+    module_class: str
+    reason: str
+    sites: int
+    softmax: bool
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """One architecture.
+
+    Attributes:
+        name: "timm:..." or "open_clip:...".
+        family: the module of its library that defines it.
+        parameters: weights of the whole architecture.
+        sites: attention modules found.
+        patchable: of these, how many can be patched.
+        kept: the others, by class and reason.
+        verdict: "agrees", "differs", "failed", "not checked" or "unavailable".
+        reason: why, for every verdict but "agrees".
+        error: relative error of the patched output against float64, of the worst case.
+        original_error: the original's own.
+    """
+
+    name: str
+    family: str
+    parameters: int
+    sites: int
+    patchable: int
+    kept: tuple[Kept, ...]
+    verdict: str
+    reason: str
+    error: float | None = None
+    original_error: float | None = None
+
+    @property
+    def softmax_sites(self) -> int:
+        """Sites that compute softmax attention, patchable or not."""
+        return self.patchable + sum(kept.sites for kept in self.kept if kept.softmax)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every softmax attention can be patched; False where there is none."""
+        return 0 < self.softmax_sites == self.patchable
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {"kept": [asdict(kept) for kept in self.kept]}
+
+
+def from_dict(values: dict[str, Any]) -> Coverage:
+    """The inverse of `Coverage.to_dict`."""
+    return Coverage(**(values | {"kept": tuple(Kept(**kept) for kept in values["kept"])}))
+
+
+def examine(name: str, *, checked: bool = True) -> Coverage:
+    """Find the sites of one architecture and, if `checked`, prove a small version. Never raises
+    because of a model: what goes wrong is the verdict."""
+    empty = Coverage(name, catalogue.family(name), 0, 0, 0, (), UNAVAILABLE, "")
+    try:
+        whole = meta_model(name)
+    except UnavailableError as error:
+        return replace(empty, reason=first_line(error))
+    except Exception as error:
+        return replace(empty, verdict=FAILED, reason=f"cannot be built: {first_line(error)}")
+    sites = find_sites(whole)
+    found = replace(
+        empty,
+        parameters=sum(parameter.numel() for parameter in whole.parameters()),
+        sites=len(sites),
+        patchable=sum(site.patchable for site in sites),
+        kept=_kept(sites),
+        verdict=NOT_CHECKED,
+        reason="" if sites else "no attention",
+    )
+    if not checked or not found.patchable:
+        return (
+            found if found.patchable else replace(found, reason=found.reason or "nothing to patch")
+        )
+    try:
+        return _checked(found)
+    except Exception as error:  # a model may raise anything; the next one is examined still
+        return replace(found, verdict=FAILED, reason=first_line(error))
+
+
+def examine_all(
+    names: Sequence[str],
+    *,
+    checked: bool = True,
+    state: Path | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Coverage]:
+    """Examine architectures one after another; with `state`, continue where a run stopped.
+
+    Args:
+        names: of `architectures`.
+        checked: prove each as well.
+        state: a file of JSON lines, one for each architecture, appended as they come.
+        progress: called with (name, architectures done, in all) before each.
+
+    Raises:
+        ModelError: `state` is not such a file.
+    """
+    known = {} if state is None else read_state(state)
+    for index, name in enumerate(names):
+        if progress is not None:
+            progress(name, index, len(names))
+        done = known.get(name)
+        if done is None or (checked and done.verdict == NOT_CHECKED and done.patchable):
+            done = examine(name, checked=checked)
+            if state is not None:
+                with state.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(done.to_dict()) + "\n")
+        yield done
+
+
+def read_state(path: Path) -> dict[str, Coverage]:
+    """What an earlier run wrote, by name; a later line of one name counts.
+
+    Raises:
+        ModelError: it cannot be read, or a line is no record.
+    """
+    if not path.exists():
+        return {}
+    records = {}
+    try:
+        for line in read_text(path, RESULT_BYTES).splitlines():
+            record = from_dict(json.loads(line))
+            records[record.name] = record
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise ModelError(f"{path} is not a coverage file: {json_problem(error)}") from error
+    return records
+
+
+def _checked(found: Coverage) -> Coverage:
+    for spread in _SPREADS:
+        with torch.random.fork_rng(devices=[]):
+            model, size = small_model(found.name)
+            weights = sum(parameter.numel() for parameter in model.parameters())
+            if weights * BYTES_PER_WEIGHT > available_bytes("cpu"):
+                reason = f"{weights / 1e6:.0f} M weights do not fit in memory to be checked"
+                return replace(found, reason=reason)
+            _fill(model, spread)
+            patch(model, scope="attention")
+        case = _noise(model, size)
+        with torch.no_grad():
+            if not depends(model, patched_sites(model), (case, {})):
+                return replace(found, verdict=FAILED, reason="its output depends on no site")
+        comparisons, idle = _compared(model, case)
+        worst, reason = max(comparisons, key=lambda one: one.excess), ""
+        if worst.excess <= 1.0:
+            break
+        # One run says little about a sensitive model: the full check decides.
+        report = check(model, {"noise": case}, stress=False, progress=False)
+        reason = "; ".join(report.failures[:2])
+        if report.ok or report.cases[0].original_error < SENSITIVE:
+            break
+    return replace(
+        found,
+        verdict=DIFFERS if reason else AGREES,
+        reason=reason or (f"never ran: {', '.join(idle)}" if idle else ""),
+        error=worst.patched_error,
+        original_error=worst.original_error,
+    )
+
+
+def _noise(model: nn.Module, size: tuple[int, int, int]) -> tuple[Any, ...]:
+    text = text_shape(model)
+    cases = generated_inputs(size, 1, seed=0, dtype=torch.float32, device="cpu", text=text)
+    noise = cases["noise"]
+    return noise if isinstance(noise, tuple) else (noise,)
+
+
+def _compared(model: nn.Module, case: tuple[Any, ...]) -> tuple[list[Comparison], list[str]]:
+    """Each output of original and patched against float64, and the patched sites that never ran."""
+    ran: set[nn.Module] = set()
+    with torch.no_grad():
+        with original(model):
+            one = floating_outputs(model(*case))
+            oracle = copy.deepcopy(model).double()
+        wide = map_floating(case, torch.float64)
+        exact = floating_outputs(exactly(partial(oracle, *wide), model))
+        del oracle
+        sites = patched_sites(model)
+        hooks = [
+            site.register_forward_pre_hook(lambda module, _: ran.add(module))
+            for site in sites.values()
+        ]
+        try:
+            two = floating_outputs(model(*case))
+        finally:
+            for hook in hooks:
+                hook.remove()
+    comparisons = []
+    for name, output in one.items():
+        comparison = Comparison(FACTOR)
+        comparison.add(exact[name], output, two[name])
+        comparisons.append(comparison)
+    return comparisons, [path for path, site in sites.items() if site not in ran]
+
+
+def _fill(model: nn.Module, spread: float = 1.0) -> None:
+    """Random weights, none of them zero (`random_weight`)."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.copy_(random_weight(name, tensor, generator, spread))
+
+
+def _kept(sites: Iterable[AttentionSite]) -> tuple[Kept, ...]:
+    groups = Counter((s.module_class, s.reason) for s in sites if not s.patchable)
+    return tuple(
+        Kept(cls, reason, count, not computes_otherwise(cls))
+        for (cls, reason), count in groups.items()
+    )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Numbers over many architectures; `attentive` have at least one softmax attention."""
+
+    architectures: int
+    attentive: int
+    complete: int
+    sites: int
+    patchable: int
+    verdicts: dict[str, int]
+
+    @property
+    def share(self) -> float:
+        """Of the architectures with softmax attention, those of which all of it is patched."""
+        return self.complete / self.attentive if self.attentive else 1.0
+
+
+def summarise(records: Sequence[Coverage]) -> Summary:
+    """Add records up."""
+    return Summary(
+        architectures=len(records),
+        attentive=sum(record.softmax_sites > 0 for record in records),
+        complete=sum(record.complete for record in records),
+        sites=sum(record.sites for record in records),
+        patchable=sum(record.patchable for record in records),
+        verdicts=dict(Counter(record.verdict for record in records if record.sites)),
+    )
+
+
+def by_family(records: Iterable[Coverage]) -> dict[str, list[Coverage]]:
+    """Records with attention, by family, in alphabetical order."""
+    families: dict[str, list[Coverage]] = {}
+    for record in sorted(records, key=lambda record: (record.family, record.name)):
+        if record.sites or record.verdict in (FAILED, UNAVAILABLE):
+            families.setdefault(record.family, []).append(record)
+    return families
+
+
+def to_markdown(records: Sequence[Coverage], note: str) -> str:
+    """The coverage page of the documentation; `note` says what wrote it."""
+    total = summarise(records)
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(total.verdicts.items()))
+    lines = [
+        "# Coverage",
+        "",
+        note,
+        "",
+        f"{total.architectures} architectures, {total.attentive} of them with softmax attention; "
+        f"in {total.complete} ({total.share:.1%}) all of it is patched. "
+        f"{total.patchable} of {total.sites} attention sites are. Checks: {verdicts}.",
+        "",
+        "| family | architectures | sites | patched | checked: agree | worst error (original) "
+        "| kept |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    problems = []
+    for family, members in by_family(records).items():
+        kept = Counter[tuple[str, str]]()
+        for record in members:
+            for one in record.kept:
+                kept[one.module_class.rpartition(".")[2], one.reason] += one.sites
+            if record.verdict in (DIFFERS, FAILED, UNAVAILABLE):
+                problems.append(f"- `{record.name}`: {record.verdict}: {record.reason}")
+        checked = [record for record in members if record.verdict in (AGREES, DIFFERS)]
+        agree = sum(record.verdict == AGREES for record in checked)
+        worst = max(checked, key=lambda record: record.error or 0.0, default=None)
+        errors = "" if worst is None else f"{worst.error:.1e} ({worst.original_error:.1e})"
+        reasons = "; ".join(f"{n} {cls}: {reason}" for (cls, reason), n in kept.items())
+        lines.append(
+            f"| {family} | {len(members)} | {sum(r.sites for r in members)} "
+            f"| {sum(r.patchable for r in members)} | {agree}/{len(checked)} | {errors} "
+            f"| {reasons} |"
+        )
+    if problems:
+        lines += ["", "What did not agree, or could not be examined:", "", *problems]
+    return "\n".join(lines) + "\n"

@@ -1,1 +1,0 @@
-"""Every architecture of the model libraries: its sites, and whether a small version agrees."""
