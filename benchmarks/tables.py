@@ -1,4 +1,6 @@
-"""The tables of docs/benchmarks.md, from results/*.csv: `python -m benchmarks.tables`.
+"""The tables of docs/benchmarks.md and docs/gains.md, from results/*.csv.
+
+`python -m benchmarks.tables` renews both.
 
 A page marks where a table goes:
 
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import gains
 from elsa_core.base.messages import milliseconds
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring.intervals import FEWEST_ROUNDS
@@ -26,6 +29,7 @@ from elsa_core.profiling.bench import families, published, summary
 from elsa_core.profiling.bench.summary import own_of
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+GAINS: Final = PAGE.with_name("gains.md")
 _BLOCK: Final = re.compile(
     r"(?P<begin><!-- begin:bench:(?P<file>[\w.-]+):(?P<table>[\w-]+) -->\n)"
     r"(?P<body>.*?)"
@@ -55,6 +59,8 @@ def render(name: str, table: str) -> str:
     Raises:
         ArgumentError: there is no such file or table.
     """
+    if name == "gains":
+        return markdown(*gains.table(table))
     if (name, table) in STUDIES:
         return STUDIES[name, table](rows_of(name))
     return of_document(published.read(published.RESULTS / f"{name}.csv"), table)
@@ -518,5 +524,5 @@ STUDIES: Final[dict[tuple[str, str], Callable[[Sequence[Row]], str]]] = {
 }
 
 if __name__ == "__main__":
-    for page in map(Path, sys.argv[1:] or [PAGE]):
+    for page in map(Path, sys.argv[1:] or [PAGE, GAINS]):
         page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")

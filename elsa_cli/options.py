@@ -430,7 +430,7 @@ def input_options(function: Function) -> Function:
     options: list[Callable[[Function], Function]] = [
         click.option(
             "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=CHECKED_ROWS,
-            show_default=True, help="Images a batch of the check. One tells nothing of others.",
+            show_default=True, help="Images in a batch of the check. Give 2 or more: one shows no mix-up.",
         ),
         click.option(
             "--images", type=FilePath(folder=True), metavar="DIR",

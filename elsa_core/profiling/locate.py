@@ -101,7 +101,7 @@ def locate(
     if asked.sites is False:
         return Located()
     if not always and asked.left < least:
-        note = f"the budget ended with the verdict: sites are timed all the same with {_ASK}"
+        note = f"no time was left for the sites: {_ASK} times them"
         return Located(notes=(note,))
     share = _SHARE_ASKED if asked.sites else _SHARE
     budget = max(share * asked.settings.budget_seconds, least)
@@ -126,7 +126,7 @@ def locate(
     more: tuple[str, ...] = ()
     judged: dict[str, tuple[float, float]] = {}
     if asked.errors and not always and asked.left < _CHECK_CALLS * both:
-        more = (f"the budget ended before the sites' errors were checked: {_ASK} checks them",)
+        more = (f"no time was left for the errors of the sites: {_ASK} checks them",)
     elif asked.errors:
         tell("errors", 0, 0)
         judged, more = _errors(ready.patched, ready.arguments)

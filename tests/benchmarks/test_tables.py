@@ -224,8 +224,9 @@ def test_results_are_whole(path: Path) -> None:
             assert f"<!-- begin:bench:{path.stem}:{table} -->\n" in page
 
 
-def test_the_page_holds_what_the_results_give() -> None:
-    text = tables.PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", [tables.PAGE, tables.GAINS], ids=lambda page: page.stem)
+def test_a_page_holds_what_the_results_give(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     assert tables.rendered(text) == text, "run: python -m benchmarks.tables"
 
 

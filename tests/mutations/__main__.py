@@ -81,9 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1e9, help="no mutant begins later")
     parser.add_argument("--again", action="store_true", help="judge those again that survived")
     parser.add_argument("--list", action="store_true", help="name the mutants, judge none")
-    parser.add_argument(
-        "--table", action="store_true", help="FILE as the tables of docs/testing.md"
-    )
+    parser.add_argument("--table", action="store_true", help="FILE as tables of Markdown")
     return parser.parse_args()
 
 

@@ -1,11 +1,10 @@
-"""The verdicts as tables of docs/testing.md: counts by file, and each survivor with its line."""
+"""The verdicts as Markdown: counts by file, and each survivor with its line."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from typing import Any
 
-BEGIN, END = "<!-- mutations -->", "<!-- end of mutations -->"
 _WORDS = ("killed", "survived", "same code", "invalid")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from . import cpp, python
 from .judge import ROOT, tracked
-from .report import BEGIN, END, tables
+from .report import tables
 from .source import chosen, identity
 from .suites import NAMED, plan, suite_of
 
@@ -134,11 +134,8 @@ def test_a_mutant_is_noticed(tmp_path: Path) -> None:
     assert done.stdout.startswith("killed ") and "test_stale" in done.stdout
 
 
-def test_the_page_shows_the_last_run() -> None:
-    """Every survivor that is counted is argued for; the tables are those of the verdicts."""
+def test_every_survivor_is_argued_for() -> None:
     rows = json.loads((ROOT / "docs/mutations.json").read_text())["mutants"]
-    page = (ROOT / "docs/testing.md").read_text()
-    shown = page.partition(BEGIN)[2].partition(END)[0]
-    assert shown.strip() == tables(rows), "python -m tests.mutations --json FILE --table"
     survivors = [row for row in rows.values() if row["verdict"] == "survived"]
-    assert all(row.get("argument", "open") != "open" for row in survivors)
+    assert survivors and all(row.get("argument", "open") != "open" for row in survivors)
+    assert tables(rows).count("\n| `") == len(survivors)

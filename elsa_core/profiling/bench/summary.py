@@ -39,7 +39,7 @@ def of_attention(document: Document) -> str:
     if packages:
         text += f" With {', '.join(sorted(packages))}."
     if others:
-        text += f" Beside them stands what computes another function: {', '.join(sorted(others))}."
+        text += f" Shown for comparison, of another function: {', '.join(sorted(others))}."
     if wrong:
         text += f" Wrong results: {', '.join(wrong)}."
     if document["results"].get("busy"):
