@@ -430,7 +430,7 @@ def input_options(function: Function) -> Function:
     options: list[Callable[[Function], Function]] = [
         click.option(
             "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=CHECKED_ROWS,
-            show_default=True, help="Images in a batch of the check. Give 2 or more: one shows no mix-up.",
+            show_default=True, help="Images in a batch of the check. Two or more show mix-ups.",
         ),
         click.option(
             "--images", type=FilePath(folder=True), metavar="DIR",
