@@ -270,7 +270,7 @@ ON_CHANGE: list[Callable[[], None]] = []
 # What decides who serves a call and may change while the process runs. `registered` is a number
 # that no two sets of backends share; the others are what the contexts of these names ask for.
 SWITCHES: Final[dict[str, Hashable]] = {
-    "registered": 0, "unmeasured": frozenset(), "stream_k": (), "describing": (),
+    "registered": 0, "unmeasured": frozenset(), "describing": (),
 }  # fmt: skip
 
 

@@ -75,9 +75,7 @@ def test_shares_are_equal(units: int, programs: int) -> None:
 def packed(dtype: torch.dtype, heads: int, kv_heads: int) -> Launch:
     q = torch.empty(32, heads, 128, dtype=dtype, device="meta")
     k = torch.empty(500_000, kv_heads, 128, dtype=dtype, device="meta")
-    starts = torch.empty(33, dtype=torch.int32, device="meta")
-    with stream.stream_k():
-        return varlen.plan(q, k, k, starts, False, 0.1, "strict").fold
+    return stream.streamed(varlen.problem_of(q, k, k, False, 0.1, "strict"), 32).fold
 
 
 LAUNCHES = {
@@ -129,8 +127,6 @@ def test_single_queries_of_packed_sequences(
     monkeypatch.setattr(device, "capability_of", lambda of: capability)
     call = (torch.empty(queries, 2, 16), torch.empty(keys, 2, 16), torch.empty(33, dtype=torch.int))
     assert ("stream-K" in varlen.schedule(*call)) is streams
-    with stream.stream_k():
-        assert "stream-K" in varlen.schedule(*call)
 
 
 class FakeStream:

@@ -29,10 +29,18 @@ RAGGED = {
 }
 
 
-def within(**knobs):
-    from elsa_core.backends.triton.attention.schedules.stream import stream_k
+def attend(given, programs=None, least=None, is_causal=False):
+    """(out, lse) by stream-K, whether or not it is the schedule of such calls."""
+    from elsa_core.backends.triton.attention import varlen
+    from elsa_core.backends.triton.attention.schedules import stream
 
-    return stream_k(**knobs)
+    q, k, v, starts, others = given
+    problem = varlen.problem_of(q, k, v, is_causal, q.shape[2] ** -0.5, "strict")
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    call = stream.streamed(problem, len(starts) - 1, programs, least)
+    call(q, k, v, starts, others, out, lse)
+    return out, lse
 
 
 def relative(x, exact):
@@ -75,19 +83,12 @@ def test_packed_agrees_with_float64(name, is_causal):
     wide = (*(t.double() for t in given[:3]), *given[3:])
     exact = elsa.varlen_attention(*wide, backend="eager", **options)
     peer = elsa.varlen_attention(*given, backend="eager", **options)
-    with within():
-        poison(*peer, *peer)
-        found = elsa.varlen_attention(*given, backend="triton", **options)
-        for _ in range(10):
-            again = elsa.varlen_attention(*given, backend="triton", **options)
-            assert torch.equal(found[0], again[0]) and torch.equal(found[1], again[1])
+    poison(*peer, *peer)
+    found = attend(given, is_causal=is_causal)
+    for _ in range(10):
+        again = attend(given, is_causal=is_causal)
+        assert torch.equal(found[0], again[0]) and torch.equal(found[1], again[1])
     check(found, exact, peer[0], dtype)
-
-
-def attend(given, **options):
-    return elsa.varlen_attention(
-        *given, backend="triton", enable_gqa=True, return_lse=True, **options
-    )
 
 
 @pytest.mark.parametrize("programs", [None, 77, 1024])
@@ -97,8 +98,7 @@ def test_grids_of_other_sizes_agree(name, programs):
     wide = (*(t.double() for t in given[:3]), *given[3:])
     options = {"enable_gqa": True, "return_lse": True, "backend": "eager"}
     exact, peer = (elsa.varlen_attention(*each, **options) for each in (wide, given))
-    with within(programs=programs, least=1):
-        check(attend(given), exact, peer[0], dtype)
+    check(attend(given, programs, 1), exact, peer[0], dtype)
 
 
 @pytest.mark.parametrize("times", [1e15, 1e-39, 0.0])
@@ -110,8 +110,7 @@ def test_extreme_inputs(name, times):
     wide = (*(t.double() for t in given[:3]), *starts)
     options = {"enable_gqa": True, "backend": "eager"}
     exact, peer = (elsa.varlen_attention(*each, **options) for each in (wide, given))
-    with within(programs=50, least=1):
-        out, _ = attend(given)
+    out, _ = attend(given, 50, 1)
     assert out.isfinite().all()
     assert relative(out, exact) <= 2 * relative(peer, exact) + 1e-6
 
@@ -120,8 +119,7 @@ def test_tickets_are_left_at_zero():
     from elsa_core.backends.triton.shared import tickets
 
     given, _ = packed("rows")
-    with within():
-        attend(given)
+    attend(given)
     torch.cuda.synchronize()
     assert tickets._of_streams and not any(t.any() for t in tickets._of_streams.values())
 
@@ -129,28 +127,26 @@ def test_tickets_are_left_at_zero():
 def test_graphs_and_streams_at_once():
     """Launches that may run at once share no tickets."""
     cases = [packed("rows half", seed)[0] for seed in range(4)]
-    sizes = {"max_seqlen_q": 1, "max_seqlen_k": 20000}
-    with within(least=1):
-        expected = [attend(given, **sizes)[0].clone() for given in cases]
-        graphs, outs = [], []
-        for given in cases:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outs.append(attend(given, **sizes)[0])
-            graphs.append(graph)
-        lanes = [torch.cuda.Stream() for _ in cases]
+    expected = [attend(given, least=1)[0].clone() for given in cases]
+    graphs, outs = [], []
+    for given in cases:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs.append(attend(given, least=1)[0])
+        graphs.append(graph)
+    lanes = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, lane in zip(graphs, lanes, strict=True):
+            with torch.cuda.stream(lane):
+                graph.replay()
+        eager = []
+        for given, lane in zip(cases, reversed(lanes), strict=True):
+            with torch.cuda.stream(lane):
+                eager.append(attend(given, least=1)[0])
         torch.cuda.synchronize()
-        for _ in range(20):
-            for graph, lane in zip(graphs, lanes, strict=True):
-                with torch.cuda.stream(lane):
-                    graph.replay()
-            eager = []
-            for given, lane in zip(cases, reversed(lanes), strict=True):
-                with torch.cuda.stream(lane):
-                    eager.append(attend(given, **sizes)[0])
-            torch.cuda.synchronize()
-            for found in (outs, eager):
-                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        for found in (outs, eager):
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["rows", "rows half", "mixed", "heads that share keys"])
@@ -160,23 +156,22 @@ def test_random_delays_change_no_bit(name):
     """
     draw, sides = random.Random(0), [torch.cuda.Stream(), torch.cuda.Stream()]
     cases = [packed(name, seed)[0] for seed in range(2)]
-    with within(least=1):
-        expected = [[t.clone() for t in attend(given)] for given in cases]
+    expected = [[t.clone() for t in attend(given, least=1)] for given in cases]
+    torch.cuda.synchronize()
+    for _ in range(30):
+        found = [[], []]
+        for lane in (0, 1, 0, 1):
+            with torch.cuda.stream(sides[lane]):
+                torch.cuda._sleep(draw.randrange(400_000))
+                late = [t.clone() for t in cases[lane]]
+                torch.cuda._sleep(draw.randrange(100_000))
+                poison(*late[:3])
+                found[lane].append(attend(late, least=1))
+                late[0].zero_()  # behind the call, which has read it
         torch.cuda.synchronize()
-        for _ in range(30):
-            found = [[], []]
-            for lane in (0, 1, 0, 1):
-                with torch.cuda.stream(sides[lane]):
-                    torch.cuda._sleep(draw.randrange(400_000))
-                    late = [t.clone() for t in cases[lane]]
-                    torch.cuda._sleep(draw.randrange(100_000))
-                    poison(*late[:3])
-                    found[lane].append(attend(late))
-                    late[0].zero_()  # behind the call, which has read it
-            torch.cuda.synchronize()
-            for lane, calls in enumerate(found):
-                for call in calls:
-                    assert all(map(torch.equal, call, expected[lane]))
+        for lane, calls in enumerate(found):
+            for call in calls:
+                assert all(map(torch.equal, call, expected[lane]))
 
 
 def test_new_lengths_in_a_recorded_graph():
@@ -184,15 +179,13 @@ def test_new_lengths_in_a_recorded_graph():
     (q, k, v, _, starts), _ = packed("rows half")
     ones = torch.arange(34, dtype=torch.int32, device="cuda")
     static = starts.clone()
-    options = {"backend": "triton", "max_seqlen_q": 1, "max_seqlen_k": 40000}
-    with within():
-        elsa.varlen_attention(q, k, v, ones, static, **options)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = elsa.varlen_attention(q, k, v, ones, static, **options)
-        total = int(starts[-1])
-        others = torch.linspace(0, total, 34, device="cuda").to(torch.int32)
-        others[0], others[-1] = 0, total
-        static.copy_(others)
-        graph.replay()
-        assert torch.equal(out, elsa.varlen_attention(q, k, v, ones, others, **options))
+    attend((q, k, v, ones, static))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = attend((q, k, v, ones, static))
+    total = int(starts[-1])
+    others = torch.linspace(0, total, 34, device="cuda").to(torch.int32)
+    others[0], others[-1] = 0, total
+    static.copy_(others)
+    graph.replay()
+    assert torch.equal(out, attend((q, k, v, ones, others))[0])

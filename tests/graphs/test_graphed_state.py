@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import elsa_core as elsa
 from elsa_core import dispatch
 from elsa_core.backends.support import Backend
-from elsa_core.backends.triton.attention.schedules.stream import stream_k
 from elsa_core.backends.triton.shared.device import Described, describing
 from elsa_core.graphs import guards
 
@@ -223,8 +222,6 @@ def registered() -> Iterator[None]:
 
 SWITCHES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "unmeasured": lambda: dispatch.unmeasured(dispatch.GATED),
-    "stream_k": stream_k,
-    "another stream_k": lambda: stream_k(programs=2),
     "describing": lambda: describing(Described("H200", (9, 0), 132)),
     "registered": registered,
 }
@@ -242,7 +239,7 @@ def test_what_this_package_switches(tape: Tape, name: str) -> None:
     with SWITCHES[name]():
         agree(held, model, x)
         assert tape.captures == 2
-        with stream_k(least=3):
+        with describing(Described("H100", (9, 0), 132)):
             agree(held, model, x)
         assert tape.captures == 3
     assert (dispatch.switched() == before) == (name != "registered")

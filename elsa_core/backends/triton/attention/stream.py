@@ -1,9 +1,10 @@
 """Stream-K: every program gets an equal share of key tiles, whatever query tiles they belong to.
 
-A unit is one tile of keys for one tile of queries. Units lie in one line: sequence (or batch),
-head, query tile, key tile. With n units and P programs, program p folds the units from p * n // P
-to (p + 1) * n // P. A query tile whose keys one program folds alone is written at once. One that
-is cut keeps a state for each of its programs, and the last program to arrive joins them.
+A query tile is a query of one head, or of all heads that share a head of the keys. A unit is one
+tile of keys for one query tile. Units lie in one line: sequence, head, query, key tile. With n
+units and P programs, program p folds the units from p * n // P to (p + 1) * n // P. A query tile
+whose keys one program folds alone is written at once. One that is cut keeps a state for each of its
+programs, and the last program to arrive joins them.
 
 State: outputs [rows, DV] and base 2 log-sum-exp [rows], float32, as `merge.merge_states` has them.
 A program cuts two query tiles at most, the one it ends and the one it begins: its states are 2 p
@@ -44,42 +45,36 @@ def owner(unit, units, programs):
 
 
 @triton.jit
-def key_tiles_of(i, tiles, QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """Key tiles of query tile i, of QT queries; `tiles` hold all keys of its sequence."""
+def key_tiles_of(i, tiles, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """Key tiles of query i; `tiles` hold all keys of its sequence."""
     if CAUSAL:
-        return tl.minimum(tiles, ((i + 1) * QT + BN - 1) // BN)
+        return tl.minimum(tiles, (i + BN) // BN)
     return tiles
 
 
 @triton.jit
-def units_before(i, tiles, QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """Units of the query tiles 0 to i - 1 of one head: the sum of `key_tiles_of`. int64.
+def units_before(i, tiles, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """Units of the queries 0 to i - 1 of one head: the sum of `key_tiles_of`. int64.
 
-    Causal ones grow by QT / BN a query tile, or by 1 in BN / QT of them, until they are `tiles`.
+    Causal ones grow by 1 in BN queries, until they are `tiles`.
     """
     if CAUSAL:
-        if QT >= BN:
-            grown = tl.minimum(i, tiles // (QT // BN))
-            below = (QT // BN) * (grown * (grown + 1) // 2)
-        else:
-            grown = tl.minimum(i, tiles * (BN // QT))
-            rows = grown // (BN // QT)
-            below = (BN // QT) * (rows * (rows + 1) // 2) + grown % (BN // QT) * (rows + 1)
+        grown = tl.minimum(i, tiles * BN)
+        rows = grown // BN
+        below = BN * (rows * (rows + 1) // 2) + grown % BN * (rows + 1)
         return below + (i - grown) * tiles
     return i * tiles
 
 
 @triton.jit
-def query_tile_of(
-    unit, count, tiles, QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr
-):  # fmt: skip
-    """The query tile, of `count` of one head, that holds a unit of that head."""
+def query_of(unit, count, tiles, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """The query, of `count` of one head, that holds a unit of that head."""
     if CAUSAL:
         low = tl.zeros_like(unit)
         high = low + count
         while high - low > 1:
             middle = (low + high) // 2
-            below = units_before(middle, tiles, QT, BN, True) <= unit
+            below = units_before(middle, tiles, BN, True) <= unit
             low = tl.where(below, middle, low)
             high = tl.where(below, high, middle)
         return low
@@ -87,45 +82,40 @@ def query_tile_of(
 
 
 @triton.jit
-def shape_of(len_q, len_k, QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """(query tiles, key tiles, units) of one head of a sequence, int64. No key: one tile of none,
-    so that a program writes the zeros.
+def shape_of(len_q, len_k, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """(queries, key tiles, units) of one head of a sequence, int64. No key: one tile of none, so
+    that a program writes the zeros.
     """
-    count = (len_q.to(tl.int64) + QT - 1) // QT
+    count = len_q.to(tl.int64)
     tiles = tl.maximum((len_k.to(tl.int64) + BN - 1) // BN, 1)
-    return count, tiles, units_before(count, tiles, QT, BN, CAUSAL)
+    return count, tiles, units_before(count, tiles, BN, CAUSAL)
 
 
 @triton.jit
 def units_of(
-    StartsQ, StartsK, i, sequences, n_q, n_k,
-    QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    StartsQ, StartsK, i, sequences, n_q, n_k, BN: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
     """Units of one head of sequences i; 0 behind the last one."""
     inside = tl.minimum(i, sequences - 1)
     _, len_q = bounds_of(StartsQ, inside, n_q)
     _, len_k = bounds_of(StartsK, inside, n_k)
-    _, _, units = shape_of(len_q, len_k, QT, BN, CAUSAL)
+    _, _, units = shape_of(len_q, len_k, BN, CAUSAL)
     return tl.where(i < sequences, units, 0)
 
 
 @triton.jit
-def all_units(
-    StartsQ, StartsK, sequences, n_q, n_k,
-    QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
+def all_units(StartsQ, StartsK, sequences, n_q, n_k, BN: tl.constexpr, CAUSAL: tl.constexpr):
     """Units of one head of all sequences."""
     total = wide(0)
     for s0 in tl.range(0, sequences, SEQUENCES, num_stages=1):
         i = s0 + tl.arange(0, SEQUENCES)
-        total += tl.sum(units_of(StartsQ, StartsK, i, sequences, n_q, n_k, QT, BN, CAUSAL), 0)
+        total += tl.sum(units_of(StartsQ, StartsK, i, sequences, n_q, n_k, BN, CAUSAL), 0)
     return total
 
 
 @triton.jit
 def sequence_at(
-    StartsQ, StartsK, unit, sequences, heads, n_q, n_k,
-    QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    StartsQ, StartsK, unit, sequences, heads, n_q, n_k, BN: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
     """(sequence, its first unit): the one that holds a unit of the call."""
     before = wide(0)
@@ -133,7 +123,7 @@ def sequence_at(
     found = tl.full([], 0, tl.int32)
     for s0 in tl.range(0, sequences, SEQUENCES, num_stages=1):
         i = s0 + tl.arange(0, SEQUENCES)
-        units = units_of(StartsQ, StartsK, i, sequences, n_q, n_k, QT, BN, CAUSAL) * heads
+        units = units_of(StartsQ, StartsK, i, sequences, n_q, n_k, BN, CAUSAL) * heads
         passed = (before + tl.cumsum(units, 0) <= unit) & (i < sequences)
         found += tl.sum(passed.to(tl.int32), 0)
         base += tl.sum(tl.where(passed, units, 0), 0)

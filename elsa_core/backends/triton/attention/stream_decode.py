@@ -18,7 +18,7 @@ from elsa_core.backends.triton.attention.stream import (
     joined_lse,
     key_tiles_of,
     owner,
-    query_tile_of,
+    query_of,
     sequence_at,
     shape_of,
     units_before,
@@ -86,7 +86,7 @@ def stream_decode(
     `least`: units that a program gets, if there are as many. Strides as in `forward.forward`, those
     of the batch unused; PO, PL and Tickets as `stream.py` says.
     """
-    units = all_units(StartsQ, StartsK, sequences, n_q, n_k, 1, BN, CAUSAL) * heads
+    units = all_units(StartsQ, StartsK, sequences, n_q, n_k, BN, CAUSAL) * heads
     programs = tl.maximum(tl.minimum(wide(tl.num_programs(0)), units // least), 1)
     program = wide(tl.program_id(0))
     unit = tl.minimum(first_unit(program, units, programs), units)
@@ -97,18 +97,16 @@ def stream_decode(
     until = wide(0)
     while unit < end:
         if unit >= until:
-            i_s, base = sequence_at(
-                StartsQ, StartsK, unit, sequences, heads, n_q, n_k, 1, BN, CAUSAL
-            )
+            i_s, base = sequence_at(StartsQ, StartsK, unit, sequences, heads, n_q, n_k, BN, CAUSAL)
         first_q, len_q = bounds_of(StartsQ, i_s, n_q)
         first_k, len_k = bounds_of(StartsK, i_s, n_k)
-        tokens, tiles, of_head = shape_of(len_q, len_k, 1, BN, CAUSAL)
+        tokens, tiles, of_head = shape_of(len_q, len_k, BN, CAUSAL)
         until = base + of_head * heads
         i_h = (unit - base) // of_head
         within = unit - base - i_h * of_head
-        i_q = query_tile_of(within, tokens, tiles, 1, BN, CAUSAL)
-        start = units_before(i_q, tiles, 1, BN, CAUSAL)
-        count = key_tiles_of(i_q, tiles, 1, BN, CAUSAL)
+        i_q = query_of(within, tokens, tiles, BN, CAUSAL)
+        start = units_before(i_q, tiles, BN, CAUSAL)
+        count = key_tiles_of(i_q, tiles, BN, CAUSAL)
         tile = within - start
         stop = tl.minimum(count, tile + end - unit)
         seen = len_k.to(tl.int32)

@@ -1,8 +1,7 @@
-"""Stream-K for tiles of queries: the fold of `forward.py`, the shares, states and tickets of
-`stream.py`.
+"""Stream-K for single queries of heads that share a head of the keys, which are read once.
 
-MODE as in `forward.py`. A query tile is BLOCK_M queries of one head; or, PACKED, one query
-of all heads that share a head of the keys, which are then read once.
+A tile is one query of all these heads. The fold and MODE are those of `forward.py`; the shares,
+states and tickets those of `stream.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from elsa_core.backends.triton.attention.stream import (
     joined_lse,
     key_tiles_of,
     owner,
-    query_tile_of,
+    query_of,
     sequence_at,
     shape_of,
     units_before,
@@ -47,9 +46,9 @@ RUNTIME_INTEGERS = [
 @triton.jit
 def fold_share(
     p_q, p_k, p_v, lo, chunk, n_k, q_m, q_d, k_n, k_d, v_n, v_d,
-    row0, rows, shift, scale_exp, scale, flip, once,
+    rows, shift, scale_exp, scale, flip, once,
     MODE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
-    CAUSAL: tl.constexpr, FLIP: tl.constexpr, UNIT_D: tl.constexpr,
+    FLIP: tl.constexpr, UNIT_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, CHAIN: tl.constexpr, SHIFT: tl.constexpr,
     STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
@@ -60,7 +59,7 @@ def fold_share(
 
     once: 1, see `forward.forward`.
     """
-    lo, full, hi = key_tiles(p_q, lo, chunk, n_k, row0, BM, BN, CAUSAL, 0)
+    lo, full, hi = key_tiles(p_q, lo, chunk, n_k, 0, BM, BN, False, 0)
     LIMIT: tl.constexpr = SPLIT_LIMIT if MODE == 1 else SINGLE_LIMIT
     m = tl.full([BM], -float("inf"), tl.float32)
     z = tl.zeros([BM, 8], tl.float32)
@@ -88,10 +87,10 @@ def fold_share(
             qh1 = q1
             ql1 = q1
         else:
-            before0 = row_before(p_q, row0, q_m, q_d, 0, D0, D, UNIT_D)
+            before0 = row_before(p_q, 0, q_m, q_d, 0, D0, D, UNIT_D)
             before1 = before0
             if D1:
-                before1 = row_before(p_q, row0, q_m, q_d, D0, D1, D, UNIT_D)
+                before1 = row_before(p_q, 0, q_m, q_d, D0, D1, D, UNIT_D)
             qh0, ql0, qh1, ql1, e, bad = split_tile(
                 q0, q1, before0, before1, scale * flip, D1, LIMIT
             )
@@ -100,8 +99,8 @@ def fold_share(
             m, z, acc0, acc1, bad = fold_range(
                 qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
                 p_k, p_v, p_q, p_q, p_q, p_q, no_region, no_region, p_q, lo, full, hi, n_k,
-                k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
-                MODE, False, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
+                k_n, k_d, v_n, v_d, no_mask, no_mask, 0, rows, None, 0,
+                MODE, False, FRESH, 0, False, BM, BN, D, D0, D1, DV, V0, V1,
                 UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
             )  # fmt: skip
         elif CHAIN:
@@ -112,8 +111,8 @@ def fold_share(
                     tl.zeros_like(z), tl.zeros_like(acc0), tl.zeros_like(acc1), bad, e_k, e_v,
                     p_k, p_v, p_q, p_q, p_q, p_q, no_region, no_region, p_q,
                     c0, tl.maximum(c0, tl.minimum(full, stop)), stop, n_k,
-                    k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
-                    MODE, False, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
+                    k_n, k_d, v_n, v_d, no_mask, no_mask, 0, rows, None, 0,
+                    MODE, False, FRESH, 0, False, BM, BN, D, D0, D1, DV, V0, V1,
                     UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
                 )  # fmt: skip
                 m, z, acc0, acc1 = merged(m, z, acc0, acc1, m1, z1, x1, y1)
@@ -124,8 +123,8 @@ def fold_share(
                 m, z, acc0, acc1, bad = fold_range(
                     qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
                     p_k, p_v, p_q, p_q, p_q, p_q, no_region, no_region, p_q, lo, full, hi, n_k,
-                    k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
-                    MODE, False, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
+                    k_n, k_d, v_n, v_d, no_mask, no_mask, 0, rows, None, 0,
+                    MODE, False, FRESH, 0, False, BM, BN, D, D0, D1, DV, V0, V1,
                     UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
                 )  # fmt: skip
                 qh0 = tl.zeros_like(qh0)
@@ -136,8 +135,8 @@ def fold_share(
         if bad != 0:
             m, z, acc0, acc1 = fold_exact(
                 p_q, p_k, p_v, p_q, p_q, lo, hi, n_k, q_m, q_d, k_n, k_d, v_n, v_d,
-                0, 0, row0, rows, scale * flip, scale_exp, power(-shift), None, 0,
-                0, CAUSAL, BM, BX, D, D0, D1, DV, V0, V1, UNIT_D, BN, 0,
+                0, 0, 0, rows, scale * flip, scale_exp, power(-shift), None, 0,
+                0, False, BM, BX, D, D0, D1, DV, V0, V1, UNIT_D, BN, 0,
             )  # fmt: skip
             m += shift.to(tl.float32)
     return m, tl.sum(z, 1), acc0, acc1
@@ -163,7 +162,6 @@ def stream_forward(
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
-    PACKED: tl.constexpr,
     MODE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
     CAUSAL: tl.constexpr, FLIP: tl.constexpr,
     UNIT: tl.constexpr, UNIT_D: tl.constexpr,
@@ -172,13 +170,12 @@ def stream_forward(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). `heads`: those of the queries, Out and LSE. The other arguments as in
+    """Grid (programs). `heads`: those of the queries, Out and LSE; `group` of them share a head of
+    the keys and are the rows of a tile. The other arguments as in
     `stream_decode.stream_decode` and `forward.forward`.
     """
-    QT: tl.constexpr = 1 if PACKED else BM
-    ROWS_CAUSAL: tl.constexpr = CAUSAL and not PACKED
-    lines = heads // group if PACKED else heads
-    units = all_units(StartsQ, StartsK, sequences, n_q, n_k, QT, BN, CAUSAL) * lines
+    lines = heads // group
+    units = all_units(StartsQ, StartsK, sequences, n_q, n_k, BN, CAUSAL) * lines
     programs = tl.maximum(tl.minimum(wide(tl.num_programs(0)), units // least), 1)
     program = wide(tl.program_id(0))
     unit = tl.minimum(first_unit(program, units, programs), units)
@@ -189,39 +186,21 @@ def stream_forward(
     until = wide(0)
     while unit < end:
         if unit >= until:
-            i_s, base = sequence_at(
-                StartsQ, StartsK, unit, sequences, lines, n_q, n_k, QT, BN, CAUSAL
-            )
+            i_s, base = sequence_at(StartsQ, StartsK, unit, sequences, lines, n_q, n_k, BN, CAUSAL)
         first_q, len_q = bounds_of(StartsQ, i_s, n_q)
         first_k, len_k = bounds_of(StartsK, i_s, n_k)
-        q_tiles, all_tiles, of_head = shape_of(len_q, len_k, QT, BN, CAUSAL)
+        tokens, tiles, of_head = shape_of(len_q, len_k, BN, CAUSAL)
         until = base + of_head * lines
-        i_line = (unit - base) // of_head
-        within = unit - base - i_line * of_head
-        i_m = query_tile_of(within, q_tiles, all_tiles, QT, BN, CAUSAL)
-        count = key_tiles_of(i_m, all_tiles, QT, BN, CAUSAL)
-        tile = within - units_before(i_m, all_tiles, QT, BN, CAUSAL)
+        i_kv = (unit - base) // of_head
+        i_h = i_kv * group
+        within = unit - base - i_kv * of_head
+        i_q = query_of(within, tokens, tiles, BN, CAUSAL)
+        count = key_tiles_of(i_q, tiles, BN, CAUSAL)
+        tile = within - units_before(i_q, tiles, BN, CAUSAL)
         stop = tl.minimum(count, tile + end - unit)
-        i_q = (i_m * QT).to(tl.int32)
         seen = wide(len_k).to(tl.int32)
-        if PACKED:
-            i_h = i_line * group
-            i_kv = i_line
-            rows = group
-            row0 = 0
-            q_m = q_h * UNIT
-            out_step = wide(DV)
-            lse_step = lse_h
-            if CAUSAL:
-                seen = tl.minimum(seen, i_q + 1)
-        else:
-            i_h = i_line
-            i_kv = i_line // group
-            rows = wide(len_q).to(tl.int32) - i_q
-            row0 = i_q
-            q_m = q_n * UNIT
-            out_step = wide(heads) * DV
-            lse_step = wide(1)
+        if CAUSAL:
+            seen = tl.minimum(seen, i_q.to(tl.int32) + 1)
         row = first_q + i_q
         p_q = Q + (i_h * q_h + row * q_n) * UNIT
         p_lse = LSE + i_h * lse_h + row
@@ -229,21 +208,21 @@ def stream_forward(
             p_q, K + (i_kv * k_h + first_k * k_n) * UNIT,
             V + (i_kv * v_h + first_k * v_n) * UNIT,
             (tile * BN).to(tl.int32), ((stop - tile) * BN).to(tl.int32), seen,
-            q_m, q_d, k_n * UNIT, k_d, v_n * UNIT, v_d,
-            row0, rows, shift, scale_exp, scale, flip, tl.minimum(heads, 1),
-            MODE, ONE_LOOP, FRESH, ROWS_CAUSAL, FLIP, UNIT_D,
+            q_h * UNIT, q_d, k_n * UNIT, k_d, v_n * UNIT, v_d,
+            group, shift, scale_exp, scale, flip, tl.minimum(heads, 1),
+            MODE, ONE_LOOP, FRESH, FLIP, UNIT_D,
             BM, BN, BX, CHAIN, SHIFT, STAGES, TAIL_STAGES, D, D0, D1, DV, V0, V1,
         )  # fmt: skip
         empty = z == 0.0
         inverse = (1.0 / tl.where(empty, 1.0, z))[:, None]
         log = tl.where(empty, -float("inf"), m + tl.log2(z))
         p_out = Out + (row * heads + i_h) * DV
-        inside = o_m < rows
+        inside = o_m < group
         if stop - tile == count:
-            store_block(p_out, acc0 * inverse, inside, out_step, DV, 0, V0)
+            store_block(p_out, acc0 * inverse, inside, DV, DV, 0, V0)
             if V1:
-                store_block(p_out, acc1 * inverse, inside, out_step, DV, V0, V1)
-            tl.store(p_lse + o_m * lse_step, log * LN2, mask=inside)
+                store_block(p_out, acc1 * inverse, inside, DV, DV, V0, V1)
+            tl.store(p_lse + o_m * lse_h, log * LN2, mask=inside)
         else:
             slot = (2 * program + (tile == 0).to(tl.int64)) * BM
             store_block(PO + slot * DV, acc0 * inverse, inside, DV, DV, 0, V0)
@@ -256,10 +235,10 @@ def stream_forward(
                 n = (last - first + 1).to(tl.int32)
                 m, s = join_logs(PL, first, n, BM, PARTS)
                 out = join_outputs(PO, PL, first, n, m, s, BM, PARTS, DV, 0, V0)
-                store_block(p_out, out, inside, out_step, DV, 0, V0)
+                store_block(p_out, out, inside, DV, DV, 0, V0)
                 if V1:
                     out1 = join_outputs(PO, PL, first, n, m, s, BM, PARTS, DV, V0, V1)
-                    store_block(p_out, out1, inside, out_step, DV, V0, V1)
-                tl.store(p_lse + o_m * lse_step, joined_lse(m, s), mask=inside)
+                    store_block(p_out, out1, inside, DV, DV, V0, V1)
+                tl.store(p_lse + o_m * lse_h, joined_lse(m, s), mask=inside)
                 tl.store(Tickets + first, 0)
         unit += stop - tile

@@ -30,11 +30,9 @@ _STREAMED_KEYS = 1024
 
 
 def _streams(query: Tensor, key: Tensor, starts: Tensor) -> bool:
-    """Whether a call is cut by stream-K: where it is asked for, and where sequences have one query
-    each, or fewer on average, and many keys."""
+    """Whether a call is cut by stream-K: where sequences have one query each, or fewer on average,
+    and many keys."""
     sequences = starts.shape[0] - 1
-    if stream.asked():
-        return True
     single = 0 < query.shape[0] <= sequences and key.shape[0] >= _STREAMED_KEYS * sequences
     return single and device.capability_of(query.device) == (9, 0)
 
@@ -46,6 +44,16 @@ def schedule(query: Tensor, key: Tensor, starts: Tensor) -> str:
     return "packed sequences: each program finds its own, keys and values split in the loop"
 
 
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, precision: str
+) -> Problem:
+    """The call as one of dense attention, tokens [1, H, T, D]."""
+    mode = device.mode_of(q.dtype, precision)
+    shape = Shape(1, q.shape[1], k.shape[1], q.shape[0], k.shape[0], q.shape[2], v.shape[2])
+    alone = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
+    return Problem(*alone, None, causal, scale, precision, mode, shape)
+
+
 def plan(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale: float, precision: str
 ) -> Launch | stream.Streamed:
@@ -53,12 +61,10 @@ def plan(
     from elsa_core.backends.triton.attention.varlen_forward import varlen_forward
 
     sequences = starts.shape[0] - 1
-    mode = device.mode_of(q.dtype, precision)
-    shape = Shape(1, q.shape[1], k.shape[1], q.shape[0], k.shape[0], q.shape[2], v.shape[2])
-    alone = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]  # [1, H, T, D]
+    problem = problem_of(q, k, v, causal, scale, precision)
     if _streams(q, k, starts):
-        problem = Problem(*alone, None, causal, scale, precision, mode, shape)
         return stream.streamed(problem, sequences)
+    shape, mode = problem.shape, problem.mode
     table, multiprocessors = device.device_table(device.index_of(q.device))
     # tiles of one product are for operands split ahead alone
     usual = shape._replace(keys=max(1, -(-shape.keys // max(1, sequences))))
@@ -68,7 +74,7 @@ def plan(
     )  # fmt: skip
     # no sequence has more keys than there are
     tiles = replace(tiles, partitions=1, chunk=max(1, shape.keys))
-    problem = Problem(*alone, None, causal, scale, precision, mode, shape, tiles)
+    problem = replace(problem, tiles=tiles)
     slots = shape.queries // tiles.tile.block_m + sequences
     tail = {
         **fold_tail(problem), "shift": max(0, shape.keys - 1).bit_length(),

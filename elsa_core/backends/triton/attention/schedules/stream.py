@@ -6,10 +6,8 @@ On an H200 it is the faster one for sequences of single queries, which it serves
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,64 +18,16 @@ from elsa_core.backends.triton.attention.schedules.forward import fold_options, 
 from elsa_core.backends.triton.attention.schedules.record import Problem, known
 from elsa_core.backends.triton.shared import device, layout
 from elsa_core.backends.triton.shared.launch import Launch
-from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.shared.tickets import tickets
-from elsa_core.dispatch.measured import SWITCHES
 
-# queries up to which a tile has so many rows, the fewest of a tensor-core product
+# the fewest rows of a tensor-core product
 FEW = 16
 # heads of the queries that may share a tile
 MOST_PACKED = 64
-# programs for each multiprocessor, by the rows of a tile
-RESIDENT = {16: 2, 32: 2, 64: 2, 128: 1}
+# programs for each multiprocessor
+RESIDENT = 2
 # units that a program gets, if there are as many: fewer cost more to join than they save
 LEAST = 2
-
-
-class Knobs(NamedTuple):
-    """What `stream_k` was asked for; None: as planned.
-
-    programs: of the whole grid. least: units of a program, if there are as many. tile: the tile of
-    calls that are folded in tiles.
-    """
-
-    programs: int | None = None
-    least: int | None = None
-    tile: tiling.Tile | None = None
-
-
-_asked: list[Knobs] = []
-
-
-@contextmanager
-def stream_k(
-    programs: int | None = None, least: int | None = None, tile: tiling.Tile | None = None
-) -> Iterator[None]:
-    """Serve packed calls by the stream-K schedule, in every thread: to test and to measure it. No
-    plan outlives it.
-
-    programs, least, tile: see `Knobs`.
-    """
-    PLANS.clear()
-    knobs = Knobs(programs, least, tile)
-    _asked.append(knobs)
-    SWITCHES["stream_k"] = tuple(_asked)
-    try:
-        yield
-    finally:
-        # another thread's may have come behind it
-        del _asked[next(i for i, one in enumerate(_asked) if one is knobs)]
-        SWITCHES["stream_k"] = tuple(_asked)
-        PLANS.clear()
-
-
-def asked() -> bool:
-    """Whether `stream_k` is active."""
-    return bool(_asked)
-
-
-def _knobs() -> Knobs:
-    return _asked[-1] if _asked else Knobs()
 
 
 @dataclass(frozen=True)
@@ -104,15 +54,18 @@ class Streamed:
         self.fold(q, k, v, starts, others, outputs, logs, counters, out, lse)
 
 
-def streamed(problem: Problem, sequences: int) -> Streamed:
-    """The launch for so many packed sequences, whose tokens are [1, H, T, D]."""
+def streamed(
+    problem: Problem, sequences: int, programs: int | None = None, least: int | None = None
+) -> Streamed:
+    """The launch for so many packed sequences of one query each, or fewer on average, whose tokens
+    are [1, H, T, D].
+
+    programs: of the whole grid; None: as many as the GPU holds. least: units of a program, if there
+    are as many; None: as measured.
+    """
     shape = problem.shape
-    # one query each, or fewer, on average
-    single = shape.queries <= sequences
-    packed = single and 1 < shape.heads // shape.key_heads <= MOST_PACKED
-    if single and (not packed or problem.mode == "exact"):
-        return _rows(problem, sequences)
-    return _tiles(problem, sequences, packed)
+    packed = 1 < shape.heads // shape.key_heads <= MOST_PACKED and problem.mode != "exact"
+    return (_heads if packed else _rows)(problem, sequences, programs, least)
 
 
 def _shares(problem: Problem, sequences: int) -> dict[str, Any]:
@@ -124,14 +77,13 @@ def _shares(problem: Problem, sequences: int) -> dict[str, Any]:
 
 def _programs(problem: Problem, resident: int) -> int:
     """Programs of the grid."""
-    wanted = _knobs().programs
-    if wanted is None:
-        _, multiprocessors = device.device_table(device.index_of(problem.query.device))
-        wanted = resident * multiprocessors
-    return wanted
+    _, multiprocessors = device.device_table(device.index_of(problem.query.device))
+    return resident * multiprocessors
 
 
-def _rows(problem: Problem, sequences: int) -> Streamed:
+def _rows(
+    problem: Problem, sequences: int, programs: int | None, least: int | None
+) -> Streamed:  # fmt: skip
     """Single queries, each with the keys of its own head."""
     from elsa_core.backends.triton.attention.stream_decode import stream_decode
 
@@ -143,10 +95,10 @@ def _rows(problem: Problem, sequences: int) -> Streamed:
     factors = layout.score_scale(problem.scale, "exact")
     width = max(16, 1 << (shape.value_dim - 1).bit_length())
     block = key_tile(knobs, problem)
-    least = _knobs().least or knobs["least_tiles"]
     tail: dict[str, Any] = {
         "heads": shape.heads, "group": shape.heads // shape.key_heads, "n_q": shape.queries,
-        "n_k": shape.keys, "least": least, "shift": (shape.keys - 1).bit_length(),
+        "n_k": shape.keys, "least": least or knobs["least_tiles"],
+        "shift": (shape.keys - 1).bit_length(),
         "scale_exp": factors["scale_exp"], "scale": factors["scale"], "flip": factors["flip"],
         **layout.strides("q", q, unit), **layout.strides("k", k, unit),
         **layout.strides("v", v, unit), **_shares(problem, sequences),
@@ -155,39 +107,32 @@ def _rows(problem: Problem, sequences: int) -> Streamed:
         "D": shape.head_dim, "DP": max(16, 1 << (shape.head_dim - 1).bit_length()),
         "DV": shape.value_dim, "VP": width,
     }  # fmt: skip
-    programs = _programs(problem, knobs["resident"])
+    programs = programs or _programs(problem, knobs["resident"])
     fold = Launch(stream_decode, (programs,), tail, {"num_warps": knobs["warps"]})
     return Streamed(fold, 1, shape.value_dim)
 
 
-def _tiles(problem: Problem, sequences: int, packed: bool) -> Streamed:
-    """Tiles of queries; packed: one query of all heads that share a head of the keys."""
+def _heads(
+    problem: Problem, sequences: int, programs: int | None, least: int | None
+) -> Streamed:  # fmt: skip
+    """One query of all heads that share a head of the keys is a tile."""
     from elsa_core.backends.triton.attention.stream_forward import stream_forward
 
     shape = problem.shape
-    problem = _with_tile(problem, sequences, packed)
-    tile, least = problem.tile, _knobs().least or LEAST
+    tile = _tile(problem, sequences)
+    # a program may fold all keys of a query
+    problem = replace(problem, tiles=tiling.Plan(tile, 1, max(1, shape.keys)))
     tail = fold_tail(problem) | _shares(problem, sequences)
     own = known(stream_forward, tail | {
-        "PACKED": packed, "least": least,
-        "PARTS": max(1, 4096 // (tile.block_m * tail["V0"])),
+        "least": least or LEAST, "PARTS": max(1, 4096 // (tile.block_m * tail["V0"])),
     })  # fmt: skip
-    programs = _programs(problem, RESIDENT.get(tile.block_m, 1))
+    programs = programs or _programs(problem, RESIDENT)
     fold = Launch(stream_forward, (programs,), own, fold_options(problem, tail))
     return Streamed(fold, tile.block_m, shape.value_dim)
 
 
-def _with_tile(problem: Problem, sequences: int, packed: bool) -> Problem:
-    """The problem with the tile that it is folded by."""
-    shape = problem.shape
-    tile = _knobs().tile or _tile(problem, sequences, packed)
-    # a program may fold all keys of a query
-    return replace(problem, tiles=tiling.Plan(tile, 1, max(1, shape.keys)))
-
-
-def _tile(problem: Problem, sequences: int, packed: bool) -> tiling.Tile:
-    shape, group = problem.shape, problem.shape.heads // problem.shape.key_heads
-    rows = group if packed else -(-shape.queries // sequences)
+def _tile(problem: Problem, sequences: int) -> tiling.Tile:
+    shape, rows = problem.shape, problem.shape.heads // problem.shape.key_heads
     # tiles of one product are for operands split ahead alone
     mode = "split" if problem.mode == "single" else problem.mode
     usual = shape._replace(keys=max(1, -(-shape.keys // sequences)))
@@ -195,8 +140,6 @@ def _tile(problem: Problem, sequences: int, packed: bool) -> tiling.Tile:
     tile = tiling.plan(
         usual, mode, table, workspace=False, multiprocessors=multiprocessors, specialized=False
     ).tile
-    if rows <= FEW or packed:
-        block = max(FEW, 1 << (rows - 1).bit_length())
-        tile = replace(tile, block_m=min(block, tile.block_m), warps=4)
+    block = max(FEW, 1 << (rows - 1).bit_length())
     # `RESIDENT` programs have all registers that a thread can have
-    return replace(tile, registers=0)
+    return replace(tile, block_m=min(block, tile.block_m), warps=4, registers=0)
