@@ -7,6 +7,7 @@ itself, into pinned memory, so that the host does not wait for them. Broadcast d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +27,29 @@ class _Saved(NamedTuple):
     version: int
 
 
+def is_away(tensor: Tensor) -> bool:
+    """Whether a tensor has data, which are not in host memory."""
+    return tensor.device.type not in ("cpu", "meta")
+
+
 class SavedOnHost(torch.autograd.graph.saved_tensors_hooks):
     """Within it, what autograd saves of a model's forward goes to host memory.
 
     A forward that saves something while a CUDA graph is recorded raises ArgumentError.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        away: Callable[[Tensor], bool] = is_away,
+        least: int = _LEAST,
+    ) -> None:
+        """
+        Args:
+            model: whose parameters and buffers stay.
+            away: which tensors move, of as many bytes as `least`.
+        """
+        self._away, self._least = away, least
         held = (*model.parameters(), *model.buffers())
         self._own = {t.untyped_storage().data_ptr() for t in held if _is_plain(t)}
         super().__init__(self._pack, _unpack)
@@ -40,7 +57,7 @@ class SavedOnHost(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, tensor: Tensor) -> _Saved:
         # detached: the packed value must not hold the tensor that it was packed from
         stays = _Saved(tensor.detach(), None, tensor.shape, tensor._version)
-        if not _is_plain(tensor) or not is_away(tensor) or tensor.nbytes < _LEAST:
+        if not _is_plain(tensor) or not self._away(tensor) or tensor.nbytes < self._least:
             return stays
         if tensor.untyped_storage().data_ptr() in self._own:
             return stays
@@ -55,11 +72,6 @@ class SavedOnHost(torch.autograd.graph.saved_tensors_hooks):
         host = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
         host.copy_(part, non_blocking=True)
         return _Saved(host, tensor.device, tensor.shape, 0)
-
-
-def is_away(tensor: Tensor) -> bool:
-    """Whether a tensor has data, which are not in host memory."""
-    return tensor.device.type not in ("cpu", "meta")
 
 
 def require_eager() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -11,27 +10,6 @@ import pytest
 from torch.multiprocessing import ProcessRaisedException
 
 from . import ranks
-
-
-def test_ports_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system may give a port again as soon as it is free, as this one does."""
-
-    held: set[int] = set()
-
-    class Socket(socket.socket):
-        def bind(self, address: object) -> None:
-            self.port = next(port for port in range(5000, 6000) if port not in held)
-            held.add(self.port)
-
-        def getsockname(self) -> tuple[str, int]:
-            return "127.0.0.1", self.port
-
-        def close(self) -> None:
-            held.discard(self.port)
-            super().close()
-
-    monkeypatch.setattr(socket, "socket", Socket)
-    assert len(set(ranks.ports(3))) == 3
 
 
 def one_fails(rank: int, port: int, world: int, folder: str) -> None:

@@ -7,14 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from elsa_core.graphs import capture
-
-from .tape import Tape
+from .tape import Tape, taped
 
 
 @pytest.fixture
-def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
-    tape = Tape()
-    monkeypatch.setattr(capture, "BACKEND", tape)
-    with torch.inference_mode():
+def tape() -> Iterator[Tape]:
+    with taped() as tape, torch.inference_mode():
         yield tape

@@ -6,13 +6,17 @@ capture, whatever its tensors have become since, and leaves its results where th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from elsa_core.graphs import capture
 
 
 def _aliased(tree: Any) -> Any:
@@ -95,3 +99,11 @@ class Tape:
             recorder.replay()
 
         return replay
+
+
+@contextmanager
+def taped() -> Iterator[Tape]:
+    """In the place of the machine's graphs, which a CPU does not have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture, "BACKEND", tape := Tape())
+        yield tape

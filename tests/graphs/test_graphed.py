@@ -8,7 +8,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import timm
@@ -79,8 +79,14 @@ def test_results_without_a_copy_are_the_graphs_memory(tape: Tape, net: Net) -> N
     assert torch.equal(first, net(x))
 
 
-def test_nested_arguments_and_results(tape: Tape, net: Net) -> None:
+def test_arguments_of_other_layouts_and_values_are_other_graphs(tape: Tape, net: Net) -> None:
     held = elsa.graphed(net)
+    views = (inputs(3, 16)[:, ::2], inputs(1, 8).expand(3, 8), inputs(8, 3).t(), inputs())
+    for count, view in enumerate(views, start=1):
+        agree(held, net, view)
+        assert tape.captures == count
+    held.clear()
+    tape.captures = 0
     x, other = inputs(), inputs()
     agree(held, net, x, 2.0, other=other)
     agree(held, net, inputs(), 2.0, other=inputs())
@@ -104,15 +110,6 @@ def test_an_argument_given_twice_is_not_two(tape: Tape) -> None:
     for given in ((x, x), (x, y), (y, y), (y, x)):
         agree(held, model, *given)
     assert tape.captures == 2
-
-
-def test_strided_and_overlapping_arguments(tape: Tape, net: Net) -> None:
-    held = elsa.graphed(net)
-    agree(held, net, inputs(3, 16)[:, ::2])
-    agree(held, net, inputs(1, 8).expand(3, 8))
-    agree(held, net, inputs(8, 3).t())
-    agree(held, net, inputs())
-    assert tape.captures == 4
 
 
 CHANGES: dict[str, Callable[[Net], object]] = {
@@ -168,14 +165,6 @@ def test_writes_to_the_weights_are_followed_without_a_capture(tape: Tape, net: N
     assert tape.captures == 1
 
 
-def test_equal_attributes_that_a_forward_sets_are_no_change(tape: Tape, net: Net) -> None:
-    held = elsa.graphed(net)
-    x = inputs(300, 8)
-    for _ in range(3):
-        agree(held, net, x)  # the model's own calls set `seen` anew
-    assert tape.captures == 1
-
-
 def test_a_hook_is_called(tape: Tape, net: Net, caplog: pytest.LogCaptureFixture) -> None:
     held = elsa.graphed(net)
     x = inputs()
@@ -192,35 +181,6 @@ def test_a_hook_is_called(tape: Tape, net: Net, caplog: pytest.LogCaptureFixture
         agree(held, net, inputs(2, 8))
     assert tape.captures == 2
     assert sum("hooks" in line for line in caplog.messages) == 2
-
-
-def test_train_and_eval_between_two_calls_drop_a_cache_that_was_read(tape: Tape) -> None:
-    """LeViT: in eval mode a table is kept that `train()` drops, and that was made of a weight."""
-
-    class Levit(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias, self.kept = nn.Parameter(torch.ones(8)), dict[str, Tensor]()
-
-        def train(self, mode: bool = True) -> Any:
-            self.kept = {} if mode else self.kept
-            return super().train(mode)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if "table" not in self.kept:
-                self.kept["table"] = self.bias * 2
-            return x + self.kept["table"]
-
-    with torch.inference_mode(False):
-        model = Levit().eval()
-    held = elsa.graphed(model)
-    x = inputs()
-    agree(held, model, x)
-    model.train()
-    model.bias.data.fill_(5)
-    model.eval()
-    agree(held, model, x)
-    assert tape.captures == 2
 
 
 @pytest.mark.parametrize("scope", ["attention", "model"])
@@ -344,7 +304,7 @@ class Counting(nn.Module):
 
 class Overwriting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
+        return x.mul_(2)  # its argument
 
 
 GLOBAL = torch.randn(8)
@@ -386,6 +346,7 @@ class Generated(nn.Module):
 REFUSED = {
     "random numbers": Noisy, "writes to a tensor": Counting, "a tensor that is no": Global,
     "no attribute of its modules": Hidden, "returns a Holder": Wrapped, "generator": Generated,
+    "writes to": Overwriting,
 }  # fmt: skip
 
 
@@ -402,17 +363,10 @@ def test_what_no_graph_may_hold_is_the_models_own_call(
     assert len(caplog.messages) == 1 and reason in caplog.messages[0], caplog.messages
     if reason == "random numbers":
         assert not torch.equal(results[0], results[1])
+    if reason == "writes to":
+        assert all(result is x for result in results)
     if reason == "writes to a tensor":  # two warm-ups and one run that was watched are calls too
         assert [float(r[0, 0] / x[0, 0]) for r in results] == pytest.approx([4, 5, 6])
-
-
-def test_an_argument_that_is_written_to(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
-    held = elsa.graphed(Overwriting().eval())
-    x = inputs()
-    doubled = x * 2
-    held(x)
-    assert torch.equal(x, doubled)
-    assert "writes to a tensor" in caplog.messages[0]
 
 
 def test_a_capture_that_fails(tape: Tape, net: Net, caplog: pytest.LogCaptureFixture) -> None:
@@ -432,14 +386,6 @@ def test_a_capture_that_fails(tape: Tape, net: Net, caplog: pytest.LogCaptureFix
     held.clear()
     agree(held, net, x)
     assert tape.captures == 2
-
-
-def test_the_models_own_errors_are_its_own(tape: Tape, net: Net) -> None:
-    held = elsa.graphed(net)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            held(inputs(3, 7))
-    agree(held, net, inputs())
 
 
 @pytest.mark.parametrize(
@@ -503,7 +449,13 @@ def test_nobody_else_is_disturbed(tape: Tape, net: Net, caplog: pytest.LogCaptur
     assert tape.captures == 0 and "TorchFunctionMode" in said(caplog)[0]
 
 
-def test_arguments_of_graphed(net: Net) -> None:
+def test_what_is_refused(tape: Tape, net: Net) -> None:
+    """And the model's own errors are its own."""
+    held = elsa.graphed(net)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            held(inputs(3, 7))
+    agree(held, net, inputs())
     with pytest.raises(TypeError, match=r"torch\.nn\.Module, not str"):
         elsa.graphed("vit")  # type: ignore[arg-type]
     for shapes in (0, -1, True, 2.5):
@@ -534,15 +486,6 @@ def test_it_is_a_module_like_the_model(tape: Tape, net: Net) -> None:
     with torch.inference_mode(False):
         held.double()
     agree(held, net, x.double())
-    assert tape.captures == 2
-
-
-def test_another_model_in_its_place(tape: Tape, net: Net) -> None:
-    held, x = elsa.graphed(net), inputs()
-    agree(held, net, x)
-    with torch.inference_mode(False):
-        held.model = Net().eval()
-    agree(held, held.model, x)
     assert tape.captures == 2
 
 
@@ -606,30 +549,13 @@ def test_threads(tape: Tape) -> None:
     assert tape.captures == 2
 
 
-class Point(NamedTuple):
-    x: Tensor
-    y: Tensor
-
-
-def test_structures_that_torch_knows(tape: Tape) -> None:
-    class Pairs(nn.Module):
-        def forward(self, given: dict[str, Any], pair: Point) -> Point:
-            a, (b, _) = given["a"], given["b"]
-            return Point(a + pair.x, [b * pair.y, None])  # type: ignore[arg-type]
-
-    model = Pairs().eval()
-    held = elsa.graphed(model)
-    for _ in range(2):
-        given = {"a": inputs(), "b": [inputs(), "text"]}
-        agree(held, model, given, pair=Point(inputs(), inputs()))
-    assert tape.captures == 1
-    assert isinstance(held(given, pair=Point(inputs(), inputs())), Point)
-
-
 def test_frozen_tensors_are_followed(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
     """A graph may read what `freeze` keeps; what ends that ends the graph."""
     with torch.inference_mode(False):
-        model = timm.create_model("swin_tiny_patch4_window7_224", img_size=56).eval()
+        model = timm.create_model(
+            "swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), num_heads=(1, 2),
+            embed_dim=32,
+        ).eval()  # fmt: skip
         elsa.patch(model)
         elsa.freeze(model)
     held = elsa.graphed(model)

@@ -129,42 +129,6 @@ def test_state_that_only_the_capture_writes(tape: Tape) -> None:
     assert torch.equal(kept, torch.full((1, 8), 2.0))
 
 
-def test_an_argument_that_the_model_keeps(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
-    """A replay writes its argument where the first one lies, which the model still reads."""
-
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first: Tensor | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.first is None:
-                self.first = x[:1]
-            return x - self.first
-
-    held, twin = elsa.graphed(First().eval()), First().eval()
-    for value in (1.0, 2.0, 3.0):
-        agree(held, twin, torch.full((2, 8), value))
-    assert held.captures == tape.replays == 0
-    (line,) = said(caplog)
-    assert "keeps an argument" in line
-
-
-def test_how_often_the_first_call_runs_the_forward(tape: Tape) -> None:
-    runs: list[int] = []
-
-    class Counted(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            runs.append(1)
-            return x * 2
-
-    held = elsa.graphed(Counted().eval())
-    held(inputs())
-    assert len(runs) == 5 and "forward five times" in str(elsa.graphed.__doc__)
-    held(inputs())
-    assert len(runs) == 5 and tape.captures == 1
-
-
 def test_hooks_of_all_modules_after_a_capture(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
     with torch.inference_mode(False):
         model = nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval()
@@ -195,19 +159,16 @@ class Listed(nn.Module):
         return x * self.steps[-1][0]
 
 
-def test_more_lists_than_are_compared(
-    tape: Tape, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_lists_than_are_compared(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
     """Those beyond the bound were not compared, and a change of one was not seen."""
-    monkeypatch.setattr(guards, "MOST_NESTED", 4)
-    for lists in (3, 4):  # and the one that holds them; dicts of modules do not count
-        model = Listed(lists).eval()
+    for lists, held_ones in ((guards.MOST_NESTED - 1, 1), (guards.MOST_NESTED, 0)):
+        model = Listed(lists).eval()  # and the list that holds them; dicts of modules do not count
         held = elsa.graphed(model)
         x = inputs()
         agree(held, model, x)
         model.steps[-1][0] = 7.0
         agree(held, model, x)
-        assert (held.captures, len(said(caplog))) == ((1, 0) if lists == 3 else (0, 1))
+        assert (held.captures, len(said(caplog))) == (held_ones, 1 - held_ones)
     assert "dicts and lists" in said(caplog)[0]
 
 
@@ -252,33 +213,29 @@ def test_what_this_package_switches(tape: Tape, name: str) -> None:
     assert tape.captures == again
 
 
-def test_precision_of_recurrent_layers(tape: Tape) -> None:
-    try:
-        before = torch._C._get_fp32_precision_getter("cuda", "rnn")
-    except RuntimeError:
-        pytest.skip("this PyTorch has no precision of recurrent layers")
+def _rnn_precision() -> Any:
+    before = torch._C._get_fp32_precision_getter("cuda", "rnn")
+    torch._C._set_fp32_precision_setter("cuda", "rnn", "ieee" if before != "ieee" else "tf32")
+    return lambda: torch._C._set_fp32_precision_setter("cuda", "rnn", before)
+
+
+def _backend_order() -> Any:
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(before[::-1])
+    return lambda: torch._C._set_sdp_priority_order(before)
+
+
+@pytest.mark.parametrize("change", [_rnn_precision, _backend_order])
+def test_settings_of_pytorch_that_choose_kernels(tape: Tape, change: Callable[[], Any]) -> None:
     held, x = elsa.graphed(nn.ReLU().eval()), inputs()
     held(x)
     try:
-        torch._C._set_fp32_precision_setter("cuda", "rnn", "ieee" if before != "ieee" else "tf32")
-        held(x)
-    finally:
-        torch._C._set_fp32_precision_setter("cuda", "rnn", before)
-    held(x)
-    assert tape.captures == 2
-
-
-def test_order_of_attention_backends(tape: Tape) -> None:
-    order: Callable[[], list[int]] | None = getattr(torch._C, "_get_sdp_priority_order", None)
-    if order is None:
-        pytest.skip("this PyTorch has no order of attention backends")
-    held, x = elsa.graphed(nn.ReLU().eval()), inputs()
-    before = order()
-    held(x)
+        undo = change()
+    except (AttributeError, RuntimeError):
+        pytest.skip("this PyTorch has no such setting")
     try:
-        torch._C._set_sdp_priority_order(before[::-1])
         held(x)
     finally:
-        torch._C._set_sdp_priority_order(before)
+        undo()
     held(x)
     assert tape.captures == 2

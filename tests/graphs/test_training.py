@@ -237,15 +237,6 @@ def test_first_call_leaves_statistics_and_random_numbers_as_one_call(tape: Tape)
     assert not torch.equal(first, second)
 
 
-def test_a_loss_that_is_alive_during_a_capture(tape: Tape) -> None:
-    held, twin = pair()
-    loss = held(torch.randn(3, 8)).sum()
-    loss.backward()
-    held.zero_grad()
-    agree(held, twin, 2, 8)
-    assert tape.captures == 2 and loss is not None
-
-
 class Global(nn.Module):
     outside = nn.Parameter(torch.ones(8))
 

@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graphs.tape import Tape
 from torch import nn
 
-from elsa_core.graphs import capture
 from elsa_core.measuring import rounds, timing
-from elsa_core.measuring.intervals import Ratio, middle_means, paired_times, ratio
+from elsa_core.measuring.intervals import Ratio, paired_times, ratio
 from elsa_core.measuring.rounds import Settings
 from elsa_core.measuring.timing import Contender
 from elsa_core.profiling.runs import variants
@@ -154,33 +152,9 @@ def test_sites_of_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> 
     assert clock.read() == {"0": 0.0, "1": 0.0}
 
 
-def test_a_graph_is_what_graphed_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    tape = Tape()
-    monkeypatch.setattr(capture, "BACKEND", tape)
-    plain, patched = nn.ReLU().eval(), nn.ReLU().eval()
-    names = ("eager", "eager+graph", "patched", "patched+graph")
-    built = variants.build(plain, patched, (torch.randn(3),), names)
-    assert [contender.name for contender in built.contenders] == list(names)
-    assert set(built.replays) == set(built.graph_bytes) == {"eager+graph", "patched+graph"}
-    assert set(built.first_seconds) == set(names) and not built.left_out
-    assert tape.captures == tape.replays == 2
-    with torch.inference_mode():
-        outputs = [contender.output() for contender in built.contenders]
-    assert all(torch.equal(each, outputs[0]) for each in outputs)
-    assert tape.replays == 4
-
-
 def test_a_graph_that_cannot_be_captured_is_left_out() -> None:
     built = variants.build(nn.Identity().eval(), nn.Identity(), (torch.ones(1),), ("eager+graph",))
     assert "CUDA graphs need an NVIDIA GPU" in built.left_out["eager+graph"]
-
-
-def test_how_to_use_each_way() -> None:
-    names = (*variants.BASELINES, *variants.ours(tuple(variants.BASELINES)))
-    said = {name: variants.how_to(name) for name in names if name != variants.CONTROL}
-    assert len(set(said.values())) == len(said)
-    assert said["patched+graph"] == "elsa.patch(model); model = elsa.graphed(model)"
-    assert "reduce-overhead" in said["compile+graph"]
 
 
 class Clock:
@@ -269,11 +243,3 @@ def test_times_and_ratios_are_of_one_kind() -> None:
     shown = ratio(seconds["eager"], seconds["patched"], shown=(0.257, 0.080))
     assert shown.value == pytest.approx(0.257 / 0.080, rel=1e-5)
     assert shown.low <= plain.low and shown.high >= max(plain.high, shown.value)
-
-
-def test_parts_add_up() -> None:
-    random = np.random.default_rng(0)
-    parts = [list(random.lognormal(0, 1, 41)) for _ in range(3)]
-    whole = [sum(each) for each in zip(*parts, strict=True)]
-    *means, total = middle_means(whole, [*parts, whole])
-    assert sum(means) == pytest.approx(total)

@@ -17,7 +17,6 @@ from elsa_core.offload import passes, streaming
 
 from .cases import CASES, Case, Terms, assert_exact, differentiated
 
-CPU = torch.device("cpu")
 
 
 def streamed(case: Case, **options: Any) -> Terms:
@@ -29,46 +28,10 @@ def streamed(case: Case, **options: Any) -> Terms:
     return differentiated(call, case, case.dtype)
 
 
-@pytest.fixture
-def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every slice through the two buffers, as on a GPU: no tensor counts as being in its place."""
-    monkeypatch.setattr(streaming, "stays", lambda tensor, device: False)
-    # memory that was not filled shows
-    empty = torch.empty
-
-    def filled(*sizes: Any, **options: Any) -> Tensor:
-        made = empty(*sizes, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made.fill_(1)
-
-    monkeypatch.setattr(streaming.torch, "empty", filled)
-
-
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks of queries", "all queries at once"])
 @pytest.mark.parametrize("name", CASES)
-def test_exact(name: str) -> None:
-    assert_exact(streamed(CASES[name]), CASES[name])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_all_queries_in_one_block(name: str) -> None:
-    assert_exact(streamed(CASES[name], query_block=None), CASES[name])
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("most_copies", [0, 1024])
-def test_buffers_change_no_bit(
-    name: str, most_copies: int, buffered: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streaming, "_MOST_COPIES", most_copies)
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
-    through = streamed(CASES[name])
-    moved = streaming.report()
-    monkeypatch.undo()
-    for term, direct in streamed(CASES[name]).items():
-        assert torch.equal(through[term], direct), term
-    assert moved is not None
-    if CASES[name].keys and CASES[name].queries:
-        assert moved.copied_bytes > 0 and moved.copy_seconds > 0
-        assert (moved.staged_bytes == moved.copied_bytes) == (most_copies == 0)
+def test_exact(name: str, whole: bool) -> None:
+    assert_exact(streamed(CASES[name], **({"query_block": None} if whole else {})), CASES[name])
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "hidden", "float16"])
@@ -297,11 +260,6 @@ def test_sizes_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passes.sizes(asked, backward=False) == (99, 77)
 
 
-def test_what_is_common_to_intervals() -> None:
-    assert streaming.common([(0.0, 2.0), (3.0, 5.0)], [(1.0, 4.0), (4.5, 9.0)]) == 2.5
-    assert streaming.common([(0.0, 1.0)], [(1.0, 2.0)]) == 0.0
-
-
 def test_contiguous_parts() -> None:
     """Every element goes to its place, in as few copies as the memory allows."""
     for source, copies in (
@@ -317,20 +275,3 @@ def test_contiguous_parts() -> None:
             assert to.is_contiguous() and part.is_contiguous()
             to.copy_(part)
         assert torch.equal(target, source)
-
-
-def test_saved_tensors_on_the_host() -> None:
-    """What trains a patched model with its activations in host memory is PyTorch's own hook."""
-    timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-    elsa.patch(model)
-    images = torch.randn(2, 3, 32, 32)
-    model(images).square().sum().backward()
-    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    with torch.autograd.graph.save_on_cpu():
-        loss = model(images).square().sum()
-    loss.backward()
-    again = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(grads) == len(again) and all(map(torch.equal, grads, again))

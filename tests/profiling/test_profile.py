@@ -6,7 +6,6 @@ import copy
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,10 @@ from torch import nn
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
-from elsa_core.measuring.rounds import Sample
 from elsa_core.patching import find_sites
-from elsa_core.profiling import locate
-from elsa_core.profiling.locate import Asked
 from elsa_core.profiling.profile import ProfileReport, profile
 from elsa_core.profiling.runs import variants
-from elsa_core.profiling.sites import profiles, served
+from elsa_core.profiling.sites import served
 
 from .conftest import small_vit
 
@@ -38,7 +34,7 @@ from tests.profiling.conftest import small_vit
 model, images, right = small_vit(), torch.randn(1, 3, 96, 96), 0
 for seed in range(3):
     report = profile(
-        model, images, baselines=["control"], sites=False, budget_seconds=12,
+        model, images, baselines=["control"], sites=False, budget_seconds=6,
         seed=3 * int(sys.argv[1]) + seed,
     )
     ratio = report.run("control").ratio.to_dict()
@@ -115,26 +111,6 @@ def test_the_rows_add_up_to_the_whole(report: ProfileReport) -> None:
     assert not [line for line in report.warnings if "timing its sites" in line]
 
 
-def test_sites_timed_on_a_busier_machine_take_the_time_of_the_runs() -> None:
-    """The drawing said 55.7 ms and 78.1 ms where the headline said 31.8 ms and 32.7 ms: another
-    process ran during the sites' rounds."""
-    noise = (1.0, 1.1, 0.9, 1.05, 5.0, 0.95, 1.02, 0.98)
-    watched = [
-        [Sample(whole * by, sites={"a": part * by}) for by in noise]
-        for whole, part in ((0.0557, 0.0111), (0.0781, 0.0234))
-    ]
-    pairs, corrections = locate._scaled(watched, (0.0318, 0.0327))
-    site = find_sites(small_vit(1), "attention")[0]
-    rows = profiles([replace(site, path="a")], *pairs, {}, {}, 0)
-    for key, seconds in (("seconds_before", 0.0318), ("seconds_after", 0.0327)):
-        assert sum(getattr(row, key) for row in rows) == pytest.approx(seconds, rel=1e-4)
-    assert rows[0].seconds_before == pytest.approx(0.0318 * 111 / 557, rel=1e-3)
-    assert rows[0].seconds_after == pytest.approx(0.0327 * 234 / 781, rel=1e-3)
-    (note,) = locate._corrected(dict(zip(("eager", "patched"), corrections, strict=True)))
-    assert "1.77x (eager) and 2.42x (patched)" in note and "scaled" in note
-    assert locate._corrected({"eager": 1.05, "patched": 0.95}) == ()
-
-
 def test_what_serves_a_window() -> None:
     """Its schedule was the operator's name."""
     timm = pytest.importorskip("timm")
@@ -208,22 +184,6 @@ def test_a_patched_model_keeps_its_patches() -> None:
     assert not by_path["blocks.0.attn"].patched and by_path["blocks.0.attn"].backend == ""
 
 
-def test_copies_share_their_weights() -> None:
-    model = small_vit()
-    other = variants.shared_copy(model)
-    assert other is not model
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    assert all(a is b for a, b in pairs)
-
-
-def test_sdpa_turns_every_switch_on() -> None:
-    model = small_vit()
-    model.blocks[1].attn.fused_attn = False  # type: ignore[index,union-attr]
-    fused = variants.with_sdpa(model)
-    assert fused.blocks[1].attn.fused_attn is True  # type: ignore[index,union-attr]
-    assert model.blocks[1].attn.fused_attn is False  # type: ignore[index,union-attr]
-
-
 def test_which_runs_stand_beside_which() -> None:
     cuda = torch.device("cuda")
     assert variants.chosen(None, CPU) == ("eager",)
@@ -266,16 +226,15 @@ def test_arguments_that_are_wrong() -> None:
         profile(nn.Conv2d(3, 3, 1), images)
 
 
-def test_the_verdict_comes_before_the_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_comes_before_the_sites() -> None:
     """Where the budget is spent on rounds, sites are left out with a note, unless asked for."""
     model, images = small_vit(), torch.randn(1, 3, 96, 96)
     timed: list[str] = []
-    monkeypatch.setattr(Asked, "left", property(lambda self: 0.0))
-    found = profile(model, images, rounds=3, budget_seconds=0.3)
+    found = profile(model, images, rounds=3, budget_seconds=1e-3)
     assert found.sites == () and found.rounds >= 3
     assert any("with sites=True (--sites)" in note for note in found.notes)
     asked = profile(
-        model, images, rounds=3, budget_seconds=0.3, sites=True, errors=False,
+        model, images, rounds=3, budget_seconds=1e-3, sites=True, errors=False,
         progress=lambda what, done, total: timed.append(what),
     )  # fmt: skip
     assert len(asked.sites) == 3

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import elsa_core as elsa
-from elsa_core.backends import onednn
 from elsa_core.patching import find_sites, shared_copy
 from elsa_core.profiling import boundaries, locate, policy
-from elsa_core.profiling.sites import SiteClock, _unseen, _Watch, inside, outermost, served
+from elsa_core.profiling.sites import SiteClock, inside, outermost, served
 
 timm = pytest.importorskip("timm")
 
@@ -52,20 +50,6 @@ def test_every_row_says_what_serves_it(report):
     for site in report.sites[:-1]:
         assert site.backend in (("native", "eager") if site.kind == "window" else ("eager",))
         assert bool(site.schedule) == (site.kind == "window")
-
-
-@pytest.mark.parametrize("rows", [64, 1 << 10])
-def test_a_layer_that_is_too_small_is_pytorchs(rows, monkeypatch):
-    """Of an AMD processor with AVX-512 every layer's row said onednn."""
-    monkeypatch.setattr(onednn, "_mkl_lags", lambda: True)
-    monkeypatch.setattr(onednn, "_onednn_is_exact", lambda: True)
-    monkeypatch.setattr(onednn, "_by_onednn", functional.linear)
-    layer = nn.Linear(64, 128)
-    vars(layer).update(elsa_backend="auto", elsa_precision="strict")
-    watch = _Watch()
-    with torch.inference_mode(), watch:
-        found = _unseen(layer, torch.ones(rows, 64))
-    assert found.backend == ("onednn" if rows > 64 else "eager")
 
 
 def test_a_layer_that_is_called_by_keyword():

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from elsa_core.errors import ModelError
+from elsa_core.loading import Loaded
+from elsa_core.loading.loader import load_model
 from elsa_core.loading.spec import ModelSpec
 from elsa_core.profiling import sweep
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> sweep.Plan:
-    """A plan whose models and profiles are stand-ins."""
-    found = SimpleNamespace(to_dict=dict)
-    monkeypatch.setattr(sweep, "profile", lambda *args, **named: found)
+def plan() -> sweep.Plan:
+    """A small ViT in three rounds."""
 
-    def load(size: tuple[int, int] | None, dtype: str) -> Any:
-        return SimpleNamespace(
-            model=None, name="vit", weights="w.safetensors", example_inputs=lambda *_: ()
-        )
+    def load(size: tuple[int, int] | None, dtype: str) -> Loaded:
+        assert size is not None
+        return load_model("test_vit", image_size=size[0], model_kwargs={"depth": 1})
 
-    return sweep.Plan(load, {"given": "w.safetensors"}, {}, {}, torch.device("cpu"), 0)
+    options = {"rounds": 3, "budget_seconds": 0.01, "sites": False, "errors": False}
+    return sweep.Plan(load, {"given": "w.safetensors"}, {}, options, torch.device("cpu"), 0)
 
 
 def points(*sides: int, precision: str = "strict") -> tuple[sweep.Configuration, ...]:
@@ -34,26 +33,27 @@ def points(*sides: int, precision: str = "strict") -> tuple[sweep.Configuration,
 
 
 def test_points_of_an_earlier_sweep_complete_nothing(plan: sweep.Plan) -> None:
-    """A file that held 224 was called complete when 384 of 384 and 512 was done."""
+    """A file that held 16 was called complete when 32 of 32 and 48 was done."""
     document = sweep.started(plan, {})
-    sweep.run(plan, points(224), document, keep=lambda _: None)
+    sweep.run(plan, points(16), document, keep=lambda _: None)
     assert document["results"]["complete"]
     seen = []
 
     def keep(document: dict[str, Any]) -> None:
         seen.append(document["results"]["complete"])
 
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
+    def stop(what: str, *_: Any) -> None:
+        if what.startswith("48"):
+            raise KeyboardInterrupt
 
-    asked = points(384, 512)
+    asked = points(32, 48)
     with pytest.raises(KeyboardInterrupt):
         sweep.run(plan, asked, document, keep=keep, progress=stop)
     assert not document["results"]["complete"]  # as it is shown after Ctrl-C
     sweep.run(plan, asked, document, keep=keep)
     assert seen == [False, True, True]
     assert len(document["results"]["points"]) == 3
-    assert sweep.left(points(224, 768), document) == list(points(768))
+    assert sweep.left(points(16, 64), document) == list(points(64))
 
 
 def test_only_its_own_points_are_judged(plan: sweep.Plan) -> None:
@@ -69,7 +69,7 @@ def test_the_document_says_what_was_loaded(plan: sweep.Plan) -> None:
     document = sweep.started(plan, {})
     sweep.run(plan, points(32), document, keep=lambda _: None)
     model = document["results"]["model"]
-    assert (model["architecture"], model["weights"]) == ("vit", "w.safetensors")
+    assert (model["architecture"], model["weights"]) == ("test_vit", "random (seed 0)")
     assert plan.model == {"given": "w.safetensors"}  # what a resumed file is held against
 
 

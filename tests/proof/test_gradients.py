@@ -87,26 +87,6 @@ def test_a_gradient_kernel_without_the_bias_of_one_head() -> None:
     assert f"gradient of {table}: error" in report.failures[0]
 
 
-def test_a_gradient_that_does_not_come() -> None:
-    class Cut(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.detach()
-
-    model = swin()
-    base = type(model.layers[0].blocks[0])
-
-    class Detached(base):  # type: ignore[misc, valid-type]
-        elsa_base = base.elsa_base
-
-        def _attn(self, x: Tensor) -> Tensor:
-            return super()._attn(x).detach()
-
-    model.layers[0].blocks[0].__class__ = Detached
-    report = checked(model, grad=True)
-    assert failing(report) == {"layers.0.blocks.0", "model"}
-    assert "input[0]" in report.gradients[0].wrong
-
-
 def test_a_backward_that_raises_is_a_finding() -> None:
     def broken(*given: Any) -> Any:
         raise ZeroDivisionError("no gradient")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 
-from elsa_core.base import images
 from elsa_core.base.images import load_images, read_folder
 from elsa_core.errors import ArgumentError, ModelError
 
@@ -91,29 +92,23 @@ def test_broken_image_is_named(tmp_path: Path, damage: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "big.png", 60, 60)
-    monkeypatch.setattr(images, "MAX_PIXELS", 3000)
-    with pytest.raises(ModelError, match=r"big\.png.*pixels"):
+@pytest.mark.parametrize(("side", "words"), [(12_000, "pixels"), (30_000, "bomb")])
+def test_decompression_bomb_is_refused(tmp_path: Path, side: int, words: str) -> None:
+    """By its header: the file of 100 bytes holds no pixels."""
+    size = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunks = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in ((b"IHDR", size), (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
+    )
+    (tmp_path / "big.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+    with pytest.raises(ModelError, match=rf"big\.png.*{words}"):
         load_images(tmp_path, (3, 16, 16), MEAN, STD)
-    monkeypatch.setattr(images, "MAX_PIXELS", 10**9)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(ModelError, match=r"big\.png.*bomb"):
-        load_images(tmp_path, (3, 16, 16), MEAN, STD)
 
 
-EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\n0 0 20 20 rectfill\n"
-
-
-def test_a_name_starts_no_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_starts_no_interpreter(tmp_path: Path) -> None:
     """Pillow looks at the content: an EPS that is called .png was given to Ghostscript."""
-    from PIL import EpsImagePlugin
-
-    def started(*_args: object, **_kwargs: object) -> None:
-        raise AssertionError("Ghostscript would have been started")
-
-    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", started)
-    (tmp_path / "a.png").write_bytes(EPS)
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\n0 0 20 20 rectfill\n"
+    (tmp_path / "a.png").write_bytes(eps)
     with pytest.raises(ModelError, match=r"a\.png: cannot read this image \(none of JPEG, PNG"):
         load_images(tmp_path, (3, 16, 16), MEAN, STD)
 

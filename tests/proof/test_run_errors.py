@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,14 +17,7 @@ from .test_blind_spots import kernel, vit
 from .test_paths import WrongCompiled
 
 SHORT = Settings(3, 0.5, 0)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def errors(found: ModelRuns) -> dict[str, Any]:
@@ -69,15 +60,3 @@ def test_what_is_wrong_from_the_second_image_on() -> None:
     assert one.wrong == () and three.wrong == ("patched",)
     assert all(site.error > 1e-4 for site in three.sites[:-1])
     assert set(errors(unknown).values()) == {None} and unknown.wrong == ()
-
-
-def test_an_oracle_that_does_not_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from elsa_core.profiling.runs import errors as run_errors
-
-    def refused(*given: Any) -> Any:
-        raise torch.OutOfMemoryError("too large")
-
-    monkeypatch.setattr(run_errors, "_exact", refused)
-    found = measure_runs(vit(), torch.randn(3, 3, 32, 32), SHORT)
-    assert set(errors(found).values()) == {None}
-    assert any("errors of the runs are not known: too large" in w for w in found.warnings)
