@@ -18,7 +18,6 @@ from elsa_core.offload import passes, streaming
 from .cases import CASES, Case, Terms, assert_exact, differentiated
 
 
-
 def streamed(case: Case, **options: Any) -> Terms:
     blocks = {"block": case.block, "query_block": case.query_block, "device": "cpu"} | options
 
