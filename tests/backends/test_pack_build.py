@@ -72,8 +72,10 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_second_build_gives_the_same_bytes(packs: Path, tmp_path: Path) -> None:
-    """In another process, from another folder, by another number of processes."""
+def test_a_second_build_gives_the_same_bytes(packs: Path, tmp_path: Path, monkeypatch) -> None:
+    """In another process, from another folder, by another number of processes, and where
+    torch.compile has named a ptxas before."""
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
     answer = elsa("build", "--cuda", "--arch", "sm_80", "--jobs", 1, "--only", ONLY, "-o", "again",
                   "--json")  # fmt: skip
     assert answer.returncode == 0, answer.stderr

@@ -116,9 +116,16 @@ def require_compiler() -> None:
         raise UnavailableError(
             f"packs are made with Triton {first} to {last}, this is {triton.__version__}"
         )
-    reason = specialize.departs()
+    reason = specialize.departs(_environment())
     if reason:
         raise UnavailableError(f"{reason} changes what Triton compiles: unset it, then build")
+
+
+def _environment() -> dict[str, str]:
+    """Of the compiling processes, which take Triton's own ptxas: torch.compile leaves another one
+    named behind.
+    """
+    return {name: value for name, value in os.environ.items() if name != "TRITON_PTXAS_PATH"}
 
 
 def _made(
@@ -162,7 +169,7 @@ def _workers(count: int, place: Path, plan: Plan, only: str) -> Iterator[list[An
     root = str(Path(__file__).parents[4])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "",
+        **_environment(), "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "",
         "TRITON_CACHE_DIR": str(place / "triton"), "TMPDIR": str(place),
     }  # fmt: skip
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environ}
