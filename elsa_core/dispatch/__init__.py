@@ -11,6 +11,7 @@ of packaging, because a backend that is imported is one that its user wants.
 
 from __future__ import annotations
 
+from elsa_core.base.switches import switched
 from elsa_core.dispatch import launches
 from elsa_core.dispatch.choose import (
     BY_ROW,
@@ -48,7 +49,6 @@ from elsa_core.dispatch.measured import (
     linear_form,
     product_by_pytorch,
     scope,
-    switched,
     unmeasured,
 )
 from elsa_core.dispatch.measured import training as training_row

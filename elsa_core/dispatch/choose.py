@@ -15,6 +15,7 @@ from elsa_core import precision as precisions
 from elsa_core.backends import cuda
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.base import calls
+from elsa_core.base.switches import SWITCHES, switched
 from elsa_core.dispatch import measured
 from elsa_core.dispatch.measured import Row
 from elsa_core.dispatch.table import BACKENDS, PLAIN, SHIPPED, reference
@@ -222,12 +223,12 @@ def training_name(
     row = measured.training(operator, place.partition(":")[0], dtype)
     small = row is not None and work is not None and work < row.small_below
     kind = (operator, place, dtype, head_dim, value_dim, precision)
-    return _training_name(measured.switched(), *kind, gradient, small, masked)
+    return _training_name(switched(), *kind, gradient, small, masked)
 
 
 @functools.lru_cache(maxsize=1024)  # every layer of a training step asks
 def _training_name(
-    switched: Hashable,
+    _: Hashable,
     operator: str,
     place: str,
     dtype: torch.dtype,
@@ -395,7 +396,7 @@ def _forget() -> None:
                 key = (operator, each.device, name)
                 SERVING[key] = (*SERVING.get(key, ()), offered.direct)
     # last: a graph captured before this line is not found behind it
-    measured.SWITCHES["registered"] = next(_REGISTRATIONS)
+    SWITCHES["registered"] = next(_REGISTRATIONS)
 
 
 _forget()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from elsa_core.base import calls
 from elsa_core.base.limits import HALF_DEPTH
-from elsa_core.dispatch.measured import switched
+from elsa_core.base.switches import switched
 from elsa_core.dispatch.table import BACKENDS, SHIPPED
 from elsa_core.ops.linear.record import ACTIVATIONS, epilogue
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from elsa_core.backends import processor
+from elsa_core.base import calls
+from elsa_core.base.switches import SWITCHES
 from elsa_core.precision import dtype_name
 
 TABLE = Path(__file__).with_name("measured.json")
@@ -222,12 +225,23 @@ def eager_products(device: torch.device, dtype: torch.dtype) -> int:
     return max((row["most"].get(dtype_name(dtype), 0) for row in rows), default=0)
 
 
-def product_by_pytorch(input: Tensor, weight: Tensor, known: Callable[[Any], bool] = bool) -> bool:
-    """Whether the shipped table says that PyTorch's own product, with at most a bias, is as fast,
-    as far as that is `known`.
+def product_by_pytorch(input: Tensor, weight: Tensor) -> bool:
+    """Whether the shipped table says that PyTorch's own product, with at most a bias, is as fast.
+
+    It holds in eager calls, CUDA graphs and what `torch.compile` makes for these lengths alone, not
+    in programs for other lengths.
     """
-    columns, depth = weight.shape
     rows = linear_by_pytorch(input.device, input.dtype)
+    if not rows or input.is_nested or weight.dim() != 2:
+        return False
+    known: Callable[[Any], bool] = bool
+    if calls.recorded():
+        if calls.exporting() or not is_compiling():
+            return False
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        known = statically_known_true
+    columns, depth = weight.shape
     return any(each.holds(input.numel(), depth, columns, known) for each in rows)
 
 
@@ -267,16 +281,6 @@ GATED = "gated"
 _TRIED: set[str] = set()
 # What is told when that changes: whoever keeps something by layouts alone.
 ON_CHANGE: list[Callable[[], None]] = []
-# What decides who serves a call and may change while the process runs. `registered` is a number
-# that no two sets of backends share; the others are what the contexts of these names ask for.
-SWITCHES: Final[dict[str, Hashable]] = {
-    "registered": 0, "unmeasured": frozenset(), "describing": (),
-}  # fmt: skip
-
-
-def switched() -> Hashable:
-    """All of `SWITCHES` now: a CUDA graph serves the calls for which this is what it was."""
-    return tuple(SWITCHES.values())
 
 
 def linear_form(form: str, device: torch.device) -> bool:

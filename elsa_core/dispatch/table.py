@@ -17,6 +17,8 @@ from elsa_core import ops
 from elsa_core import precision as precisions
 from elsa_core.backends import cuda, onednn, portable, sdpa, sdpa_cudnn, sdpa_varlen
 from elsa_core.backends.support import Backend, Implementation, Request, Support
+from elsa_core.base import calls
+from elsa_core.dispatch import measured
 from elsa_core.ops.factory import has_kernel, implement, implement_on_cuda, variant
 from elsa_core.precision import dtype_name
 
@@ -160,17 +162,35 @@ def _whole_dropout(*arguments: Any) -> tuple[Tensor, None]:
 _LINEAR: list[Callable[..., Tensor | None]] = []
 
 
-def _linear_by_triton(*arguments: Any) -> Tensor | None:
+def _linear_by_triton(input: Tensor, weight: Tensor, *terms: Any) -> Tensor | None:
+    _, activation, residual, scale, precision, *_ = terms
+    alone = activation == "none" and residual is None and scale is None
+    if alone and precision == "strict" and measured.product_by_pytorch(input, weight):
+        return None
     if not is_compiling() and _LINEAR:  # in this order: a compiler guards on what it reads
-        return _LINEAR[0](*arguments)
+        return _LINEAR[0](input, weight, *terms)
     from elsa_core.backends.triton.linear.gate import serve  # compilers know no `_late`
 
     if not is_compiling():
         _LINEAR.append(serve)
-    return serve(*arguments)
+    return serve(input, weight, *terms)
+
+
+def _gated_support(request: Request) -> Support:
+    answer: Support = _late("triton.linear.gate", "support_form")(request)
+    if answer.ok and not measured.linear_form(measured.GATED, request.device):
+        return Support(False, "was not measured to be faster on this GPU")
+    return answer
 
 
 def _gated_linear_by_triton(*arguments: Any) -> Tensor | None:
+    input, weight = arguments[:2]
+    if not measured.linear_form(measured.GATED, input.device):
+        return None
+    graphed = calls.recorded() or torch.cuda.is_current_stream_capturing()
+    least = 0 if graphed else measured.eager_least("linear", input.dtype)
+    if least and input.numel() * weight.shape[0] < least:
+        return None  # Python overhead bounds it
     from elsa_core.backends.triton.linear import gate
 
     return gate.serve_gated(*arguments)
@@ -303,7 +323,7 @@ _TRITON = {
         direct=_linear_by_triton,
     ),
     "gated_linear": Implementation(
-        support=_late("triton.linear.gate", "support_form"),
+        support=_gated_support,
         run=ops.GATED_LINEAR.overload,
         schedule=_linear_schedule,
         arithmetic=_split,

@@ -69,7 +69,11 @@ class Rows:
         if mask is not None and mask.is_floating_point():
             mask = mask.double()
         return replace(
-            self, query=self.query.double(), attn_mask=mask, precision="strict", backend="eager"
+            self,
+            query=self.query.double(),
+            attn_mask=mask,
+            precision="strict",
+            backend=dispatch.PLAIN,
         )
 
 

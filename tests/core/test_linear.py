@@ -116,7 +116,9 @@ def test_a_compiled_product_that_loses_is_pytorchs(hopper):
         torch._dynamo.reset()
         counter = CompileCounter()
         asked = torch.compile(
-            lambda x, w: x[:1, :1] + int(module._loses(x, w)), dynamic=dynamic, backend=counter
+            lambda x, w: x[:1, :1] + int(measured.product_by_pytorch(x, w)),
+            dynamic=dynamic,
+            backend=counter,
         )
         if dynamic:
             torch._dynamo.mark_dynamic(x, 0)
@@ -125,7 +127,7 @@ def test_a_compiled_product_that_loses_is_pytorchs(hopper):
 
     class Asked(torch.nn.Module):
         def forward(self, x):
-            return x[:1, :1] + int(module._loses(x, w))
+            return x[:1, :1] + int(measured.product_by_pytorch(x, w))
 
     assert torch.export.export(Asked(), (x,)).module()(x).item() == 1.0
 

@@ -30,12 +30,11 @@ RECORDS = re.compile(
     r"elsa_core\.ops(\.(factory|flops|\w+\.(\w+_)?record|\w+\.portable)\b|\.[A-Z]|$)"
 )
 # The ways up that are meant: what shards models is also `elsa.distributed.shard`, and
-# `elsa.attention(offload=...)`. Kernels read the shipped table, which imports nothing.
+# `elsa.attention(offload=...)`.
 DOORS = {
     ("distributed", "elsa_core.patching"), ("ops", "elsa_core.offload"),
     ("backends", "elsa_core.ops.linear."),
 }  # fmt: skip
-TABLE = "elsa_core.dispatch.measured."
 # What backends share, and those that use another one: Triton's kernels in a library without Python
 # (cuda), and its call for shapes that its window kernels refuse (eager).
 SHARED = ("cache", "compiler", "partition", "philox", "processor", "support", "window_call")
@@ -62,7 +61,7 @@ def goes_to(name: str) -> str:
 def imported(room: str) -> Iterator[tuple[str, str]]:
     """Every module of elsa's that the modules of a room import, wherever the import stands.
 
-    Left out are the shipped table, `DOORS`, and the parts of an operator's record
+    Left out are `DOORS`, and the parts of an operator's record
     ("module:attribute"), which the packages that they lie in ask for.
     """
     for path in PACKAGE.rglob("*.py"):
@@ -87,8 +86,7 @@ def test_imports_go_one_way(room: str) -> None:
     above = FLOORS[FLOORS.index(room) + 1 :]
     for module, name in imported(room):
         assert not name.startswith("elsa_cli"), module
-        of_table = room == "backends" and f"{name}.".startswith(TABLE)
-        assert of_table or goes_to(name) not in above, f"{module} imports {name}"
+        assert goes_to(name) not in above, f"{module} imports {name}"
 
 
 @pytest.mark.parametrize(
@@ -157,8 +155,8 @@ def test_no_module_leads_back_to_itself() -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_only_dispatch_chooses_by_name() -> None:
-    """A backend's name decides nothing elsewhere; measurements may name what they compare."""
+def test_only_dispatch_names_a_backend() -> None:
+    """A backend knows its own name, a measurement those that it compares, and no one else any."""
     named = {backend.name for backend in BACKENDS}
     apart = ("backends", "measuring", "profiling", "dispatch", "proof")
     found = [
@@ -166,9 +164,7 @@ def test_only_dispatch_chooses_by_name() -> None:
         for path in PACKAGE.rglob("*.py")
         if path.relative_to(PACKAGE).parts[0] not in apart and path.name != "hf_transformers.py"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, (ast.Compare, ast.Subscript))
-        for part in ast.walk(node)
-        if isinstance(part, ast.Constant) and part.value in named
+        if isinstance(node, ast.Constant) and node.value in named
     ]
     assert not found
 

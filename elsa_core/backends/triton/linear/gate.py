@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from elsa_core.backends import cuda
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.linear import LEAST_WEIGHT
 from elsa_core.base import calls
 from elsa_core.base.limits import HALF_DEPTH
-from elsa_core.dispatch.measured import GATED, eager_least, linear_form, product_by_pytorch
 from elsa_core.ops.linear.gated_record import plain as plain_gated
 from elsa_core.ops.linear.record import Eager, plain, plain_backward, plain_split
 
@@ -48,8 +45,6 @@ def support_form(request: Request) -> Support:
         return Support(False, "takes float32 alone")
     if request.gradient:
         return Support(False, "is for calls without gradients")
-    if not linear_form(GATED, request.device):
-        return Support(False, "was not measured to be faster on this GPU")
     return Support(True)
 
 
@@ -157,7 +152,6 @@ def serve(
         not _suits(input, weight)
         or not _fits(input, weight, bias)
         or not _serves(input.device, input.dtype, precision)
-        or (not fused and precision == "strict" and _loses(input, weight))
     ):
         return None
     plain = _plain(input, weight)
@@ -186,13 +180,10 @@ def serve_gated(
     *kept: Tensor | None,
 ) -> Tensor | None:
     """By the kernel that computes both products and the gate; None where these are apart."""
-    if input.dtype != torch.float32 or not linear_form(GATED, input.device):
-        return None
-    if not _gains(input, weight):
+    if input.dtype != torch.float32 or not _gains(input, weight):
         return None
     if (
-        _is_small(input, weight)
-        or not _fits(input, weight, bias)
+        not _fits(input, weight, bias)
         or not _fits(input, value, value_bias)
         or not _serves(input.device, input.dtype, precision)
         or calls.differentiates(input, weight, bias, value, value_bias)
@@ -223,32 +214,6 @@ def _suits(input: Tensor, weight: Tensor) -> bool:
     if calls.recorded() or not 0 < depth <= HALF_DEPTH:  # what is recorded must not ask for lengths
         return False
     return HALF_ROWS[0] <= input.numel() // depth <= HALF_ROWS[1]
-
-
-def _loses(input: Tensor, weight: Tensor) -> bool:
-    """Whether the shipped table says that PyTorch's own product is as fast: in eager calls, CUDA
-    graphs and what `torch.compile` makes for these lengths alone. A program that holds for others
-    asks for none.
-    """
-    known: Callable[[Any], bool] = bool
-    if calls.recorded():
-        if calls.exporting() or not is_compiling():
-            return False
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        known = statically_known_true
-    return product_by_pytorch(input, weight, known)
-
-
-def _is_small(input: Tensor, weight: Tensor) -> bool:
-    """Whether the host would be waited for: not where a CUDA graph or a program is recorded."""
-    if calls.recorded() or not _waits(input, weight):
-        return False
-    return not torch.cuda.is_current_stream_capturing()
-
-
-def _waits(input: Tensor, weight: Tensor) -> bool:
-    return input.numel() * weight.shape[0] < eager_least("linear", input.dtype)
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -14,7 +14,7 @@ from elsa_core.backends.triton.attention import tiling
 from elsa_core.backends.triton.attention.tiling import Table
 from elsa_core.backends.triton.shared import usertable
 from elsa_core.backends.triton.shared.plans import PLANS
-from elsa_core.dispatch.measured import SWITCHES
+from elsa_core.base.switches import SWITCHES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MODES = {"half": 0, "split": 1, "single": 2, "exact": 3}
