@@ -221,7 +221,7 @@ def command(
 def _one_form(options: Options, loaded: Loaded) -> tuple[Options, str]:
     """The options with one scope for all processors, and what to say where this one would take
     another for the model in Python."""
-    from elsa_core.patching.layers import ATTENTION, AUTO, MODEL, scope_of
+    from elsa_core.patching import ATTENTION, AUTO, MODEL, scope_of
 
     on_cpu = next(loaded.model.parameters()).device.type == "cpu"
     if options.scope != AUTO or not on_cpu or scope_of(loaded.model, AUTO) != MODEL:

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
         register_adapter,
     )
     from elsa_core.patching.frozen import FreezeReport, FrozenState, freeze, refresh, unfreeze
-    from elsa_core.patching.layers import is_layer, patched_scope
+    from elsa_core.patching.layers import (
+        ATTENTION,
+        AUTO,
+        MODEL,
+        is_layer,
+        patched_scope,
+        scope_of,
+    )
     from elsa_core.patching.page import write_page
     from elsa_core.patching.report import PatchReport
     from elsa_core.patching.rewrite import (
@@ -42,7 +49,7 @@ _HOMES = {
     "adapters": ("attention_within", "computes_otherwise", "entry"),
     "adapters.table": ("LAYERS", "SWITCHES", "register_adapter"),
     "frozen": ("FreezeReport", "FrozenState", "freeze", "refresh", "unfreeze"),
-    "layers": ("is_layer", "patched_scope"),
+    "layers": ("ATTENTION", "AUTO", "MODEL", "is_layer", "patched_scope", "scope_of"),
     "page": ("write_page",),
     "report": ("PatchReport",),
     "rewrite": (
@@ -59,7 +66,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "ATTENTION",
+    "AUTO",
     "LAYERS",
+    "MODEL",
     "SWITCHES",
     "AttentionSite",
     "FreezeReport",
@@ -83,6 +93,7 @@ __all__ = [
     "refresh",
     "register_adapter",
     "require_shardable",
+    "scope_of",
     "shard",
     "shared_copy",
     "sites_of",
