@@ -132,10 +132,9 @@ def patch_model(
 
         # The options describe the whole result, not what is added to an earlier plan.
         unpatch(loaded.model)
-        own = loaded.example is not None or loaded.spec.source == "python"
         return patch(
             loaded.model,
-            loaded.example_inputs() if own else None,
+            loaded.example_inputs() if loaded.is_watched else None,
             precision=options.precision,
             backend=options.backend,
             include=list(options.include) or None,
@@ -171,7 +170,8 @@ def patch_by_plan(session: Session, loaded: Loaded, path: Path) -> PatchReport:
 
         plan = read_plan(path)
         unpatch(loaded.model)
-        return apply_plan(loaded.model, plan, path)
+        example = loaded.example_inputs() if loaded.is_watched else None
+        return apply_plan(loaded.model, plan, path, example)
 
 
 def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, Route]:

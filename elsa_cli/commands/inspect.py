@@ -89,9 +89,7 @@ def command(
     with session.stage("inspecting"), one_thread():
         from elsa_core.patching import inspect
 
-        size = loaded.input_size if loaded.example is None else loaded.example
-        if loaded.spec.source == "python":
-            size = loaded.example_inputs()
+        size = loaded.example_inputs() if loaded.is_watched else loaded.input_size
         found = inspect(loaded.model, size, scope=options.scope)
     results = {"model": render.described(loaded, options), "inspection": found.to_dict()}
     session.document("inspect", environment(), results)

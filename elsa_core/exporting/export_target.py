@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from elsa_core.base.inputs import generated_inputs, resolved_input_size, text_shape
 from elsa_core.errors import ArgumentError, NothingPatchedError
 from elsa_core.exporting.reference import BATCH_SIZES
 from elsa_core.exporting.towers import TextTower
 from elsa_core.loading import Given, Plan, Preprocess, of_model, with_given
-from elsa_core.patching import patched_scope, patched_sites
+from elsa_core.patching import patched_scope, patched_sites, shared_copy
 
 if TYPE_CHECKING:
     from elsa_core.loading import Loaded
@@ -30,6 +32,7 @@ class ExportTarget:
         model: patched, in eval mode.
         inputs: the model's arguments, two rows each or as many as the largest batch has.
         input_names: one a tensor.
+        output_names: one a tensor, that a person can read.
         preprocess: how an image becomes the input; None for text and for unknown models.
         dtype: of the weights; float32, float16 or bfloat16.
         device: "cpu" or "cuda".
@@ -43,6 +46,7 @@ class ExportTarget:
     model: nn.Module
     inputs: tuple[Tensor, ...]
     input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
     preprocess: Preprocess | None
     dtype: torch.dtype
     device: str
@@ -56,14 +60,6 @@ class ExportTarget:
     def first(self) -> tuple[Tensor, ...]:
         """Two rows: what the tracers see."""
         return tuple(tensor[:2] for tensor in self.inputs)
-
-    @property
-    def output_names(self) -> tuple[str, ...]:
-        """Names a person can read. Further outputs, which few models have, are numbered."""
-        if self.tower is not None:
-            return (f"{self.tower}_features",)
-        classes = getattr(self.model, "num_classes", 0)
-        return ("logits",) if isinstance(classes, int) and classes > 0 else ("features",)
 
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers."""
@@ -104,19 +100,48 @@ def export_target(
     rows = max(2, *batches)  # tracers see two
     found = _inputs(model, loaded, inputs, rows, seed, dtype, device)
     whole = loaded is not None and loaded.model is model and loaded.tower is None
+    with torch.no_grad():
+        out = model(*(tensor[:1] for tensor in found))
+    tower = "text" if isinstance(model, TextTower) else loaded.tower if loaded else None
     return ExportTarget(
-        model=model,
+        model=_with_tuples(model) if isinstance(out, Mapping) else model,
         inputs=found,
         input_names=_names(found),
+        output_names=_output_names(model, tower, out),
         preprocess=_preprocess(model, loaded, given or Given()) if found[0].ndim == 4 else None,
         dtype=dtype,
         device=device.type,
         plan=_plan(model, sites),
         name=type(model).__name__ if loaded is None else loaded.name,
         weights="the model's own" if loaded is None else loaded.weights,
-        tower="text" if isinstance(model, TextTower) else loaded.tower if loaded else None,
+        tower=tower,
         loaded=loaded if whole else None,
     )
+
+
+def _output_names(model: nn.Module, tower: str | None, out: Any) -> tuple[str, ...]:
+    if isinstance(out, Mapping):
+        return tuple(key for key in out if out[key] is not None)
+    classes = getattr(model, "num_classes", 0)
+    of_classes = isinstance(classes, int) and classes > 0
+    first = f"{tower}_features" if tower else "logits" if of_classes else "features"
+    return first, *(f"output_{i}" for i in range(1, len(tree_leaves(out))))
+
+
+def _with_tuples(model: nn.Module) -> nn.Module:
+    """A copy over the same weights that returns a tuple in the place of a mapping, whose class the
+    artefacts' readers lack."""
+    cls: Any = type(model)
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        out = cls.forward(self, *args, **kwargs)
+        return tuple(value for value in out.values() if value is not None)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
+    found = shared_copy(model)
+    found.__class__ = type(cls.__name__, (cls,), names)
+    return found
 
 
 def _home(model: nn.Module) -> tuple[torch.dtype, torch.device]:

@@ -48,10 +48,8 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
     name = config.get("architecture")
     if not isinstance(name, str) or not name:
         kind = config.get("architectures") or config.get("model_type")
-        what = f"a transformers configuration ({str(kind)[:60]})" if kind else "no timm one"
-        raise ModelError(
-            f"{where} names no architecture: it is {what}; elsa reads timm's and open_clip's"
-        )
+        hint = f"; it is of transformers ({str(kind)[:60]}): give its folder" if kind else ""
+        raise ModelError(f"{where} names no architecture{hint}")
     _check_name(name, where)
     extension = config.get("elsa", {})
     library, implied = _library(extension, where)
@@ -63,7 +61,7 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
     if num_classes is not None and (type(num_classes) is not int or not 0 <= num_classes < 2**31):
         raise ModelError(f"{where}: num_classes must be a whole number >= 0")
     args = checked_args(config.get("model_args", {}), where)
-    preprocess = replace(_preprocess(cfg, where), assumed=_assumed(extension, cfg, where))
+    preprocess = replace(preprocess_of(cfg, where), assumed=_assumed(extension, cfg, where))
     for key, value in implied(cfg, preprocess).items():
         args.setdefault(key, value)
     return Recipe(
@@ -119,7 +117,7 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
     name = config.get("architecture") or "custom"
     for each in (name, model_cfg["vision_cfg"].get("timm_model_name") or name):
         _check_name(each, where)
-    preprocess = replace(_preprocess(cfg, where), assumed=assumed)
+    preprocess = replace(preprocess_of(cfg, where), assumed=assumed)
     unsaid = _unsaid(config.get("elsa", {}), where)
     return Recipe("open_clip", name, {}, 0, preprocess, None, dict(model_cfg), unsaid)
 
@@ -132,7 +130,12 @@ def _check_name(name: Any, where: str) -> None:
         )
 
 
-def _preprocess(cfg: Mapping[str, Any], where: str) -> Preprocess:
+def preprocess_of(cfg: Mapping[str, Any], where: str) -> Preprocess:
+    """Read input_size, mean, std, crop_pct, crop_mode and interpolation; defaults where not said.
+
+    Raises:
+        ModelError: a value that cannot be.
+    """
     size = cfg.get("input_size") or list(Preprocess().input_size)
     if not (isinstance(size, (list, tuple)) and len(size) == 3 and all(map(_is_extent, size))):
         raise ModelError(

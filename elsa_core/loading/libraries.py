@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 # The names of the first need no prefix; the tensors of a file are its own where no other's marks
 # are among them.
 LIBRARIES = (TIMM, OPEN_CLIP, TORCHVISION)
+# Of models that no name builds: the user's own code, and folders of transformers. Where attention
+# happens in them is seen as they run.
+NAMELESS = ("python", "transformers")
 
 
 def first() -> Library:
@@ -47,7 +50,15 @@ def of(name: str) -> Library:
     for library in LIBRARIES:
         if library.name == name:
             return library
+    if name in NAMELESS:
+        return Library(name=name, names=list, lookup=lambda name: None,
+                       recipe=lambda model, tag: Recipe(name, model),
+                       build=_not_by_name)  # fmt: skip
     raise ModelError(f"no library is named {name[:40]!r}: elsa knows {', '.join(names())}")
+
+
+def _not_by_name(recipe: Recipe) -> nn.Module:
+    raise ModelError(f"{recipe.name} of {recipe.library} is not built by its name")
 
 
 def default_recipe(spec: ModelSpec) -> Recipe:

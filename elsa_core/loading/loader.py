@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
@@ -27,6 +28,7 @@ from elsa_core.loading.published import build_published
 from elsa_core.loading.python_models import build_own
 from elsa_core.loading.recipe import Given, Preprocess, Recipe, checked_args
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
+from elsa_core.loading.transformers_models import LIBRARY, is_transformers, open_folder
 
 if TYPE_CHECKING:
     from elsa_core.patching import PatchReport
@@ -76,6 +78,11 @@ class Loaded:
     warnings: tuple[str, ...] = ()
     alike: tuple[Recipe, ...] = ()
     example: tuple[Any, ...] | None = None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether its attention is found by a run, on `example_inputs()`."""
+        return self.example is not None or self.recipe.library in libraries.NAMELESS
 
     @property
     def crop_mode(self) -> str:
@@ -245,7 +252,7 @@ def load_model(
             loaded = _from_file(parsed, size, arch, dtype, given, weights)
     loaded = _preprocessed(loaded, asked)
     loaded.model = loaded.model.eval().to(device=target, dtype=dtype)
-    if parsed.source != "python":
+    if loaded.recipe.library != "python":
         loaded.recipe.describe(loaded.model)
     if parsed.source == "directory":
         _apply_plan(loaded)
@@ -343,6 +350,15 @@ def _from_file(
     directory = spec.source == "directory"
     if directory:
         refuse_links(spec.path)
+        config = spec.path / CONFIG_NAMES[0]
+        content = read_json(config) if config.is_file() else {}
+        if is_transformers(content):
+            if arch is not None or key is not None or given:
+                raise ArgumentError(
+                    f"arch, weights and model_kwargs are not for {spec.given}, which {LIBRARY} "
+                    "describes"
+                )
+            return _from_transformers(spec, spec.path, content, size)
     path = weights_in(spec.path) if directory else spec.path
     weights = read_weights(path, key)
     # A classifier that is to be dropped tells the architecture like any other tensor.
@@ -371,11 +387,20 @@ def _from_file(
     return dataclasses.replace(loaded, warnings=weights.notes, alike=choice.alike)
 
 
+def _from_transformers(
+    spec: ModelSpec, folder: Path, config: Mapping[str, Any], size: tuple[int, int] | None
+) -> Loaded:
+    model, recipe, notes, said = open_folder(folder, config, size)
+    loaded = _loaded(model, spec, recipe, str(folder), tuple(notes))
+    return dataclasses.replace(loaded, warnings=tuple(said))
+
+
 def _apply_plan(loaded: Loaded) -> None:
     assert loaded.spec.path is not None
     path = loaded.spec.path / PLAN_NAME
     if os.path.lexists(path):
-        loaded.report = apply_plan(loaded.model, read_plan(path), path)
+        example = loaded.example_inputs() if loaded.is_watched else None
+        loaded.report = apply_plan(loaded.model, read_plan(path), path, example)
 
 
 def _loaded(
@@ -395,7 +420,7 @@ def _loaded(
         num_classes=num_classes,
         weights=weights,
         notes=notes,
-        recipe=recipe if spec.source == "python" else explicit(recipe, num_classes),
+        recipe=explicit(recipe, num_classes),
     )
 
 

@@ -103,19 +103,27 @@ def read_plan(path: Path) -> Plan:
     return Plan(*names, include, exclude, sites, reasons, str(scope), offload)
 
 
-def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
+def apply_plan(
+    model: nn.Module, plan: Plan, path: Path, example: tuple[Any, ...] | None = None
+) -> PatchReport:
     """Patch exactly the sites that the plan names, in place.
+
+    Args:
+        model: any module.
+        plan: of a model of this architecture.
+        path: of the plan, for messages.
+        example: the model's arguments; it runs on them where sites are found by a run.
 
     Raises:
         ModelError: the plan does not fit the model, or asks for something this elsa lacks.
     """
-    from elsa_core.patching import find_sites, layers_within, patch, sites_of
+    from elsa_core.patching import find_sites, layers_within, patch, sites_of, watch
 
     modules = dict(model.named_modules())
     absent = [site for site in plan.sites if site not in modules]
     if absent:
         raise ModelError(f"{path} does not fit the model: it has no module {absent[0][:120]!r}")
-    found = find_sites(model, plan.scope)
+    found = find_sites(model, plan.scope, None if example is None else watch(model, example))
     reasons = {site.path: "" if site.patchable else site.reason for site in found}
     for site in plan.sites:
         if why := reasons.get(site, f"it is none of its {sites_of(plan.scope)}"):
@@ -125,7 +133,7 @@ def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
     include = [_literal(site) for site in (*plan.sites, *within)]
     try:
         report = patch(
-            model, precision=plan.precision, backend=plan.backend, include=include,
+            model, example, precision=plan.precision, backend=plan.backend, include=include,
             scope=plan.scope, offload=plan.offload,
         )  # fmt: skip
     except (ArgumentError, NothingPatchedError) as error:

@@ -131,7 +131,7 @@ def _preference(recipe: Recipe) -> tuple[int, bool, int, str]:
 
 def _look(shapes: Shapes) -> str:
     if any(name.startswith(("vit.", "encoder.layer.", "vision_model.")) for name in shapes):
-        return " (the names are those of transformers, which elsa does not read)"
+        return " (the names are those of transformers: give its folder)"
     first = next(iter(shapes))
     return f" ({len(shapes)} tensors, the first is {first[:60]!r})"
 

@@ -17,6 +17,7 @@ from elsa_core.loading import libraries
 from elsa_core.loading.fromfile import CONFIG_METADATA
 from elsa_core.loading.loader import Loaded
 from elsa_core.loading.plan import PLAN_NAME, Plan, plan_of
+from elsa_core.loading.transformers_models import LIBRARY, PROCESSORS, write_folder
 from elsa_core.loading.weights import separate
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _OWN_NAMES = frozenset(
         *(WEIGHTS_NAME, CONFIG_NAME, OPEN_CLIP_CONFIG_NAME, PLAN_NAME),
         *("model.ts", "model.onnx", "model.onnx.data", "model.pt2", "model.aoti.pt2", "lib"),
         *("model.int8.onnx", "model.int8.onnx.data", "labels.txt", "reference.npz", "README.md"),
-        *("manifest.json", "manifest.sig", "load.py", "__pycache__"),
+        *("manifest.json", "manifest.sig", "load.py", "__pycache__", *PROCESSORS),
     )
 )
 
@@ -44,6 +45,9 @@ def save(
     force: bool = False,
 ) -> Path:
     """Write model.safetensors, config.json and elsa_plan.json; `load` opens the directory again.
+
+    Of a model that the user's own code makes there is no config.json: `elsa patch --plan` takes
+    the plan.
 
     The files are written beside the target and renamed into place: after a failure or an
     interrupt at any point the target is as it was before.
@@ -58,15 +62,9 @@ def save(
         The directory.
 
     Raises:
-        ArgumentError: the target exists, or cannot be written, or the model is made by code of the
-            user's own, which a directory cannot name.
+        ArgumentError: the target exists, or cannot be written.
         UnavailableError: the disk is full.
     """
-    if loaded.spec.source == "python":
-        raise ArgumentError(
-            f"{loaded.spec.given} is made by your own code, which a saved directory does not run: "
-            "save its state_dict and patch what the factory gives, or use elsa export"
-        )
     given = files.located(directory)
     try:
         target = given.resolve()
@@ -82,8 +80,12 @@ def write_model(directory: Path, model: nn.Module, plan: Plan, loaded: Loaded | 
     """Write weights and plan, and where the model was loaded by elsa the configuration, with which
     `load` opens `directory` again."""
     files.write_json(directory / PLAN_NAME, plan.to_dict())
-    if loaded is None:
+    if loaded is None or loaded.recipe.library == "python":
         _write_tensors(model.state_dict(), directory / WEIGHTS_NAME, {"format": "pt"})
+        return
+    if loaded.recipe.library == LIBRARY:
+        _check_finite(model.state_dict())
+        write_folder(loaded.model, directory, loaded.spec.path)
         return
     config = _config(loaded)
     metadata = {
@@ -117,18 +119,7 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, s
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    bad = next(
-        (
-            name
-            for name, t in tensors.items()
-            if t.is_floating_point() and not torch.isfinite(t).all()
-        ),
-        None,
-    )
-    if bad is not None:
-        raise ModelError(
-            f"tensor {bad!r} holds NaN or infinity: not saved, it would not load again"
-        )
+    _check_finite(tensors)
     try:
         save_file(separate(tensors), path, metadata=metadata)
     except SafetensorError as error:
@@ -138,6 +129,14 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, s
     # safetensors makes files that only their owner may read.
     path.chmod(0o666 & ~files.umask())
     files.flush(path)
+
+
+def _check_finite(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ModelError(
+                f"tensor {name!r} holds NaN or infinity: not saved, it would not load again"
+            )
 
 
 def check_target(target: Path, given: Path, force: bool) -> None:

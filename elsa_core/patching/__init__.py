@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         plain_model,
     )
     from elsa_core.patching.text import sites_of
+    from elsa_core.patching.watching import watch
 
 _HOMES = {
     "adapters": ("attention_within", "computes_otherwise", "entry"),
@@ -63,6 +64,7 @@ _HOMES = {
     "sharding": ("reduce_gradients", "require_shardable", "shard"),
     "sites": ("AttentionSite", "Inspection", "find_sites", "inspect", "plain_model"),
     "text": ("sites_of",),
+    "watching": ("watch",),
 }
 
 __all__ = [
@@ -99,6 +101,7 @@ __all__ = [
     "sites_of",
     "unfreeze",
     "unpatch",
+    "watch",
     "write_page",
 ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import logging
 import math
@@ -129,13 +130,30 @@ def run_copy(
         # torch logs the traceback of a fake run that fails; it is handled here
         with quiet(logging.ERROR), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
-            return run(_unpatched_copy(model, mode), *fake)
+            try:
+                return run(_unpatched_copy(model, mode), *fake)
+            finally:
+                _clear_caches(model)
     except Exception as fake_error:
         # Values that decide shapes (a .item(), a boolean index) need real tensors.
         try:
             return really()
         except Exception as error:
             raise ProbeError(first_line(error)) from fake_error
+
+
+def _clear_caches(model: nn.Module) -> None:
+    """Empty the `lru_cache`s of the modules that the model's code lies in (positions of DINOv3 in
+    transformers): a fake tensor in one would be a real model's."""
+    names = {type(module).__module__ for module in model.modules()}
+    for value in [v for name in names for v in vars(sys.modules.get(name, sys)).values()]:
+        found = [value]
+        for cell in getattr(value, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                found.append(cell.cell_contents)
+        for each in found:
+            if isinstance(each, functools._lru_cache_wrapper):
+                each.cache_clear()
 
 
 def cast_to(like: Tensor, example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -385,7 +385,7 @@ def test_whole_numbers_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> Non
         ("[]", "not a JSON object"),
         ("{", "not JSON"),
         ('{"architecture": "test_vit", "architecture": "x"}', "occurs twice"),
-        ('{"model_type": "vit"}', "transformers"),
+        ('{"model_type": "vit"}', "has no model 'vit'"),
         ('{"architecture": 3}', "names no architecture"),
         ('{"architecture": "no_such_model"}', "no model 'no_such_model'"),
         ('{"architecture": "../test_vit"}', "names an architecture '../test_vit'"),
