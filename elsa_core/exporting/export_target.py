@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -100,7 +101,8 @@ def export_target(
     rows = max(2, *batches)  # tracers see two
     found = _inputs(model, loaded, inputs, rows, seed, dtype, device)
     whole = loaded is not None and loaded.model is model and loaded.tower is None
-    with torch.no_grad():
+    out = None
+    with torch.no_grad(), contextlib.suppress(Exception):  # the reference says why
         out = model(*(tensor[:1] for tensor in found))
     tower = "text" if isinstance(model, TextTower) else loaded.tower if loaded else None
     return ExportTarget(

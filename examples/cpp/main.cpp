@@ -119,6 +119,18 @@ struct Asked {
 // Gives torch the operators that model.ts names; where the bundle runs. One for a GPU brings a
 // library and the plans of its calls, at the batch sizes that it was exported with.
 torch::Device load_operators(const std::string& bundle, const std::string& asked) {
+  const auto has = [&bundle](const char* name) {
+    return std::filesystem::exists(bundle + "/" + name);
+  };
+  if (!std::filesystem::is_directory(bundle)) {
+    throw std::runtime_error("there is no folder " + bundle);
+  }
+  if (!has("manifest.json") && !has("lib")) {
+    throw std::runtime_error(bundle + " is no bundle of elsa export");
+  }
+  if (!has("model.ts") && !has("model.aoti.pt2") && (has("model.onnx") || has("model.pt2"))) {
+    throw std::runtime_error(bundle + " has neither model.ts nor model.aoti.pt2: run its load.py");
+  }
   const std::string on_gpu = bundle + "/lib/libelsa_cuda.so";
   const bool has_gpu = std::filesystem::exists(on_gpu);
   const std::string device = !asked.empty() ? asked : has_gpu ? "cuda" : "cpu";

@@ -193,6 +193,21 @@ def test_a_vit_runs_on_a_gpu(program: Path, tmp_path: Path, dtype: str, format: 
     assert done.returncode == 1 and "has no lib/libelsa_torch.so" in done.stderr
 
 
+def test_the_real_reason_is_named(program: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "image.ppm"
+    image(64, picture)
+    (tmp_path / "onnx").mkdir()
+    (tmp_path / "onnx" / "manifest.json").write_text("{}")
+    (tmp_path / "onnx" / "model.onnx").write_bytes(b"")
+    for bundle, words in (
+        (tmp_path / "none", "there is no folder"),
+        (tmp_path, "is no bundle of elsa export"),
+        (tmp_path / "onnx", "has neither model.ts nor model.aoti.pt2: run its load.py"),
+    ):
+        done = run(program, bundle, picture)
+        assert done.returncode == 1 and words in done.stderr, done.stderr
+
+
 def test_bad_input_is_one_line(program: Path, bundle: Bundle, tmp_path: Path) -> None:
     image(64, tmp_path / "image.ppm")
     (tmp_path / "short.ppm").write_bytes(b"P6\n64 64\n255\nxyz")
