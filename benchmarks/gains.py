@@ -17,7 +17,6 @@ GPU: Final = {
     "ViT-T": ("vit_tiny_patch16_224",),
     "ViT-S": ("vit_small_patch16_224",),
     "ViT-B": ("vit_base_patch16_224",),
-    "ViT, relative positions": ("vit_relpos_small_patch16_224",),
     "DINOv2, DINOv3": ("vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3"),
     "DeiT": ("deit3_small_patch16_224", "deit_small_patch16_224"),
     "BEiT": ("beit_base_patch16_224",),
@@ -26,7 +25,6 @@ GPU: Final = {
     "SAM 2": ("sam2_hiera_tiny",),
     "Swin": ("swin_tiny_patch4_window7_224", "swin_t"),
     "Swin V2": ("swinv2_tiny_window8_256",),
-    "Swin V2 CR": ("swinv2_cr_tiny_ns_224", "swinv2_cr_tiny_224"),
     "NesT": ("nest_tiny",),
     "Twins": ("twins_svt_small",),
     "Hiera": ("hiera_base_224", "hiera_tiny_224"),
@@ -36,11 +34,7 @@ GPU: Final = {
     "GC ViT": ("gcvit_tiny",),
     "PVT v2": ("pvt_v2_b1", "pvt_v2_b2"),
     "CaiT": ("cait_xxs24_224",),
-    "CrossViT": ("crossvit_9_240", "crossvit_15_240"),
     "LeViT": ("levit_256",),
-    "TinyViT": ("tiny_vit_11m_224", "tiny_vit_21m_224"),
-    "VOLO": ("volo_d1_224",),
-    "EfficientViT": ("efficientvit_m5",),
 }
 CPU: Final = {
     "ViT-T": ("vit_tiny_patch16_224",),

@@ -342,7 +342,7 @@ def to_markdown(records: Sequence[Coverage], note: str) -> str:
         for record in members:
             for one in record.kept:
                 kept[one.module_class.rpartition(".")[2], one.reason] += one.sites
-            if record.verdict in (DIFFERS, FAILED, UNAVAILABLE):
+            if record.verdict in (DIFFERS, FAILED):
                 problems.append(f"- `{record.name}`: {record.verdict}: {record.reason}")
         checked = [record for record in members if record.verdict in (AGREES, DIFFERS)]
         agree = sum(record.verdict == AGREES for record in checked)
@@ -355,5 +355,8 @@ def to_markdown(records: Sequence[Coverage], note: str) -> str:
             f"| {reasons} |"
         )
     if problems:
-        lines += ["", "What did not agree, or could not be examined:", "", *problems]
+        lines += ["", "What did not agree, or failed:", "", *problems]
+    if missing := [record for record in records if record.verdict == UNAVAILABLE]:
+        names = ", ".join(f"`{record.name}`" for record in missing)
+        lines += ["", f"Could not be examined: {names}. The first: {missing[0].reason}."]
     return "\n".join(lines) + "\n"

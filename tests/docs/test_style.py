@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
-GENERATED = ("benchmarks", "coverage", "architecture")
+GENERATED = ("benchmarks", "coverage")
 LINES = {"limits": 60, "cuda": 80, "linear": 80}
 ALL_LINES, WORDS = 2050, 25
 _LEFT_OUT = re.compile(
