@@ -62,6 +62,60 @@ MODELS: dict[str, dict[str, Any]] = {
     "efficientformer_l1": {},
     "maxvit_rmlp_pico_rw_256": {"img_size": 64},
 }  # fmt: skip
+
+
+def _swin(version: int) -> nn.Module:
+    swin = pytest.importorskip("torchvision.models.swin_transformer")
+    block, merging = (
+        (swin.SwinTransformerBlock, swin.PatchMerging)
+        if version == 1
+        else (swin.SwinTransformerBlockV2, swin.PatchMergingV2)
+    )
+    model: nn.Module = swin.SwinTransformer(
+        [4, 4], 16, [2, 2], [2, 2], [4, 4], num_classes=5, block=block, downsample_layer=merging
+    )
+    return model
+
+
+def _maxvit() -> nn.Module:
+    maxvit = pytest.importorskip("torchvision.models.maxvit")
+    return maxvit.MaxVit((64, 64), 16, 4, [16, 32], [1, 1], 8, 0.0, num_classes=5)  # type: ignore[no-any-return]
+
+
+def _clip() -> nn.Module:
+    tower = pytest.importorskip("open_clip.transformer")
+    return tower.VisionTransformer(32, 8, 32, 2, 2, 2.0, output_dim=16)  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    """PyTorch's encoder on patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 32, 8, 8)
+        layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.patches(x).flatten(2).transpose(1, 2))
+        return out
+
+
+# Of other libraries: how each is made, and its side.
+OTHERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "torchvision vit": (
+        lambda: pytest.importorskip("torchvision").models.VisionTransformer(32, 8, 2, 2, 32, 64),
+        32,
+    ),
+    "torchvision swin": (lambda: _swin(1), 64),
+    "torchvision swin v2": (lambda: _swin(2), 64),
+    "torchvision maxvit": (_maxvit, 64),
+    "open_clip vit": (_clip, 32),
+    "torch encoder": (Encoder, 32),
+}
+# In inference PyTorch's fast path reads the weights of an encoder's parts and calls none, whatever
+# stands in their places; hooks turn it off. Patched layers call their parts, as in training.
+ONLY_HOOKS = ("torch encoder",)
 SIDES = {"crossvit_tiny_240": 240, "levit_128s": 224, "gcvit_xxtiny": 224, "pvt_v2_b0": 64,
          "davit_tiny": 64, "tiny_vit_5m_224": 224, "efficientformer_l1": 224}  # fmt: skip
 # Changed by name of the part, attribute and value; of the first part of that name.
@@ -129,7 +183,9 @@ def fused():
 def made(name: str, fuses: bool) -> nn.Module:
     set_fused_attn(fuses)
     torch.manual_seed(0)
-    model: nn.Module = timm.create_model(name, **MODELS[name]).eval()
+    other = OTHERS.get(name)
+    model: nn.Module = other[0]() if other else timm.create_model(name, **MODELS[name])
+    model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.1, 0.3)
@@ -166,15 +222,17 @@ def differ(found: Any, wanted: Any) -> bool:
     return bool((found - wanted).norm() > 2e-5 * wanted.norm())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
 @torch.no_grad()
 def test_disturbed_parts(name: str) -> None:
-    x = torch.randn(1, 3, *[SIDES.get(name, MODELS[name].get("img_size", 64))] * 2)
+    of_timm = MODELS.get(name, {})
+    side = OTHERS[name][1] if name in OTHERS else SIDES.get(name, of_timm.get("img_size", 64))
+    x = torch.randn(1, 3, side, side)
     bases = {fuses: made(name, fuses) for fuses in (True, False)}
     changes: list[tuple[str, str, Callable[[nn.Module], None]]] = [
         (way.__name__, path, lambda model, way=way, path=path: way(model, path))
         for path in parts(bases[True])
-        for way in DISTURBANCES
+        for way in DISTURBANCES[: 1 if name in ONLY_HOOKS else None]
     ]
     for last, attribute, value in SETTINGS:
         paths = [p for p in parts(bases[True]) if p.rpartition(".")[2] == last]
@@ -189,7 +247,7 @@ def test_disturbed_parts(name: str) -> None:
                 ] * 2  # fmt: skip
     wrong = []
     for index, (said, path, change) in enumerate(changes):
-        if not taken(index + list(MODELS).index(name), one_in=12):
+        if not taken(index + [*MODELS, *OTHERS].index(name), one_in=12):
             continue
         base = bases[index % 3 == 1]  # attention weights exist where it is off
         scope, when = WAYS[index // 2 % len(WAYS)]

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-from torchvision.models.maxvit import PartitionAttentionLayer, RelativePositionalMultiHeadAttention
+from torch import Tensor, nn
+from torchvision.models.maxvit import (
+    PartitionAttentionLayer,
+    RelativePositionalMultiHeadAttention,
+    SwapAxes,
+    WindowDepartition,
+    WindowPartition,
+)
 
 from elsa_core.patching.adapters.common import project
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
-from elsa_core.patching.adapters.hooks import has_hooks
+from elsa_core.patching.adapters.hooks import is_watched
 from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
@@ -25,6 +31,15 @@ from elsa_core.patching.adapters.windows import (
     read_bias,
     why_not,
 )
+
+# The modules that the layer's forward calls around the attention, as the library makes them.
+_PARTS = {
+    "partition_op": (WindowPartition,),
+    "partition_swap": (SwapAxes, nn.Identity),
+    "attn_layer": (nn.Sequential,),
+    "departition_swap": (SwapAxes, nn.Identity),
+    "departition_op": (WindowDepartition,),
+}
 
 
 class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ignore[misc]  # untyped
@@ -38,25 +53,27 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
     @staticmethod
     def elsa_why_not(module: Any) -> str:
         """Why this instance stays as it is; empty if it does not."""
+        other = _other_part(module)
+        if other:
+            return f"its {other} is a {type(getattr(module, other)).__qualname__}"
         return why_not(module.attn_layer[1], RelativePositionalMultiHeadAttention)
 
-    def elsa_derivation(self) -> Derivation:
-        """The relative position bias."""
-        attn = self.attn_layer[1]
-        table, index = attn.relative_position_bias_table, attn.relative_position_index
-        small = is_small(table, attn.n_heads, attn.max_seq_len)
-        return Derivation(self, attn, _bias, (table, index), per_call=_table, keep=small)
+    def elsa_derivation(self) -> Derivation | None:
+        """The relative position bias, where the parts are the library's."""
+        return None if _other_part(self) else _of_bias(self)
 
     def forward(self, x: Tensor) -> Tensor:
+        if _other_part(self) or any(is_watched(self._modules[name]) for name in _PARTS):
+            own: Tensor = super().forward(x)
+            return own
         norm, attn, drop = self.attn_layer
-        grid = tuple(self.grid_size)
         hooked = is_hooked(attn, RelativePositionalMultiHeadAttention)
-        hooked = hooked or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid
+        hooked = hooked or tuple(x.shape[-2:]) != tuple(self.grid_size)
         if hooked or keeps_original(self, x, attn.to_qkv, attn.n_heads, (attn.size,) * 2):
             out: Tensor = super().forward(x)
             return out
         x = x.permute(0, 2, 3, 1)
-        bias: Bias = derived(self.elsa_derivation())
+        bias: Bias = derived(_of_bias(self))
         out = attend_windows(
             self,
             project(self, attn.to_qkv, norm(x)),
@@ -70,6 +87,19 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
         x = x + self.stochastic_dropout(drop(project(self, attn.merge, out)))
         x = x + self.stochastic_dropout(self.mlp_layer(x))
         return x.permute(0, 3, 1, 2)
+
+
+def _other_part(layer: Any) -> str:
+    """The name of a part in whose place another module stands; empty where none does."""
+    parts = layer._modules
+    return next((name for name, made in _PARTS.items() if type(parts[name]) not in made), "")
+
+
+def _of_bias(layer: Any) -> Derivation:
+    attn = layer.attn_layer[1]
+    table, index = attn.relative_position_bias_table, attn.relative_position_index
+    small = is_small(table, attn.n_heads, attn.max_seq_len)
+    return Derivation(layer, attn, _bias, (table, index), per_call=_table, keep=small)
 
 
 def _bias(attn: Any) -> Bias:
