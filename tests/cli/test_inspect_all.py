@@ -4,90 +4,95 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from elsa_core.proof import catalogue, coverage
+from elsa_core.proof import coverage
 from elsa_core.proof.coverage import Coverage, Kept
 
-from .conftest import Elsa
+from .conftest import Elsa, environment
 from .test_commands import document
 
+TWO = "timm:test_vit[23]"
 KEPT = (Kept("timm.models.cait.TalkingHeadAttn", "mixes heads", 3, softmax=False),)
-GOOD = Coverage("timm:a", "cait", 7, 5, 2, KEPT, coverage.AGREES, "", 1e-7, 2e-7)
+GOOD = Coverage("timm:test_vit2", "cait", 7, 5, 2, KEPT, coverage.AGREES, "", 1e-7, 2e-7)
 
 
-@pytest.fixture
-def records(monkeypatch: pytest.MonkeyPatch) -> dict[str, Coverage]:
-    found = {"timm:a": GOOD, "timm:b": dataclasses.replace(GOOD, name="timm:b")}
-    monkeypatch.setattr(
-        catalogue, "architectures", lambda match: [n for n in found if match in ("*", n)]
-    )
-    monkeypatch.setattr(coverage, "examine", lambda name, *, checked: found[name])
-    return found
+def kept(**second: str) -> str:
+    """The file of an earlier run that examined two architectures."""
+    records = (GOOD, dataclasses.replace(GOOD, name="timm:test_vit3", **second))
+    lines = (json.dumps(record.to_dict()) + "\n" for record in records)
+    Path("state.jsonl").write_text("".join(lines), encoding="utf-8")
+    return "state.jsonl"
 
 
-def test_table_page_and_document(elsa: Elsa, records: dict[str, Coverage], tmp_path: Path) -> None:
-    page, state = tmp_path / "coverage.md", tmp_path / "state.jsonl"
-    answer = elsa("inspect", "--all", "--check", "--page", str(page), "--state", str(state))
+def test_table_page_and_document(elsa: Elsa, tmp_path: Path) -> None:
+    page, state = tmp_path / "coverage.md", kept()
+    answer = elsa("inspect", "--all", TWO, "--check", "--page", str(page), "--state", state)
     assert answer.code == 0, answer.err
     assert "cait" in answer.out and "6 TalkingHeadAttn" in answer.out
     last = answer.out.splitlines()[-1]
     assert last.startswith("2 of 2 architectures with softmax attention are patched whole (100.0%)")
     assert "| cait | 2 | 10 | 4 | 2/2 |" in page.read_text(encoding="utf-8")
-    assert len(state.read_text(encoding="utf-8").splitlines()) == 2
-    results = document(elsa("inspect", "--all", "timm:a", "--json"))["results"]
-    assert [one["name"] for one in results["architectures"]] == ["timm:a"]
+    line = ("inspect", "--all", "timm:test_vit2", "--json")
+    results = document(elsa(*line, "--state", "new.jsonl"))["results"]
+    assert [one["name"] for one in results["architectures"]] == ["timm:test_vit2"]
     assert results["summary"]["complete"] == 1
+    assert document(elsa(*line, "--state", "new.jsonl"))["results"] == results
+    assert len(Path("new.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
-def test_a_page_says_what_wrote_it_and_is_not_replaced_unasked(
-    elsa: Elsa, records: dict[str, Coverage]
-) -> None:
-    page = Path("page.md")
-    for flags, line in (((), "elsa inspect --all timm:a"), (("--check",), "--all timm:a --check")):
+def test_a_page_says_what_wrote_it_and_is_not_replaced_unasked(elsa: Elsa) -> None:
+    page, name, state = Path("page.md"), "timm:test_vit2", ("--state", kept())
+    line = ("inspect", "--all", name, *state, "--page", "page.md")
+    for flags, said in (((), f"elsa inspect --all {name}"), (("--check",), f"{name} --check")):
         page.unlink(missing_ok=True)
-        assert elsa("inspect", "--all", "timm:a", *flags, "--page", "page.md").code == 0
-        assert f"{line}`. Versions: torch " in page.read_text(encoding="utf-8")
+        assert elsa(*line, *flags).code == 0
+        assert f"{said}`. Versions: torch " in page.read_text(encoding="utf-8")
     page.write_text("mine", encoding="utf-8")
-    elsa("inspect", "--all", "--page", "page.md").fails(2, "page.md exists", "--force")
+    elsa(*line).fails(2, "page.md exists", "--force")
     assert page.read_text(encoding="utf-8") == "mine"
-    assert elsa("inspect", "--all", "--page", "page.md", "--force").code == 0
+    assert elsa(*line, "--force").code == 0
     assert "Coverage" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("option", ["--state", "--page"])
-def test_a_target_that_cannot_be_written_is_known_at_once(
-    elsa: Elsa, monkeypatch: pytest.MonkeyPatch, option: str
-) -> None:
-    monkeypatch.setattr(catalogue, "architectures", lambda match: pytest.fail("too late"))
+def test_a_target_that_cannot_be_written_is_known_at_once(elsa: Elsa, option: str) -> None:
     elsa("inspect", "--all", option, "no/x").fails(2, "no/x cannot be written: No such file")
 
 
-def test_an_interrupt_names_the_state_that_was_kept(
-    elsa: Elsa, records: dict[str, Coverage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def examine(name: str, *, checked: bool) -> Coverage:
-        if name == "timm:b":
-            raise KeyboardInterrupt
-        return records[name]
+def test_an_interrupt_names_the_state_that_was_kept() -> None:
+    state = Path("state.jsonl")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "elsa_cli", "inspect", "--all", "timm:*", "--state", str(state)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (state.exists() and state.read_text(encoding="utf-8").endswith("\n")):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert err.splitlines()[-1] == "interrupted; state.jsonl is complete"
+    assert coverage.read_state(state)
 
-    monkeypatch.setattr(coverage, "examine", examine)
-    answer = elsa("inspect", "--all", "--state", "state.jsonl")
-    assert (answer.code, answer.err) == (130, "interrupted; state.jsonl is complete\n")
-    assert len(Path("state.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
-
-def test_a_difference_is_exit_1(elsa: Elsa, records: dict[str, Coverage]) -> None:
-    records["timm:b"] = dataclasses.replace(GOOD, name="timm:b", verdict="differs", reason="far")
-    answer = elsa("inspect", "--all")
+def test_a_difference_is_exit_1(elsa: Elsa) -> None:
+    line = ("inspect", "--all", TWO, "--state", kept(verdict="differs", reason="far"))
+    answer = elsa(*line)
     assert answer.code == 1
-    assert "timm:b: differs: far" in answer.out and "timm:b first" in answer.err
-    assert document(elsa("inspect", "--all", "--json"), code=1)
+    assert "timm:test_vit3: differs: far" in answer.out and "timm:test_vit3 first" in answer.err
+    assert document(elsa(*line, "--json"), code=1)
 
 
-def test_wrong_use(elsa: Elsa, records: dict[str, Coverage], tmp_path: Path) -> None:
+def test_wrong_use(elsa: Elsa, tmp_path: Path) -> None:
     elsa("inspect").fails(2, "missing MODEL")
     elsa("inspect", "vit_tiny", "--check").fails(2, "--all")
     elsa("inspect", "vit_tiny", "--force").fails(2, "--all")

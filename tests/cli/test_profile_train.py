@@ -87,18 +87,6 @@ def test_a_file_with_parts_of_other_kinds(elsa: Elsa, tmp_path: Path) -> None:
             documents.read(Path("b.json"))
 
 
-@pytest.mark.parametrize("scope", ["attention", "model"])
-def test_the_scope_is_the_one_that_was_asked_for(monkeypatch, scope: str) -> None:
-    seen = []
-    measure = training.measure_training
-    monkeypatch.setattr(
-        training, "measure_training", lambda *a, **k: seen.append(k["scope"]) or measure(*a, **k)
-    )
-    model, x = load(MODEL, image_size=32), torch.randn(2, 3, 32, 32)
-    training.profile_training(model, x, rounds=3, budget_seconds=0.2, scope=scope)
-    assert seen == [scope]
-
-
 def test_the_model_stays_as_it_was() -> None:
     model = load(MODEL, image_size=32).train()
     before = copy.deepcopy(model.state_dict())

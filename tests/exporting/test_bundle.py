@@ -21,17 +21,18 @@ from torch import Tensor, nn
 
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ExportError, NothingPatchedError, UnavailableError
-from elsa_core.exporting import bundle as bundling
-from elsa_core.exporting import fresh, operators, reference, tracing
-from elsa_core.exporting.bundle import Bundle, export
+from elsa_core.exporting import operators, reference, tracing
+from elsa_core.exporting.bundle import Bundle, check_output, export
+from elsa_core.exporting.export_target import export_target
+from elsa_core.exporting.labels import write_labels
 from elsa_core.exporting.manifest import hashed, inside, read_manifest
 from elsa_core.exporting.readme import readme
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.towers import tower_of
-from elsa_core.exporting.verify import ArtefactReport, verify
+from elsa_core.exporting.verify import verify
 from elsa_core.loading.loader import Loaded, load_model
 from elsa_core.patching.rewrite import patch, patched_sites, unpatch
-from elsa_core.proof.checking import check
+from elsa_core.proof import CheckReport, check
 
 FORMATS = ("torchscript", "onnx", "pt2")
 
@@ -40,25 +41,9 @@ def entries(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-@pytest.fixture
-def quick(vit: Loaded, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Export TorchScript alone, with the check done and without the fresh process."""
-    report = check(vit.model, vit.example_inputs(1), stress=False)
-
-    def passed(name: str, *_: Any) -> ArtefactReport:
-        return ArtefactReport(name, "ok", "", {1: (0.0, 1.0)})
-
-    def nothing(_directory: Path, artefacts: dict[str, Any], *_: Any) -> dict[str, Any]:
-        return {name: [] for name in artefacts}
-
-    monkeypatch.setattr(bundling, "run_all", nothing)
-    monkeypatch.setattr(bundling, "judged", passed)
-
-    def call(target: Path, **options: Any) -> Bundle:
-        chosen = {"formats": ("torchscript",), "loaded": vit, "check": report} | options
-        return export(vit.model, target, **chosen)
-
-    return call
+@pytest.fixture(scope="module")
+def report(vit: Loaded) -> CheckReport:
+    return check(vit.model, vit.example_inputs(1), stress=False)
 
 
 def test_a_model_that_gives_zeros_is_no_proof(tmp_path: Path) -> None:
@@ -77,9 +62,6 @@ def test_a_model_that_gives_zeros_is_no_proof(tmp_path: Path) -> None:
     ):
         export(model, tmp_path / "out", formats=("torchscript",), progress=progress)
     assert caught[-1].filename == __file__
-
-
-# --- what is in it -----------------------------------------------------------------------------
 
 
 def test_what_a_bundle_holds(bundle: Bundle, vit: Loaded) -> None:
@@ -113,52 +95,25 @@ def test_what_a_bundle_holds(bundle: Bundle, vit: Loaded) -> None:
         assert verification["error"] <= verification["allowed"]
 
 
-def test_batch_sizes_of_the_users_own(vit: Loaded, tmp_path: Path) -> None:
-    """In a fresh process at these alone; tracers see two rows, also where no batch has as many."""
-    report = check(vit.model, vit.example_inputs(1), stress=False)
-    for given, sizes in (([5, 4, 5], [4, 5]), ((1,), [1])):
-        made = export(
-            vit.model, tmp_path / "out", formats=("torchscript",), batches=given, check=report,
-            loaded=vit, force=True,
-        )  # fmt: skip
-        assert made.manifest["reference"]["batch_sizes"] == sizes
-        assert list(made.artefacts[0].batches) == sizes
-        stored = np.load(made.path / "reference.npz")
-        assert len(stored["input.0"]) == len(stored["oracle.0"]) == max(2, *sizes)
+def test_batch_sizes_of_the_users_own(vit: Loaded, report: CheckReport, tmp_path: Path) -> None:
+    """In a fresh process at these alone."""
+    made = export(
+        vit.model, tmp_path / "out", formats=("torchscript",), batches=[5, 4, 5], check=report,
+        loaded=vit,
+    )  # fmt: skip
+    assert made.manifest["reference"]["batch_sizes"] == [4, 5]
+    assert list(made.artefacts[0].batches) == [4, 5]
+    assert len(np.load(made.path / "reference.npz")["oracle.0"]) == 5
 
 
-@pytest.mark.parametrize("batches", [(), (0, 1), (65,), (-1,)])
-def test_batch_sizes_that_there_are_not(quick: Any, tmp_path: Path, batches: Any) -> None:
-    with pytest.raises(ArgumentError, match="sizes from 1 to 64"):
-        quick(tmp_path / "out", batches=batches)
-    with pytest.raises(TypeError, match="whole numbers"):
-        quick(tmp_path / "out", batches=("a",))
-    assert entries(tmp_path) == []
-
-
-def test_opset_23_needs_a_newer_runtime(quick: Any, tmp_path: Path) -> None:
-    made = quick(tmp_path / "out", formats=("onnx",), onnx_mode="standard", opset=23)
-    assert made.manifest["artefacts"]["onnx"]["runtime"] == {"onnxruntime": ">=1.23"}
-    assert "'onnxruntime>=1.23'" in (made.path / "README.md").read_text()
-
-
-@pytest.mark.parametrize("where", ["here", "the fresh process"])
-def test_what_cannot_be_run_is_not_written(
-    vit: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+def test_a_runtime_that_is_missing_is_named_before_the_work(
+    vit: Loaded, report: CheckReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = check(vit.model, vit.example_inputs(1), stress=False)
-    if where == "here":
-        monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    else:
-        monkeypatch.setattr(fresh, "_BLOCKED", (*fresh._BLOCKED, "onnxruntime"))
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
     said: list[str] = []
-    formats = ("torchscript", "onnx") if where == "here" else ("onnx",)
     with pytest.raises(UnavailableError, match=r"onnxruntime.* name other --formats"):
-        export(vit.model, tmp_path / "out", formats=formats, loaded=vit, check=report,
-               progress=said.append)  # fmt: skip
-    assert entries(tmp_path) == []
-    # a package that is missing is named before the first artefact is written
-    assert any(line.startswith("exporting") for line in said) == (where != "here")
+        export(vit.model, tmp_path / "out", loaded=vit, check=report, progress=said.append)
+    assert entries(tmp_path) == [] and not any(line.startswith("exporting") for line in said)
 
 
 def test_the_bundle_loads_again_as_a_model(bundle: Bundle, vit: Loaded) -> None:
@@ -214,18 +169,18 @@ def test_readme_says_what_goes_in_and_comes_out(bundle: Bundle) -> None:
     assert "lines of labels.txt" in readme(bundle.manifest | {"labels": "labels.txt"})
 
 
-def test_names_of_classes_are_in_the_bundle(quick: Any, vit: Loaded, tmp_path: Path) -> None:
+def test_names_of_classes_are_in_the_bundle(vit: Loaded, tmp_path: Path) -> None:
+    """Those that are given, those of published weights; of random weights nothing is known."""
     names = [f"class {i}" for i in range(1000)]
-    given = quick(tmp_path / "given", labels=names)
-    assert given.manifest["labels"] == "labels.txt" in given.manifest["files"]
-    assert template.class_names(given.manifest, given.path) == names
-    assert quick(tmp_path / "none").manifest["labels"] is None  # of random weights nothing is known
     published = dataclasses.replace(vit, weights="pretrained (timm)")
-    known = quick(tmp_path / "known", loaded=published)
-    assert template.class_names(known.manifest, known.path)[281] == "tabby, tabby cat"
+    for loaded, given, known in ((vit, names, names[281]), (vit, (), ""),
+                                 (published, (), "tabby, tabby cat")):  # fmt: skip
+        target = export_target(vit.model, loaded, None, 0)
+        file = write_labels(target, given, tmp_path)
+        found = template.class_names({"labels": file}, tmp_path)
+        assert (found[281] == known) if known else file is None
     with pytest.raises(ArgumentError, match="3 names, the model has 1000 classes"):
-        quick(tmp_path / "few", labels=names[:3])
-    assert not (tmp_path / "few").exists()
+        write_labels(target, names[:3], tmp_path)
 
 
 RANDOM = "warning: the weights are random, and so are the results\n"
@@ -315,79 +270,70 @@ def test_load_py_preprocesses_as_timm_does(bundle: Bundle, vit: Loaded) -> None:
     assert np.abs(ours[0] - transform(image).numpy()).max() < 0.05
 
 
-# --- targets, failures, interrupts -------------------------------------------------------------
-
-
-def test_an_existing_target_needs_force(quick: Any, tmp_path: Path) -> None:
-    target = quick(tmp_path / "deep" / "out").path
+def test_an_existing_target_needs_force(bundle: Bundle, tmp_path: Path) -> None:
+    target = Path(shutil.copytree(bundle.path, tmp_path / "deep" / "out"))
     with pytest.raises(ArgumentError, match="exists: use --force"):
-        quick(target)
-    quick(target, force=True)
-    assert entries(tmp_path / "deep") == ["out"]
+        check_output(target, target, zip=False, force=False)
+    check_output(target, target, zip=False, force=True)
     (target / "thesis.tex").touch()
     with pytest.raises(ArgumentError, match=r"elsa wrote.*thesis\.tex"):
-        quick(target, force=True)
+        check_output(target, target, zip=False, force=True)
 
 
-def test_zip(quick: Any, tmp_path: Path) -> None:
-    made = quick(tmp_path / "out", zip=True)
+def test_zip(vit: Loaded, report: CheckReport, tmp_path: Path) -> None:
+    """Verified with one image; tracers see two."""
+    options = {"formats": ("torchscript",), "loaded": vit, "check": report, "zip": True,
+               "batches": (1,)}  # fmt: skip
+    made = export(vit.model, tmp_path / "out", **options)
     assert made.path == tmp_path / "out.zip" and entries(tmp_path) == ["out.zip"]
     with zipfile.ZipFile(made.path) as archive:
         assert "lib/libelsa_torch.so" in archive.namelist()
+        assert len(np.load(archive.open("reference.npz"))["oracle.0"]) == 2
     assert verify(made.path, run=False).ok
     with pytest.raises(ArgumentError, match="exists: use --force"):
-        quick(tmp_path / "out.zip", zip=True)
-    quick(tmp_path / "out.zip", zip=True, force=True)
+        export(vit.model, tmp_path / "out.zip", **options)
+    check_output(made.path, made.path, zip=True, force=True)
     (tmp_path / "thesis.zip").write_bytes(b"mine")
     with pytest.raises(ArgumentError, match="not a bundle"):
-        quick(tmp_path / "thesis.zip", zip=True, force=True)
+        export(vit.model, tmp_path / "thesis.zip", force=True, **options)
     assert entries(tmp_path) == ["out.zip", "thesis.zip"]
 
 
-def test_the_model_is_traced_once_for_model_pt2_and_model_onnx(
-    quick: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    traced, trace = [], torch.export.export
-
-    def counted(*given: Any, **options: Any) -> Any:
-        traced.append(given[0])
-        return trace(*given, **options)
-
-    monkeypatch.setattr(torch.export, "export", counted)
-    made = quick(tmp_path / "out", formats=("onnx", "pt2"))
-    assert len(traced) == 1 and list(made.manifest["artefacts"]) == ["onnx", "pt2"]
-    # model.onnx is made of the program by rewriting it, which model.pt2 must not see.
-    names = made.manifest["artefacts"]["pt2"]["operators"]
-    program = torch.export.load(tmp_path / "out" / "model.pt2")
+def test_model_pt2_holds_the_operators_that_its_manifest_names(bundle: Bundle) -> None:
+    """model.onnx is made of the same program by rewriting it, which model.pt2 must not see."""
+    program = torch.export.load(bundle.path / "model.pt2")
+    names = bundle.manifest["artefacts"]["pt2"]["operators"]
     assert [f"elsa::{name}" for name in operators.in_program(program)] == names
 
 
-STAGES = (
-    "make_reference", "write_model", "write_reference", "write_artefacts", "write_libraries",
-    "readme", "run_all", "hashed", "write_zip",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_a_failure_at_any_stage_leaves_nothing(
-    quick: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, error: Any
+def test_an_interrupt_at_any_step_leaves_nothing(
+    vit: Loaded, report: CheckReport, tmp_path: Path
 ) -> None:
+    """Before each line of progress in turn, until an export gets to its end."""
     (tmp_path / "mine").write_text("kept")
+    for step in range(1, 20):
+        said: list[str] = []
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise error
+        def interrupt(line: str, said: list[str] = said, step: int = step) -> None:
+            said.append(line)
+            if len(said) == step:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(bundling, stage, fail)
-    expected = KeyboardInterrupt if error is KeyboardInterrupt else UnavailableError
-    zipped = stage == "write_zip"
-    with pytest.raises(expected):
-        quick(tmp_path / "new" / "out", zip=zipped)
-    assert entries(tmp_path) == ["mine"]
+        try:
+            export(
+                vit.model, tmp_path / "new" / "out", formats=("torchscript",), loaded=vit,
+                check=report, progress=interrupt, zip=bool(step % 2),
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            assert entries(tmp_path) == ["mine"]
+        else:
+            break
+    assert len(said) >= 4 and entries(tmp_path) == ["mine", "new"]
 
 
-def test_a_disk_that_is_full(quick: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system of 3 MB, where this process may mount one."""
+def test_a_disk_that_is_full(vit: Loaded, report: CheckReport, tmp_path: Path) -> None:
+    """On a file system of 3 MB, where this process may mount one: refused at once where the
+    weights do not fit, and cleaned up where what comes with them does not."""
     small = tmp_path / "small"
     small.mkdir()
     mounted = os.getuid() == 0 and not subprocess.run(
@@ -398,11 +344,13 @@ def test_a_disk_that_is_full(quick: Any, tmp_path: Path, monkeypatch: pytest.Mon
         pytest.skip("a small tmpfs needs the right to mount")
     try:
         with pytest.raises(UnavailableError, match="MB are free"):
-            quick(small / "out", formats=("torchscript", "onnx", "pt2"))
-        monkeypatch.setattr(bundling, "_check_disk_space", lambda *_: None)
+            export(vit.model, small / "out", loaded=vit, check=report)
         for zipped in (False, True):
             with pytest.raises(UnavailableError, match="No space left"):
-                quick(small / "out", zip=zipped)
+                export(
+                    vit.model, small / "out", formats=("torchscript",), loaded=vit, check=report,
+                    zip=zipped,
+                )  # fmt: skip
             assert entries(small) == []
     finally:
         subprocess.run(["umount", str(small)], check=True)
@@ -417,13 +365,18 @@ def test_a_disk_that_is_full(quick: Any, tmp_path: Path, monkeypatch: pytest.Mon
         ({"opset": 12}, "18 or 23"),
         ({"dynamic_size": True}, "name pt2"),
         ({"inputs": torch.zeros(0, 3, 64, 64)}, "batch"),
+        ({"labels": ["a", "b", "c"]}, "3 names, the model has 1000 classes"),
+        *(({"batches": sizes}, "sizes from 1 to 64") for sizes in ((), (0, 1), (65,), (-1,))),
+        ({"batches": ("a",)}, "whole numbers"),
     ],
+    ids=str,
 )
 def test_arguments_that_cannot_be(
-    quick: Any, tmp_path: Path, options: dict[str, Any], words: str
+    vit: Loaded, report: CheckReport, tmp_path: Path, options: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ArgumentError, match=words):
-        quick(tmp_path / "out", **options)
+    given = {"formats": ("torchscript",), "loaded": vit, "check": report} | options
+    with pytest.raises((ArgumentError, TypeError), match=words):
+        export(vit.model, tmp_path / "out", **given)
     assert entries(tmp_path) == []
 
 
@@ -442,9 +395,6 @@ def test_models_that_cannot_be(vit: Loaded, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="elsa::attention_eager, which no library holds"):
         export(plain.model, tmp_path / "out", formats=("torchscript",))
     assert entries(tmp_path) == []
-
-
-# --- models that disagree ----------------------------------------------------------------------
 
 
 class Untraceable(nn.Module):
@@ -486,15 +436,11 @@ def test_an_artefact_that_does_not_reproduce_the_model_is_not_kept(tmp_path: Pat
     assert entries(tmp_path) == []
 
 
-def test_a_failed_check_exports_nothing(vit: Loaded, tmp_path: Path) -> None:
-    report = check(vit.model, vit.example_inputs(1), stress=False)
+def test_a_failed_check_exports_nothing(vit: Loaded, report: CheckReport, tmp_path: Path) -> None:
     bad = dataclasses.replace(report, ok=False, failures=("model on 'noise': too far off",))
     with pytest.raises(ExportError, match="too far off"):
         export(vit.model, tmp_path / "out", check=bad)
     assert entries(tmp_path) == []
-
-
-# --- the criterion -----------------------------------------------------------------------------
 
 
 def test_the_judgement_can_fail(vit: Loaded) -> None:
@@ -512,27 +458,11 @@ def test_the_judgement_can_fail(vit: Loaded) -> None:
     assert all(each.reason for each in reference.judge(made, {}))
 
 
-def test_outputs_that_are_no_tensors() -> None:
-    with pytest.raises(ExportError, match="returns Tensor, str"):
-        reference.flat((torch.zeros(1), "x"))
-
-
-def test_graphs_without_our_operators() -> None:
-    with pytest.raises(ExportError, match="none of elsa's operators"):
-        operators.check((), "cpu")
-    assert operators.in_text("x = elsa::attention(q)\ny = elsa::window_attention(q)") == (
-        "attention", "window_attention",
-    )  # fmt: skip
-
-
 def test_hooks_are_gone_after_an_attempt() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ExportError, match=r"'0' \(Linear\): .*mat1"):
         tracing.attempt("it", model, lambda: model(torch.zeros(1, 3)))
     assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
-
-
-# --- towers ------------------------------------------------------------------------------------
 
 
 def test_the_text_tower_computes_what_the_clip_does() -> None:
@@ -551,9 +481,6 @@ def test_the_text_tower_computes_what_the_clip_does() -> None:
         tower_of(clip, "sound")
     with pytest.raises(ArgumentError, match="not a CLIP"):
         tower_of(nn.Linear(2, 2), "text")
-
-
-# --- small things ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

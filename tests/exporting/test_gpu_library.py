@@ -7,24 +7,22 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from layouts import layout
 
-from elsa_core.backends import compiler, cuda
+from elsa_core.backends import compiler
 from elsa_core.backends.cuda import library, planfile
 from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer
 from elsa_core.backends.cuda.plan import write as plan_bytes
+from elsa_core.backends.triton.pack import build
 from elsa_core.errors import ArgumentError, ExportError, UnavailableError
-from elsa_core.exporting import gpu_library
+from elsa_core.exporting import gpu_library, onnx_calls
 from elsa_core.exporting.readme import _limits
 from elsa_core.exporting.templates import load as template
-from elsa_core.exporting.verify import _made_for_elsewhere
 
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "tests" / "backends" / "cuda_stub.cpp"
@@ -148,142 +146,91 @@ def product(dtype: torch.dtype) -> tuple[str, bytes, bytes]:
     return "elsa::linear", layout(x, weight, *rest), b""
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A GPU of sm_90 that records whatever is under "calls"."""
-    from elsa_core.backends.cuda import other_gpus
-    from elsa_core.backends.triton.pack import cases
-
-    given: dict[str, Any] = {"calls": (attends(1), attends(2))}
-
-    def recorded(loaded: Any, call: Any) -> planfile.Recorded:
-        found = planfile.Recorded(given["calls"], {})
-        return other_gpus.planned(found, cases.gpus(90)[0], cuda.offered())
-
-    monkeypatch.setattr(planfile, "recorded", recorded)
-    monkeypatch.setattr(gpu_library, "_loaded", lambda *_: len)
-    for name, value in (
-        ("device", lambda _: nullcontext()), ("is_available", lambda: True),
-        ("get_device_capability", lambda *_: (9, 0)), ("get_device_name", lambda *_: "a GPU"),
-    ):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    return given
+def calls(*found: tuple[str, bytes, bytes]) -> planfile.Recorded:
+    """What a GPU would have recorded."""
+    return planfile.Recorded(found, {})
 
 
-def write(folder: Path, *archs: str) -> tuple[dict[str, Any], list[str]]:
-    said: list[str] = []
-    inputs = (torch.zeros(2, 3),)
-    entry = gpu_library.write(
-        [("pt2", folder / "model.pt2")], inputs, (1, 2), folder, archs, said.append
-    )
-    return entry, said
+def silent(line: str) -> None: ...
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is faked")
-def test_plans_for_other_architectures(folder: Path, driver: str, on_a_gpu: dict[str, Any]) -> None:
+def test_plans_for_other_architectures(folder: Path, driver: str) -> None:
     """Compiled without such a GPU: one file, which the library of a GPU of sm_90 takes."""
-    entry, said = write(folder, "sm_120", "sm_80", "sm_90")
-    assert entry == {
-        "gpu_archs": ["sm_80", "sm_90", "sm_120"], "gpu_archs_verified": ["sm_90"],
-        "gpus": {"sm_90": "a GPU", "sm_80": "NVIDIA A100-SXM4-80GB",
-                 "sm_120": "NVIDIA GeForce RTX 5090"},
-    }  # fmt: skip
-    assert said[0].startswith("compiling for sm_120 (kernel 1 of ")
-    assert any(line.startswith("compiling for sm_80 (kernel 1 of ") for line in said)
-    content = (folder / gpu_library.PLANS).read_bytes()
-    assert content.count(b"\x7fELF") > len(said)  # those of sm_90 too
-    assert b"this bundle serves batches of 1, 2 on sm_80, sm_90, sm_120" in content
+    said: list[str] = []
+    found = calls(attends(1), attends(2))
+    made = {arch: gpu_library.planned(found, arch, said.append) for arch in (80, 90, 120)}
+    assert [name for _, name in made.values()] == [
+        "NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA GeForce RTX 5090",
+    ]  # fmt: skip
+    for arch in (80, 120):
+        assert any(line.startswith(f"compiling for sm_{arch} (kernel 1 of ") for line in said)
+    content = planfile.write({arch: plans for arch, (plans, _) in made.items()}, "these alone")
+    assert content.count(b"\x7fELF") >= len(said) and b"these alone" in content
+    (folder / gpu_library.PLANS).write_bytes(content)
     done = loaded(folder, LD_LIBRARY_PATH=driver)
     assert done.stdout.startswith("True\n"), done.stderr
-    facts = {**FACTS, "libraries": {gpu_library.LIBRARY: {"isa": [], "platform": "x", **entry}}}
-    text = _limits(facts)
+    facts = {
+        "gpu_archs": ["sm_80", "sm_90", "sm_120"], "gpu_archs_verified": ["sm_90"],
+        "gpus": {"sm_90": "a GPU", "sm_80": "NVIDIA A100", "sm_120": "x"},
+    }  # fmt: skip
+    whole = FACTS["libraries"][gpu_library.LIBRARY] | facts
+    text = _limits({**FACTS, "libraries": {gpu_library.LIBRARY: whole}})
     assert "GPU: sm_80, sm_90, sm_120 alone, at batches" in text
     assert "written: sm_90 (a GPU).\nCompiled and not run: sm_80 (for NVIDIA A100" in text
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is faked")
-def test_nodes_are_found_without_a_precision(folder: Path, on_a_gpu: dict[str, Any]) -> None:
+def test_nodes_are_found_without_a_precision() -> None:
     """Each call once as PyTorch makes it and once as a node of model.onnx does, by one plan."""
-    inputs = (torch.zeros(2, 3),)
-    for format, times in (("pt2", 1), ("onnx", 2)):
-        files = [(format, folder / "model")]
-        gpu_library.write(files, inputs, (1,), folder, precision="strict")
-        content = (folder / gpu_library.PLANS).read_bytes()
-        assert content.count(b"elsa::attention") == 2 * times
-        for _, words, _ in on_a_gpu["calls"]:
-            assert content.count(words[:-16]) == times and content.count(words) == 1
+    found, _ = gpu_library.planned(calls(attends(1)), 90, silent)
+    content = planfile.write({90: onnx_calls.without_precision(found, "strict")}, "")
+    _, words, _ = attends(1)
+    assert content.count(b"elsa::attention") == content.count(words[:-16]) == 2
+    assert content.count(words) == 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is faked")
-def test_an_architecture_without_kernels_is_one_line(
-    tmp_path: Path, on_a_gpu: dict[str, Any]
-) -> None:
-    """Products in half precision are PyTorch's there; nothing is written."""
-    (tmp_path / "lib").mkdir()
-    on_a_gpu["calls"] = (attends(1, torch.float16), product(torch.float16))
-    line = (
-        "a call of elsa::linear on sm_80 is not by kernels of this package alone: PyTorch serves it"
-    )
-    with pytest.raises(ExportError, match=line) as raised:
-        write(tmp_path, "sm_80")
-    assert str(raised.value).endswith("; leave sm_80 out of gpu_archs")
-    assert not any((tmp_path / "lib").iterdir())
-    on_a_gpu["calls"] = (product(torch.float32),)
-    entry, _ = write(tmp_path, "sm_80")
-    assert entry["gpu_archs"] == ["sm_80", "sm_90"]
+def test_an_architecture_without_kernels_is_one_line() -> None:
+    """Products in half precision are PyTorch's there."""
+    line = "a call of elsa::linear on sm_80 is not by kernels of this package alone: PyTorch serves"
+    with pytest.raises(ExportError, match="; leave sm_80 out of gpu_archs") as raised:
+        gpu_library.planned(calls(product(torch.float16)), 80, silent)
+    assert line in str(raised.value)
+    assert gpu_library.planned(calls(product(torch.float32)), 80, silent)[0].layouts
 
 
 def test_what_no_plans_can_be_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu_library.check((), "cpu")
+    for nodes in (False, True):
+        gpu_library.check((), "cpu", nodes=nodes)
+    gpu_library.check((), "cuda", formats=("pt2",))
     with pytest.raises(ArgumentError, match="gpu_archs: 'sm_75'; choose among sm_80, sm_86"):
         gpu_library.check(("sm_80", "sm_75"), "cuda")
     with pytest.raises(ArgumentError, match="the model is on the CPU: export it with --device"):
         gpu_library.check(("sm_80",), "cpu")
-    monkeypatch.setattr(cuda, "status", lambda: SimpleNamespace(ok=False, reason="off: why"))
-    with pytest.raises(UnavailableError, match="gpu_archs needs the CUDA library: off: why"):
-        gpu_library.check(("sm_80",), "cuda")
-    assert not gpu_library.is_asked_for("cuda", ("sm_80",))
-    with pytest.raises(UnavailableError, match="onnx on a GPU needs the CUDA library: off: why;"):
-        gpu_library.check((), "cuda", nodes=True)
-    gpu_library.check((), "cpu", nodes=True)
-    monkeypatch.setattr(cuda, "status", lambda: SimpleNamespace(ok=True, reason=""))
-    assert gpu_library.is_asked_for("cuda", ("sm_80",))
-    assert gpu_library.is_asked_for("cuda", nodes=True)
+    with pytest.raises(ArgumentError, match="name pt2 among the formats"):
+        gpu_library.check((), "cuda", formats=("aoti",))
+    if not torch.cuda.is_available():
+        with pytest.raises(UnavailableError, match="gpu_archs needs the CUDA library: "):
+            gpu_library.check(("sm_80",), "cuda")
+        with pytest.raises(UnavailableError, match="onnx on a GPU needs the CUDA library: "):
+            gpu_library.check((), "cuda", nodes=True)
+        with pytest.raises(ArgumentError, match="aoti on a GPU needs model"):
+            gpu_library.check((), "cuda", formats=("pt2", "aoti"))
+        assert not gpu_library.is_asked_for("cuda", ("sm_80",))
     monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
     with pytest.raises(UnavailableError, match="TRITON_F32_DEFAULT changes what Triton compiles"):
-        gpu_library.check(("sm_80",), "cuda")
+        build.require_compiler()
 
 
-def test_a_gpu_that_a_bundle_has_no_kernels_for(
-    folder: Path, driver: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_a_bundle_has_no_kernels_for(folder: Path, driver: str) -> None:
     """One line as it is loaded, and where it is verified."""
-    found = planfile.Recorded((), {})
-    plans = planfile.write({80: found, 120: found}, "it serves nothing")
+    plans = planfile.write({80: calls(), 120: calls()}, "it serves nothing")
     (folder / gpu_library.PLANS).write_bytes(plans)
     done = loaded(folder, LD_LIBRARY_PATH=driver)
     line = "the kernels are for sm_80, sm_120, and the GPU here is sm_90, sm_91: export the bundle"
     assert done.returncode == 1 and line in done.stderr.splitlines()[-1], done.stderr
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for archs, said in (
         (["sm_80", "sm_120"], "its kernels are for sm_80, sm_120, and the GPU here is sm_90"),
         (["sm_90"], ""), ("hostile", ""), (None, ""),
     ):  # fmt: skip
         content = {"libraries": {gpu_library.PLANS: {"gpu_archs": archs}}}
-        assert _made_for_elsewhere(SimpleNamespace(content=content), "pt2", "cuda") == said
-    assert _made_for_elsewhere(SimpleNamespace(content={"libraries": 3}), "pt2", "cuda") == ""
-
-
-def test_a_compiled_package_on_a_gpu_needs_the_library_and_pt2(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gpu_library, "is_asked_for", lambda *given: False)
-    with pytest.raises(ArgumentError, match="aoti on a GPU needs model"):
-        gpu_library.check((), "cuda", formats=("pt2", "aoti"))
-    gpu_library.check((), "cpu", formats=("aoti",))
-    gpu_library.check((), "cuda", formats=("pt2",))
-    monkeypatch.setattr(gpu_library, "is_asked_for", lambda *given: True)
-    gpu_library.check((), "cuda", formats=("pt2", "aoti"))
-    with pytest.raises(ArgumentError, match="name pt2 among the formats"):
-        gpu_library.check((), "cuda", formats=("aoti",))
+        assert gpu_library.missing(content, "sm_90") == said
+    assert gpu_library.missing({"libraries": 3}, "sm_90") == ""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
+import os
 import shutil
 import stat
 import zipfile
@@ -16,7 +16,7 @@ import torch
 
 from elsa_cli.main import run
 from elsa_core.errors import ModelError, UnavailableError
-from elsa_core.exporting import archive, fresh
+from elsa_core.exporting import archive
 from elsa_core.exporting.bundle import Bundle
 from elsa_core.exporting.manifest import hashed
 from elsa_core.exporting.verify import verify
@@ -173,8 +173,12 @@ def test_what_this_machine_cannot_run_is_skipped_by_name(
         assert verify(copy).artefacts[0].reason == "it needs a CUDA GPU, and none is here"
 
 
-def test_a_missing_runtime_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fresh, "_BLOCKED", (*fresh._BLOCKED, "onnxruntime"))
+def test_a_missing_runtime_is_named(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = 'raise ModuleNotFoundError("No module named onnxruntime", name="onnxruntime")'
+    (tmp_path / "onnxruntime.py").write_text(missing)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     rewrite(copy, lambda m: [m["artefacts"].pop(name) for name in ("torchscript", "pt2")])
     report = verify(copy)
     assert report.ok and report.artefacts[0].reason == "onnxruntime is not installed"
@@ -225,9 +229,6 @@ def test_what_is_no_bundle(copy: Path, given: str, capsys: pytest.CaptureFixture
     assert len(lines) == 1 and lines[0].startswith("error: ")
 
 
-# --- zips --------------------------------------------------------------------------------------
-
-
 def zipped(directory: Path) -> Path:
     target = directory.with_suffix(".zip")
     archive.write_zip(directory, target)
@@ -257,23 +258,25 @@ def test_a_zip_with_a_path_outside(copy: Path, tmp_path: Path, name: str) -> Non
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_zip_with_a_link(copy: Path) -> None:
-    path = zipped(copy)
-    info = zipfile.ZipInfo("lib/link.so")
-    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lib/link.so", "is a link"),
+        ("load.py", "occurs twice"),
+        ("model.ts/x", "'model.ts' is both a file and a folder"),
+        ("manifest.json/x/y", "'manifest.json' is both a file and a folder"),
+        ("é" * 200, "leads outside"),
+    ],
+)
+def test_a_zip_with_names_that_no_directory_holds(copy: Path, name: str, words: str) -> None:
+    path, info = zipped(copy), zipfile.ZipInfo(name)
+    if name.startswith("lib"):
+        info.external_attr = (stat.S_IFLNK | 0o777) << 16
     with zipfile.ZipFile(path, "a") as file:
         file.writestr(info, "/etc/passwd")
-    with pytest.raises(ModelError, match="is a link"):
-        verify(path)
-
-
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_a_zip_with_a_name_twice(copy: Path) -> None:
-    path = zipped(copy)
-    with zipfile.ZipFile(path, "a") as file:
-        file.writestr("load.py", "print('other')")
-    with pytest.raises(ModelError, match="occurs twice"):
-        verify(path)
+    with pytest.raises(ModelError, match=words):
+        verify(path, run=False)
 
 
 def test_a_zip_that_is_damaged_cut_or_has_more(copy: Path) -> None:
@@ -293,37 +296,18 @@ def test_a_zip_that_is_damaged_cut_or_has_more(copy: Path) -> None:
     assert verify(path, run=False).failures == ("more.bin is not in the manifest",)
 
 
-@pytest.mark.parametrize(
-    ("method", "place"),
-    [(zipfile.ZIP_DEFLATED, 0), (zipfile.ZIP_DEFLATED, 9)],
-)
-def test_a_zip_whose_compressed_bytes_are_damaged(copy: Path, method: int, place: int) -> None:
+@pytest.mark.parametrize("place", [0, 9])
+def test_a_zip_whose_compressed_bytes_are_damaged(copy: Path, place: int) -> None:
     path, name = copy.with_suffix(".zip"), "model.safetensors"
     with zipfile.ZipFile(path, "w") as file:
         file.write(copy / "manifest.json", "manifest.json")
-        file.write(copy / name, name, compress_type=method)
+        file.write(copy / name, name, compress_type=zipfile.ZIP_DEFLATED)
     with zipfile.ZipFile(path) as file:
         start = file.getinfo(name).header_offset + 30 + len(name) + place
     content = bytearray(path.read_bytes())
     content[start : start + 40] = b"\xff" * 40
     path.write_bytes(bytes(content))
     with pytest.raises(ModelError, match="damaged zip"):
-        verify(path, run=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("model.ts/x", "'model.ts' is both a file and a folder"),
-        ("manifest.json/x/y", "'manifest.json' is both a file and a folder"),
-        ("é" * 200, "leads outside"),
-    ],
-)
-def test_a_zip_with_names_that_no_directory_holds(copy: Path, name: str, words: str) -> None:
-    path = zipped(copy)
-    with zipfile.ZipFile(path, "a") as file:
-        file.writestr(name, "x")
-    with pytest.raises(ModelError, match=words):
         verify(path, run=False)
 
 
@@ -334,16 +318,6 @@ def test_a_zip_with_an_empty_name(copy: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"empty-name", b"\0mpty-name"))
     with pytest.raises(ModelError, match="leads outside"):
         verify(path, run=False)
-
-
-def test_a_disk_that_fills_while_unpacking_is_no_damage(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(archive, "_copy", fail)
-    assert run(["verify", str(zipped(copy)), "--files-only"]) == 3
 
 
 def test_no_room_to_unpack(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx_files import ULPS, run, session
 from torch import Tensor, nn
 
 import elsa_core as elsa
@@ -20,26 +21,10 @@ onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-ULPS = 2.4e-7  # two roundings, so that a peer that happens to be exact is no trap
-
 
 @pytest.fixture(scope="module")
 def library() -> str:
     return str(ort_library.build())
-
-
-def session(path: Path, library: str | None = None) -> Any:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if library is not None:
-        options.register_custom_ops_library(library)
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-def run(on: Any, *inputs: Tensor) -> Tensor:
-    names = [given.name for given in on.get_inputs()]
-    feed = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
-    return torch.from_numpy(on.run(None, feed)[0])
 
 
 def error(out: Tensor, exact: Tensor) -> float:
@@ -74,7 +59,7 @@ def test_an_lse_that_is_not_used_is_left_out(tmp_path: Path) -> None:
     """Hiera, whose queries have five dimensions, was refused for its log-sum-exp."""
     path, x = tmp_path / "model.onnx", torch.randn(3, 4, 7, 8)
     export_onnx(Folded(), (x[:2],), path)
-    torch.testing.assert_close(run(session(path), x), Folded()(x))
+    torch.testing.assert_close(run(path, x)[0], Folded()(x))
 
 
 CASES: dict[str, tuple[tuple[tuple[int, ...], ...], str, dict[str, Any]]] = {
@@ -119,7 +104,7 @@ def test_body_kernel_and_torch_agree_with_float64(case: str, library: str, tmp_p
     export_onnx(model, tuple(t[:2] for t in inputs), path)
     for on in (session(path), session(path, library)):
         for batch in (1, 2, 5):
-            out = run(on, *(t[:batch] for t in inputs))
+            (out,) = run(on, *(t[:batch] for t in inputs))
             assert error(out, exact[:batch]) <= allowed
             if mask:
                 assert not out[:, :, 4].any()
@@ -141,7 +126,7 @@ def test_a_hidden_key_may_hold_nan(case: str, library: str, tmp_path: Path) -> N
     reached = torch.zeros(q.shape[:-1], dtype=torch.bool)
     reached[:, :, 7] = True
     for on in (session(node), session(node, library), session(standard)):
-        out, again = run(on, *inputs), run(on, *wrong)
+        (out,), (again,) = run(on, *inputs), run(on, *wrong)
         assert torch.equal(again.isnan().all(-1), reached)
         assert torch.equal(again[~reached], out[~reached])
 
@@ -158,7 +143,7 @@ def test_the_standard_attention_of_opset_23_gives_the_same(case: str, tmp_path: 
     assert {node.domain for node in model.graph.node} == {""}
     assert not model.functions
     allowed = 2 * error(reference(inputs, options, torch.float32), exact) + ULPS
-    assert error(run(session(path), *inputs), exact) <= allowed
+    assert error(run(path, *inputs)[0], exact) <= allowed
 
 
 class Windows(nn.Module):
@@ -210,7 +195,7 @@ def test_windows_agree_with_float64(case: str, library: str, tmp_path: Path) -> 
     export_onnx(model, (qkv[:2],), path)
     for on in (session(path), session(path, library)):
         for batch in (1, 5):
-            assert error(run(on, qkv[:batch]), exact[:batch]) <= allowed
+            assert error(run(on, qkv[:batch])[0], exact[:batch]) <= allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])

@@ -10,9 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,16 +26,14 @@ from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer
 from elsa_core.backends.cuda.plan import write as plan_bytes
 from elsa_core.backends.cuda.record import DTYPES
 from elsa_core.errors import ExportError, UnavailableError
-from elsa_core.exporting import artefacts, fresh, gpu_library, onnx_calls, ort_library, verify
+from elsa_core.exporting import artefacts, gpu_library, onnx_calls, ort_library
 from elsa_core.exporting.bundle import Bundle
-from elsa_core.exporting.export_target import export_target
-from elsa_core.exporting.manifest import read_manifest
 from elsa_core.exporting.readme import readme
 from elsa_core.exporting.templates import load as template
 from elsa_core.loading.loader import Loaded
-from elsa_core.patching import patched_sites
 
 onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
 from onnx import helper  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -241,65 +237,54 @@ def test_a_node_is_launched_on_the_sessions_stream(name: str, make: Make) -> Non
     assert answer["freed"] == [at for at, _ in answer["scratch"]] and answer["alive"] == 0
 
 
-def test_the_primary_context_is_current_at_the_launch(make: Make) -> None:
-    log = make().ask(call("packed"))["log"]
-    kinds = [line.split()[0] for line in log]
-    assert kinds == ["push", "load", "launch", "pop"] and log[0] == "push 1"
+@dataclasses.dataclass
+class Fault:
+    """A call that must end as one error, with nothing launched."""
+
+    said: str
+    rows: int = 2
+    terms: dict[str, Any] = dataclasses.field(default_factory=dict)
+    how: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def test_a_shape_without_a_plan_is_one_error(make: Make) -> None:
-    """It names the shape, the architecture and what is served; nothing is launched."""
-    answer = make().ask(call("packed", 3), call("packed"))
-    error = answer["answers"][0]["error"]
-    assert error.startswith(
+FAULTS = {
+    "another batch": Fault(
         "elsa::PackedAttention of [3, 3, 5, 16], [3, 3, 5, 16], [3, 3, 5, 16] on sm_90: "
-        "elsa::attention: no kernel is here"
-    )
-    assert error.endswith(SERVED) and "\n" not in error
-    assert answer["answers"][1]["error"] == "" and len(launches(answer)) == 1
+        "elsa::attention: no kernel is here", rows=3,
+    ),
+    "what is served": Fault(SERVED, rows=3),
+    "another scale": Fault("no kernel is here", terms={"scale": 0.5}),
+    "not causal": Fault("no kernel is here", terms={"is_causal": 0}),
+    "other heads": Fault("no kernel is here", terms={"num_heads": 6}),
+    "another GPU": Fault(  # the stub's device 1
+        "the kernels are for sm_90, and the GPU here is sm_91", how={"device": 1}
+    ),
+    "no stream": Fault(
+        "elsa::PackedAttention: the session has no CUDA stream", how={"stream": 0}
+    ),
+    # a caller binds a result wherever it likes; kernels store 16 bytes at once
+    "a result that is not aligned": Fault(
+        "elsa::PackedAttention: the address of the result is no multiple of 16",
+        how={"out": OUT + 4},
+    ),
+    "no memory": Fault(
+        "elsa::PackedAttention: no memory for 1024 bytes of scratch", how={"memory": False}
+    ),
+    "no launch": Fault("out of memory", how={"STUB_FAIL": "cuLaunchKernelEx"}),
+    "no module": Fault("out of memory", how={"STUB_FAIL": "cuModuleLoadData"}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "changed", [{"scale": 0.5}, {"is_causal": 0}, {"num_heads": 6}], ids=lambda each: str(*each)
-)
-def test_a_call_that_differs_in_an_attribute_has_no_plan(
-    changed: dict[str, Any], make: Make
-) -> None:
-    op_type, given, terms = call("packed")
-    answer = make().ask([op_type, given, {**terms, **changed}])
-    assert "no kernel is here" in answer["answers"][0]["error"] and not launches(answer)
-
-
-def test_another_gpu_is_an_error(make: Make) -> None:
-    """The stub's device 1 is sm_91."""
-    (answer,) = make().ask(call("packed"), device=1)["answers"]
-    assert "the kernels are for sm_90, and the GPU here is sm_91" in answer["error"]
-
-
-def test_without_a_stream_nothing_is_launched(make: Make) -> None:
-    answer = make().ask(call("packed"), stream=0)
-    assert answer["answers"][0]["error"] == "elsa::PackedAttention: the session has no CUDA stream"
-    assert not launches(answer) and not answer["scratch"]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [({"out": OUT + 4}, "the address of the result is no multiple of 16"),
-     ({"memory": False}, "no memory for 1024 bytes of scratch")],
-    ids=["a result that is not aligned", "no memory"],
-)  # fmt: skip
-def test_memory_that_no_plan_is_for(given: dict[str, Any], said: str, make: Make) -> None:
-    """A caller binds a result wherever it likes; kernels store 16 bytes at once."""
-    answer = make().ask(call("packed"), **given)
-    assert answer["answers"][0]["error"] == f"elsa::PackedAttention: {said}"
-    assert not launches(answer) and not answer["freed"]
-
-
-@pytest.mark.parametrize("failing", ["cuLaunchKernelEx", "cuModuleLoadData"])
-def test_what_the_driver_refuses_is_an_error(failing: str, make: Make) -> None:
-    answer = make().ask(call("packed"), STUB_FAIL=failing)
-    assert "out of memory" in answer["answers"][0]["error"]
-    assert answer["freed"] == [at for at, _ in answer["scratch"]] and answer["alive"] == 0
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_cannot_be_served_is_one_error(name: str, make: Make) -> None:
+    fault = FAULTS[name]
+    op_type, given, terms = call("packed", fault.rows)
+    answer = make().ask([op_type, given, {**terms, **fault.terms}], **fault.how)
+    error = answer["answers"][0]["error"]
+    assert fault.said in error and "\n" not in error
+    assert name == "no launch" or not launches(answer)
+    held = answer["scratch"] if fault.how.get("memory", True) else []
+    assert answer["freed"] == [at for at, _ in held] and answer["alive"] == 0
 
 
 def test_changed_plans_are_refused_when_a_kernel_is_made(make: Make) -> None:
@@ -339,35 +324,9 @@ def test_nodes_without_kernels_are_refused(node: Any, make: Make, tmp_path: Path
     assert not launches(answer)
 
 
-@pytest.mark.parametrize("size", ["batch", "(4*batch)//2", 6])
-def test_sizes_may_be_formulas_of_the_batch(size: int | str) -> None:
-    assert onnx_calls._size(size, 3) == (3 if size == "batch" else 6)
-
-
-def test_a_size_of_something_else_is_refused() -> None:
-    with pytest.raises(ExportError, match="the size height is known for no batch"):
-        onnx_calls._size("height", 3)
-
-
-def test_a_node_may_take_what_the_graph_gives(tmp_path: Path) -> None:
-    """A result of the model that the next site reads is named among the graph's outputs alone."""
-    qkv = helper.make_tensor_value_info("qkv", FLOAT, ("batch", 5, 144))
-    shifted = helper.make_tensor_value_info("shifted", FLOAT, ("batch", 5, 144))
-    out = helper.make_tensor_value_info("out", FLOAT, ("batch", 5, 48))
-    nodes = [
-        helper.make_node("Neg", ["qkv"], ["shifted"]),
-        helper.make_node("PackedAttention", ["shifted"], ["out"], domain="elsa", **PACKED),
-    ]
-    graph = helper.make_graph(nodes, "two", [qkv], [shifted, out])
-    onnx.save(helper.make_model(graph), str(tmp_path / "model.onnx"))
-    (call,) = onnx_calls.of_nodes(tmp_path / "model.onnx", 2, "strict", torch.device("meta"))
-    assert call.args[0].shape == (2, 3, 5, 16)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a CUDA driver is meant")
 def test_without_a_driver_a_cpu_session_runs(make: Make) -> None:
     """The same bits as by the library for CPUs; the operators of CUDA say what is missing."""
-    ort = pytest.importorskip("onnxruntime")
     made = make()
     answer = made.ask(call("packed"), LD_LIBRARY_PATH="")
     assert "no CUDA driver" in answer["answers"][0]["error"]
@@ -404,78 +363,18 @@ def test_a_models_nodes_make_the_models_calls(bundle: Bundle, vit: Loaded) -> No
     assert len(nodes) == 2 and [layout(*each.args) for each in nodes] == calls.layouts
 
 
-def test_a_model_on_a_gpu_is_traced_on_the_cpu(vit: Loaded) -> None:
-    target = dataclasses.replace(export_target(vit.model, vit, None, 0), device="cuda")
-    assert artefacts._on_cpu(dataclasses.replace(target, device="cpu"))[0] is vit.model
-    site = next(iter(patched_sites(vit.model).values()))
-    with pytest.MonkeyPatch.context() as named:
-        named.setitem(vars(site), "elsa_backend", "triton")
-        copy, inputs = artefacts._on_cpu(target)
-    assert copy is not vit.model and len(inputs) == 1 and len(inputs[0]) == 2
-    assert {vars(each)["elsa_backend"] for each in patched_sites(copy).values()} == {"auto"}
-
-
-def test_without_the_provider_nothing_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not run is not written."""
-    ort = pytest.importorskip("onnxruntime")
-    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in ort.get_available_providers(), reason="the provider is here"
+)
+def test_without_the_provider_nothing_is_exported_and_loading_says_so(bundle: Bundle) -> None:
+    """What is not run is not written, and no CPU serves in the provider's place."""
     artefacts.require_onnx("cpu")
     with pytest.raises(UnavailableError, match="its CUDAExecutionProvider: pip install"):
         artefacts.require_onnx("cuda")
-
-
-@pytest.mark.parametrize("starts", [True, False])
-def test_load_asks_for_the_provider(monkeypatch: pytest.MonkeyPatch, starts: bool) -> None:
-    """With exact products, and with an error where ONNX Runtime goes on with the CPU."""
-    ort = pytest.importorskip("onnxruntime")
-    both = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    asked: list[Any] = []
-
-    def session(path: str, options: Any, providers: list[Any]) -> Any:
-        asked.extend(providers)
-        return SimpleNamespace(get_providers=lambda: both if starts else both[1:])
-
-    monkeypatch.setattr(ort, "get_available_providers", lambda: both)
-    monkeypatch.setattr(ort, "InferenceSession", session)
-    if starts:
-        template._onnx(Path("model.onnx"), [], "cuda")
-    else:
-        with pytest.raises(RuntimeError, match="CUDAExecutionProvider does not start"):
-            template._onnx(Path("model.onnx"), [], "cuda")
-    assert asked == [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
-
-
-@pytest.mark.parametrize("fails", [True, False], ids=["by the library", "by the bodies"])
-def test_load_refuses_nodes_that_went_to_the_cpu(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    """The library serves both providers: without its plans a verification on a GPU was of the CPU.
-
-    What a real session says of itself, which has the CPU alone.
-    """
-    ort = pytest.importorskip("onnxruntime")
-    real = ort.InferenceSession
-    if not hasattr(real, "get_provider_graph_assignment_info"):
-        pytest.skip("this onnxruntime does not say where nodes went")
-    both = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-
-    class Session(real):  # type: ignore[misc, valid-type]
-        def __init__(self, path: str, options: Any, providers: Any) -> None:
-            super().__init__(path, options, providers[1:])
-
-        def get_providers(self) -> list[str]:
-            return both
-
-    monkeypatch.setattr(ort, "get_available_providers", lambda: both)
-    monkeypatch.setattr(ort, "InferenceSession", Session)
-    libraries = [bundle.path / "lib" / "libelsa_onnxruntime.so"] if fails else []
-    path = bundle.path / "model.onnx"
-    if fails:
-        with pytest.raises(RuntimeError, match="CUDAExecutionProvider has not taken elsa's nodes"):
-            template._onnx(path, libraries, "cuda")
-    else:
-        template._onnx(path, libraries, "cuda")
-    template._onnx(path, libraries, "cpu")
+    with pytest.raises(ImportError, match="no CUDAExecutionProvider: pip install onnxruntime-gpu"):
+        template.load("onnx", bundle.path, device="cuda")
+    images = np.zeros((1, 3, 64, 64), np.float32)
+    assert template.load("onnx", bundle.path, device="cpu")(images)[0].shape[0] == 1
 
 
 def test_the_readme_of_a_bundle_with_plans(bundle: Bundle) -> None:
@@ -493,44 +392,3 @@ def test_the_readme_of_a_bundle_with_plans(bundle: Bundle) -> None:
     assert "onnxruntime-gpu>=" in text and "load.py --device cpu" in text
     plain = readme(bundle.manifest)
     assert "may have any size" in plain and "elsa_cuda_serve_file" not in plain
-
-
-@pytest.mark.parametrize(("format", "device", "let_in"), [
-    ("onnx", "cuda", False), ("onnx", "cpu", False), ("pt2", "cuda", True),
-])  # fmt: skip
-def test_no_run_of_onnx_can_import_the_package(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, format: str, device: str, let_in: bool
-) -> None:
-    """A bundle for a GPU without plans needs it in torch, and in ONNX Runtime never."""
-    commands: list[list[str]] = []
-
-    def begun(command: list[str], **_: Any) -> Any:
-        commands.append(command)
-        return nullcontext(SimpleNamespace())
-
-    monkeypatch.setattr(fresh, "running", begun)
-    with fresh.fresh_run(bundle.path, format, runtime="", device=device):
-        blocked = commands[0][3].split(",")
-    assert ("elsa_core" not in blocked) == let_in and "timm" in blocked
-
-
-def test_a_verification_without_the_provider_is_skipped(
-    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And never passed; on the CPU the same bundle runs where that is asked for."""
-    ort = pytest.importorskip("onnxruntime")
-    if "CUDAExecutionProvider" in ort.get_available_providers():
-        pytest.skip("this onnxruntime has the CUDAExecutionProvider")
-    folder = shutil.copytree(bundle.path, tmp_path / "bundle")
-    content = json.loads((folder / "manifest.json").read_text())
-    content["model"]["device"] = "cuda"
-    content["artefacts"] = {"onnx": content["artefacts"]["onnx"]}
-    (folder / "manifest.json").write_text(json.dumps(content))
-    monkeypatch.setattr(verify, "_made_for_elsewhere", lambda *_: "")
-    (report,) = verify.run_artefacts(folder, read_manifest(folder), lambda line: None)
-    line = "onnxruntime with its CUDAExecutionProvider is not installed"
-    assert (report.status, report.reason) == ("skipped", line)
-    with pytest.raises(ImportError, match="no CUDAExecutionProvider: pip install onnxruntime-gpu"):
-        template.load("onnx", folder)
-    images = np.zeros((1, 3, 64, 64), np.float32)
-    assert template.load("onnx", folder, device="cpu")(images)[0].shape[0] == 1

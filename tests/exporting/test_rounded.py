@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ExportError, ModelError
-from elsa_core.exporting import artefact_runs
-from elsa_core.exporting import bundle as bundling
 from elsa_core.exporting.accuracy import Exact, exact_outputs
 from elsa_core.exporting.bundle import Bundle, export
 from elsa_core.exporting.manifest import hashed
@@ -55,9 +49,6 @@ def outputs(bundle: Bundle, format: str, inputs: np.ndarray[Any, Any]) -> np.nda
     return np.concatenate([model(inputs[row : row + 3])[0] for row in range(0, len(inputs), 3)])
 
 
-# --- INT8 ----------------------------------------------------------------------------------------
-
-
 def test_the_cost_in_the_manifest_is_the_one_that_is_measured(int8: Bundle, exact: Exact) -> None:
     accuracy = int8.manifest["accuracy"]
     assert accuracy["rows"] == ROWS and accuracy["inputs"] == f"noise {ROWS}"
@@ -72,16 +63,6 @@ def test_the_cost_in_the_manifest_is_the_one_that_is_measured(int8: Bundle, exac
     # 8 bits, not 24: an INT8 file that is as good as float32 would not be one.
     assert costs["model.int8.onnx"]["mean_error"] > 100 * costs["float32"]["mean_error"]
     assert costs["model.int8.onnx"]["max_error"] < accuracy["output_std"]
-
-
-def test_exact_outputs_are_those_of_the_original_in_float64(vit: Loaded, exact: Exact) -> None:
-    from elsa_core.patching import original
-
-    with torch.no_grad(), original(vit.model):
-        double = vit.model.double()(exact.inputs[0].double())
-        vit.model.float()
-    assert torch.allclose(double, exact.output, rtol=1e-13, atol=1e-13)
-    assert 0 < exact.own.mean < exact.own.maximum < 1e-5
 
 
 def test_classes_that_change_are_counted(exact: Exact) -> None:
@@ -141,41 +122,6 @@ def test_an_int8_file_that_errs_more_than_it_did_fails(int8: Bundle, tmp_path: P
             verify(copy)
 
 
-@pytest.mark.parametrize("fault", ["zeros with the library", "noise in both"])
-def test_an_int8_file_that_computes_something_else_is_not_written(
-    vit: Loaded, report: CheckReport, exact: Exact, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, fault: str,
-) -> None:  # fmt: skip
-    """Its limits are those of the run without the library, and no error is above the outputs'."""
-    inner = artefact_runs.run_all
-
-    def changed(output: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        if fault.startswith("zeros"):
-            return np.zeros_like(output)
-        return output + 1e4 * np.random.default_rng(0).normal(size=output.shape)
-
-    def faulty(*given: Any) -> Any:
-        answers = inner(*given)
-        for answer in answers["onnx-int8"]:
-            if answer.library or not fault.startswith("zeros"):
-                run = answer.run
-                for batch, outputs in run.outputs.items():
-                    run.outputs[batch] = [changed(each) for each in outputs]
-                if fault.startswith("noise"):
-                    further = tuple(changed(each) for each in run.further)
-                    object.__setattr__(run, "further", further)  # the dataclass is frozen
-        return answers
-
-    monkeypatch.setattr(bundling, "run_all", faulty)
-    match = "is no approximation.*standard deviation" if fault.startswith("noise") else "at batch 1"
-    with pytest.raises(ExportError, match=rf"model\.int8\.onnx .*{match}"):
-        export(
-            vit.model, tmp_path / "a", formats=("onnx",), quantize="int8", loaded=vit,
-            check=report, exact=exact,
-        )  # fmt: skip
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_int8_needs_onnx_and_float32(vit: Loaded, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"quantize concerns model\.onnx"):
         export(vit.model, tmp_path / "a", formats=("pt2",), quantize="int8", loaded=vit)
@@ -184,9 +130,6 @@ def test_int8_needs_onnx_and_float32(vit: Loaded, tmp_path: Path) -> None:
     for arguments in (["--formats", "pt2"], ["--dtype", "float16"]):
         assert run(["export", "test_vit", "--quantize", "int8", *arguments, "-q"]) == 2
     assert list(tmp_path.iterdir()) == []
-
-
-# --- fp16 ----------------------------------------------------------------------------------------
 
 
 def test_fp16_says_what_it_costs(
@@ -205,82 +148,18 @@ def test_fp16_says_what_it_costs(
     assert half["mean_error"] > 100 * own["mean_error"] and half["class_changed"] is not None
 
 
-# --- OpenVINO ------------------------------------------------------------------------------------
-
-STAND_IN = """
-    import numpy
-    import onnxruntime
-
-    class _Type:
-        def to_dtype(self):
-            return numpy.float32
-
-    class _Port:
-        def get_element_type(self):
-            return _Type()
-
-    class _Compiled:
-        def __init__(self, path):
-            self._model = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-            self.inputs = [_Port()]
-
-        def __call__(self, fed):
-            name = self._model.get_inputs()[0].name
-            return dict(enumerate(self._model.run(None, {name: fed[0]} )[:1])) | CHANGED
-
-    class Core:
-        def compile_model(self, path, device, hints):
-            assert device == "CPU" and hints == {"INFERENCE_PRECISION_HINT": "f32"}
-            return _Compiled(path)
-"""
-
-
-def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, changed: str = "{}") -> None:
-    """A package `openvino` that runs ONNX Runtime inside."""
-    (folder / "openvino").mkdir(parents=True)
-    text = textwrap.dedent(STAND_IN).replace("CHANGED", changed)
-    (folder / "openvino" / "__init__.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    monkeypatch.syspath_prepend(str(folder))
-
-
-def standard(vit: Loaded, report: CheckReport, target: Path) -> Bundle:
-    return export(
-        vit.model, target, formats=("onnx",), onnx_mode="standard", loaded=vit, check=report
-    )
-
-
-def test_openvino_is_one_more_runtime(
-    vit: Loaded, report: CheckReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in(tmp_path / "packages", monkeypatch)
-    made = standard(vit, report, tmp_path / "out")
-    assert made.artefacts[0].openvino == "ok"
-    assert "OpenVINO reads it too, and reproduced" in (made.path / "README.md").read_text()
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert template.runtime_of(made.manifest, "onnx") == "openvino"
-    custom = made.manifest | {"artefacts": {"onnx": {"file": "model.onnx", "mode": "custom"}}}
-    assert template.runtime_of(custom, "onnx") == "onnxruntime"
-    ways = artefact_runs._ways("onnx", custom["artefacts"]["onnx"])
-    assert ways == [("onnxruntime", True), ("onnxruntime", False)]
-
-
-def test_openvino_that_errs_is_told_of(
-    vit: Loaded, report: CheckReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bundle is for ONNX Runtime, which reproduces the model: it is written all the same."""
-    wrong = "{0: numpy.zeros((len(fed[0]), 1000), numpy.float32)}"
-    stand_in(tmp_path / "packages", monkeypatch, wrong)
-    made = standard(vit, report, tmp_path / "out")
-    assert made.artefacts[0].status == "ok"
-    assert made.artefacts[0].openvino.startswith("at batch 1: error")
-    assert "OpenVINO does not reproduce it: at batch 1" in (made.path / "README.md").read_text()
-
-
-def test_the_real_openvino(vit: Loaded, report: CheckReport, tmp_path: Path) -> None:
+def test_openvino_is_one_more_runtime(vit: Loaded, report: CheckReport, tmp_path: Path) -> None:
+    """Of a file without nodes of elsa's; at opset 23, which older versions of ONNX Runtime lack."""
     pytest.importorskip("openvino", reason="OpenVINO is not installed")
-    made = standard(vit, report, tmp_path / "out")
+    made = export(
+        vit.model, tmp_path / "out", formats=("onnx",), onnx_mode="standard", opset=23, loaded=vit,
+        check=report,
+    )  # fmt: skip
     assert made.artefacts[0].openvino == "ok"
+    readme = (made.path / "README.md").read_text()
+    assert "OpenVINO reads it too, and reproduced" in readme
+    assert made.manifest["artefacts"]["onnx"]["runtime"] == {"onnxruntime": ">=1.23"}
+    assert "'onnxruntime>=1.23'" in readme
     images = vit.example_inputs(2)[0].numpy()
     mine = template.load("onnx", made.path, runtime="openvino")(images)[0]
     assert np.abs(mine - template.load("onnx", made.path)(images)[0]).max() < 1e-5

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.errors import ArgumentError, NothingPatchedError
-from elsa_core.patching.adapters.derived import DERIVED
 from elsa_core.patching.rewrite import patch, unpatch
 from elsa_core.patching.sites import find_sites, inspect
 
@@ -274,23 +272,6 @@ def test_the_encoder_with_its_nested_tensors() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**ENCODER), 2)
     padding = torch.arange(QUERIES) >= torch.tensor([4, 7, 5])[:, None]
     assert_same(randomised(encoder), torch.float32, encode, tokens(3, QUERIES, True), padding)
-
-
-@torch.no_grad()
-def test_a_compiled_layer_asks_nothing_of_others() -> None:
-    """What is kept of other sites comes and goes, also while a graph is being made."""
-    torch._dynamo.reset()
-    other = randomised(nn.TransformerEncoderLayer(**ENCODER))
-    patch(other)
-    layer = randomised(nn.TransformerEncoderLayer(**ENCODER))
-    patch(layer)
-    x, counted = tokens(2, QUERIES, True), CompileCounter()
-    DERIVED._kept[other] = {}
-    compiled = torch.compile(layer, fullgraph=True, backend=counted)
-    expected = compiled(x)
-    del DERIVED._kept[other]
-    torch.testing.assert_close(compiled(x), expected)
-    assert counted.frame_count == 1
 
 
 @torch.no_grad()

@@ -157,30 +157,25 @@ def test_gradients_of_dinov2() -> None:
         assert square**0.5 <= 2 * own_square**0.5 + 4 * torch.finfo(torch.float32).eps, name
 
 
-def test_what_was_registered_reaches_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+class Asked(TorchDispatchMode):
+    """The precisions that calls of the operator asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.precisions: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name == "elsa::attention":
+            self.precisions.append(args[-1])
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_what_was_asked_for_reaches_the_operator() -> None:
     """A precision that is dropped on the way is `strict`, which no result on a CPU shows."""
-    asked = []
-
-    def record(*operands: torch.Tensor, **options: object) -> torch.Tensor:
-        asked.append(options)
-        return operands[0]
-
-    monkeypatch.setattr(hf_transformers, "attention", record)
-    x = torch.randn(1, 2, 3, 4)
-    options = {"precision": "ieee", "backend": "eager"}
-    attention_forward(SimpleNamespace(is_causal=False), x, x, x, None, 0.25, 0.5, **options)
-    expected = {"attn_mask": None, "dropout_p": 0.25, "is_causal": False, "scale": 0.5}
-    assert asked == [{**expected, "enable_gqa": True, **options}]
-
-
-def test_a_site_asks_for_what_it_was_patched_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(
-        common, "attention", lambda *given, **named: asked.append((given, named)) or given[0]
-    )
-    x, mask = torch.randn(1, 2, 3, 4), torch.ones(3, 3, dtype=torch.bool)
-    site = SimpleNamespace(elsa_precision="ieee", elsa_backend="eager")
-    common.attend(site, x, x, x, mask, scale=0.5, dropout_p=0.25, is_causal=True)
-    given, named = asked[0]
-    assert given[3:] == (mask, 0.25, True, 0.5, True)
-    assert named == {"precision": "ieee", "backend": "eager", "sparsity": None, "offload": None}
+    x, module = torch.randn(1, 2, 3, 4), SimpleNamespace(is_causal=False)
+    site = SimpleNamespace(elsa_precision="ieee", elsa_backend="auto")
+    with Asked() as asked:
+        attention_forward(module, x, x, x, None, precision="ieee")
+        common.attend(site, x, x, x, scale=0.5, is_causal=True)
+    assert asked.precisions == ["ieee", "ieee"]

@@ -20,7 +20,6 @@ from torch.nn.utils import parametrize
 import elsa_core as elsa
 from elsa_core import dispatch
 from elsa_core.backends import processor
-from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.loading.plan import apply_plan, plan_of, read_plan
 from elsa_core.patching import adapters, layers
@@ -98,17 +97,6 @@ def test_the_default_scope_of_a_processor(pretended, named, dtype, scope):
     assert report.scope == scope and layers.patched_scope(model) == scope
     assert (type(model.head) is nn.Linear) is (scope == "attention")
     assert plan_of(report).scope == scope
-
-
-def test_the_table_says_where_layers_are_taken(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    gpu = torch.device("cuda")
-    assert dispatch.scope(gpu, torch.float32) == "model"
-    assert dispatch.scope(gpu, torch.float16) == "attention"
-    assert dispatch.scope(torch.device("cpu"), torch.float32) == "attention"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert dispatch.scope(gpu, torch.float32) == "attention"
 
 
 def test_every_layer_of_a_vit_is_a_site():
@@ -472,7 +460,7 @@ def test_a_plan_of_attention_alone(tmp_path):
 @pytest.fixture
 def reads_halves(monkeypatch):
     """As where a kernel reads halves: on sm_90."""
-    from elsa_core.patching.adapters import halves, torch_multihead
+    from elsa_core.patching.adapters import torch_multihead
 
     for module in (halves, torch_multihead):
         monkeypatch.setattr(module, "are_read", lambda site, weight: weight.dtype == torch.float32)
@@ -575,23 +563,6 @@ def test_an_export_says_the_scope():
     report = elsa.patch(model, scope="model")
     plan = export_target(model, None, image(), 0).plan
     assert plan.scope == "model" and plan.sites == tuple(site.path for site in report.patched)
-
-
-class _OnGpu:
-    """What `are_read` asks of a weight on a GPU."""
-
-    dtype, device, shape = torch.float32, torch.device("cuda"), (8, 16)
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        return torch.empty(self.shape[1])
-
-
-def test_products_of_ieee_read_no_halves(monkeypatch):
-    monkeypatch.setitem(dispatch.SERVING, ("linear", "cuda", "auto"), ())
-    monkeypatch.setattr(dispatch, "support", lambda *_: Support(True))
-    for precision in ("strict", "ieee"):
-        site = SimpleNamespace(elsa_precision=precision, elsa_backend="auto")
-        assert halves.are_read(site, _OnGpu()) == (precision == "strict")
 
 
 def test_a_model_of_linear_layers_alone_is_frozen(reads_halves) -> None:
