@@ -137,7 +137,7 @@ def defaults(
             if param is None:
                 continue
             if is_command_line_only(param):
-                warn(f"{path}: '{key}' is ignored: it is for the command line alone")
+                warn(f"{path}: '{key}' is ignored: give it on the command line")
                 continue
             result[str(param.name)] = _value(path, key, value, param)
     return result

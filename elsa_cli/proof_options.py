@@ -54,8 +54,7 @@ def proof_options(function: Function) -> Function:
         ),
         click.option(
             "--sparsity-bound", type=click.FloatRange(min=0.0), default=0.0, show_default=True,
-            help="The relative error against float64 that a number as --sparsity may cost, beside "
-            "what is allowed anyway.",
+            help="The relative error that a number as --sparsity may add to what is allowed.",
         ),
     ]  # fmt: skip
     return apply(options)(function)

@@ -98,7 +98,7 @@ def _flops(found: Inspection) -> list[str]:
 
     layer = {site.kind in LAYERS for site in found.sites if site.flops}
     said = {
-        False: "FLOPs: of q k^T and the product with v alone, without projections",
+        False: "FLOPs: only q k^T and the product with v, no projections",
         True: "FLOPs of linear layers, MLPs and patch embeddings: of all their products",
     }
     return [line for of_layers, line in said.items() if of_layers in layer]

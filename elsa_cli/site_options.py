@@ -30,7 +30,7 @@ def scope_option(function: Function) -> Function:
     """--scope alone."""
     option: Callable[[Function], Function] = click.option(
         "--scope", type=click.Choice(SCOPES), default="auto", show_default=True,
-        help="Attention alone, or also linear layers, MLPs and patch embedding; auto: what was "
-        "measured to be faster on the device.",
+        help="attention: the sites. model: linear layers, MLPs and patch embedding too. auto: what "
+        "was measured to be faster on the device.",
     )  # fmt: skip
     return option(function)

@@ -29,7 +29,7 @@ from elsa_cli.probes import environment, human
     help="Folder for the packs [the user's cache].",
 )
 @click.option("--jobs", type=click.IntRange(1, 256), help="Compiling processes [one a core].")
-@click.option("--only", metavar="GLOB", help="Kernels of the cases whose name matches alone.")
+@click.option("--only", metavar="GLOB", help="Only kernels of cases whose name matches.")
 @click.option(
     "--wheel",
     type=FilePath(folder=True),

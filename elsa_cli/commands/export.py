@@ -94,8 +94,8 @@ _MODULES = {
 @click.option(
     "--onnx-mode", type=click.Choice(("custom", "standard", "custom-only")), default="custom",
     show_default=True,
-    help="custom: elsa's nodes, with a body that any runtime runs; standard: none of elsa's; "
-    "custom-only: elsa's nodes alone.",
+    help="custom: nodes of elsa, with bodies that any runtime runs. standard: standard operators. "
+    "custom-only: nodes of elsa without bodies.",
 )  # fmt: skip
 @click.option(
     "--opset", type=click.Choice(("18", "23")), help="ONNX opset [default: 18; 23 for standard]."

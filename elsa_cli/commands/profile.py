@@ -98,7 +98,7 @@ class OutOfMemoryError(CommandError):
 @click.option("--plot", type=_FILE, metavar="FILE", help="Draw the charts (.png or .svg).")
 @click.option(
     "--policy", type=click.Choice(["faster"]),
-    help="Write a plan for `elsa patch --plan` that leaves sites alone where ELSA was slower.",
+    help="Write a plan for `elsa patch --plan` without the sites where ELSA was slower.",
 )  # fmt: skip
 @click.option(
     "--plan", type=_FILE, default="plan.json", show_default=True, metavar="FILE",
@@ -287,7 +287,7 @@ def _write_policy(session: Session, document: Document, path: Path) -> None:
     if not plan.sites:
         raise VerdictError(f"no plan was written: ELSA was slower at every site ({slower})")
     session.written.append(policy.write(plan, path))
-    kept = f", {slower} left alone where ELSA was slower" if slower else ", none was slower"
+    kept = f", {slower} left out: ELSA was slower" if slower else ", none was slower"
     if unsure:
         kept = (kept if slower else "") + f", {unsure} after too few rounds to tell"
     session.line(f"plan: {path} ({len(plan.sites)} sites patched{kept})")

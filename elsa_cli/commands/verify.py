@@ -21,7 +21,7 @@ from elsa_cli.options import Command, FilePath, output_options, pass_session
 @click.option("--trust", is_flag=True, help="Run the bundle's library without asking.")
 @click.option(
     "--key", type=FilePath(), metavar="PUB",
-    help="Demand a signature of this Ed25519 public key (PEM or ssh-ed25519); nothing is asked.",
+    help="Require a signature by this Ed25519 public key (PEM or ssh-ed25519); no question.",
 )  # fmt: skip
 @output_options
 @pass_session
@@ -94,4 +94,4 @@ def _ask(session: Session, bundle: Path, trusted: bool) -> None:
         )
     session.log(about)
     if not session.ask("Run it?"):
-        raise click.UsageError("nothing was run; --files-only compares the files alone")
+        raise click.UsageError("nothing was run; --files-only compares only the files")

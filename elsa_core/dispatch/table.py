@@ -80,7 +80,7 @@ def _whole_windows(*arguments: Any) -> str:
 
 
 def _linear_schedule(*arguments: Any) -> str:
-    return "large products; smaller ones, and those that it would not gain, are PyTorch's"
+    return "large products; PyTorch computes smaller ones, and those that would not gain"
 
 
 def _split(request: Request) -> str:

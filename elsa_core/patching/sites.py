@@ -29,7 +29,7 @@ from elsa_core.patching.text import reasons, sites_of, sites_table
 from elsa_core.patching.watching import Attentions, Example, watch
 
 _EAGER = "computes its softmax in eager PyTorch, and no adapter is written for it yet"
-_DID_NOT_RUN = "in the run on the example no attention that elsa serves happened in it"
+_DID_NOT_RUN = "the run on the example met no attention here that elsa can take over"
 _FUNCTIONAL = "calls torch.nn.functional.multi_head_attention_forward, which has no adapter yet"
 _RETURNED = "the model returns its attention weights, which PyTorch has to compute"
 _NOT_OVER_TOKENS = ("linear", "channel", "other")

@@ -64,7 +64,7 @@ def test_inspect_json(elsa: Elsa) -> None:
 
 def test_inspect_says_what_its_columns_mean(elsa: Elsa) -> None:
     out = elsa("inspect", "pvt_v2_b0", "--img", "64").out
-    assert "FLOPs: of q k^T and the product with v alone" in out
+    assert "FLOPs: only q k^T and the product with v" in out
     assert "256:4" in out and "tokens: queries:keys" in out
     assert "queries:keys" not in elsa("inspect", *TINY).out and "all their products" not in out
 

@@ -287,7 +287,7 @@ def test_a_plan_leaves_slow_sites_alone(elsa: Elsa) -> None:
     Path("p.json").write_text(json.dumps(document))
     answer = elsa("profile", *TINY, "--sites", "--resume", "p.json", "--policy", "faster")
     assert answer.code == 0, answer.err
-    assert "plan: plan.json (10 sites patched, 2 left alone where ELSA was slower)" in answer.out
+    assert "plan: plan.json (10 sites patched, 2 left out: ELSA was slower)" in answer.out
     assert "Next: elsa patch vit_tiny_patch16_224 --img 32 --plan plan.json -o DIR" in answer.out
     plan = json.loads(Path("plan.json").read_text())
     assert plan["precision"] == "strict"

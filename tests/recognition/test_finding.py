@@ -165,7 +165,7 @@ def test_no_attention_in_the_run_is_said() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x if not self.flash else super().forward(x)
 
-    with pytest.raises(NothingPatchedError, match="no attention that elsa serves"):
+    with pytest.raises(NothingPatchedError, match="no attention here that elsa can take over"):
         elsa.patch(nn.Sequential(Off(False)), X)
     with pytest.raises(ArgumentError, match="does not run on it"):
         elsa.patch(nn.Sequential(Processed()), X[..., :3])

@@ -143,7 +143,7 @@ def planned(
         _LOG.debug("a call that the CUDA library leaves to Python: %s", reason)
         return results, b"N"
     except UnavailableError as error:  # it may pass, as want of memory does
-        _say_once(f"the CUDA library serves no such call, Triton's launcher does: {error}")
+        _say_once(f"the CUDA library does not take such calls; Triton launches them: {error}")
         return results, b"" if next(_REFUSALS) < _MOST_REFUSALS else b"N"
     return results, b"P" + found
 
