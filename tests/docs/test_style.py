@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
-GENERATED = ("benchmarks", "coverage")
+GENERATED = "coverage"
 LINES = {"limits": 60, "cuda": 80, "linear": 80}
 ALL_LINES, WORDS = 2050, 25
 _LEFT_OUT = re.compile(
@@ -39,7 +39,7 @@ def test_a_sentence_ends_at_a_stop_a_cell_or_an_item() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_sentences_are_short(page: Path) -> None:
-    if page.stem not in GENERATED:
+    if page.stem != GENERATED:
         found = sentences(page.read_text(encoding="utf-8"))
         assert [" ".join(each) for each in found if len(each) > WORDS] == []
 
