@@ -171,7 +171,7 @@ def measure(name: str, case: Case, given: Namespace) -> list[Row]:
     tensors = operands(case.kind, case.length, DTYPES[case.dtype], device)
     backend = dispatch.kernels_of("sparse_attention", device)
     # loads the kernels: an operator without them is plain PyTorch
-    dispatch.name_of("sparse_attention", device, DTYPES[case.dtype], DIM, DIM, "strict", backend)
+    dispatch.choose("sparse_attention", device, DTYPES[case.dtype], DIM, DIM, "strict", backend)
     run = dispatch.RUNS["sparse_attention", backend]
 
     def judge(contender: Contender) -> Row:

@@ -1,9 +1,10 @@
 """Who serves a call, and why.
 
-`table.BACKENDS` is ordered: `auto` takes the first backend of the call's device that can serve it.
-The shipped table `measured.json` then says where PyTorch's own kernels are the faster exact ones
-(inference of some shapes on the GPU that was measured, training), and who is asked for gradients in
-which order; a row is data, with its date and hardware.
+`choose(operator, ..., mode)` gives the name. `table.BACKENDS` is ordered: `auto` takes the first
+backend of the call's device that can serve it, unless a row of the shipped table `measured.json`
+holds: one ordered list of conditions, a mode and who serves (inference of some shapes, training,
+gradients, what a patched module leaves to its original forward, the default scope of `patch`).
+Registered backends and `unmeasured` go ahead of it.
 
 A backend of another package joins by `register(Backend(...))`: one function and not an entry point
 of packaging, because a backend that is imported is one that its user wants.
@@ -13,18 +14,19 @@ from __future__ import annotations
 
 from elsa_core.base.switches import switched
 from elsa_core.dispatch import launches
-from elsa_core.dispatch.choose import (
+from elsa_core.dispatch.chooser import (
     BY_ROW,
     DIRECT,
     RUNS,
     SERVING,
     Chosen,
+    choose,
     chosen,
     gradient_name,
     implementation,
+    is_whole,
     kernels_of,
     mask_kind,
-    name_of,
     names,
     plain_alone,
     register,
@@ -32,10 +34,7 @@ from elsa_core.dispatch.choose import (
     select,
     state_run,
     support,
-    training_name,
-    trains_original,
     unregister,
-    whole_name,
 )
 from elsa_core.dispatch.explained import route
 from elsa_core.dispatch.faults import Layout, peer_fault
@@ -44,14 +43,12 @@ from elsa_core.dispatch.measured import (
     GATED,
     eager_least,
     eager_products,
-    eager_rows,
     linear_by_pytorch,
     linear_form,
     product_by_pytorch,
     scope,
     unmeasured,
 )
-from elsa_core.dispatch.measured import training as training_row
 from elsa_core.dispatch.route import Route
 from elsa_core.dispatch.table import BACKENDS, PLAIN, SHIPPED
 
@@ -67,18 +64,18 @@ __all__ = [
     "Chosen",
     "Layout",
     "Route",
+    "choose",
     "chosen",
     "eager_least",
     "eager_products",
-    "eager_rows",
     "gradient_name",
     "implementation",
+    "is_whole",
     "kernels_of",
     "launches",
     "linear_by_pytorch",
     "linear_form",
     "mask_kind",
-    "name_of",
     "names",
     "peer_fault",
     "plain_alone",
@@ -94,10 +91,6 @@ __all__ = [
     "state_run",
     "support",
     "switched",
-    "training_name",
-    "training_row",
-    "trains_original",
     "unmeasured",
     "unregister",
-    "whole_name",
 ]

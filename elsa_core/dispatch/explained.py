@@ -7,7 +7,7 @@ from typing import Any
 from elsa_core import ops
 from elsa_core.backends.support import Implementation, Request
 from elsa_core.base.limits import HALF_KEYS_MAX
-from elsa_core.dispatch.choose import gradient_name, implementation, select
+from elsa_core.dispatch.chooser import gradient_name, implementation, select
 from elsa_core.dispatch.route import Route
 from elsa_core.dispatch.table import PLAIN
 

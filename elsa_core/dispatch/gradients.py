@@ -16,7 +16,7 @@ from elsa_core.backends import cuda, eager, native_backward
 from elsa_core.backends.support import Request
 from elsa_core.base import packing
 from elsa_core.dispatch import measured
-from elsa_core.dispatch.choose import DIRECT, gradient_name, implementation, mask_kind
+from elsa_core.dispatch.chooser import DIRECT, gradient_name, implementation, mask_kind
 from elsa_core.dispatch.faults import Layout, peer_fault
 from elsa_core.dispatch.table import PLAIN
 from elsa_core.ops import flops
@@ -58,8 +58,8 @@ def _by_the_table(
     request: Request, arguments: tuple[Any, ...], layout: Layout | None = None
 ) -> Any:
     """The gradients by the first backend of the table that serves the call, or None."""
-    row = measured.training(request.operator, request.device_type, request.dtype)
-    return _by_backends(request, row.backward if row else (), arguments, layout)
+    names = measured.gradients(request.operator, request.device_type, request.dtype)
+    return _by_backends(request, names, arguments, layout)
 
 
 def _by_backends(
@@ -90,8 +90,8 @@ def shard_backward(*arguments: Any) -> Any:
     """
     query, value, attn_mask = arguments[2], arguments[4], arguments[5]
     is_causal, _, precision, needs = arguments[8:]
-    row = measured.training("attention", query.device.type, query.dtype)
-    if row is None or not (query.numel() and value.numel()):
+    asked = measured.gradients("attention", query.device.type, query.dtype)
+    if not asked or not (query.numel() and value.numel()):
         return eager.backward(*arguments, is_shard=True)
     wanted = zip(ops.ATTENTION.terms, needs, strict=True)
     request = Request(
@@ -100,14 +100,14 @@ def shard_backward(*arguments: Any) -> Any:
         ordinal=query.get_device(),
     )  # fmt: skip
     single = query.dtype == torch.float32
-    if single and "native" in row.backward:
+    if single and "native" in asked:
         support = implementation("attention", "native").gradient
         if support is not None and support(request).ok:
             grads = native_backward.attention_backward(*arguments, is_shard=True)
             if grads is not None:
                 return grads
     read = ("triton", "sdpa") if single else ("sdpa",)
-    names = [name for name in row.backward if name in read]
+    names = [name for name in asked if name in read]
     grads = _by_backends(request, names, arguments, _layout_of(arguments))
     return eager.backward(*arguments, is_shard=True) if grads is None else grads
 
@@ -253,7 +253,7 @@ def recomputes(
     mask: str,
 ) -> bool:
     """Whether no backend has a kernel of the gradients of such calls on a device, "cuda:1" say: a
-    constant for the compiler, as `choose.name_of`."""
+    constant for the compiler, as `chooser.choose`."""
     device = torch.device(place)
     request = Request(
         device.type, dtype, head_dim, value_dim, precision, operator, mask, gradient=gradient,
@@ -293,7 +293,7 @@ implement("window_attention_backward", window_attention_backward, "CompositeExpl
 implement("entmax_attention_backward", entmax_backward_cpu, "CPU")
 implement("entmax_attention_backward", entmax_backward_cuda, "CUDA")
 implement("entmax_varlen_attention_backward", entmax_varlen_backward_cuda, "CUDA")
-# The plans of these are dropped where backends come or go (`choose.register`).
+# The plans of these are dropped where backends come or go (`chooser.register`).
 cuda.offer(
     {
         "attention_backward": attention_backward,

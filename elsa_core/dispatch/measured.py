@@ -19,6 +19,7 @@ from elsa_core.base.switches import SWITCHES
 from elsa_core.precision import dtype_name
 
 TABLE = Path(__file__).with_name("measured.json")
+ORIGINAL = "original"  # the forward of the module that was patched
 # In the driver's name of a part of a GPU: "NVIDIA H200 MIG 1g.18gb".
 _SLICE = " MIG "
 
@@ -92,137 +93,130 @@ class Products(NamedTuple):
         )
 
 
-class InGraphs(NamedTuple):
-    """Small training calls without a mask for which this package's kernels were measured to be the
-    faster ones where a CUDA graph saves the host's time. `ratio` is their least and largest speed
-    over PyTorch's.
-    """
-
-    capability: tuple[int, int]
-    head_dim: tuple[int, int]
-    tokens: int
-    ratio: tuple[float, float]
-
-    def holds(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether operands [B, H, N, D] are of such a call."""
-        return (
-            query.shape == key.shape == value.shape
-            and query.shape[2] >= self.tokens
-            and self.head_dim[0] <= query.shape[3] <= self.head_dim[1]
-            and _capability(query.device) == self.capability
-        )
-
-
-class Training(NamedTuple):
-    """Who serves calls of which a gradient is wanted.
+class Trained(NamedTuple):
+    """Who takes training calls, forward and gradients.
 
     Attributes:
-        whole: the backend that takes forward and backward; empty where the chosen one does.
-        otherwise: the one that takes both where no backend in `backward` has a kernel for the call.
-        backward: who is asked for the gradients of this package's forward, in order.
-        small, small_below: the backend that takes both in eager calls of fewer multiply-adds of
-            query key^T than that: it takes the host less time, which such calls wait for.
-        small_masked: whether it takes those with a boolean mask too.
-        in_graphs: those that it does not take where a CUDA graph records them.
+        backend: its name.
+        least, below: the multiply-adds of query key^T from which, and below which, the row holds
+            for eager calls: the host's time bounds small ones. None: for all calls.
+        boolean: whether it holds for calls with a boolean mask too.
+        without_gradients: it holds where no backend has a kernel of the call's gradients.
     """
 
-    whole: str
-    otherwise: str
-    backward: tuple[str, ...]
-    small: str = ""
-    small_below: int = 0
-    small_masked: bool = True
-    in_graphs: InGraphs | None = None
+    backend: str
+    least: int | None = None
+    below: int | None = None
+    boolean: bool = True
+    without_gradients: bool = False
+
+    def holds(self, work: int | None, masked: bool) -> bool:
+        """Whether it holds for an eager call of so many multiply-adds (None: any other call), as
+        far as lengths and a boolean mask decide."""
+        if masked and not self.boolean:
+            return False
+        if self.least is not None and (work is None or work < self.least):
+            return False
+        return self.below is None or (work is not None and work < self.below)
+
+
+def found(
+    operator: str, mode: str, device: torch.device, dtype: torch.dtype | None, precision: str = ""
+) -> Iterator[dict[str, Any]]:
+    """The rows of the shipped table for calls of one kind, in order.
+
+    mode: "infer", "train" (forward and gradients as a whole), "gradients" (of elsa's forwards),
+    "site" (what a patched module leaves to its original forward), "patch" (the default scope).
+    """
+    for row in _table()["rows"]:
+        if (row["operator"], row["mode"], row["device"]) != (operator, mode, device.type):
+            continue
+        if "dtypes" in row and (dtype is None or dtype_name(dtype) not in row["dtypes"]):
+            continue
+        if "precision" in row and row["precision"] != precision:
+            continue
+        if "processor" in row and row["processor"] != processor.name():
+            continue
+        if "capability" in row and _capability(device) != tuple(row["capability"]):
+            continue
+        if "gpu" in row and not any(mark in _gpu(device) for mark in row["gpu"]):
+            continue
+        if ("gpu" in row or row.get("whole")) and _SLICE in _gpu(device):
+            continue
+        yield row
 
 
 def rows(
     operator: str, device: torch.device, dtype: torch.dtype, precision: str = "strict"
 ) -> tuple[Row, ...]:
-    """The rows for a device: none but for GPUs that they were measured on, as a whole."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return ()
-    gpu = torch.cuda.get_device_name(device)
-    if _SLICE in gpu:
-        return ()
+    """Where another backend serves inference: none but for GPUs that were measured, as a whole."""
     return tuple(
         Row(
-            row["backend"], head_dim, tuple(row["batch_heads"]), tuple(row["tokens"]),
+            row["by"], head_dim, tuple(row["batch_heads"]), tuple(row["tokens"]),
             row["multiple"], tuple(row["ratio"]), row.get("masked", False),
             row.get("causal", False),
         )
-        for row in _table()["inference"]
-        for head_dim in row["head_dims"]
-        if row["operator"] == operator and dtype_name(dtype) in row["dtypes"]
-        and row.get("precision", "strict") == precision
-        and any(mark in gpu for mark in row["gpu"])
+        for row in found(operator, "infer", device, dtype, precision)
+        for head_dim in row.get("head_dims", ())
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
-def training(operator: str, device_type: str, dtype: torch.dtype) -> Training | None:
-    """The row for calls of which a gradient is wanted; None where plain PyTorch recomputes."""
-    for row in _table()["training"]:
-        alike = row["operator"] == operator and row["device"] == device_type
-        if alike and dtype_name(dtype) in row["dtypes"]:
-            return Training(
-                row["whole"], row["otherwise"], tuple(row["backward"]), row.get("small", ""),
-                _small_below(row), row.get("small_masked", True), _in_graphs(row),
-            )  # fmt: skip
-    return None
+def trained(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Trained, ...]:
+    """Who takes training calls as a whole, in order; none: who serves inference."""
+    return tuple(
+        Trained(
+            row["by"], row.get("from"), row.get("below"), row.get("boolean", True),
+            row.get("without") == "gradients",
+        )
+        for row in found(operator, "train", device, dtype)
+        if "in_graphs" not in row
+    )  # fmt: skip
 
 
-def _small_below(row: dict[str, Any]) -> int:
-    # products of PyTorch's attention are MKL's, which is slower on AMD's and keeps to AVX2
-    below: dict[str, int] = row.get("small_below_on", {})
-    found: int = below.get(processor.name(), row.get("small_below", 0))
-    return found
+def leads_in_graphs(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether this package's kernels are the faster ones for a small training call, [B, H, N, D]
+    without a mask, where a CUDA graph saves the host's time.
+    """
+    if not query.shape == key.shape == value.shape:
+        return False
+    kinds = found("attention", "train", query.device, query.dtype)
+    for graphs in (row["in_graphs"] for row in kinds if "in_graphs" in row):
+        least, most = graphs["head_dim"]
+        if query.shape[2] >= graphs["tokens"] and least <= query.shape[3] <= most:
+            return True
+    return False
 
 
-def _in_graphs(row: dict[str, Any]) -> InGraphs | None:
-    found = row.get("small_in_graphs")
-    if found is None:
-        return None
-    return InGraphs(
-        tuple(found["capability"]), tuple(found["head_dim"]), found["tokens"], tuple(found["ratio"])
-    )
+@functools.lru_cache(maxsize=64)
+def gradients(operator: str, device_type: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """Who is asked for the gradients of this package's forward, in order; none: plain PyTorch
+    recomputes."""
+    row = next(found(operator, "gradients", torch.device(device_type), dtype), None)
+    return () if row is None else tuple(row["by"])
 
 
-def originals(operator: str) -> tuple[str, ...]:
-    """The devices on which a patched site trains by its original module's forward."""
-    found: list[str] = _table()["training_by_original"].get(operator, [])
-    return tuple(found)
+@functools.lru_cache(maxsize=64)
+def originals(operator: str, device_type: str) -> bool:
+    """Whether a patched site trains by its original forward where no backend has the gradients."""
+    rows = found(operator, "site", torch.device(device_type), None)
+    return any(row.get("without") == "gradients" for row in rows)
 
 
 @functools.lru_cache(maxsize=64)
 def eager_least(operator: str, dtype: torch.dtype) -> int:
     """The multiply-adds from which an eager call on a GPU takes longer there than on the host."""
-    least: int = _table()["eager"][operator].get(dtype_name(dtype), 0)
-    return least
-
-
-def _is_of(device: torch.device, capability: list[int] | None) -> bool:
-    """Whether a device is a whole GPU of this compute capability; None: any device."""
-    if capability is None:
-        return True
-    if device.type != "cuda" or _capability(device) != tuple(capability):
-        return False
-    return _SLICE not in torch.cuda.get_device_name(device)
+    rows = found(operator, "site", torch.device("cuda"), dtype)
+    return next((int(row["below"]) for row in rows if row["by"] == ORIGINAL), 0)
 
 
 @functools.lru_cache(maxsize=64)
-def eager_rows(device: torch.device, dtype: torch.dtype) -> int:
-    """The least rows that a layer of `eager_products` has: with fewer no kernel serves it."""
-    rows = (row for row in _table()["eager_products"] if _is_of(device, row["capability"]))
-    return max((row["rows"].get(dtype_name(dtype), 1) for row in rows), default=1)
-
-
-@functools.lru_cache(maxsize=64)
-def eager_products(device: torch.device, dtype: torch.dtype) -> int:
-    """The most multiply-adds of a small eager linear layer of patched blocks that is elsa's where
-    the cache can hold the launch; 0 where none is, see `elsa_core.dispatch.launches`.
+def eager_products(device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
+    """Of small eager linear layers of patched blocks that are elsa's where the cache can hold the
+    launch: multiply-adds below which, and rows from which. (0, 1) where none are.
     """
-    rows = (row for row in _table()["eager_products"] if _is_of(device, row["capability"]))
-    return max((row["most"].get(dtype_name(dtype), 0) for row in rows), default=0)
+    rows = (row for row in found("linear", "site", device, dtype) if row["by"] != ORIGINAL)
+    return next(((row["below"], row["least_rows"]) for row in rows), (0, 1))
 
 
 def product_by_pytorch(input: Tensor, weight: Tensor) -> bool:
@@ -257,23 +251,14 @@ linear_by_pytorch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _by_pytorch(device: torch.device, dtype: torch.dtype) -> tuple[Products, ...]:
     return tuple(
         Products(row["channels"], row["columns"], tuple(row["rows"]), tuple(row["ratio"]))
-        for row in _table()["linear_by_pytorch"]
-        if row["device"] == device.type and dtype_name(dtype) in row["dtypes"]
-        and _capability(device) == tuple(row["capability"])
-    )  # fmt: skip
+        for row in found("linear", "infer", device, dtype)
+    )
 
 
 def scope(device: torch.device, dtype: torch.dtype) -> str:
     """What `patch` takes over by default: "model" where that was measured to be faster."""
-    for row in _table()["scope"]:
-        if row["device"] != device.type or dtype_name(dtype) not in row["dtypes"]:
-            continue
-        if row.get("processor", processor.name()) != processor.name():
-            continue
-        capability = row.get("capability")
-        if capability is None or _capability(device) == tuple(capability):
-            return str(row["scope"])
-    return "attention"
+    row = next(found("linear", "patch", device, dtype), None)
+    return "attention" if row is None else str(row["by"])
 
 
 # The form of `elsa.linear` in float32 that a device has kernels of: a gated unit in one launch.
@@ -285,26 +270,17 @@ ON_CHANGE: list[Callable[[], None]] = []
 
 def linear_form(form: str, device: torch.device) -> bool:
     """Whether a form of linear layers is used on a device: where the shipped table says
-    that it was measured to be faster, and within `unmeasured`.
+    that it was measured to be faster, and within `unmeasured`. Eager calls ask it each time.
     """
-    return form in linear_forms(device)
-
-
-def linear_forms(device: torch.device) -> frozenset[str]:
-    """The forms for which `linear_form` holds. Eager calls ask it each time."""
-    found = _forms_measured(device)
-    return found | _TRIED if _TRIED else found
+    return form in _TRIED or _form_measured(form, device)
 
 
 linear_form._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compilers open no file
 
 
 @functools.lru_cache(maxsize=64)
-def _forms_measured(device: torch.device) -> frozenset[str]:
-    return frozenset(
-        row["form"] for row in _table()["linear_forms"]
-        if row["device"] == device.type and _capability(device) == tuple(row["capability"])
-    )  # fmt: skip
+def _form_measured(form: str, device: torch.device) -> bool:
+    return any(found(f"{form}_linear", "infer", device, torch.float32))
 
 
 @contextmanager
@@ -326,6 +302,10 @@ def _try(forms: set[str]) -> None:
     SWITCHES["unmeasured"] = frozenset(forms)
     for forget in ON_CHANGE:
         forget()
+
+
+def _gpu(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:

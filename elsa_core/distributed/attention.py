@@ -141,7 +141,7 @@ def _arguments(
             scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
         scale = float(scale)
         kind = (calls.place(query), query.dtype, query.shape[-1], value.shape[-1], precision)
-        dispatch.name_of("attention", *kind, backend)
+        dispatch.choose("attention", *kind, backend)
     except (ArgumentError, TypeError, ValueError, UnavailableError) as error:
         if not calls.traced() and isinstance(query, Tensor):
             agreement.refuse(groups.by_name(name), error, query.device)

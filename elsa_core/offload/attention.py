@@ -109,7 +109,7 @@ def attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
     kind = (str(place), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
-    dispatch.name_of("attention", *kind, backend)
+    dispatch.choose("attention", *kind, backend)
     out, lse = torch.ops.elsa.offloaded_attention(
         q, k, v, mask, is_causal, float(scale), precision, backend, str(place), *blocks
     )

@@ -120,4 +120,4 @@ def test_auto_does_not_choose_what_was_not_measured(monkeypatch):
     name, reasons = dispatch.select(request)
     assert name == "eager" and any("not measured" in reason for reason in reasons)
     kind = ("attention_dropout", "cuda", torch.float16, 64, 64, "strict")
-    assert dispatch.training_name(*kind, ("query",)) == "sdpa"
+    assert dispatch.choose(*kind, mode="train", gradient=("query",)) == "sdpa"

@@ -211,17 +211,17 @@ def test_longest_lengths_of_a_wrong_kind_are_named(name: str, served: None) -> N
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton is said to run, and tensors on "cuda" have no memory."""
     monkeypatch.setattr("elsa_core.backends.triton._environment", lambda _: Support(True))
-    dispatch.choose.chosen.cache_clear()
+    dispatch.chooser.chosen.cache_clear()
     with FakeTensorMode():
         yield
-    dispatch.choose.chosen.cache_clear()  # what was chosen for that GPU
+    dispatch.chooser.chosen.cache_clear()  # what was chosen for that GPU
 
 
 def test_who_is_asked_on_a_gpu(gpu: None) -> None:
     kind = ("cuda:0", torch.float32, 8, 6, "strict")
     for backend in ("auto", "triton"):
         assert entmax_varlen._served_by(*kind, backend) == "triton"
-        assert dispatch.name_of("entmax_attention", *kind, backend) == "triton"
+        assert dispatch.choose("entmax_attention", *kind, backend) == "triton"
     for other in ("sdpa", "nobody", "eager"):
         assert entmax_varlen._served_by(*kind, other) == ""
     for backend in ("auto", "triton"):

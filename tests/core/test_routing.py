@@ -22,7 +22,7 @@ from elsa_core import backends, dispatch, ops
 from elsa_core.backends import processor, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.base import calls
-from elsa_core.dispatch import choose, measured, table
+from elsa_core.dispatch import chooser, measured, table
 from elsa_core.errors import ArgumentError, UnavailableError
 
 
@@ -37,22 +37,30 @@ def relative(x: Tensor, reference: Tensor) -> float:
 # Whole calls that PyTorch's kernels train
 
 
-HALF_ON_A_GPU = measured.Training("sdpa", "", ("sdpa", "eager"))
-
-
 @pytest.fixture
 def trains_whole(monkeypatch):
-    """The CPU's row as that of half precision on a GPU."""
-    real = measured.training
+    """The CPU's rows as those of half precision on a GPU."""
+    trained, gradients = measured.trained, measured.gradients
 
-    def row(operator, device_type, dtype):
+    def whole(operator, device, dtype):
+        stands_in = device.type == "cpu" and dtype != torch.float64
+        return (measured.Trained("sdpa"),) if stands_in else trained(operator, device, dtype)
+
+    def asked(operator, device_type, dtype):
         stands_in = device_type == "cpu" and dtype != torch.float64
-        return HALF_ON_A_GPU if stands_in else real(operator, device_type, dtype)
+        return ("sdpa", "eager") if stands_in else gradients(operator, device_type, dtype)
 
-    monkeypatch.setattr(measured, "training", row)
-    choose._training_name.cache_clear()  # answers by the shipped row, of tests before
+    monkeypatch.setattr(measured, "trained", whole)
+    monkeypatch.setattr(measured, "gradients", asked)
+    chooser._trained_by.cache_clear()  # answers by the shipped rows, of tests before
     yield
-    choose._training_name.cache_clear()
+    chooser._trained_by.cache_clear()
+
+
+def whole_by(*kind, **terms) -> str:
+    """The backend of PyTorch's own kernels that takes such calls; empty where there is none."""
+    name = dispatch.choose(*kind, **terms)
+    return name if dispatch.is_whole(kind[0], name) else ""
 
 
 def called(monkeypatch) -> list[str]:
@@ -168,7 +176,7 @@ def request(**changes) -> Request:
 def test_who_computes_gradients(changes, name, monkeypatch) -> None:
     table = importlib.import_module("elsa_core.dispatch.table")
     monkeypatch.setattr(table, "_triton_backward", lambda: None)
-    assert choose.gradient_name(request(**changes))[0] == name
+    assert chooser.gradient_name(request(**changes))[0] == name
 
 
 @pytest.mark.parametrize(
@@ -187,8 +195,8 @@ def test_who_computes_gradients(changes, name, monkeypatch) -> None:
 def test_whose_training_is_whole(device, dtype, dims, precision, name, monkeypatch) -> None:
     table = importlib.import_module("elsa_core.dispatch.table")
     monkeypatch.setattr(table, "_triton_backward", lambda: None)
-    routing_name = dispatch.training_name("attention", device, dtype, *dims, precision, ("query",))
-    assert routing_name == name
+    kind = ("attention", device, dtype, *dims, precision)
+    assert whole_by(*kind, mode="train", gradient=("query",)) == name
 
 
 @pytest.mark.parametrize(
@@ -209,8 +217,13 @@ def test_small_calls_of_a_processor(
     file.write_text(f"vendor_id\t: {vendor}\n")
     monkeypatch.setattr(processor, "CPUINFO", file)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    row = measured.training.__wrapped__("attention", device, torch.float32)
-    assert (row.small, row.small_below) == ("sdpa", below)
+    rows = measured.trained.__wrapped__("attention", torch.device(device), torch.float32)
+    rows = [row for row in rows if not row.without_gradients]
+
+    def by(work):
+        return next((row.backend for row in rows if row.holds(work, False)), "native")
+
+    assert by(below - 1) == "sdpa" and by(below) == "native" == by(None)
 
 
 def test_small_masked_calls_train_by_the_native_kernels() -> None:
@@ -221,8 +234,9 @@ def test_small_masked_calls_train_by_the_native_kernels() -> None:
     assert elsa.explain(q, q, q, is_causal=True).backend == "sdpa"
     assert elsa.explain(q, q, q, mask).backend == "native"
     assert elsa.explain(q, q, q, mask.float()).backend == "sdpa"
-    kind = ("attention", "cuda", torch.float32, 64, 64, "strict", ("query",), 1)
-    assert dispatch.training_name(*kind, masked=True) == "sdpa"  # not measured to be slower
+    kind = ("attention", "cuda", torch.float32, 64, 64, "strict")
+    terms = {"mode": "train", "gradient": ("query",), "work": 1, "masked": True}
+    assert whole_by(*kind, **terms) == "sdpa"  # not measured to be slower
 
 
 def test_a_gradient_of_the_mask_alone_is_not_for_whole_calls(trains_whole, monkeypatch) -> None:
@@ -289,10 +303,10 @@ def test_masks_of_half_precision(shape, mask, held, h200) -> None:
 
 
 def test_a_call_looks_at_rows_of_its_width_alone(h200, monkeypatch) -> None:
-    monkeypatch.setattr(choose, "select", lambda *_: ("triton", ()))
+    monkeypatch.setattr(chooser, "select", lambda *_: ("triton", ()))
     for head_dim, masked in ((64, [False, True]), (32, [True]), (72, [])):
         kind = (torch.device("cuda", 0), torch.float16, head_dim, head_dim, "strict", "auto")
-        rows = [row for row, _ in choose.chosen.__wrapped__("attention", *kind).rows]
+        rows = [row for row, _ in chooser.chosen.__wrapped__("attention", *kind).rows]
         assert [row.head_dim for row in rows] == [head_dim] * len(masked)
         assert [row.masked for row in rows] == masked
 
@@ -465,18 +479,18 @@ def test_plain_pytorch_is_named_for_every_operator() -> None:
 
 
 def test_the_table_is_data_with_its_reasons() -> None:
-    table = json.loads(measured.TABLE.read_text(encoding="utf-8"))
+    rows = json.loads(measured.TABLE.read_text(encoding="utf-8"))["rows"]
     reasons = (Path(__file__).parents[2] / "docs" / "decisions.md").read_text(encoding="utf-8")
-    assert all(f"`{kind}`" in reasons for kind, rows in table.items() if isinstance(rows, list))
-    for kind in ("inference", "training"):
-        assert table[kind]
-        for row in table[kind]:
-            assert ops.record(row["operator"])
-            if "backward" not in row:
-                assert row["backend"] in dispatch.names(row["operator"])
-            for name in row.get("backward", ()):
-                offered = dispatch.implementation(row["operator"], name)
-                assert name == dispatch.PLAIN or (offered.gradient and offered.backward)
+    modes = {row["mode"] for row in rows}
+    assert modes == {"infer", "train", "gradients", "site", "patch"}
+    assert all(f"`{mode}`" in reasons for mode in modes)
+    for row in rows:
+        assert ops.record(row["operator"])
+        if row["mode"] in ("infer", "train"):
+            assert row["by"] in dispatch.names(row["operator"])
+        for name in row["by"] if row["mode"] == "gradients" else ():
+            offered = dispatch.implementation(row["operator"], name)
+            assert name == dispatch.PLAIN or (offered.gradient and offered.backward)
 
 
 # By name, and guests
@@ -645,7 +659,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
-    caches = (triton._environment, dispatch.chosen, dispatch.choose._training_name)
+    caches = (triton._environment, dispatch.chosen, chooser._trained_by)
     for each in caches:
         each.cache_clear()
     yield
@@ -657,18 +671,17 @@ CUDA_KIND = (torch.float16, 64, 64, "strict")
 
 
 def test_each_gpu_is_asked_about_itself(two_gpus) -> None:
-    names = [dispatch.name_of("attention", f"cuda:{i}", *CUDA_KIND, "auto") for i in (0, 1)]
+    names = [dispatch.choose("attention", f"cuda:{i}", *CUDA_KIND, "auto") for i in (0, 1)]
     assert names == ["triton", "eager"]
-    assert [dispatch.whole_name("attention", f"cuda:{i}", *CUDA_KIND) for i in (0, 1)] == [
-        "",
-        "sdpa",
-    ]
+    names = [whole_by("attention", f"cuda:{i}", *CUDA_KIND, mode="infer") for i in (0, 1)]
+    assert names == ["", "sdpa"]
     with pytest.raises(UnavailableError, match="sm_80"):
-        dispatch.name_of("attention", "cuda:1", *CUDA_KIND, "triton")
+        dispatch.choose("attention", "cuda:1", *CUDA_KIND, "triton")
 
 
 def test_float64_is_left_to_the_reference(two_gpus) -> None:
-    assert not dispatch.whole_name("attention", "cuda:1", torch.float64, 64, 64, "strict")
+    kind = ("attention", "cuda:1", torch.float64, 64, 64, "strict")
+    assert dispatch.choose(*kind, mode="infer") == "eager"
 
 
 @pytest.mark.parametrize(("place", "name"), [("cuda:0", "triton"), ("cuda:1", "sdpa")])
@@ -706,10 +719,10 @@ def test_float32_fma_on_a_gpu_without_triton(two_gpus, monkeypatch) -> None:
 
     monkeypatch.setattr(portable, "_ready", lambda *_: Support(True))
     kind = (torch.float32, 64, 64)
-    assert dispatch.name_of("attention", "cuda:1", *kind, "ieee", "auto") == "portable"
-    assert dispatch.name_of("attention", "cuda:0", *kind, "ieee", "auto") == "triton"
-    assert dispatch.name_of("attention", "cuda:1", *kind, "strict", "auto") == "eager"
-    assert dispatch.whole_name("attention", "cuda:1", *kind, "strict") == "sdpa"
+    assert dispatch.choose("attention", "cuda:1", *kind, "ieee", "auto") == "portable"
+    assert dispatch.choose("attention", "cuda:0", *kind, "ieee", "auto") == "triton"
+    assert dispatch.choose("attention", "cuda:1", *kind, "strict", "auto") == "eager"
+    assert dispatch.choose("attention", "cuda:1", *kind, "strict", mode="infer") == "sdpa"
 
 
 def test_two_threads_that_first_call_a_backend(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from elsa_core import dispatch, ops
 from elsa_core.backends.support import Request
 from elsa_core.base import calls
 from elsa_core.base.operands import autocast, checked_mask, leading_dims, operands, require_dense
-from elsa_core.dispatch import Chosen, Layout, Route, launches
+from elsa_core.dispatch import Chosen, Layout, Route, launches, measured
 from elsa_core.errors import UnavailableError
 from elsa_core.ops.attention import dropping
 from elsa_core.ops.sparse import api as sparse
@@ -216,8 +216,7 @@ def _recorded(arguments: tuple[Any, ...], choice: Chosen, backend: str) -> Tenso
         return None
     head_dim = query.shape[3]
     kind = (calls.place(query), query.dtype, head_dim, head_dim, arguments[6])
-    given = (query, key, value, attn_mask, kind, backend, False)
-    whole = _trains_whole(*given, *arguments[4:6])
+    whole = _whole(query, key, value, attn_mask, kind, backend, False, *arguments[4:6])
     run = dispatch.RUNS["attention", whole or choice.name]
     # a profile looks for the operator's name
     if not whole and run is ops.ATTENTION.overload and not _profiled():
@@ -270,7 +269,7 @@ def _served(
 ) -> tuple[Tensor, Tensor | None]:
     """A call in the operator's layout, by who serves it; lse is None where it was not asked for."""
     kind = (calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
-    name = dispatch.name_of("attention", *kind, backend)
+    name = dispatch.choose("attention", *kind, backend)
     answer: tuple[Tensor, Tensor | None]
     if calls.exporting_onnx():
         exported = ops.ATTENTION.exported
@@ -283,9 +282,7 @@ def _served(
     elif dispatch.plain_alone(backend):
         answer = ops.ATTENTION.reference(q, k, v, mask, is_causal, scale)
     else:
-        asked = (q, k, v, mask, kind, backend, return_lse, is_causal, scale)
-        plain = name == dispatch.PLAIN
-        name = _trains_whole(*asked) or (plain and _without_kernels(*asked)) or name
+        name = _whole(q, k, v, mask, kind, backend, return_lse, is_causal, scale) or name
         _refuse_faulty(backend, Layout(q, k, v, is_causal, scale))
         arguments = (q, k, v, mask, is_causal, scale, precision)
         faster = None if return_lse else _measured_faster(kind, backend, arguments)
@@ -311,7 +308,7 @@ def _with_lse(out: Tensor, lse: Tensor | None, backend: str) -> tuple[Tensor, Te
     return out, lse
 
 
-def _trains_whole(
+def _whole(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -322,66 +319,35 @@ def _trains_whole(
     is_causal: bool,
     scale: float,
 ) -> str:
-    """The backend that takes this call and its gradients as a whole; empty where there is none."""
-    if backend != "auto" or return_lse:
+    """The backend of PyTorch's own kernels that takes this call, and its gradients where they are
+    wanted, as a whole; empty where there is none. A graph that is exported holds elsa's operators.
+    """
+    if backend != "auto" or return_lse or calls.exporting():
         return ""
     gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
-    if not gradient:
-        return ""
     work = None if calls.traced() else query.numel() * key.shape[2]
-    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
-    name = dispatch.training_name("attention", *kind, gradient, work, boolean)
     plain = attn_mask is None and not is_causal
-    if (
-        name
-        and plain
-        and work is not None
-        and query.is_cuda
-        and _leads_in_graphs(query, key, value)
-    ):
-        name = dispatch.training_name("attention", *kind, gradient)
-    return _if_taken(name, Layout(query, key, value, is_causal, scale), attn_mask)
+    if work is not None and gradient and plain and query.is_cuda and _leads(query, key, value):
+        work = None
+    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+    name = dispatch.choose("attention", *kind, mode="infer", gradient=gradient)
+    if gradient:
+        trained = dispatch.choose(
+            "attention", *kind, mode="train", gradient=gradient, work=work, masked=boolean
+        )
+        name = trained if dispatch.is_whole("attention", trained) else name
+    layout = Layout(query, key, value, is_causal, scale)
+    if not dispatch.is_whole("attention", name) or dispatch.peer_fault(name, layout, "whole"):
+        return ""
+    takes = dispatch.implementation("attention", name).takes
+    return name if takes is None or takes(query, key, attn_mask) else ""
 
 
-def _leads_in_graphs(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _leads(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a CUDA graph, which saves the host's time, records a small training call that the
     table gives to this package's kernels there.
     """
-    if not torch.cuda.is_current_stream_capturing():
-        return False
-    row = dispatch.training_row("attention", "cuda", query.dtype)
-    graphs = None if row is None else row.in_graphs
-    return graphs is not None and graphs.holds(query, key, value)
-
-
-def _without_kernels(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    kind: tuple[str, torch.dtype, int, int, str],
-    backend: str,
-    return_lse: bool,
-    is_causal: bool,
-    scale: float,
-) -> str:
-    """The backend of PyTorch's own kernels for a call on a GPU that this package has none for;
-    empty for others. A graph that is exported holds elsa's operators.
-    """
-    if backend != "auto" or return_lse or not query.is_cuda or calls.exporting():
-        return ""
-    if calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask) == ("attn_mask",):
-        return ""  # as in `dispatch.training_name`
-    layout = Layout(query, key, value, is_causal, scale)
-    return _if_taken(dispatch.whole_name("attention", *kind), layout, attn_mask)
-
-
-def _if_taken(name: str, layout: Layout, attn_mask: Tensor | None) -> str:
-    """The backend's name where it takes such operands without a loss and computes them right."""
-    if not name or dispatch.peer_fault(name, layout, "whole"):
-        return ""
-    takes = dispatch.implementation("attention", name).takes
-    return name if takes is None or takes(layout.query, layout.key, attn_mask) else ""
+    return torch.cuda.is_current_stream_capturing() and measured.leads_in_graphs(query, key, value)
 
 
 def explain(
@@ -436,12 +402,11 @@ def explain(
         )
     kind = (calls.place(q), q.dtype, q.shape[-1], v.shape[-1], precision)
     given = (q, k, v, mask, kind, backend, False, is_causal, scale)
-    whole = _trains_whole(*given)
-    faster = "trains slower: the shipped table of measurements"
-    if not whole:
-        whole = _without_kernels(*given)
-        faster = "serves exported graphs and calls with lse; PyTorch's own kernels are faster"
+    whole = _whole(*given)
     if whole:
+        faster = "trains slower: the shipped table of measurements"
+        if dispatch.choose("attention", *kind) == dispatch.PLAIN:
+            faster = "serves exported graphs and calls with lse; PyTorch's own kernels are faster"
         return dispatch.route(request, whole, schedule=arguments, because=faster)
     found = dispatch.route(request, backend, schedule=arguments)
     if not gradient and (mask is None or mask.dtype == q.dtype):

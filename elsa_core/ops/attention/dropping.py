@@ -64,10 +64,12 @@ def backend_of(
     kind = (calls.place(query), query.dtype, width, value_width, precision)
     if backend == "auto" and not return_lse and dropout_p < 1.0:
         gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
-        whole = dispatch.training_name("attention_dropout", *kind, gradient or ("query",))
-        if whole:
+        whole = dispatch.choose(
+            "attention_dropout", *kind, mode="train", gradient=gradient or ("query",)
+        )
+        if dispatch.is_whole("attention_dropout", whole):
             takes = dispatch.implementation("attention_dropout", whole).takes
             taken = takes is None or takes(query, key, attn_mask)
             if taken and not dispatch.peer_fault(whole, layout, "whole"):
                 return whole
-    return dispatch.name_of("attention_dropout", *kind, backend)
+    return dispatch.choose("attention_dropout", *kind, backend)

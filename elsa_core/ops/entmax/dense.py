@@ -48,7 +48,7 @@ def attention(
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
     number, head_alpha = of_heads(alpha, q)
     kind = (calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
-    name = dispatch.name_of("entmax_attention", *kind, backend)
+    name = dispatch.choose("entmax_attention", *kind, backend)
     run = dispatch.RUNS["entmax_attention", name]
     if calls.exporting_onnx() or dispatch.plain_alone(backend):
         run = ops.ENTMAX_ATTENTION.exported

@@ -201,12 +201,12 @@ def _served_by(
 ) -> str:
     """The backend whose kernels take all sequences at once; empty where each is a call of its own.
 
-    A constant for the compiler, as `dispatch.name_of`.
+    A constant for the compiler, as `dispatch.choose`.
     """
     if not place.startswith("cuda"):
         return ""
     try:
-        name = dispatch.name_of(_OPERATOR, place, dtype, head_dim, value_dim, precision, backend)
+        name = dispatch.choose(_OPERATOR, place, dtype, head_dim, value_dim, precision, backend)
     except (ArgumentError, UnavailableError):
         return ""  # it may have the operator of one sequence; that says what is wrong
     return "" if name == dispatch.PLAIN else name

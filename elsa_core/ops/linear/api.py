@@ -174,11 +174,12 @@ def _is_left_to_pytorch(input: Tensor, weight: Tensor, bias: Tensor | None) -> b
     if torch.cuda.is_current_stream_capturing():
         return False
     columns, depth = weight.shape
+    most, least_rows = dispatch.eager_products(input.device, input.dtype)
     return (
         depth % 8 != 0
         or columns % 4 != 0  # no kernel takes such rows
-        or work > dispatch.eager_products(input.device, input.dtype)
-        or input.numel() < dispatch.eager_rows(input.device, input.dtype) * depth
+        or work >= most
+        or input.numel() < least_rows * depth
         or calls.differentiates(input, weight, bias)
         or not launches.LINEAR.works()
     )

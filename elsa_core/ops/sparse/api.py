@@ -124,7 +124,7 @@ def serve(
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
     kind = (calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
-    name = dispatch.name_of("sparse_attention", *kind, backend)
+    name = dispatch.choose("sparse_attention", *kind, backend)
     if backend == "auto" and name == dispatch.PLAIN:
         return None
     run = dispatch.RUNS["sparse_attention", name]

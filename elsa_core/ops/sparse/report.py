@@ -107,7 +107,7 @@ def sparsity_report(
         q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
         scale = scale if scale is not None else q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
         kind = (calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
-        name = dispatch.name_of("sparse_attention", *kind, backend)
+        name = dispatch.choose("sparse_attention", *kind, backend)
         run = dispatch.RUNS["sparse_attention", name]
         bits, limit = relief_bits(relief), threshold(found)
         out, _, counts = run(q, k, v, mask, is_causal, float(scale), precision, limit, bits)

@@ -115,7 +115,7 @@ def varlen_attention(
             else:  # nothing to pad; or a compiled program, which cannot ask for the longest length
                 out, lse = ops.VARLEN_ATTENTION.eager(*given, is_causal, scale, precision)
         else:
-            name = dispatch.name_of("varlen_attention", *kind, backend)
+            name = dispatch.choose("varlen_attention", *kind, backend)
             run = dispatch.RUNS["varlen_attention", name]
             arguments = (*given, is_causal, scale, precision)
             if calls.traced() or calls.differentiates(*given[:3]):
@@ -195,7 +195,7 @@ def _pads(kind: tuple[str, torch.dtype, int, int, str], backend: str) -> bool:
     kernels of packed sequences."""
     if backend != "auto" or not kind[0].startswith("cuda"):
         return False
-    return dispatch.name_of("varlen_attention", *kind, backend) == dispatch.PLAIN
+    return dispatch.choose("varlen_attention", *kind, backend) == dispatch.PLAIN
 
 
 def _passed_over(request: Request, spares: bool) -> tuple[str, ...]:

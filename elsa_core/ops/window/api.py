@@ -114,7 +114,7 @@ def window_attention(
         if not mask_value <= 0:  # NaN too
             raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
         kind = (calls.place(qkv), qkv.dtype, head_dim, head_dim, precision)
-        name = dispatch.name_of("window_attention", *kind, backend)
+        name = dispatch.choose("window_attention", *kind, backend)
         run: Callable[..., Tensor] = ops.WINDOW_ATTENTION.reference
         if calls.exporting_onnx():
             run = ops.WINDOW_ATTENTION.exported

@@ -232,7 +232,9 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     kind = ("cuda", dtype, site.head_dim, site.head_dim, site.elsa_precision)
-    return bool(dispatch.training_name("attention", *kind, ("query",), x.numel() * x.shape[1]))
+    work = x.numel() * x.shape[1]
+    name = dispatch.choose("attention", *kind, mode="train", gradient=("query",), work=work)
+    return dispatch.is_whole("attention", name)
 
 
 def wants_training(site: Any, x: Tensor, projection: nn.Module) -> bool:

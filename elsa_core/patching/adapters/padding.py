@@ -90,7 +90,7 @@ def has_kernel(x: Tensor, head_dim: int, precision: str, backend: str) -> bool:
     if backend not in dispatch.names("varlen_attention"):
         return False
     kind = (calls.place(x), x.dtype, head_dim, head_dim, precision, backend)
-    return dispatch.name_of("varlen_attention", *kind) != dispatch.PLAIN
+    return dispatch.choose("varlen_attention", *kind) != dispatch.PLAIN
 
 
 def lengths(valid: Tensor, least: int = 1) -> list[int] | None:

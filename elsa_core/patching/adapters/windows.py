@@ -99,16 +99,17 @@ def keeps_original(
     head_dim = getattr(projection, "out_features", 3 * x.shape[-1]) // (3 * num_heads)
     if kind == "cuda" and dtype.itemsize <= 4 and not calls.exporting():
         dims = (head_dim, head_dim)
-        name = dispatch.name_of(
+        name = dispatch.choose(
             "window_attention", calls.place(x), dtype, *dims, site.elsa_precision, "auto"
         )
         if name == dispatch.PLAIN:
             return True
     if not learns:
         return False
-    return dispatch.trains_original(
-        "window_attention", kind, dtype, head_dim, site.elsa_precision, ("qkv",), math.prod(window)
-    )
+    return bool(dispatch.choose(
+        "window_attention", kind, dtype, head_dim, head_dim, site.elsa_precision, mode="site",
+        gradient=("qkv",), tokens=math.prod(window),
+    ))  # fmt: skip
 
 
 def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:

@@ -151,7 +151,7 @@ def partition_of(
             raise UnavailableError(f"without a GPU {name} alone plans calls, not {backend!r}")
     else:
         kind = (calls.place(query), query.dtype, query.shape[3], value.shape[3], precision)
-        name = dispatch.name_of("attention", *kind, backend)
+        name = dispatch.choose("attention", *kind, backend)
     told = dispatch.implementation("attention", name).partition
     if told is None:
         raise UnavailableError(f"backend={name!r} tells no partition of its calls: name another")

@@ -164,23 +164,88 @@ def chosen(
     return Chosen(name, found.run, None if found.whole else found.direct, rows)
 
 
-def name_of(
+def choose(
     operator: str,
     place: str,
     dtype: torch.dtype,
     head_dim: int,
     value_dim: int,
     precision: str,
-    backend: str,
+    backend: str = "auto",
+    mode: str = "traced",
+    *,
+    gradient: tuple[str, ...] = (),
+    work: int | None = None,
+    masked: bool = False,
+    tokens: int = 0,
 ) -> str:
-    """The name of `chosen` for a device, "cuda:1" say: a constant for the compiler, since asking a
-    backend may build or load a library, which cannot be traced."""
+    """Who serves calls of one kind, by name: the first row of the table that holds, else the first
+    backend that can.
+
+    A constant for the compiler, since asking a backend may build or load a library.
+
+    Args:
+        place: a device, "cuda:1" say. backend: as the caller asks for it.
+        mode: "traced": whose kernel the operator is, in every program. "infer": as that, and
+            PyTorch's own kernels where plain PyTorch is left on a GPU (without Triton, before
+            sm_80, channels without kernels). "train": as "traced", or who takes forward and
+            gradients as a whole. "site": "original" where a patched module trains by its own
+            forward, else empty.
+        gradient: the arguments that a gradient is wanted of.
+        work: multiply-adds of query key^T in an eager call, whose time may be the host's; None
+            where a compiler or a graph saves the host's time.
+        masked: it has a boolean `attn_mask`. tokens: of a window.
+
+    Raises:
+        ArgumentError, UnavailableError: as `select`.
+    """
     device = torch.device(place)
-    return chosen(operator, device, dtype, head_dim, value_dim, precision, backend).name
+    if mode == "traced":
+        return chosen(operator, device, dtype, head_dim, value_dim, precision, backend).name
+    request = Request(
+        device.type, dtype, head_dim, value_dim, precision, operator, gradient=gradient,
+        tokens=tokens, ordinal=_ordinal(device),
+    )  # fmt: skip
+    if mode == "site":
+        return measured.ORIGINAL if _leaves_to_original(request) else ""
+    name = chosen(operator, device, dtype, head_dim, value_dim, precision, backend).name
+    # of a mask's gradient alone PyTorch's memory-efficient kernel keeps no lse, and fails
+    if backend != "auto" or gradient == ("attn_mask",):
+        return name
+    if mode == "train":
+        rows = measured.trained(operator, device, dtype)
+        held = tuple(row for row in rows if row.holds(work, masked))
+        return _trained_by(switched(), request, held) or name if name in SHIPPED else name
+    if name == PLAIN and device.type == "cuda" and dtype.itemsize <= 4:
+        for each in BACKENDS:
+            offered = each.operators.get(operator)
+            if offered is not None and offered.whole and offered.support(request).ok:
+                return each.name
+    return name
+
+
+@functools.lru_cache(maxsize=1024)  # every layer of a training step asks
+def _trained_by(_: Hashable, request: Request, rows: tuple[measured.Trained, ...]) -> str:
+    """Who takes training calls as a whole, for the switches of this moment; empty: no other."""
+    for row in rows:
+        if not row.without_gradients or gradient_name(request)[0] == PLAIN:
+            return row.backend if support(request, row.backend).ok else ""
+    return ""
+
+
+def _leaves_to_original(request: Request) -> bool:
+    """Whether a patched site leaves training calls to the module it came from: where the shipped
+    table says so and no backend has a kernel of these gradients."""
+    operator, device = request.operator, request.device_type
+    guests = (each for each in BACKENDS if each.name not in SHIPPED and operator in each.operators)
+    if any(each.device == device for each in guests) or not measured.originals(operator, device):
+        return False
+    return gradient_name(request)[0] == PLAIN
 
 
 def rows_of(operator: str, place: str, *kind: Any) -> tuple[Row, ...]:
-    """The rows of `chosen`; a constant for the compiler, as `name_of`, whose arguments it takes."""
+    """The rows of `chosen`; a constant for the compiler, as `choose`, whose arguments
+    it takes."""
     return tuple(row for row, _ in chosen(operator, torch.device(place), *kind).rows)
 
 
@@ -199,125 +264,23 @@ def state_run(
         return None
     widths = query.shape[-1], value.shape[-1]
     kind = calls.place(query), query.dtype, *widths, precision, backend
-    return implementation("attention", name_of("attention", *kind)).state
-
-
-def training_name(
-    operator: str,
-    place: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    precision: str,
-    gradient: tuple[str, ...],
-    work: int | None = None,
-    masked: bool = False,
-) -> str:
-    """The backend that takes whole calls of which a gradient is wanted; empty where `chosen` does.
-
-    `work`: multiply-adds of query key^T in an eager call, whose time may be the host's; None where
-    a compiler or a graph saves the host's time. `masked`: it has a boolean `attn_mask`.
-
-    A constant for the compiler, as `name_of`.
-    """
-    row = measured.training(operator, place.partition(":")[0], dtype)
-    small = row is not None and work is not None and work < row.small_below
-    kind = (operator, place, dtype, head_dim, value_dim, precision)
-    return _training_name(switched(), *kind, gradient, small, masked)
-
-
-@functools.lru_cache(maxsize=1024)  # every layer of a training step asks
-def _training_name(
-    _: Hashable,
-    operator: str,
-    place: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    precision: str,
-    gradient: tuple[str, ...],
-    small: bool,
-    masked: bool,
-) -> str:
-    """`training_name` of a call that is small or not, for the switches of this moment."""
-    device = torch.device(place)
-    request = Request(
-        device.type, dtype, head_dim, value_dim, precision, operator, gradient=gradient,
-        ordinal=_ordinal(device),
-    )  # fmt: skip
-    if gradient == ("attn_mask",):
-        return ""  # PyTorch's memory-efficient kernel then keeps no lse, and its backward fails
-    row = measured.training(operator, device.type, dtype)
-    name = row.whole if row else ""
-    if row and not name and small:
-        name = row.small if row.small_masked or not masked else ""
-    if row and not name and row.otherwise and gradient_name(request)[0] == PLAIN:
-        name = row.otherwise
-    if not name or not support(request, name).ok:
-        return ""
-    kind = (place, dtype, head_dim, value_dim, precision)
-    return name if name_of(operator, *kind, "auto") in SHIPPED else ""
-
-
-def whole_name(
-    operator: str,
-    place: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    precision: str,
-) -> str:
-    """The backend that takes calls as a whole on a GPU of which `chosen` has plain PyTorch alone:
-    without Triton, before sm_80, or of channels without kernels; empty where there is none, and for
-    float64, of which PyTorch has no kernel that leaves the scores on chip.
-
-    A constant for the compiler, as `name_of`.
-    """
-    kind = (dtype, head_dim, value_dim, precision)
-    device = torch.device(place)
-    if device.type != "cuda" or dtype.itemsize > 4:
-        return ""
-    if name_of(operator, place, *kind, "auto") != PLAIN:
-        return ""
-    request = Request(device.type, *kind, operator, ordinal=_ordinal(device))
-    for each in BACKENDS:
-        offered = each.operators.get(operator)
-        if offered is not None and offered.whole and offered.support(request).ok:
-            return each.name
-    return ""
+    return implementation("attention", choose("attention", *kind)).state
 
 
 def _ordinal(device: torch.device) -> int:
     return -1 if device.index is None else device.index
 
 
-def trains_original(
-    operator: str,
-    device_type: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    precision: str,
-    gradient: tuple[str, ...],
-    tokens: int,
-) -> bool:
-    """Whether a patched site leaves calls that want gradients to the module it came from: where the
-    shipped table says so and no backend has a kernel of these gradients.
+def is_whole(operator: str, name: str) -> bool:
+    """Whether a backend takes calls of an operator as a whole, forward and gradients.
 
-    A constant for the compiler, as `name_of`.
+    A constant for the compiler, as `choose`.
     """
-    foreign = (each for each in BACKENDS if each.name not in SHIPPED and operator in each.operators)
-    others = any(each.device == device_type for each in foreign)
-    if others or device_type not in measured.originals(operator):
-        return False
-    request = Request(
-        device_type, dtype, head_dim, head_dim, precision, operator, gradient=gradient,
-        tokens=tokens,
-    )  # fmt: skip
-    return gradient_name(request)[0] == PLAIN
+    return implementation(operator, name).whole
 
 
 # The mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
-for _constant in (name_of, rows_of, training_name, whole_name, trains_original):
+for _constant in (choose, rows_of, is_whole):
     _constant._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 
@@ -348,8 +311,8 @@ def plain_alone(backend: str) -> str:
 def gradient_name(request: Request) -> tuple[str, tuple[str, ...]]:
     """Who computes the gradients of calls like this, and why not those asked before."""
     reasons: list[str] = []
-    row = measured.training(request.operator, request.device_type, request.dtype)
-    for name in row.backward if row else (PLAIN,):
+    asked_first = measured.gradients(request.operator, request.device_type, request.dtype)
+    for name in asked_first or (PLAIN,):
         asked = implementation(request.operator, name).gradient
         answer = asked(request) if asked else Support(False, "has no kernel of the gradients")
         if answer.ok:
@@ -371,7 +334,7 @@ measured.ON_CHANGE.append(cuda.forget)  # what held before
 def _forget() -> None:
     """Build what compilers read, and drop what was chosen."""
     chosen.cache_clear()
-    _training_name.cache_clear()
+    _trained_by.cache_clear()
     cuda.forget()
     tables: tuple[dict[Any, Any], ...] = (RUNS, DIRECT, BY_ROW, SERVING)
     for table in tables:
