@@ -103,7 +103,9 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
 )
 def cli() -> None:
     """Exact linear-scan attention for vision models: patch a model, prove that its outputs
-    agree, see what was gained."""
+    agree, see what was gained.
+
+    A site is a module that computes attention. A backend is what computes it on a device."""
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -72,6 +72,12 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
     assert set(elsa_core.__all__) - {"__version__"} <= named
 
 
+def test_options_keep_their_two_dashes_on_the_site() -> None:
+    """Sphinx makes a dash of "--" where its smart quotes have the action "D"."""
+    conf = (DOCS / "conf.py").read_text(encoding="utf-8")
+    assert set(re.findall(r'^smartquotes_action = "(\w+)"', conf, re.MULTILINE)) == {"qe"}
+
+
 def test_readme_is_short_and_its_links_lead_somewhere() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 160
