@@ -258,8 +258,12 @@ _STANDING = {"softmax": (nn.Softmax,), "attn_drop": (nn.Dropout, nn.Identity)}
 
 
 def is_other(name: str, part: object) -> bool:
-    """Whether a part of an attention is of a class that the operator does not stand for."""
-    return name in _STANDING and type(part) not in _STANDING[name]
+    """Whether the operator does not stand for a part of an attention: for its class, or a softmax
+    along another axis.
+    """
+    if name not in _STANDING:
+        return False
+    return type(part) not in _STANDING[name] or getattr(part, "dim", -1) != -1
 
 
 def other_part(module: nn.Module) -> str:

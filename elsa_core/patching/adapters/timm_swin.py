@@ -52,7 +52,7 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        called = must_call(attn, WindowAttention) or masks_another_size(self, x)
+        called = must_call(attn, WindowAttention) or differs(self, x)
         if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
             out: Tensor = super()._attn(x)
             return out
@@ -67,12 +67,20 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
         )
 
 
-def masks_another_size(block: Any, x: Tensor) -> bool:
-    """Whether the mask that a Swin block holds, of any version, is of other windows than those of x
-    [B, H, W, C]: the original masks the windows of x as if they were theirs.
+def differs(block: Any, x: Tensor) -> bool:
+    """Whether a Swin block, of any version, has other windows than its attention, or a mask of
+    another shift or of other windows than those of x [B, H, W, C], which the original applies.
     """
-    if not any(block.shift_size) or getattr(block, "dynamic_mask", False):
+    if tuple(block.window_size) != tuple(block.attn.window_size):
+        return True
+    if getattr(block, "dynamic_mask", False):
         return False
+    shifted = any(block.shift_size)
+    if not shifted or block.attn_mask is None:
+        return shifted == (block.attn_mask is None)
+    made = zip(block.shift_size, block.window_size, block.target_shift_size, strict=True)
+    if any(shift not in (0, window // 2, target) for shift, window, target in made):
+        return True  # changed since the mask was made
     if not isinstance(x, Tensor):
         return True
     size = block.feat_size if hasattr(block, "feat_size") else block.input_resolution

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elsa_core.patching.adapters.common import project, project_by
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
-from elsa_core.patching.adapters.timm_swin import attend_block, masks_another_size
+from elsa_core.patching.adapters.timm_swin import attend_block, differs
 from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
@@ -57,7 +57,7 @@ class ElsaSwinTransformerV2Block(Derives, SwinTransformerV2Block):  # type: igno
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        called = must_call(attn, WindowAttention) or masks_another_size(self, x)
+        called = must_call(attn, WindowAttention) or differs(self, x)
         if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
             out: Tensor = super()._attn(x)
             return out
@@ -127,7 +127,7 @@ class ElsaSwinTransformerV2CrBlock(Derives, SwinTransformerV2CrBlock):  # type: 
     def _shifted_window_attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        called = must_call(attn, WindowMultiHeadAttention) or masks_another_size(self, x)
+        called = must_call(attn, WindowMultiHeadAttention) or differs(self, x)
         if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
             out: Tensor = super()._shifted_window_attn(x)
             return out

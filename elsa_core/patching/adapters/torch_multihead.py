@@ -71,10 +71,11 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
                     "nested tensors are served in self-attention without masks and weights"
                 )
             return self._elsa_nested(query), None
-        if need_weights:
-            return self._elsa_with_weights(
-                query, key, value, key_padding_mask, attn_mask, average_attn_weights, is_causal
-            )
+        if need_weights or self.elsa_why_not(self):
+            return self._elsa_by_pytorch(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights,
+                is_causal,
+            )  # fmt: skip
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, which is missing")
         q, k, v = self._elsa_projected(query, key, value)
@@ -143,17 +144,18 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
         nested: Tensor = torch._nested_tensor_from_mask(out, ~absent, mask_check=False)
         return nested
 
-    def _elsa_with_weights(
+    def _elsa_by_pytorch(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None,
+        need_weights: bool,
         attn_mask: Tensor | None,
         average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """PyTorch's function, which computes the weights and returns them."""
+        """PyTorch's function, for weights that are wanted and keys that are appended."""
         turn = self.batch_first and query.dim() == 3
         if turn:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -173,7 +175,7 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
             self.out_proj.bias,
             training=self.training,
             key_padding_mask=key_padding_mask,
-            need_weights=True,
+            need_weights=need_weights,
             attn_mask=attn_mask,
             use_separate_proj_weight=self.in_proj_weight is None,
             q_proj_weight=self.q_proj_weight,

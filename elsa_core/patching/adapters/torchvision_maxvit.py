@@ -69,7 +69,10 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
         norm, attn, drop = self.attn_layer
         hooked = is_hooked(attn, RelativePositionalMultiHeadAttention)
         hooked = hooked or tuple(x.shape[-2:]) != tuple(self.grid_size)
-        if hooked or keeps_original(self, x, attn.to_qkv, attn.n_heads, (attn.size,) * 2):
+        grid = type(self.partition_swap) is SwapAxes
+        rows, columns = (side // self.p for side in self.grid_size)
+        window = (rows, columns) if grid else (self.p, self.p)
+        if hooked or keeps_original(self, x, attn.to_qkv, attn.n_heads, window):
             out: Tensor = super().forward(x)
             return out
         x = x.permute(0, 2, 3, 1)
@@ -80,9 +83,9 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
             bias.bias,
             bias_index=bias.bias_index,
             num_heads=attn.n_heads,
-            window_size=(attn.size, attn.size),
+            window_size=window,
             scale=attn.scale_factor,
-            grid=self.partition_type == "grid",
+            grid=grid,
         )
         x = x + self.stochastic_dropout(drop(project(self, attn.merge, out)))
         x = x + self.stochastic_dropout(self.mlp_layer(x))
@@ -90,9 +93,14 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
 
 
 def _other_part(layer: Any) -> str:
-    """The name of a part in whose place another module stands; empty where none does."""
+    """The name of a part that is not as the library makes it; empty where there is none."""
     parts = layer._modules
-    return next((name for name, made in _PARTS.items() if type(parts[name]) not in made), "")
+    for name, made in _PARTS.items():
+        part = parts[name]
+        if type(part) not in made or (type(part) is SwapAxes and (part.a, part.b) != (-2, -3)):
+            return name
+    one_way = type(parts["partition_swap"]) is type(parts["departition_swap"])
+    return "" if one_way else "departition_swap"
 
 
 def _of_bias(layer: Any) -> Derivation:
