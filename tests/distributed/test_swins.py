@@ -24,10 +24,7 @@ from . import swins
 from .conftest import Results
 from .ranks import SHORT
 
-ON_A_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+ON_A_GPU = pytest.mark.gpu
 
 
 def assert_as_exact(found: dict[str, Tensor], name: str, device: str = "cpu") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import shutil
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -67,3 +68,16 @@ def compiled(
 
     with inductor_place():
         return once("compiled", make) / "out"
+
+
+@pytest.fixture(scope="package")
+def driver(once: Callable[[str, Callable[[Path], None]], Path]) -> str:
+    """A folder with a CUDA driver that runs nothing."""
+    root = Path(__file__).parents[2]
+    stub = root / "tests" / "backends" / "cuda_stub.cpp"
+    command = ["g++", "-std=c++20", "-fPIC", "-shared", f"-I{root / 'csrc' / 'cuda'}", str(stub)]
+
+    def make(folder: Path) -> None:
+        subprocess.run([*command, "-o", str(folder / "libcuda.so.1")], check=True)
+
+    return str(once("stub driver", make))

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ExportError, NothingPatchedError, UnavailableError
-from elsa_core.exporting import operators, reference, tracing
+from elsa_core.exporting import reference
 from elsa_core.exporting.bundle import Bundle, check_output, export
 from elsa_core.exporting.export_target import export_target
 from elsa_core.exporting.labels import write_labels
-from elsa_core.exporting.manifest import hashed, inside, read_manifest
 from elsa_core.exporting.readme import readme
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.towers import tower_of
@@ -131,16 +130,6 @@ def test_verify_repeats_it(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -
     assert {name: each["status"] for name, each in results["artefacts"].items()} == dict.fromkeys(
         FORMATS, "ok"
     )
-
-
-def test_inspect_reads_a_bundle(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["inspect", str(bundle.path)]) == 0
-    out = capsys.readouterr().out
-    assert "test_vit · weights: random (seed 4)" in out and "3 artefacts, 11 files" in out
-    assert "elsa::attention" in out and "batchx3x64x64" in out
-    assert run(["inspect", str(bundle.path), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)["results"]["bundle"]
-    assert shown == bundle.manifest
 
 
 def test_the_readmes_python_leaves_nothing_behind(bundle: Bundle, tmp_path: Path) -> None:
@@ -299,13 +288,6 @@ def test_zip(vit: Loaded, report: CheckReport, tmp_path: Path) -> None:
     assert entries(tmp_path) == ["out.zip", "thesis.zip"]
 
 
-def test_model_pt2_holds_the_operators_that_its_manifest_names(bundle: Bundle) -> None:
-    """model.onnx is made of the same program by rewriting it, which model.pt2 must not see."""
-    program = torch.export.load(bundle.path / "model.pt2")
-    names = bundle.manifest["artefacts"]["pt2"]["operators"]
-    assert [f"elsa::{name}" for name in operators.in_program(program)] == names
-
-
 def test_an_interrupt_at_any_step_leaves_nothing(
     vit: Loaded, report: CheckReport, tmp_path: Path
 ) -> None:
@@ -458,13 +440,6 @@ def test_the_judgement_can_fail(vit: Loaded) -> None:
     assert all(each.reason for each in reference.judge(made, {}))
 
 
-def test_hooks_are_gone_after_an_attempt() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ExportError, match=r"'0' \(Linear\): .*mat1"):
-        tracing.attempt("it", model, lambda: model(torch.zeros(1, 3)))
-    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
-
-
 def test_the_text_tower_computes_what_the_clip_does() -> None:
     pytest.importorskip("open_clip")
     loaded = load_model("open_clip:ViT-S-32-alt", image_size=64)
@@ -481,22 +456,3 @@ def test_the_text_tower_computes_what_the_clip_does() -> None:
         tower_of(clip, "sound")
     with pytest.raises(ArgumentError, match="not a CLIP"):
         tower_of(nn.Linear(2, 2), "text")
-
-
-@pytest.mark.parametrize(
-    ("name", "good"),
-    [
-        ("model.ts", True), ("lib/libelsa_torch.so", True), ("", False), ("/etc/passwd", False),
-        ("../x", False), ("a/../x", False), ("a//b", False), ("./a", False), ("a/", False),
-        ("C:/x", False), ("a\\b", False), ("a\nb", False), ("..", False), (".", False),
-        ("a" * 300, False), ("é" * 100, True), ("é" * 200, False), ("\ud800", False),
-    ],
-)  # fmt: skip
-def test_paths_that_stay_inside(name: str, good: bool) -> None:
-    assert inside(name) is good
-
-
-def test_hashes_are_of_the_files(bundle: Bundle) -> None:
-    manifest = read_manifest(bundle.path)
-    assert manifest.files["model.ts"] == hashed(bundle.path / "model.ts")
-    assert "manifest.json" not in manifest.files and "load.py" in manifest.files

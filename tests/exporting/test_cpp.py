@@ -159,7 +159,6 @@ def test_a_device_that_the_bundle_is_not_for(program: Path, bundle: Bundle, tmp_
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(
     ("dtype", "format"),
     [("float32", "torchscript"), ("float16", "torchscript"), ("bfloat16", "torchscript"),

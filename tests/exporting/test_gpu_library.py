@@ -24,8 +24,6 @@ from elsa_core.exporting import gpu_library, onnx_calls
 from elsa_core.exporting.readme import _limits
 from elsa_core.exporting.templates import load as template
 
-ROOT = Path(__file__).parents[2]
-STUB = ROOT / "tests" / "backends" / "cuda_stub.cpp"
 FACTS: dict[str, Any] = {
     "model": {"device": "cuda"},
     "operators": {"elsa::attention": {}},
@@ -82,16 +80,6 @@ def loaded(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.fixture
-def driver(tmp_path: Path) -> str:
-    """A folder with a CUDA driver that runs nothing."""
-    folder = tmp_path / "driver"
-    folder.mkdir()
-    command = ["g++", "-std=c++20", "-fPIC", "-shared", f"-I{ROOT / 'csrc' / 'cuda'}", str(STUB)]
-    subprocess.run([*command, "-o", str(folder / "libcuda.so.1")], check=True)
-    return str(folder)
-
-
 def test_operators_come_from_the_bundles_library(folder: Path, driver: str) -> None:
     """They are there, and once."""
     done = loaded(folder, LD_LIBRARY_PATH=driver)
@@ -112,27 +100,6 @@ def test_a_changed_plan_is_refused(folder: Path, driver: str) -> None:
     done = loaded(folder, LD_LIBRARY_PATH=driver)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("its SHA-256 is another: it was changed")
-
-
-def test_the_readme_says_where_it_runs() -> None:
-    text = _limits(FACTS)
-    assert "GPU: sm_90 alone, at batches of 1, 2, 3" in text
-    assert "Verified where this bundle was written: sm_90 (NVIDIA H200).\n" in text
-    assert "not run" not in text
-
-
-def test_the_readme_says_how_onnx_runtime_finds_the_kernels() -> None:
-    libraries = {**FACTS["artefacts_libraries"], "onnxruntime": ["lib/libelsa_onnxruntime.so"]}
-    text = _limits({**FACTS, "artefacts_libraries": libraries})
-    assert "finds them in lib/plans.elsa, beside lib/libelsa_onnxruntime.so.\n" in text
-    alone = {"artefacts_libraries": {}, "artefacts": {"onnx": {}}, "libraries": {}}
-    assert "GPU: any that ONNX Runtime's CUDA provider" in _limits({**FACTS, **alone})
-
-
-def test_it_is_off_unless_asked_for() -> None:
-    assert not gpu_library.is_asked_for("cpu", nodes=True)
-    if os.environ.get("ELSA_CUDA_LIBRARY") != "1":
-        assert not gpu_library.is_asked_for("cuda")
 
 
 def attends(batch: int, dtype: torch.dtype = torch.float32) -> tuple[str, bytes, bytes]:

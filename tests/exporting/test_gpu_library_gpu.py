@@ -14,10 +14,7 @@ import torch
 from elsa_core.exporting import gpu_library
 
 pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 
 EXPORTED = """

@@ -110,23 +110,6 @@ def test_nothing_of_this_machine_is_in_the_file(
     assert b"stack_trace" not in content
 
 
-def test_swin_keeps_the_image_as_it_lies(library: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = timm.create_model(
-        "swin_tiny_patch4_window7_224", img_size=56, window_size=7, embed_dim=12, depths=(2, 2),
-        num_heads=(2, 4), num_classes=5,
-    ).eval()  # fmt: skip
-    elsa.patch(model)
-    images = torch.randn(3, 3, 56, 56)
-    path = tmp_path / "model.onnx"
-    export_onnx(model, (images[:2],), path)
-    types = [node.op_type for node in onnx.load(path).graph.node]
-    assert types.count("WindowAttention") == 4
-    for batch in (1, 3):
-        agrees(path, model, images[:batch])
-        agrees(path, model, images[:batch], library)
-
-
 class Towers(nn.Module):
     """Attention with a mask, without one, and masked by a boolean: bodies of three kinds."""
 
@@ -163,13 +146,6 @@ def test_large_weights_lie_beside_the_model(
     assert sorted(tmp_path.iterdir()) == sorted(written)
     assert path.stat().st_size < written[1].stat().st_size
     agrees(path, vit, images, library)
-
-
-@pytest.mark.parametrize("name", ["linear", "gated_linear", "split_weight"])
-def test_projections_alone_are_no_site(name: str) -> None:
-    with pytest.raises(ExportError, match="no patched site"):
-        operators.check([name], "cpu")
-    assert operators.check([name, "attention"], "cpu") == (name, "attention")
 
 
 def test_what_is_refused(vit: nn.Module, images: Tensor, tmp_path: Path) -> None:

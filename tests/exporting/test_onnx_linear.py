@@ -12,7 +12,6 @@ import pytest
 import torch
 from onnx_files import no_worse, run
 from torch import Tensor, nn
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import elsa_core as elsa
 from elsa_core.base import calls
@@ -169,61 +168,6 @@ def test_dtypes_are_those_of_pytorch() -> None:
             torch.testing.assert_close(out, wanted)
 
 
-class Held(Tensor):
-    """A weight of half the numbers, of which the class knows PyTorch's own product alone."""
-
-    @staticmethod
-    def __new__(cls, half: Tensor) -> Held:
-        made: Held = Tensor._make_wrapper_subclass(cls, half.shape, dtype=torch.float32)  # type: ignore[attr-defined]
-        return made
-
-    def __init__(self, half: Tensor) -> None:
-        self.half_ = half
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["half_"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Held:
-        return Held(inner["half_"])
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear:
-            return func(args[0], args[1].half_ * 2, *args[2:])
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return return_and_correct_aliasing(func, args, kwargs or {}, Held(args[0].half_))
-        raise NotImplementedError(f"unknown: {func}")
-
-
-class Through(nn.Module):
-    """A patched layer, and what calls it."""
-
-    def __init__(self, call: Any = lambda layer, x: layer(x)) -> None:
-        super().__init__()
-        self.layer, self.call = nn.Linear(DEPTH, COLUMNS), call
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.call(self.layer, x)
-        return out
-
-
-def test_a_weight_of_another_class_keeps_its_product() -> None:
-    """The operator was called with it, which the class of a quantised weight does not know."""
-    model, (x, _) = Through().eval(), operands((2, 3), torch.float32)
-    elsa.patch(model, scope="model")
-    exact = model(x)
-    model.layer.weight = nn.Parameter(Held(model.layer.weight.detach() / 2), requires_grad=False)
-    with calls.Products(kept=True), torch.no_grad():
-        program = torch.export.export(model, (x,), strict=False)
-    torch.testing.assert_close(program.module()(x), exact)
-
-
 def test_derivatives_within_a_model_are_of_pytorchs_operators() -> None:
     """The program held a formula of the operator that no exporter can decompose."""
 
@@ -289,3 +233,15 @@ def test_integers_reach_the_layers_of_nodes(tmp_path: Path) -> None:
     found = written(target)
     assert (found["MatMulInteger"], found["Linear"], found["PackedAttention"]) == (9, 0, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.int8.onnx", "model.onnx"]
+
+
+class Through(nn.Module):
+    """A patched layer, and what calls it."""
+
+    def __init__(self, call: Any = lambda layer, x: layer(x)) -> None:
+        super().__init__()
+        self.layer, self.call = nn.Linear(DEPTH, COLUMNS), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.call(self.layer, x)
+        return out

@@ -37,8 +37,6 @@ ort = pytest.importorskip("onnxruntime")
 from onnx import helper  # noqa: E402
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-STUB = ROOT / "tests" / "backends" / "cuda_stub.cpp"
 FLOAT, BOOL, HALF = 1, 9, 10
 WORKSPACE = 100
 # As long as the longest that an export writes.
@@ -122,15 +120,6 @@ def plans(calls: list[Any]) -> bytes:
 
 
 _TENSORS = ("Tensor", "Optional[Tensor]")
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the stub driver."""
-    folder = tmp_path_factory.mktemp("driver")
-    command = ["g++", "-std=c++20", "-fPIC", "-shared", f"-I{ROOT / 'csrc' / 'cuda'}", str(STUB)]
-    subprocess.run([*command, "-o", str(folder / "libcuda.so.1")], check=True)
-    return str(folder)
 
 
 @dataclasses.dataclass

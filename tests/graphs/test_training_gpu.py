@@ -18,10 +18,7 @@ from . import scripts
 from .test_graphed import said
 from .test_training import CHANGES, Net
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 State = tuple[list[Tensor], dict[str, Tensor]]
 
 

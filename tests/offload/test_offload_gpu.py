@@ -14,10 +14,7 @@ from elsa_core.errors import ArgumentError
 
 from .cases import CASES, Case, Place, Terms, assert_exact, differentiated
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 LONGER = {
     name: replace(
         case, head_dim=64, value_dim=64, queries=case.queries * 9, keys=case.keys * 9, block=128,

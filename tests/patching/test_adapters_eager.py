@@ -278,7 +278,6 @@ def test_open_clip_attention_pool() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("keys", [(3, 4), (1, 5), (7, 7)])
 @pytest.mark.parametrize(("more", "prefix"), [(0, 0), (3, 0), (0, 1), (5, 2)])
 def test_places_and_tables_in_few_launches(keys, more, prefix):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,13 +40,6 @@ class Calls(TorchDispatchMode):
         self.windows += name.startswith("elsa::window_attention")
         self.softmaxes += name in ("aten::_softmax", "aten::_safe_softmax")
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(autouse=True)
-def one_seed() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
 
 
 def make(kind: str) -> nn.Module:

@@ -249,7 +249,6 @@ def test_inspect_and_check() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @torch.no_grad()
 def test_on_a_gpu_the_mask_is_read(packed: list[Any]) -> None:
     original, patched = (m.cuda() for m in pair())

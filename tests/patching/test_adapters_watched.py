@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,13 +26,6 @@ SWIN = {
 }  # fmt: skip
 IMAGES = (2, 3, 52, 52)  # 13 x 13 tokens in windows of 4 x 4: padded
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def one_seed() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
 
 
 def randomised(model: nn.Module) -> nn.Module:

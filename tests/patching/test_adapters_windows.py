@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,13 +37,6 @@ ADAPTERS = {
     "davit": "ElsaSpatialBlock",
     "tiny-vit": "ElsaTinyVitBlock",
 }
-
-
-@pytest.fixture(autouse=True)
-def one_seed() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
 
 
 def make(kind: str) -> nn.Module:

@@ -6,7 +6,6 @@ Small images and few blocks: what differs between families is in one block.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -49,13 +48,6 @@ REDIRECTED: dict[str, dict[str, Any]] = {
 # Their constructors take no image size.
 FREE_SIZE = {"mobilevit_xxs", "pvt_v2_b0", "mobilenetv4_hybrid_medium", "fastvit_sa12"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@pytest.fixture(autouse=True)
-def one_seed() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
 
 
 def create(name: str, options: dict[str, Any], dtype: torch.dtype) -> nn.Module:

@@ -13,10 +13,7 @@ import elsa_core as elsa
 
 timm = pytest.importorskip("timm")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 LAUNCHES = ("serve", "multiply")  # the functions of csrc/cuda/python.cpp

@@ -14,10 +14,7 @@ from test_padding_time import naflexvit, siglip2
 import elsa_core as elsa
 from elsa_core.patching.adapters import padding
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def on_gpu(make: Any, dtype: torch.dtype) -> tuple[Any, Any, tuple[Any, ...]]:

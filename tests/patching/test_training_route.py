@@ -15,8 +15,6 @@ from elsa_core.dispatch import measured
 from elsa_core.patching.adapters.common import trains_by_pytorch
 from elsa_core.patching.rewrite import patch
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
 
 def block(side: int = 8, **options: float) -> nn.Module:
     made = SwinTransformerBlock(32, (side, side), 2, window_size=4, shift_size=2, **options)
@@ -34,7 +32,6 @@ def test_the_table_names_devices() -> None:
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("wanted", ["input", "weights", "nothing", "by name"])
 def test_windows_train_by_the_original(wanted: str) -> None:
     """In float64, whose gradients no kernel has; a backend asked for by name serves training."""
@@ -51,7 +48,6 @@ def test_windows_train_by_the_original(wanted: str) -> None:
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize(("tokens", "left"), [(10, True), (4000, False)])
 def test_small_attention_trains_by_the_original(tokens: int, left: bool) -> None:
     site = Attention(64, 4).cuda()

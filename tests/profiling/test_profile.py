@@ -232,7 +232,7 @@ def test_the_verdict_comes_before_the_sites() -> None:
     timed: list[str] = []
     found = profile(model, images, rounds=3, budget_seconds=1e-3)
     assert found.sites == () and found.rounds >= 3
-    assert any("with sites=True (--sites)" in note for note in found.notes)
+    assert any("sites=True (--sites)" in note for note in found.notes)
     asked = profile(
         model, images, rounds=3, budget_seconds=1e-3, sites=True, errors=False,
         progress=lambda what, done, total: timed.append(what),

@@ -12,7 +12,6 @@ from elsa_core.profiling.profile import profile
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.alone,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
 

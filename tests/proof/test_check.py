@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -410,22 +408,6 @@ def test_the_environment_is_left_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         getattr(elsa, run)(model, *given, progress=progress)
     assert dict(os.environ) == before
-
-
-@pytest.mark.parametrize(("given", "drawn"), [(None, True), (False, False)])
-def test_progress_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, given: bool | None, drawn: bool
-) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    model, shown = vit(depth=1), Terminal()
-    patch(model)
-    monkeypatch.setattr(sys, "stderr", shown)
-    check(model, noise(), stress=False, progress=given)
-    assert ("blocks.0.attn 1/3" in shown.getvalue()) is drawn
-    assert not drawn or shown.getvalue().endswith("\r\x1b[2K")
 
 
 def test_what_cannot_be_checked() -> None:

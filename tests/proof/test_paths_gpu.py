@@ -18,10 +18,7 @@ from elsa_core.proof.paths import PATHS, runner
 
 from .test_blind_spots import checked, vit
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class WrongCaptured(ElsaAttention):
