@@ -39,8 +39,8 @@ def attention(
     `torch.compile(fullgraph=True)` too.
 
     Before the first byte of data the ranks compare dtype, sizes, mask, method and version in one
-    small message and learn each other's lengths: at every call, or, where `lengths` is given, once
-    for each kind of call (see `elsa_core.distributed.agreement`).
+    small message, and learn each other's lengths. They do so at every call; with `lengths` once for
+    each kind of call (`elsa_core.distributed.agreement`).
 
     Args:
         query: [B, Hq, n, D] of this rank, floating.
@@ -52,13 +52,13 @@ def attention(
         is_causal: query i of the whole sequence sees keys 0..i; excludes `attn_mask`. The first
             ranks have less to do then.
         scale: factor on the scores; default 1 / sqrt(D).
-        method: "ring": keys and values go round, the next shard under way while one is folded;
-            "gather": every rank gets all keys and values; "heads": tokens are exchanged for heads
-            (DeepSpeed-Ulysses), which wants numbers of heads that the ranks divide; "auto": the
-            least time in a simple model of cost, see `explain`.
+        method: "ring": keys and values go round, the next shard under way while one is folded.
+            "gather": every rank gets all keys and values. "heads": tokens are exchanged for heads
+            (DeepSpeed-Ulysses), whose numbers the ranks must divide. "auto": the least time in a
+            simple model of cost, see `explain`.
         enable_gqa: allow fewer key/value heads than query heads.
-        lengths: the tokens of every rank, in their order, where queries and keys have the same: the
-            ranks then compare once for each kind of call, and later calls send data alone. All
+        lengths: the tokens of every rank, in their order, where queries and keys have the same. The
+            ranks then compare once for each kind of call, and later calls send only data. All
             ranks must give the same, and from then on make the same calls: they are not compared.
         precision, backend: as in `elsa_core.attention`.
 

@@ -148,9 +148,9 @@ def export(
 ) -> Bundle:
     """Write a patched model as files that run without this package.
 
-    Everything is written beside the target and renamed into place after each artefact has been
-    loaded in a fresh process and has reproduced the model at each batch size: after a failure or
-    an interrupt at any point the target is as it was before.
+    Everything is written beside the target. Each artefact is loaded in a fresh process and must
+    reproduce the model at each batch size; then all are renamed into place. After a failure or an
+    interrupt the target is as it was before.
 
     Args:
         model: patched by `elsa_core.patch`, in eval mode, on the CPU or one GPU.
@@ -165,9 +165,9 @@ def export(
         quantize: "int8": also write model.int8.onnx, an approximation, beside model.onnx.
         batches: the batch sizes that artefacts are verified at, 1 to 64. A bundle of a model on a
             GPU that holds the CUDA library serves these alone; others take any.
-        gpu_archs: of a model on a GPU: hold the CUDA library, with kernels for this GPU, which are
-            verified, and for these architectures ("sm_80"), compiled and not run. Default: for
-            this GPU alone, where ELSA_CUDA_LIBRARY is 1 or model.onnx has elsa's nodes; else none.
+        gpu_archs: of a model on a GPU: hold the CUDA library, with verified kernels for this GPU.
+            Those for these architectures ("sm_80") are compiled and not run. Default: for this
+            GPU alone, where ELSA_CUDA_LIBRARY is 1 or model.onnx has elsa's nodes; else none.
         exact: `accuracy.exact_outputs` of the float32 model, by which the manifest says what a
             float16 or bfloat16 model or INT8 costs. Default: of this model, where it is float32,
             on its example inputs; else the cost is not known.
@@ -179,9 +179,9 @@ def export(
         loaded: what `load_model` returned, for preprocessing, provenance and reloading.
         check: the report of `check` for this model; default: it is run now.
         seed: of generated inputs.
-        mean: how images become inputs, where the model does not state it or states it wrong: one
-            number or one a channel, on images scaled to 0..1; likewise `std`. What neither states
-            is assumed: a `UserWarning` and the bundle say so.
+        mean: one number or one a channel, on images scaled to 0..1; likewise `std`. For models that
+            do not state it, or state it wrong. What nobody states is assumed: a `UserWarning` and
+            the bundle say so.
         crop_pct: the share of the resized image that the centre crop keeps.
         interpolation: how images are resized ("bicubic", ...).
         progress: called with one line before each step.

@@ -24,30 +24,32 @@ def graphed(model: nn.Module, *, shapes: int = 8, copy_outputs: bool = True) -> 
     """The model with its eager calls as CUDA graphs, in inference and in training.
 
     The first call with arguments of some shapes captures a graph, later ones copy their arguments
-    into its memory and replay it. That first call runs the forward five times (two warm-ups, one
-    run that is watched, one before the capture and the capture itself); one that is refused runs it
-    up to five times before the model's own call. A state that the forward keeps sees all of them,
-    but for buffers and random numbers of a call that trains, which go on as after one.
+    into its memory and replay it. That first call runs the forward five times, the capture
+    included; one that is refused runs it up to five times before the model's own call. A state that
+    the forward keeps sees all of them. Buffers and random numbers of a training call do not.
 
-    A call of which gradients are wanted has a second graph, of its backward: autocast, GradScaler,
+    A call that wants gradients has a second graph, of its backward. Autocast, GradScaler,
     accumulation, clipping, any optimizer, frozen parameters, dropout and batch norm work as they do
     without. A backward follows its forward before the next forward, and runs once.
 
     A replay reads the parameters where they lie, so it follows writes to them. Every call looks for
-    what it would not follow (tensors, attributes, modules or hooks replaced, a patch, `train()` and
-    `eval()`, `requires_grad`, what `elsa_core.freeze` keeps) and captures anew. Autocast, grad
+    what it would not follow, and captures anew: tensors, attributes, modules or hooks replaced, a
+    patch, `train()` and `eval()`, `requires_grad`, what `elsa_core.freeze` keeps. Autocast, grad
     mode, PyTorch's settings of precision and determinism, and registered backends have graphs of
     their own.
 
-    A call is the model's own, and one warning says why, where a graph could be wrong or cannot be:
-    a model on another device; hooks; random numbers of the host, and of the device in inference;
-    an argument written to, a buffer in inference; attributes, lists or dicts of the model that its
-    forward changes; an argument that the model keeps; a tensor read that no module holds; values
-    awaited by the host; more than 16384 dicts and lists in a model; arguments that are neither
-    tensors nor numbers nor texts; two forwards before a backward; activation checkpointing; a
-    gradient of an earlier step that is held elsewhere than in a parameter's `grad`. In training
-    mode without gradients, within another capture and under a compiler, tracer, transform or
-    dispatch mode it is so without a warning.
+    Where a graph could be wrong, or cannot be, the call is the model's own, and one warning says
+    why:
+
+    - a model on another device, hooks, values that the host waits for;
+    - random numbers of the host, and in inference of the device;
+    - an argument that is written to or kept, and in inference a buffer that is written to;
+    - attributes, lists or dicts of the model that its forward changes; more than 16384 of them;
+    - a tensor that no module holds; arguments that are neither tensors nor numbers nor texts;
+    - two forwards before a backward, activation checkpointing, older gradients held elsewhere.
+
+    In training mode without gradients, within another capture and under a compiler, tracer,
+    transform or dispatch mode it is so without a warning.
 
     A forward runs no Python when it is replayed: its prints and changes of globals are left out.
     Graphed calls on one device run one behind the other, whatever their streams and threads.

@@ -51,18 +51,17 @@ class FreezeReport:
 def freeze(model: nn.Module) -> FreezeReport:
     """Derive what patched sites derive from weights alone, once, and keep it.
 
-    For inference with weights that do not change. It saves a GPU the derivation in every forward
-    (the position network of SwinV2, gathered tables of biases, the halves of float32 weights, which
-    take as much memory as the weights) and a CPU the comparison that shows that nothing was
-    written. Without it no write is missed; after it, a write that PyTorch does not
+    For inference with weights that do not change. It saves a GPU the derivation in every forward:
+    the position network of SwinV2, gathered tables of biases, the halves of float32 weights. The
+    halves take as much memory as the weights. It saves a CPU the comparison that shows that nothing
+    was written. Without it no write is missed; after it, a write that PyTorch does not
     count (a fused optimizer, `.data`, a numpy view) is.
 
-    `model.train()`, `load_state_dict`, a forward in training mode or one that wants gradients of
-    these weights, a write that PyTorch counts, `unfreeze` and `unpatch` end it, for the sites that
-    they reach. So does moving or casting a layer. A CUDA graph records the derivation itself,
-    frozen or not, so that its replays follow the weights; but of the halves of a layer's weight,
-    where it was captured frozen, it reads those: capture again after the weights have changed, as
-    `graphed` does.
+    These end it, for the sites that they reach: `model.train()`, `load_state_dict`, a forward that
+    trains or wants gradients of these weights, a write that PyTorch counts, moving or casting a
+    layer, `unfreeze` and `unpatch`. A CUDA graph records the derivation itself, so that its replays
+    follow the weights. One that was captured frozen reads the kept halves of a layer's weight:
+    capture again after the weights have changed, as `graphed` does.
     Compiled and exported programs derive in every run.
 
     Args:

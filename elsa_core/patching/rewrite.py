@@ -55,10 +55,10 @@ def patch(
     Patching again updates precision and backend; sites that this call does not select stay as they
     are, patched or not. The model changes only if the call succeeds.
 
-    With an example the model runs once, as a copy, and a site is the innermost module in whose
-    forward attention happened, whatever wrote it: a softmax between two products, PyTorch's
-    operator called by a helper or a processor, transformers' attention functions. What elsa does
-    not serve in that run is not patched. Without one, sites are known by their code.
+    With an example the model runs once, as a copy. A site is then the innermost module in whose
+    forward attention happened: a softmax between two products, PyTorch's operator called by a
+    helper, transformers' attention functions. What elsa does not compute in that run is not
+    patched. Without an example, sites are known by their code.
 
     Args:
         model: any module, in any mode, dtype and device.
@@ -78,9 +78,9 @@ def patch(
             and sites whose own call of PyTorch's attention is redirected, leave out nothing). A
             number costs an error, which `check` reports, and has no gradients. Saved models and
             exported ones leave out nothing.
-        offload: "host": what a backward needs stays in host memory from the forward of the model on
-            (pinned where it comes from a GPU), and attention of a model in host memory streams
-            through a GPU in inference, see docs/offload.md. Excludes mesh.
+        offload: "host": what a backward needs stays in host memory from the forward on, pinned
+            where it comes from a GPU. In inference, attention of a model in host memory streams through
+            a GPU. See docs/offload.md. Excludes mesh.
 
     Returns:
         The sites patched and those kept, with reasons.

@@ -54,37 +54,36 @@ def check(
     """Judges a patched model against the original one, with float64 as the oracle.
 
     The error of the patched model may not exceed `factor` times the original's own error plus a
-    rounding band of two ulp (`elsa_core.proof.compare`), for the model's output and for each
-    site's; the site is run alone on what reached it in the original. Top-1 must agree with the
+    rounding band of two ulp (`elsa_core.proof.compare`). That holds for the model's output and for
+    each site's. A site is run alone, on what reached it in the original. Top-1 must agree with the
     oracle's wherever the original's own rounding cannot flip it. Values that are not finite fail.
 
-    The switch ELSA_FAULT_INJECTION=site_path:amount multiplies the output of that patched site by
-    1 + amount, to show that the check sees it; the report says that it was on.
+    ELSA_FAULT_INJECTION=site_path:amount multiplies the output of that patched site by 1 + amount,
+    to show that the check sees it. The report says that it was on.
 
     Args:
         model: Patched by `elsa_core.patch`; any floating dtype but float64. Comes back as it was:
             patched, in its mode, without new hooks. The random state is not touched. Of a compiled
             model the eager one is judged.
-        inputs: A tensor [B, C, H, W], a tuple of the model's arguments, or named ones of either;
-            floating tensors are cast to the model's dtype and device first.
+        inputs: A tensor [B, C, H, W], a tuple of the model's arguments, or named ones of either.
+            Floating tensors are cast to the model's dtype and device first.
         factor: How many times the original's own error is allowed; at least 1.
         stress: Also hard cases for each site, made from the first case that reaches it, and one
             with random weights for those that are all zero. That one is made without `stress` too,
             where a site's output is zero and would show nothing.
         batch_size: Rows for one forward. Sites are judged on the first batch of each case. Inputs
             of one row show nothing of the rows after the first.
-        paths: How the whole patched model runs, "eager", "graph" (a CUDA graph), "compile"
-            (`torch.compile`), "compile+graph" (a CUDA graph of the compiled model) or several of
-            them; the original runs eagerly. Default: "eager", and on CUDA "graph" and "compile"
-            too, unless the original cannot be captured or compiled, or this machine lacks the
-            compiler; the report gives the reason. Sites run eagerly. On CUDA "eager" is the first
-            calls of their kind and, once, one that follows them: these may run other code.
-        grad: Also gradients, of the first case: of every parameter that wants one and of each
-            input, for each site (its hard cases too) and for the model, by the same rule; by path
+        paths: How the whole patched model runs: "eager", "graph" (a CUDA graph), "compile"
+            (`torch.compile`), "compile+graph", or several of them. The original runs eagerly.
+            Default: "eager", and on CUDA "graph" and "compile" too. One that the original or this
+            machine cannot run is left out, and the report gives the reason. Sites run eagerly.
+            On CUDA "eager" is the first calls of their kind and, once, one that follows them: these
+            may run other code.
+        grad: Also the gradients of the first case, by the same rule: of every parameter that wants
+            one and of each input, for the model and for each site, its hard cases too. By path
             "graph" too, where the model is run by it.
-        sparsity_bound: The relative error that sites patched with a number as `sparsity` whose
-            calls reach a sparse operator, and the model with them, are granted beside that; at
-            least 0.
+        sparsity_bound: The relative error that is allowed in addition, at least 0. It is for the
+            model and its sites, where they were patched with a number as `sparsity`.
         progress: Called with (what, steps done, steps in all). Default: a line on stderr where that
             is a terminal; False: nothing.
 

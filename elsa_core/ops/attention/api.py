@@ -52,24 +52,23 @@ def attention(
             part) or additive, float32 or the query's dtype.
         dropout_p: probability in [0, 1] of dropping an attention weight; the others are divided by
             1 - dropout_p. What is dropped follows the default generator of the tensors' device
-            (`torch.manual_seed`) and is the same on every backend but "sdpa", which serves "auto"
+            (`torch.manual_seed`). It is the same on every backend but "sdpa", which "auto" takes
             on a GPU. lse is that without dropout.
         is_causal: query i sees keys 0..i (top-left aligned); excludes `attn_mask`.
         scale: factor on the scores; default 1 / sqrt(D). A scale of 0.0 is a scale.
         enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).
         precision: "strict", "ieee", "turbo" or "lean", see `elsa_core.precision`.
-        backend: "auto" or one of `elsa_core.dispatch.names()`. "auto" leaves calls to PyTorch's own
-            kernels where the shipped measurements say that these are the faster exact ones (half
-            precision in training, some long rows on the GPU that was measured).
+        backend: "auto" or one of `elsa_core.dispatch.names()`. "auto" takes PyTorch's own kernels
+            where they were measured to be the faster exact ones: half precision in training, some
+            long rows on a GPU.
         return_lse: also return the natural log of the softmax normaliser.
-        sparsity: None, or what tiles of keys may be left out: those whose weights relative to the
-            row's maximum so far are all at most a number in (0, 1), which costs an error that
-            `elsa_core.sparsity_report` and `elsa check` tell; "exact": so small a number that the
-            output changes by less than the dtype's rounding, for finite inputs. "auto" leaves out
-            tiles on the CPU; elsewhere it leaves out nothing, until kernels that do were measured.
-            Excludes dropout_p, and a number gradients.
-        offload: "host" where key and value, or query too, stay in host memory and stream through
-            the device in blocks, see `elsa_core.offload.attention`, which says what it refuses.
+        sparsity: None, "exact", or a number in (0, 1). Tiles of keys are left out whose weights,
+            relative to the row's maximum so far, are all at most this number. That costs an error,
+            which `elsa_core.sparsity_report` and `elsa check` show. "exact" is so small a number
+            that finite outputs change by less than the dtype's rounding. With "auto" only the CPU
+            leaves out tiles. Excludes dropout_p; a number excludes gradients.
+        offload: "host" where key and value, or query too, stay in host memory. They stream through
+            the device in blocks. `elsa_core.offload.attention` says what it refuses.
         offload_block: keys of such a block; default: by the free memory.
 
     Returns:

@@ -32,8 +32,8 @@ def entmax_attention(
     softmax (`elsa_core.attention` serves it), alpha = 2 is sparsemax. Inputs may have any strides.
     Jagged nested tensors [B, H, j, D], without mask, are served by `entmax_varlen_attention`.
     Scores and sums are float32, or float64 for float64 inputs. Differentiable once in query, key,
-    value, an additive mask and alpha; saved for the gradients are three numbers a row and a byte a
-    tile of 64 queries and 64 keys. Forward-mode AD and the derivatives of `torch.func` hold all
+    value, an additive mask and alpha. Three numbers a row and a byte a tile are saved for the
+    gradients. Forward-mode AD and the derivatives of `torch.func` hold all
     scores in memory.
 
     Args:
@@ -50,9 +50,8 @@ def entmax_attention(
         enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).
         precision: "strict", "ieee" or "lean", see `elsa_core.precision`.
         backend: "auto" or one of `elsa_core.dispatch.names("entmax_attention")`. "auto" is the C++
-            kernels on a CPU (float32, float16, bfloat16), the Triton kernels on CUDA (the same up
-            to the head dimensions of docs/entmax.md), and plain PyTorch, some rows at a time,
-            elsewhere.
+            kernels on a CPU and the Triton kernels on CUDA, in float32, float16 and bfloat16 up to
+            the head dimensions of docs/entmax.md. Elsewhere it is plain PyTorch.
 
     Returns:
         out [..., Hq, Nq, Dv] in the query's dtype. A row that sees no key gives zeros.

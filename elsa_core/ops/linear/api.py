@@ -42,19 +42,19 @@ def linear(
     The first three arguments are those of `torch.nn.functional.linear`, and so is the result
     without the others; an absent term is left out. Operands may have any strides.
 
-    On sm_90 float32 products are computed on tensor cores, from operands split into halves of 11
-    significant bits, with float32 sums of short chains: faster than PyTorch's, and with smaller
-    errors. Not with precision="ieee", nor where PyTorch itself was allowed TF32, nor under
+    On sm_90 float32 products are computed on tensor cores, faster than PyTorch's and with smaller
+    errors. Operands are split into halves of 11 significant bits; sums are float32, in short
+    chains. Not with precision="ieee", nor where PyTorch itself was allowed TF32, nor under
     autocast. Half precision is cuBLASLt's, as in PyTorch, but for few channels, see
     `elsa_core.backends.triton.linear.gate`.
 
-    On AMD's processors with AVX-512, PyTorch's MKL computes float32 products with AVX2; there
-    larger ones that no tracer records and that need no gradient are left to PyTorch's oneDNN, in
-    parts that round like MKL's. Everything else, and all with precision="ieee", is
+    On AMD's processors with AVX-512, PyTorch's MKL computes float32 products with AVX2. There
+    PyTorch's oneDNN computes larger ones that no tracer records and that need no gradient, in parts
+    that round like MKL's. Everything else, and all with precision="ieee", is
     `torch.nn.functional.linear` and what PyTorch has for the rest.
 
-    Where a gradient is wanted, the product alone is the operator's and the rest is PyTorch's, so
-    that the product is kept for the backward as it is without this function.
+    Where a gradient is wanted, only the product is the operator's. PyTorch computes the rest, and
+    keeps the product for the backward as it does without this function.
 
     Args:
         input: [..., K], any floating dtype. weight: [N, K]. bias: [N].
