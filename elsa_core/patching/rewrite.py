@@ -79,8 +79,8 @@ def patch(
             number costs an error, which `check` reports, and has no gradients. Saved models and
             exported ones leave out nothing.
         offload: "host": what a backward needs stays in host memory from the forward on, pinned
-            where it comes from a GPU. In inference, attention of a model in host memory streams through
-            a GPU. See docs/offload.md. Excludes mesh.
+            where it comes from a GPU. In inference, attention of a model in host memory streams
+            through a GPU. See docs/offload.md. Excludes mesh.
 
     Returns:
         The sites patched and those kept, with reasons.
