@@ -135,10 +135,26 @@ class Session:
 
         Where the terminal is too narrow, column number `wrap` is folded; where that does not do,
         the other texts too, the first column, which holds paths and names, last. Without `wrap`
-        nothing is. Numbers never are: lines may be longer than the terminal is wide.
+        nothing is. Numbers never are. Then the columns whose titles start with "~" are left out,
+        the last first. Lines may still be longer than the terminal is wide.
         """
         if self.json or self.quiet or not rows:
             return
+        console = self._console()
+        shown = list(range(len(columns)))
+        table = self._table(console, columns, rows, wrap, shown)
+        for index in reversed(shown):
+            if columns[index].startswith("~") and _least_width(console, table) > console.width:
+                shown.remove(index)
+                table = self._table(console, columns, rows, wrap, shown)
+        console.width = max(console.width, _least_width(console, table))
+        self._draw(console, table)
+
+    def _table(
+        self, console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]],
+        wrap: int | None, shown: Sequence[int],
+    ) -> Table:  # fmt: skip
+        """The columns that are shown, folded as far as the width asks for it."""
         from rich import box
         from rich.table import Table
 
@@ -149,7 +165,8 @@ class Session:
             header_style="bold",
             show_edge=False,
         )
-        for title in columns:
+        titles = {index: columns[index].removeprefix("~") for index in shown}
+        for title in titles.values():
             table.add_column(
                 self.fit(title.lstrip(">")),
                 justify="right" if title.startswith(">") else "left",
@@ -157,16 +174,15 @@ class Session:
                 no_wrap=True,
             )
         for row in rows:
-            table.add_row(*(self._cell(cell) for cell in row))
-        console = self._console()
-        texts = [i for i, title in enumerate(columns) if not title.startswith(">")]
-        folded = [] if wrap is None else [wrap, *(i for i in (*texts[1:], texts[0]) if i != wrap)]
-        for index in folded:
+            table.add_row(*(self._cell(row[index]) for index in shown))
+        texts = [index for index, title in titles.items() if not title.startswith(">")]
+        first = [index for index in texts if index == wrap]
+        order = [*first, *(i for i in (*texts[1:], *texts[:1]) if i != wrap)]
+        for index in order if wrap is not None else ():
             if _least_width(console, table) <= console.width:
                 break
-            table.columns[index].no_wrap = False
-        console.width = max(console.width, _least_width(console, table))
-        self._draw(console, table)
+            table.columns[shown.index(index)].no_wrap = False
+        return table
 
     def _cell(self, text: str) -> Any:
         from rich.text import Text

@@ -27,8 +27,15 @@ DTYPES = ("fp32", "fp16", "bf16")
 LONG_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 PRECISIONS = ("strict", "ieee", "turbo", "lean")
 # As `elsa_core.dispatch.names()`, which a command line that only helps does not import: it needs
-# torch. A test compares them.
-BACKENDS = ("auto", "native", "triton", "portable", "sdpa", "eager")
+# torch. A test compares them. --help and `elsa doctor` show the words.
+BACKENDS = {
+    "auto": "the first that serves the call",
+    "native": "C++ on a CPU",
+    "triton": "Triton on a GPU",
+    "portable": "CUDA C++ on a GPU, float32 without tensor cores",
+    "sdpa": "PyTorch's own attention",
+    "eager": "plain PyTorch operations",
+}
 # Rows of a checked batch: more than one, or nothing is known of the later ones, and an odd number.
 CHECKED_ROWS = 3
 # Far above any image a model meets, far below where arithmetic on sizes overflows.
@@ -410,6 +417,15 @@ def example_options(function: Function) -> Function:
     return apply(options)(function)
 
 
+def backend_option(function: Function) -> Function:
+    """--backend, with what each name is."""
+    words = "; ".join(f"{name}: {about}" for name, about in BACKENDS.items())
+    return click.option(
+        "--backend", type=click.Choice(tuple(BACKENDS)), default="auto", show_default=True,
+        help=f"Kernels to use. {words}.",
+    )(function)  # fmt: skip
+
+
 def kernel_options(function: Function) -> Function:
     """--precision and --backend."""
     options: list[Callable[[Function], Function]] = [
@@ -417,10 +433,7 @@ def kernel_options(function: Function) -> Function:
             "--precision", type=click.Choice(PRECISIONS), default="strict", show_default=True,
             help="What the kernels promise about rounding.",
         ),
-        click.option(
-            "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
-            help="Kernels to use.",
-        ),
+        backend_option,
     ]  # fmt: skip
     return apply(options)(function)
 

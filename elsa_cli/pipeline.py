@@ -80,7 +80,7 @@ def open_model(
             seed=options.seed,
             **options.source(),
         )
-    _take_inputs(loaded, options)
+    take_inputs(loaded, options)
     for line in loaded.warnings:
         session.warn(line, even_quiet=True)
     if loaded.weights.startswith("random") and (spec.tag or spec.source == "hub"):
@@ -91,24 +91,20 @@ def open_model(
     return loaded
 
 
-def _take_inputs(loaded: Loaded, options: Options) -> None:
+def take_inputs(loaded: Loaded, options: Options) -> None:
     """What --inputs and --input-size say, as the arguments that the model runs on."""
-    if options.inputs is None and options.input_size is None:
-        return
     if options.inputs is not None and options.input_size is not None:
         raise click.UsageError("--inputs and --input-size exclude each other")
+    loaded.example_size = options.input_size
+    if options.inputs is None:
+        return
     import torch
 
-    like = next(loaded.model.parameters(), torch.empty(0))
-    if options.inputs is not None:
-        from elsa_core.loading import read_inputs
+    from elsa_core.loading import read_inputs
 
-        names.check_file(options.inputs, "inputs")
-        found = read_inputs(options.inputs, loaded.model)
-    else:
-        shape = (options.batch_size, *(options.input_size or ()))
-        generator = torch.Generator().manual_seed(options.seed)
-        found = (torch.randn(shape, generator=generator),)
+    names.check_file(options.inputs, "inputs")
+    found = read_inputs(options.inputs, loaded.model)
+    like = next(loaded.model.parameters(), torch.empty(0))
     loaded.example = tuple(
         one.to(like.device, like.dtype if one.is_floating_point() else None)
         if isinstance(one, torch.Tensor)
@@ -210,8 +206,8 @@ def check_inputs(session: Session, loaded: Loaded, options: Options) -> dict[str
     """Generated inputs by name, and the images of --images."""
     from elsa_core.base.inputs import generated_inputs, text_shape
 
-    if loaded.example is not None:
-        return {"inputs": loaded.example}
+    if loaded.is_given:
+        return {"inputs": loaded.example_inputs(options.batch_size, options.seed)}
     with session.stage("preparing inputs"):
         device = next(loaded.model.parameters()).device
         inputs: dict[str, Any] = generated_inputs(

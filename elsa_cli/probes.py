@@ -237,27 +237,27 @@ def _packs() -> Iterator[Probe]:
 def _backends() -> Iterator[Probe]:
     import torch
 
+    from elsa_cli.options import BACKENDS
     from elsa_core import dispatch
     from elsa_core.backends.support import Request
 
     yield _cuda_library()
-    for backend in dispatch.BACKENDS:
-        name, device = backend.name, backend.device or "cpu"
-        offered = backend.operators.get("attention")
-        if offered is None or offered.whole:  # PyTorch's own: there wherever PyTorch is
+    known = {backend.name: backend for backend in dispatch.BACKENDS}
+    for name, about in BACKENDS.items():
+        if name == "auto":
             continue
+        backend = known.get(name)
+        device = (backend.device if backend else None) or "cpu"
         try:
             # Asking it would compile it; its state is known from its own section.
-            if backend.is_built is not None and not backend.is_built():
-                yield Probe("backends", name, False, "", "not built yet (see native library)")
+            if backend is not None and backend.is_built is not None and not backend.is_built():
+                yield Probe("backends", name, False, about, "not built yet (see native library)")
                 continue
             answer = dispatch.support(Request(device, torch.float32, 64, 64, "strict"), name)
         except Exception as error:
-            yield Probe("backends", name, False, "", _why(error))
+            yield Probe("backends", name, False, about, _why(error))
         else:
-            yield Probe(
-                "backends", name, answer.ok, f"{device}, fp32" if answer.ok else "", answer.reason
-            )
+            yield Probe("backends", name, answer.ok, about, answer.reason)
 
 
 def _cuda_library() -> Probe:

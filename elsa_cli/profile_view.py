@@ -118,7 +118,7 @@ def _one(session: Session, row: Document) -> None:
         if said:
             session.line(f"{run['name']}: {', '.join(said)}")
     session.table(
-        ("run", ">ms", ">10-90%", ">images/s", ">MB", "times as fast as eager"), rows, wrap=0
+        ("run", ">ms", "~>10-90%", ">images/s", "~>MB", "times as fast as eager"), rows, wrap=0
     )
     for name, why in found["left_out"].items():
         session.line(f"without {name}: {why}", "dim")
@@ -177,7 +177,9 @@ def _sites(session: Session, sites: list[Document]) -> None:
                      words.group_short(left), share, "", ""])  # fmt: skip
     rows.append([rest["path"], "", "", _ms(rest["seconds_before"]), _ms(rest["seconds_after"]),
                  words.ratio_short(rest["ratio"]), shares[-1], "", ""])  # fmt: skip
-    columns = ("site", ">tokens", ">heads", ">ms", ">after", ">times", ">share", ">error", "by")
+    columns = (
+        *("site", "~>tokens", "~>heads", ">ms", ">after", ">times", ">share", "~>error", "~by"),
+    )
     session.table(columns, rows)
     session.line()
 
@@ -201,7 +203,7 @@ def _sweep(session: Session, rows: list[Document]) -> None:
             words.ratio_short(found["gain"]), f"{own['images_per_second']:.3g}",
             f"{_mb(best)}/{_mb(own)}",
         ])  # fmt: skip
-    columns = ("point", ">best baseline, ms", ">patched", ">gain", ">images/s", ">MB")
+    columns = ("point", ">best baseline, ms", ">patched", ">gain", "~>images/s", "~>MB")
     session.table(columns, lines, wrap=0)
     session.line()
     gains = [row["profile"]["gain"] for row in rows if row["profile"] is not None]

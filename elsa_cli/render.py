@@ -23,7 +23,7 @@ def header(session: Session, loaded: Loaded, options: Options, extra: str = "") 
     """What is looked at: name, weights, size, device, dtype."""
     typed = f"{loaded.spec.given} → " if loaded.spec.alias else ""
     session.line(f"{typed}{loaded.name} · weights: {loaded.weights}", "bold")
-    size = loaded.input_size
+    size = loaded.example_size or loaded.input_size
     if loaded.example is not None:
         size = next((tuple(one.shape) for one in loaded.example if hasattr(one, "shape")), ())
     session.line(f"{_size(size)} · {_place(loaded, options)}{extra}")
@@ -74,7 +74,7 @@ def inspection(session: Session, found: Inspection) -> None:
         rows.append([f"{mark} {label}", f"{len(members)}x", one.class_name, one.kind, _heads(one),
                      _tokens(one), f"{share:.1%}" if share else ""])  # fmt: skip
     # Paths stay whole on a narrow terminal, so that they can be copied.
-    session.table(["  site", ">", "class", "kind", ">heads", ">tokens", ">FLOPs"], rows, wrap=2)
+    session.table(["  site", ">", "class", "~kind", "~>heads", ">tokens", ">FLOPs"], rows, wrap=2)
     if rows:
         session.line()
     for extra, members in group_by(found.sites, lambda site: ", ".join(site.extra)):
@@ -122,7 +122,7 @@ def patched(session: Session, report: PatchReport) -> None:
          _heads(members[0]), ", ".join(members[0].extra)]
         for label, members in group(report.patched, lambda site: site.alike)
     ]  # fmt: skip
-    session.table(["  patched", ">", "class", "kind", ">heads", "extra"], rows, wrap=5)
+    session.table(["  patched", ">", "class", "~kind", "~>heads", "~extra"], rows, wrap=5)
     session.line()
     for reason, members in group_by(report.kept, lambda site: site.reason):
         labels = ", ".join(label for label, _ in group(members, lambda site: site.reason))
@@ -149,7 +149,7 @@ def checked(session: Session, report: CheckReport) -> None:
         slope = max(alike, key=lambda one: _severity(one.excess))
         title, of = f"{_mark(slope)} gradients: {label}", f"{slope.worst}, {slope.worst_case}"
         rows.append([title, f"{len(alike)}x", *_errors(slope), of])
-    titles = ["  rel. error", ">", ">elsa", ">original", ">allowed", "worst input"]
+    titles = ["  rel. error", ">", ">elsa", ">original", ">allowed", "~worst input"]
     session.table(titles, rows, wrap=5)
     session.line()
     rates = [site.skip_rate for site in report.sites if site.skip_rate is not None]
@@ -211,7 +211,7 @@ def _unknown(site: AttentionSite) -> str:
     return "" if site.kind in LAYERS else "?"
 
 
-def _size(size: tuple[int, int, int]) -> str:
+def _size(size: tuple[int, ...]) -> str:
     return "x".join(map(str, size))
 
 

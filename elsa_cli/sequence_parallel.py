@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 _OTHERS = {
     "train": "--train", "baselines": "--baselines", "policy": "--policy", "output": "--output",
     "resume": "--resume", "html": "--html", "plot": "--plot", "include": "--include",
-    "exclude": "--exclude",
+    "exclude": "--exclude", "inputs": "--inputs", "input_size": "--input-size",
 }  # fmt: skip
-_SOURCE = ("arch", "model_kwargs", "mean", "std", "crop_pct", "interpolation")
+_SOURCE = ("arch", "weights", "model_kwargs", "mean", "std", "crop_pct", "interpolation")
 
 
 def profile(session: Session, model: str, given: dict[str, Any]) -> None:

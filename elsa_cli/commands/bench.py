@@ -20,13 +20,13 @@ from elsa_cli import (
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import (
-    BACKENDS,
     DTYPES,
     PRECISIONS,
     Command,
     DeviceName,
     FilePath,
     Listed,
+    backend_option,
     output_options,
     pass_session,
     resolve_device,
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     help="Of models and training: what to measure against, as in `elsa profile`.",
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
-@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
+@backend_option
 @click.option("--flex", is_flag=True, help="Compile and measure FlexAttention too (CUDA).")
 @click.option(
     "--output", "-o", type=FilePath(), metavar="FILE",

@@ -18,6 +18,7 @@ from elsa_cli.options import (
     FilePath,
     Listed,
     Options,
+    example_options,
     input_options,
     kernel_options,
     model_options,
@@ -120,6 +121,7 @@ _MODULES = {
 @click.option(
     "--dynamic-size", is_flag=True, help="Let the image size vary in model.pt2, if the model can."
 )
+@example_options
 @input_options
 @site_options
 @kernel_options

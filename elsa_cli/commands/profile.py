@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import completion, names, targets
+from elsa_cli import completion, names, pipeline, targets
 from elsa_cli.console import Session
 from elsa_cli.errors import CommandError, VerdictError
 from elsa_cli.options import (
-    BACKENDS,
     LARGEST_BATCH,
     PRECISIONS,
     Command,
     FilePath,
     Listed,
     Options,
+    backend_option,
+    example_options,
     output_options,
     pass_session,
     resolve_device,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 _FILE = FilePath()
 # What `load_model` is told about a weights file.
-_SOURCE = ("arch", "model_kwargs", "mean", "std", "crop_pct", "interpolation")
+_SOURCE = ("arch", "weights", "model_kwargs", "mean", "std", "crop_pct", "interpolation")
 
 
 class OutOfMemoryError(CommandError):
@@ -44,6 +45,7 @@ class OutOfMemoryError(CommandError):
 
 @click.command("profile", cls=Command)
 @swept_model_options
+@example_options
 @click.option(
     "--batch-size", "-b", type=Listed(click.IntRange(1, LARGEST_BATCH)), default="1",
     show_default=True, metavar="N[,...]", help="Images a batch.",
@@ -53,10 +55,7 @@ class OutOfMemoryError(CommandError):
     "--precision", type=Listed(click.Choice(PRECISIONS)), default="strict", show_default=True,
     metavar="|".join(PRECISIONS) + "[,...]", help="What the kernels promise about rounding.",
 )  # fmt: skip
-@click.option(
-    "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
-    help="Kernels to use.",
-)  # fmt: skip
+@backend_option
 @click.option(
     "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
     shell_complete=completion.baselines,
@@ -200,17 +199,27 @@ def _planned(
 
     source = Options.of({key: given[key] for key in _SOURCE}).source()
 
+    inputs = {key: given[key] for key in ("inputs", "input_size")}
+    if given["inputs"] is not None and typed(("batch_size",)):
+        raise click.UsageError("--inputs has a batch of its own: leave --batch-size out")
+
     def load(size: tuple[int, int] | None, dtype: str) -> Loaded:
-        return load_model(
+        loaded = load_model(
             spec, image_size=size, pretrained=given["pretrained"], device=device,
             dtype=Options(dtype=dtype).torch_dtype(), seed=given["seed"], **source,
         )  # fmt: skip
+        pipeline.take_inputs(loaded, Options(**inputs))
+        for line in loaded.warnings:
+            session.warn(line, even_quiet=True)
+        return loaded
 
     about = {
         "given": spec.given, "name": spec.name, "source": spec.source, "alias": spec.alias or "",
         "pretrained": given["pretrained"], "seed": given["seed"], "arch": given["arch"] or "",
         "model_kwargs": dict(given["model_kwargs"]),
     }  # fmt: skip
+    if any(inputs.values()):
+        about["inputs"] = str(given["inputs"] or list(given["input_size"]))
     if spec.path is not None:
         about["weights_sha256"] = sweep.weights_sha256(spec)
     sites = given["sites"]

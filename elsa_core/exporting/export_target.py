@@ -101,6 +101,10 @@ def export_target(
     rows = max(2, *batches)  # tracers see two
     found = _inputs(model, loaded, inputs, rows, seed, dtype, device)
     whole = loaded is not None and loaded.model is model and loaded.tower is None
+    whole = whole and loaded.recipe.library != "python"
+    images = found[0].ndim == 4
+    if loaded is not None and loaded.is_given:
+        images = tuple(found[0].shape[1:]) == loaded.input_size
     out = None
     with torch.no_grad(), contextlib.suppress(Exception):  # the reference says why
         out = model(*(tensor[:1] for tensor in found))
@@ -110,7 +114,7 @@ def export_target(
         inputs=found,
         input_names=_names(found),
         output_names=_output_names(model, tower, out),
-        preprocess=_preprocess(model, loaded, given or Given()) if found[0].ndim == 4 else None,
+        preprocess=_preprocess(model, loaded, given or Given()) if images else None,
         dtype=dtype,
         device=device.type,
         plan=_plan(model, sites),
@@ -171,6 +175,8 @@ def _inputs(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, ...]:
+    if given is None and loaded is not None and loaded.is_given:
+        given = loaded.example_inputs(rows, seed)
     if given is not None:
         tensors = given if isinstance(given, tuple) else (given,)
         return tuple(_rows(t, rows, dtype, device) for t in tensors)
@@ -206,8 +212,10 @@ def token_cases(model: nn.Module, rows: int, seed: int) -> dict[str, tuple[Tenso
 
 def _rows(tensor: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`rows` rows of an example: its own, repeated where they are too few."""
-    if tensor.ndim == 0 or tensor.shape[0] == 0:
-        raise ArgumentError("export: inputs must have the batch as their first dimension")
+    if not isinstance(tensor, Tensor) or tensor.ndim == 0 or tensor.shape[0] == 0:
+        raise ArgumentError(
+            "export: inputs must be tensors that have the batch as their first dimension"
+        )
     repeated = tensor.repeat(-(-rows // tensor.shape[0]), *(1,) * (tensor.ndim - 1))[:rows]
     return repeated.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 

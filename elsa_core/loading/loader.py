@@ -59,6 +59,7 @@ class Loaded:
         tower: "image" or "text" where `model` is one tower of the CLIP that was loaded.
         alike: other architectures with the same tensors that compute the same.
         example: the model's arguments, where it does not take images of `input_size`.
+        example_size: of its one input without the batch, where that is no image.
     """
 
     model: nn.Module
@@ -78,11 +79,17 @@ class Loaded:
     warnings: tuple[str, ...] = ()
     alike: tuple[Recipe, ...] = ()
     example: tuple[Any, ...] | None = None
+    example_size: tuple[int, ...] | None = None
 
     @property
     def is_watched(self) -> bool:
         """Whether its attention is found by a run, on `example_inputs()`."""
-        return self.example is not None or self.recipe.library in libraries.NAMELESS
+        return self.is_given or self.recipe.library in libraries.NAMELESS
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the user has said what the model runs on."""
+        return self.example is not None or self.example_size is not None
 
     @property
     def crop_mode(self) -> str:
@@ -103,6 +110,10 @@ class Loaded:
         if self.example is not None:
             return self.example
         held = next(self.model.parameters(), torch.empty(0))
+        if self.example_size is not None:
+            generator = torch.Generator().manual_seed(seed)
+            noise = torch.randn((batch_size, *self.example_size), generator=generator)
+            return (noise.to(held.device, held.dtype),)
         case = generated_inputs(
             self.input_size,
             batch_size,

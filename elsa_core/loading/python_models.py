@@ -103,8 +103,9 @@ def read_inputs(path: Path, model: nn.Module) -> tuple[Any, ...]:
         bound = inspect.signature(model.forward).bind(**found)
     except TypeError as error:
         raise ArgumentError(f"inputs (--inputs) {path}: {first_line(error)}") from error
+    last = list(bound.arguments)[-1]
     bound.apply_defaults()
     if bound.kwargs:
         named = ", ".join(bound.kwargs)
         raise ArgumentError(f"inputs (--inputs) {path}: {named} cannot be given by place")
-    return bound.args
+    return bound.args[: list(bound.arguments).index(last) + 1]

@@ -24,6 +24,7 @@ from elsa_core.exporting.manifest import hashed
 from elsa_core.loading import Loaded, ModelSpec, files_of
 from elsa_core.measuring import environment as place
 from elsa_core.measuring.memory_limit import is_out_of_memory, limited
+from elsa_core.patching import patch, unpatch
 from elsa_core.precision import DTYPES, validate
 from elsa_core.profiling.document import (
     COMMAND,
@@ -221,6 +222,10 @@ def _measured(
             } | plan.options
             if plan.train:
                 options |= {"dtype": point.dtype}
+            if loaded.is_watched and loaded.report is None:
+                unpatch(loaded.model)
+                keys = ("precision", "backend", "include", "exclude", "scope")
+                patch(loaded.model, arguments, **{k: options[k] for k in keys if k in options})
             measure = profile_training if plan.train else profile
             found = measure(loaded.model, arguments, progress=tell, **options)
     except (TooLargeError, MemoryError, RuntimeError) as error:

@@ -14,6 +14,7 @@ import pytest
 from quick_compiler import QuickCompiler
 
 from elsa_cli import probes
+from elsa_cli.options import BACKENDS
 from elsa_core.backends import native
 
 from .conftest import TINY, Elsa, environment
@@ -39,6 +40,10 @@ def test_doctor(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     for word in ("python", "torch", "compiler", "native", "triton", "eager", "hugging face"):
         assert word in answer.out
     assert max(map(len, answer.out.splitlines())) <= 80
+    (help_text,) = (elsa("patch", "--help").out,)
+    for name, about in BACKENDS.items():
+        assert f"{name}: {about}" in " ".join(help_text.split())
+        assert about[:20] in answer.out or name == "auto"
 
 
 def test_doctor_json(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:

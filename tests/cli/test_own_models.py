@@ -48,8 +48,29 @@ def test_a_volume_is_inspected_patched_and_checked(own: Path, elsa: Elsa) -> Non
         found = json.loads(result.out)["results"]
         assert [site["path"] for site in found["patch"]["patched"]] == [""]
         assert "own code" in " ".join(found["model"]["notes"])
+    result = elsa("patch", spec, "--model-kwargs", "dim=24", *given, "-o", "saved")
+    assert result.code == 0, result.err
+    result = elsa("patch", spec, *given, "--plan", "saved/elsa_plan.json")
+    assert result.code == 0 and "1 of 1 sites patched" in result.out
     result = elsa("inspect", spec, "--inputs", "inputs.pt")
     assert result.code == 0 and "1 of 1 sites can be patched" in result.out
+
+
+def test_a_volume_is_profiled_and_exported(own: Path, elsa: Elsa) -> None:
+    torch.save({"image": torch.randn(2, 1, 16, 16, 16)}, own / "inputs.pt")
+    spec = "python:own_volume:volume"
+    for given in (("--input-size", "1x16x16x16", "-b", 2), ("--inputs", "inputs.pt")):
+        quick = ("--rounds", 3, "--budget", 0.1, "--no-sites", "--json")
+        result = elsa("profile", spec, *given, *quick)
+        assert result.code == 0, result.err
+        (row,) = json.loads(result.out)["results"]["points"]
+        assert (row["profile"]["patched"], row["profile"]["batch"]) == (1, 2)
+        result = elsa("export", spec, *given, "--formats", "pt2", "-o", "out", "--force", "--json")
+        assert result.code == 0, result.err
+        found = json.loads(result.out)["results"]["manifest"]
+        assert found["inputs"][0]["shape"] == ["batch", 1, 16, 16, 16]
+        assert found["preprocess"] is None and not found["model"]["reloads_in_elsa"]
+    assert elsa("profile", spec, "--inputs", "inputs.pt", "-b", 2).code == 2
 
 
 @pytest.mark.parametrize(

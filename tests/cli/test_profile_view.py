@@ -36,8 +36,13 @@ def test_sites_say_why_they_are_undecided(monkeypatch: pytest.MonkeyPatch) -> No
     rest = {**sites[0], "path": "rest of the model", "share": 0.4}
     profile_view._sites(Session(), [*sites, rest])
     text = out.getvalue()
-    assert "same ±3%" in text and "4 rounds" in text and "?" not in text
+    assert "same ±3%" in text and "4 rounds" in text and "?" not in text and "native" in text
     assert max(map(len, text.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "60")
+    out.truncate(0)
+    profile_view._sites(Session(), [*sites, rest])
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 60 and "4 rounds" in text and "native" not in text
 
 
 def test_long_paths_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:

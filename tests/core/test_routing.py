@@ -508,7 +508,7 @@ def test_sdpa_by_name() -> None:
 
 
 def test_the_command_line_names_the_same_backends() -> None:
-    assert dispatch.names() == importlib.import_module("elsa_cli.options").BACKENDS
+    assert dispatch.names() == tuple(importlib.import_module("elsa_cli.options").BACKENDS)
 
 
 @pytest.fixture
