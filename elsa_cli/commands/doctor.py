@@ -63,9 +63,8 @@ def _verdict(probes: list[Probe]) -> str:
         if "torch" in off:
             return "No backend is ready: install torch again first."
         return f"No backend is ready: {off.get('eager') or off.get('backends', 'see above')}"
-    fast = [name for name in ready if name != "eager"]
-    if not fast:
-        return f"Ready: eager only. {_next_step(off)}"
+    if {"sdpa", "eager"}.issuperset(ready):
+        return f"Ready: {', '.join(ready)} only. {_next_step(off)}"
     return f"Ready: {', '.join(ready)}. Next: elsa patch vit_base_patch16_224 --check"
 
 

@@ -72,7 +72,7 @@ def test_doctor_names_what_keeps_the_native_library_off(
     answer = elsa("doctor", "--quiet")
     native.load.cache_clear()
     assert answer.code == 0
-    assert answer.out.startswith("Ready: eager only. ")
+    assert answer.out.startswith("Ready: sdpa, eager only. ")
     assert words in answer.out
     elsa("build").fails(3, variable)
 

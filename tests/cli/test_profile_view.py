@@ -39,7 +39,8 @@ def test_sites_say_why_they_are_undecided(monkeypatch: pytest.MonkeyPatch) -> No
     assert "same ±3%" in text and "4 rounds" in text and "?" not in text and "native" in text
     assert max(map(len, text.splitlines())) <= 80
     monkeypatch.setenv("COLUMNS", "60")
-    out.truncate(0)
+    out.seek(0)
+    out.truncate()
     profile_view._sites(Session(), [*sites, rest])
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= 60 and "4 rounds" in text and "native" not in text
