@@ -100,11 +100,11 @@ def export_target(
     dtype, device = _home(model)
     rows = max(2, *batches)  # tracers see two
     found = _inputs(model, loaded, inputs, rows, seed, dtype, device)
-    whole = loaded is not None and loaded.model is model and loaded.tower is None
-    whole = whole and loaded.recipe.library != "python"
-    images = found[0].ndim == 4
-    if loaded is not None and loaded.is_given:
-        images = tuple(found[0].shape[1:]) == loaded.input_size
+    whole, images = False, found[0].ndim == 4
+    if loaded is not None:
+        whole = loaded.model is model and loaded.tower is None
+        whole = whole and loaded.recipe.library != "python"
+        images = tuple(found[0].shape[1:]) == loaded.input_size if loaded.is_given else images
     out = None
     with torch.no_grad(), contextlib.suppress(Exception):  # the reference says why
         out = model(*(tensor[:1] for tensor in found))

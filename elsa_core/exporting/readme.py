@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elsa_core.exporting import accuracy
+from elsa_core.exporting.templates import load as template
 from elsa_core.patching import sites_of
 
 _TORCH = """## Python with torch
@@ -226,7 +227,7 @@ def _on_gpu(manifest: dict[str, Any]) -> bool:
 
 def _openvino(artefact: dict[str, Any]) -> str:
     if artefact.get("mode") != "standard":
-        return "OpenVINO reads no functions: `elsa export --onnx-mode standard` is for it."
+        return template.NO_OPENVINO
     found = artefact.get("verification", {}).get("openvino", "")
     if found == "ok":
         return "OpenVINO reads it too, and reproduced the model where this bundle was written."

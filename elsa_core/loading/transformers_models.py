@@ -111,20 +111,22 @@ def _class(config: Mapping[str, Any], where: str) -> tuple[Any, str]:
         ) from None
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    cls: Any = getattr(transformers, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-        kind = f"{name or config['model_type']}"[:60]
+    named: Any = getattr(transformers, name, None)
+    if not isinstance(named, type) or not issubclass(named, transformers.PreTrainedModel):
         raise ModelError(
-            f"{where}: transformers {transformers.__version__} has no model {kind!r}; save the "
-            "model with save_pretrained"
+            f"{where}: transformers {transformers.__version__} has no model "
+            f"{(name or config['model_type'])[:60]!r}; save the model with save_pretrained"
         )
-    for tower in ("", "VisionModelWithProjection", "VisionModel"):
-        found = getattr(transformers, name.removesuffix("Model") + tower, None) if tower else cls
-        if getattr(found, "main_input_name", "") == "pixel_values":
-            return found, name
+    towers = (
+        f"{name.removesuffix('Model')}Vision{end}" for end in ("ModelWithProjection", "Model")
+    )
+    for cls in (named, *(getattr(transformers, tower, None) for tower in towers)):
+        if getattr(cls, "main_input_name", "") == "pixel_values":
+            return cls, name
+    takes = getattr(named, "main_input_name", "other inputs")
     raise ModelError(
-        f"{where}: {name} takes {cls.main_input_name}, not images; load it with transformers and "
-        "call elsa_core.patch(model, example)"
+        f"{where}: {name} takes {takes}, not images; load it with transformers and call "
+        "elsa_core.patch(model, example)"
     )
 
 

@@ -308,6 +308,8 @@ def test_another_device_is_for_onnx(bundle: Bundle) -> None:
 
 def test_openvino_is_no_runtime_of_a_gpu(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it alone is installed, a model that was exported for a GPU ran on the CPU."""
+    with pytest.raises(ValueError, match="OpenVINO reads no functions: `elsa export --onnx-mode"):
+        bundle.py.load("onnx", runtime="openvino")
     pytest.importorskip("openvino", reason="OpenVINO is not installed")
     bundle.facts["artefacts"]["onnx"]["mode"] = "standard"
     monkeypatch.setitem(sys.modules, "onnxruntime", None)

@@ -32,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 # The exact formats first: onnx-int8 approximates, and is taken where it is asked for.
 ORDER = ("pt2", "torchscript", "onnx", "aoti", "onnx-int8")
 CUDA = "CUDAExecutionProvider"
+NO_OPENVINO = "OpenVINO reads no functions: `elsa export --onnx-mode standard` is for it."
 # Raster formats alone: Pillow would run Ghostscript for an EPS, whatever its name is.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 # Pillow warns from so many; a long thin image has more of them after resizing.
@@ -66,6 +67,8 @@ def load(
     if runtime == "openvino":
         if device == "cuda":
             raise ValueError(f"{path.name} runs on cuda by onnxruntime-gpu: OpenVINO is for cpu")
+        if facts["artefacts"][chosen].get("mode") != "standard":
+            raise ValueError(NO_OPENVINO)
         return _openvino(path)
     if runtime == "onnxruntime":
         names = facts["artefacts_libraries"][runtime] if library else ()
