@@ -11,8 +11,8 @@ import os
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
 
-import quick_interpreter  # noqa: F401
 import torch
+from conformance import quick_interpreter  # noqa: F401
 
 from elsa_core import reference
 from elsa_core.backends.triton.attention import fma_fallback, tiling
@@ -80,4 +80,4 @@ def run(shape: tuple[int, ...], parts: int, causal: bool) -> dict[str, object]:
 
 if __name__ == "__main__":
     for case in CASES:
-        print(json.dumps(run(*case)))
+        print(json.dumps({"name": str(case), **run(*case)}))

@@ -53,9 +53,9 @@ def rows_of(script: str, *names: str) -> Iterator[Rows]:
 
     TRITON_INTERPRET must be set before Triton is imported: hence a process of its own.
     """
+    paths = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent)))
     env = {
-        **os.environ, "PYTHONPATH": str(HERE.parents[1]), "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
+        **os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"
     }  # fmt: skip
     command = [sys.executable, "-u", str(HERE / script), *names]
     with (
@@ -68,3 +68,9 @@ def rows_of(script: str, *names: str) -> Iterator[Rows]:
             yield Rows(process, errors)
         finally:
             process.kill()
+
+
+def run(script: str) -> list[dict]:
+    """Every row that a program of this folder prints."""
+    with rows_of(script) as rows:
+        return [rows[name] for name in rows]

@@ -15,43 +15,29 @@ if __name__ == "__main__":
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
-from fence import fenced  # noqa: E402
+from conformance.fence import fenced  # noqa: E402
 
-from elsa_core.backends.triton.linear import gemm, launches, planner  # noqa: E402
+from elsa_core.backends.triton.linear import launches, planner  # noqa: E402
 from elsa_core.ops.linear.record import plain, plain_backward, plain_split  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 # name: (rows, channels, columns), dtype, options
 CASES = {
-    "one tile": ((64, 64, 64), F32, {}),
-    "no bias": ((64, 64, 64), F32, {"bias": False}),
-    "ragged": ((70, 72, 52), F32, {}),
     "several groups": ((600, 64, 4), F32, {}),
     "large": ((130, 264, 132), F32, {"tile": launches.LARGE}),
     "wide": ((65, 136, 140), F32, {"tile": launches.WIDE}),
     "medium": ((70, 104, 68), F32, {"tile": launches.MEDIUM}),
     "shallow": ((70, 96, 132), F32, {"tile": launches.SHALLOW}),
-    "images": ((3, 5, 7, 72, 64), F32, {}),
-    "strided weight": ((64, 64, 64), F32, {"strided": True}),
     "frozen": ((70, 136, 64), F32, {"frozen": True}),
     "long rows": ((64, 4104, 4), F32, {}),
-    "half": ((70, 96, 72), F16, {}),
-    "half, ragged": ((70, 40, 24), F16, {}),
     "large numbers": ((64, 64, 8), F32, {"times": 1e30}),
     "largest numbers": ((64, 64, 8), F32, {"largest": True}),
     "small numbers": ((64, 64, 8), F32, {"times": 1e-36}),
     "one small row": ((64, 64, 8), F32, {"row": 1e-36}),
     "channels of other magnitude": ((64, 64, 8), F32, {"channel": 1e12}),
-    "zeros": ((64, 64, 8), F32, {"times": 0.0}),
     "whole numbers": ((70, 96, 68), F32, {"whole": True}),
     "infinity": ((104, 64, 12), F32, {"entry": float("inf")}),
     "not a number": ((104, 64, 12), F32, {"entry": float("nan")}),
-    **{name: ((64, 64, 8), F32, {"activation": name}) for name in launches.ACTIVATIONS[1:]},
-    "scale": ((64, 64, 8), F32, {"scale": True}),
-    "residual": ((2, 35, 72, 20), F32, {"residual": True, "activation": "gelu", "scale": True}),
-    "residual of what is not finite": (
-        (104, 64, 8), F32, {"residual": True, "entry": float("inf"), "activation": "relu"}
-    ),
 }  # fmt: skip
 
 
@@ -98,8 +84,6 @@ def compared(shape, dtype, options):
             bound = 1e-5 * max(1.0, out.abs().max().item() / 44)
             assert (out - again).abs().max().item() <= bound
             out = again
-    else:
-        out, again = (gemm.linear(x, w, bias) for _ in range(2))
     assert out.shape == (*rows, columns)
     assert torch.equal(out.nan_to_num(7.0), again.nan_to_num(7.0))
     exact = plain(*wide(x, w, bias), terms[0], *wide(residual, scale))

@@ -12,8 +12,8 @@ import os
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
 
-import quick_interpreter  # noqa: F401
 import torch
+from conformance import quick_interpreter  # noqa: F401
 
 from elsa_core import reference
 from elsa_core.backends.triton.attention import planner, schedules, tiling

@@ -14,7 +14,6 @@ from pathlib import Path
 import filelock
 import pytest
 from processes import alive
-from sampling import some
 
 from elsa_core.backends import cache, compiler, native
 from elsa_core.errors import UnavailableError
@@ -241,7 +240,7 @@ def test_a_compiler_that_never_says_its_version(
         native.build()
 
 
-@pytest.mark.parametrize("number", some((signal.SIGHUP, signal.SIGTERM)))
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_ends_the_compilers_too(
     hangs: str, place: Path, tmp_path: Path, number: int
 ) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sampling import some
 
 pytest.importorskip("triton")
 
@@ -65,7 +64,7 @@ def program(code: str, *folders: Path, **variables: str) -> subprocess.Completed
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("missing", some(["cuLaunchKernelEx", "cuCtxPushCurrent_v2"]))
+@pytest.mark.parametrize("missing", ["cuLaunchKernelEx", "cuCtxPushCurrent_v2"])
 def test_a_driver_that_is_too_old_is_one_line(missing: str, tmp_path: Path) -> None:
     """The function that it lacks and the version that has it; the same again when asked again."""
     done = program(OPENED, driver(tmp_path / "old", missing))

@@ -9,17 +9,16 @@ import math
 from pathlib import Path
 
 import portable_code
-import portable_cpu
 import pytest
 import torch
 import torch.nn.functional as F
+from conformance import portable_cpu
+from conformance.portable_cpu import AT_START, AT_WAIT, PLAIN
 from native_kernels import ULPS, make, relative
-from portable_cpu import AT_START, AT_WAIT, PLAIN
 from torch import Tensor
 
-import elsa_core as elsa
-from elsa_core import dispatch, ops, reference
-from elsa_core.backends import eager, portable, triton
+from elsa_core import dispatch, reference
+from elsa_core.backends import portable, triton
 from elsa_core.backends.portable import attention, driver, nvrtc, tiling
 from elsa_core.backends.support import Request, Support
 from elsa_core.errors import UnavailableError
@@ -90,83 +89,6 @@ def test_tiles_of_devices(limit: int, copies: int) -> None:
     """A whole tile, a tail of few keys, one of many, and rows beyond the last query."""
     for queries, keys in ((131, 145), (5, 63), (1, 1)):
         check(*operands(queries, keys, 64, 64), limit=limit, copies=copies)
-
-
-@pytest.mark.parametrize("queries_and_keys", [(140, 140), (150, 30), (7, 200)])
-def test_causality(queries_and_keys: tuple[int, int]) -> None:
-    check(*operands(*queries_and_keys, 64, 64), None, True)
-
-
-@pytest.mark.parametrize(("dims", "limit"), [((80, 72), HOPPER), ((128, 112), HOPPER),
-                                             ((256, 256), TURING)])  # fmt: skip
-def test_dims(dims: tuple[int, int], limit: int) -> None:
-    check(*operands(37, 75, *dims), limit=limit, copies=PLAIN if limit == TURING else AT_WAIT)
-
-
-def test_odd_dims_and_a_bool_mask() -> None:
-    q, k, v = operands(131, 150, 63, 21)
-    seen = make(2, 1, 131, 150, seed=3) < 0
-    seen[0, 0, 5], seen[1, 0, 130], seen[0, 0, 7, 64:] = False, False, False
-    check(q, k, v, seen)
-    check(q, k, v, seen[:, :, :1])
-    check(q, k, v, seen.transpose(2, 3)[..., :131, :1])
-
-
-@pytest.mark.parametrize(("limit", "copies"), DEVICES)
-def test_a_key_that_a_bool_mask_hides_may_hold_nan(limit: int, copies: int) -> None:
-    """Nor does it reach a gradient, by the formula that serves these kernels' training."""
-    q, k, v = operands(37, 150, 64, 64)
-    seen = make(2, 1, 37, 150, seed=3) < 1
-    seen[..., 4], seen[..., 141], seen[0, 0, 5] = False, False, False
-    needs = (True, True, True, False)
-
-    def called() -> tuple[Tensor, ...]:
-        out, lse = portable_cpu.attention(q, k, v, seen, limit=limit, copies=copies)
-        given = (out, torch.zeros_like(lse), q, k, v, seen, out, lse, False, 0.125, "strict", needs)
-        return out, lse, *eager.backward(*given)
-
-    wanted = called()
-    k[:, :, 4], k[:, 1, 141, 7] = math.nan, math.nan
-    assert all(torch.equal(*pair) for pair in zip(called(), wanted, strict=True))
-    seen[1, 0, 2, 4] = True  # one query of each head sees it
-    reached = torch.zeros(2, 4, 37, dtype=torch.bool)
-    reached[1, :, 2] = True
-    spoilt = called()
-    assert torch.equal(spoilt[0].isnan().all(-1), reached)
-    assert torch.equal(spoilt[0][~reached], wanted[0][~reached])
-
-
-def test_an_additive_mask() -> None:
-    q, k, v = operands(40, 150, 64, 64)
-    added = make(1, 4, 40, 150, seed=3)
-    added[0, 1, 7], added[0, :, :, :70] = -math.inf, -math.inf
-    check(q, k, v, added)
-    check(q, k, v, added.transpose(0, 1)[:1].transpose(2, 3).contiguous().transpose(2, 3))
-    check(q, k, v, added[:, :1], scale=-0.3)
-
-
-def test_strides() -> None:
-    packed = make(2, 67, 3, 4, 64).permute(2, 0, 3, 1, 4)
-    q, k, v = packed
-    check(q, k, v)
-    check(q, k[:, :1].expand(-1, 4, -1, -1), v)
-    columns = [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)]
-    assert attention.load_of(*columns) == 1
-    check(*columns)
-    assert attention.load_of(q[..., 1:], k, v) == 1
-    assert attention.load_of(q[..., 2:], k[..., 2:], v) == 2
-
-
-@pytest.mark.parametrize("scale", [30.0, -0.125, 0.0, 1e-40])
-def test_scales(scale: float) -> None:
-    check(*operands(9, 100, 64, 64), scale=scale)
-
-
-def test_extreme_scores() -> None:
-    q, k, v = operands(9, 100, 64, 64)
-    check(1e3 * q, k, v)
-    out = check(q + 100, k + 100, v)
-    assert out.isfinite().all()
 
 
 def test_merges_stay_within_theorem_1() -> None:
@@ -339,37 +261,6 @@ def test_code_serves_where_the_cache_cannot_be_written(
     assert "cannot be written" in caplog.text
 
 
-@pytest.mark.parametrize("failing", [False, True])
-def test_a_row_is_left_to_others_where_the_kernel_cannot_be_had(
-    failing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nor is it compiled while a CUDA graph is recorded."""
-    asked, capturing = [], [True]
-    q = make(1, 12, 197, 64)
-    instance = tiling.instance(64, 64, 4, "none", False, HOPPER)
-
-    def function_of(*given: object) -> int:
-        asked.append(given)
-        if failing:
-            raise UnavailableError("no such library")
-        attention._LOADED.add(given)
-        return 1
-
-    monkeypatch.setattr(attention, "_LOADED", set())
-    monkeypatch.setattr(portable, "_FAILED", set())
-    monkeypatch.setattr(attention, "instance_of", lambda *_: instance)
-    monkeypatch.setattr(attention, "function_of", function_of)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    assert not portable._loads(q, q, q) and not asked
-    capturing[0] = False
-    assert [portable._loads(q, q, q) for _ in range(3)] == [not failing] * 3
-    assert len(asked) == 1 and ("no such library" in caplog.text) is failing
-    capturing[0] = True
-    assert portable._loads(q, q, q) is not failing
-    terms = (torch.zeros(197, 197), False, 0.125, "ieee"), (None, True, 0.125, "ieee")
-    assert all(portable.measured_attention(q, q, q, *each) is None for each in terms)
-
-
 # Launches
 
 
@@ -468,46 +359,9 @@ def test_calls_that_name_them_alone(capability, arch, monkeypatch: pytest.Monkey
     assert name == "eager" and any("ask for it by name" in line for line in reasons)
 
 
-def test_where_something_is_missing(capability, monkeypatch: pytest.MonkeyPatch) -> None:
-    q = make(1, 2, 5, 8)
-    with pytest.raises(UnavailableError, match="serves cuda tensors"):
-        elsa.attention(q, q, q, backend="portable")
-    assert not portable.support(asked("strict", torch.float16)).ok
-    assert "up to 256" in portable.support(asked()._replace(head_dim=257)).reason
-    capability(7, 5)
-    monkeypatch.setattr(attention, "prepare", _no_nvrtc)
-    assert portable.support(asked()) == Support(False, "no NVRTC")
-    with pytest.raises(UnavailableError, match="no NVRTC"):
-        dispatch.select(asked(), "portable")
-
-
-def _no_nvrtc(*_: object, **__: object) -> None:
-    raise UnavailableError("no NVRTC")
-
-
-def test_gradients_are_those_of_the_operator() -> None:
-    """`elsa::attention_portable` with the reference as its kernel on the CPU."""
-    library = torch.library.Library("elsa", "IMPL")
-    library.impl("attention_portable", ops.ATTENTION.reference, "CPU")
-    terms = [make(1, 2, 9, 8, seed=seed).requires_grad_() for seed in range(3)]
-    grads = []
-    for operator in (torch.ops.elsa.attention_portable, torch.ops.elsa.attention_eager):
-        out, lse = operator(*terms, None, True, 0.3, "ieee")
-        grads.append(torch.autograd.grad((out, lse), terms, (out.detach(), lse.detach())))
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    library._destroy()
-
-
 def test_wide_loads_need_aligned_rows_of_one_token_too() -> None:
     """A tile's other rows are not read, but their addresses are formed."""
     wide = torch.randn(2, 3, 4, 64)
     assert attention.load_of(wide) == max(tiling.LOADS)
     assert attention.load_of(torch.randn(2, 3, 4, 65)[:, :, :1, :64]) == 1
     assert attention.load_of(wide[:1].as_strided((1, 3, 4, 64), (7, 256, 64, 1))) > 1
-
-
-def test_a_source_that_is_missing_is_one_line(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(nvrtc, "source_directory", lambda: tmp_path)
-    with pytest.raises(UnavailableError, match=r"attention\.cu cannot be read"):
-        nvrtc.source()

@@ -5,6 +5,7 @@ compiler.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,13 +25,15 @@ POINTERS = {
 
 def compile_launch(
     launch: Launch, dtype: torch.dtype, backend: str, arch: int | str, lse: str = "",
-    **options: Any,
+    kinds: Mapping[str, str] | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """The compiled kernel of one launch; `.asm` holds its code. lse: "fp64" for merged states."""
+    """The compiled kernel of one launch; `.asm` holds its code. lse: "fp64" for merged states;
+    kinds: what pointers are of, beside `POINTERS`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    pointers = POINTERS | dict(kinds or {})
     signature, constants, attributes = {}, {}, {}
     for position, parameter in enumerate(launch.kernel.params):
         name = parameter.name
@@ -43,7 +46,7 @@ def compile_launch(
             kind = "fp32" if name == "Out" and launch.tail.get("PARTIAL") else NAMES[dtype]
             if name == "Mask" and not launch.tail.get("MASK", True) and dtype == torch.float32:
                 kind = "i32"  # flags, or not read
-            kind = POINTERS.get(name, kind)
+            kind = pointers.get(name, kind)
             signature[name] = "*" + (lse if lse and name in ("LSE", "PL") else kind)
             attributes[(position,)] = [["tt.divisibility", 16]]
     written_in = ASTSource

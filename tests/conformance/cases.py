@@ -127,8 +127,12 @@ DATA: dict[str, Callable[[int, Tensor], Tensor]] = {
     "zeros": lambda i, t: t * 0.0,
     "dominant key": lambda i, t: t * torch.where(torch.arange(t.shape[-2]) == 1, 30.0, 1.0)[:, None]
     if i == 1 else t,
+    "balanced channels": lambda i, t: t * torch.where(
+        torch.arange(t.shape[-1]) == 5, 2.0 ** (20 * (i == 1) - 20 * (i == 0)), 1.0),
     "outlier channel": lambda i, t: t * torch.where(torch.arange(t.shape[-1]) == 5, 2.0**20, 1.0)
     if i == 2 else t,
+    "far channel": lambda i, t: t * torch.where(
+        torch.arange(t.shape[-1]) == t.shape[-1] - 1, 2.0**24, 1.0),
     "small last row": lambda i, t: t * torch.where(
         torch.arange(t.shape[-2]) == t.shape[-2] - 1, 1e-9, 1.0)[:, None],
 }  # fmt: skip
@@ -381,7 +385,7 @@ def _of_attention() -> dict[str, dict[str, Any]]:
     data = {
         f"data {kind}": {"data": kind, "queries": 40, "keys": 70}
         for kind in DATA
-        if kind not in ("normal", "small", "tiny", "huge")
+        if kind not in ("normal", "small", "tiny", "huge", "far channel")
     }
     return {
         **lengths, **widths, **dtypes, **strides, **masks, **half_masks, **scales, **data,
@@ -464,6 +468,9 @@ def _grids() -> dict[str, dict[str, Any]]:
         "cosine of zeros": odd | {"cosine": True, "data": "zeros"},
         "many windows": {"batch": 1, "size": (260, 260), "window": (1, 1), "heads": 1, "dim": 4},
         "no image": {"batch": 0},
+        "a far channel of values": {"data": "far channel"},
+        "a far channel of values, long": {
+            "data": "far channel", "size": (9, 9), "window": (9, 9), "heads": 1},
         "seven heads": {"heads": 7, "dim": 5}, "ieee": swin | {"precision": "ieee"},
         "lean": swin | {"precision": "lean"},
     }  # fmt: skip
@@ -495,6 +502,16 @@ def _layers() -> dict[str, dict[str, Any]]:
             "guarded", "odd rows", "unaligned", "sliced", "channels first", "every second")},
         **{f"data {kind}": {"data": kind} for kind in ("constant", "zeros", "shifted")},
         "ieee": {"precision": "ieee", "batch": (130,), "depth": 128},
+        **{f"many rows, {m} x {k} -> {n}": {"batch": (m,), "depth": k, "width": n} for m, k, n in (
+            (25088, 96, 288), (1576, 768, 2304), (3153, 768, 3072), (197, 3072, 768),
+            (1000, 776, 1004), (70, 6144, 64))},
+        "many rows, half": {"batch": (25088,), "depth": 96, "width": 288, "dtype": "float16",
+                            "activation": "gelu", "residual": True},
+        "many rows, all terms": {"batch": (1576,), "depth": 768, "width": 768, "scale": True,
+                                 "activation": "gelu", "residual": True},
+        "many rows, turbo": {"batch": (1576,), "depth": 768, "width": 768, "precision": "turbo"},
+        "many rows, gated": {"batch": (1370,), "depth": 1536, "width": 512, "value": True,
+                             "activation": "silu"},
     }  # fmt: skip
 
 
@@ -566,7 +583,8 @@ CASES: dict[str, list[Case]] = {
         **{f"alpha {a}": {"alpha": a} for a in (1.0, 2.0, "heads", "batch and heads")},
     }),
     "sparsity": _rows("sparsity", {
-        **_some("causal", "groups", "one key", "mask hidden", "mask float", "mask bool",
+        **_some("causal", "groups", "one key", "keys hidden", "mask hidden", "mask float",
+                "mask bool",
                 "mask least", "layout", "2 queries", "5 queries", "no ", "data", "float16",
                 "bfloat16", "scale"),
         **{f"{name}, long rows{', causal' * causal}": {

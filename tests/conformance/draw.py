@@ -11,16 +11,18 @@ import math
 import random
 import sys
 import time
+import warnings
 from typing import Any
 
 import torch
 
-from . import models
+from . import edges, models, on_cpu
 from .backends import GRAPHS, HAS, MODES, backends, serves, table
 from .cases import LAYOUTS, MASKS, Case
 from .judge import judge
 
 Draw = random.Random
+FAULTS = 20  # of the table, after which the others are not tried
 
 
 def _length(r: Draw, most: int = 700) -> int:
@@ -134,14 +136,22 @@ def main() -> int:
         said = judge(case, row["backend"], row["mode"], given.device, row["seed"])
         print("; ".join(said) or "right")
         return bool(said)
+    if given.on_cpu:
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of what a lane does not store
+        on_cpu.install(given.on_cpu)
+    if given.edges:
+        return edges.main(given.device, given.on_cpu or given.backend) > 0
     if given.table:
         rows = [
             row
             for operator in ([given.operator] if given.operator else HAS)
-            for row in table(operator, given.device)
-            if given.backend in (None, row[2])
-        ]
+            for row in (on_cpu.rows(given.on_cpu, operator) if given.on_cpu
+                        else table(operator, given.device))
+            if given.backend in (None, row[2]) and (given.name or row[0].name) == row[0].name
+        ]  # fmt: skip
         for case, mode, backend in rows[:: given.every]:
+            if failed == FAULTS:
+                break
             said = judge(case, backend, mode, given.device)
             failed += bool(said)
             if said:
@@ -174,6 +184,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="the cases of the suite")
+    parser.add_argument("--edges", action="store_true", help="what no row of the table says")
+    parser.add_argument("--name", help="of the table, this case alone")
+    parser.add_argument("--on-cpu", choices=on_cpu.BACKENDS, help="a GPU's kernels on the CPU")
     parser.add_argument("--every", type=int, default=1, help="of the table, one in so many")
     parser.add_argument("--models", action="store_true", help="patched models, disturbed")
     parser.add_argument("--again", help="a row that was printed")

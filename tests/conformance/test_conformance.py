@@ -16,6 +16,7 @@ from torch import Tensor
 
 import elsa_core
 
+from . import edges
 from .backends import HAS, INSTRUCTION_SETS, WHOLE, table, taken
 from .cases import CASES, Case, build
 from .judge import execute, judge, public, references
@@ -154,17 +155,66 @@ def test_every_instruction_set(isa: str) -> None:
     q = torch.randn(1, 1, 2, 8)
     if elsa_core.explain(q, q, q, backend="native").schedule.startswith(isa):
         pytest.skip(f"{isa} kernels are what the rows above run")
-    if "lacks it" in run("-c", ASKED, isa=isa).stderr:
+    if "lacks it" in run("-c", ASKED, ELSA_CPU_ISA=isa).stderr:
         pytest.skip(f"this CPU has no {isa}")
     done = run("-m", "tests.conformance.draw", "--table", "--backend", "native", "--every",
-               "1" if WHOLE else "5", isa=isa)  # fmt: skip
+               "1" if WHOLE else "5", ELSA_CPU_ISA=isa)  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
-def run(*words: str, isa: str) -> subprocess.CompletedProcess[str]:
+# Of each operator's rows, one in so many is in the fixed sample.
+INTERPRETED = {
+    "attention": 4, "window_attention": 4, "linear": 2, "varlen_attention": 3,
+    "entmax_attention": 7, "entmax_varlen_attention": 5, "sparsity": 3, "dropout": 6,
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("operator", INTERPRETED)
+def test_triton_kernels_by_the_interpreter(operator: str) -> None:
+    """Forward and gradients, with a fence behind every buffer; before anyone has Triton, hence a
+    process of its own."""
+    pytest.importorskip("triton")
+    every = 1 if WHOLE else INTERPRETED[operator]
+    done = run("-m", "tests.conformance.draw", "--table", "--on-cpu", "triton", "--operator",
+               operator, "--every", str(every), TRITON_INTERPRET="1")  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+
+
+@pytest.mark.long
+def test_edges_of_triton_kernels_by_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    done = run("-m", "tests.conformance.draw", "--edges", "--on-cpu", "triton",
+               TRITON_INTERPRET="1")  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("edge", edges.GPU, ids=lambda edge: edge.__name__)
+def test_edges_on_a_gpu(edge: edges.Edge) -> None:
+    edge("cuda", "triton")
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+@pytest.mark.parametrize("edge", edges.EVERYWHERE, ids=lambda edge: edge.__name__)
+def test_edges_on_the_cpu(edge: edges.Edge, backend: str) -> None:
+    edge("cpu", backend)
+
+
+@pytest.mark.compiler
+@pytest.mark.long
+def test_portable_kernels_as_cpp() -> None:
+    """Thread by thread, each tile size compiled anew: hence few rows."""
+    done = run("-m", "tests.conformance.draw", "--table", "--on-cpu", "portable", "--every",
+               "1" if WHOLE else "12")  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+
+
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=500,
-        check=False, env=os.environ | {"ELSA_CPU_ISA": isa},
+        check=False, env=os.environ | variables,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import sys
 import threading
 import time
@@ -15,13 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
 from elsa_core import backends, dispatch, ops
-from elsa_core.backends import processor, sdpa
+from elsa_core.backends import processor
 from elsa_core.backends.support import Backend, Implementation, Request, Support
-from elsa_core.base import calls
 from elsa_core.dispatch import chooser, measured, table
 from elsa_core.errors import ArgumentError, UnavailableError
 
@@ -37,116 +34,10 @@ def relative(x: Tensor, reference: Tensor) -> float:
 # Whole calls that PyTorch's kernels train
 
 
-@pytest.fixture
-def trains_whole(monkeypatch):
-    """The CPU's rows as those of half precision on a GPU."""
-    trained, gradients = measured.trained, measured.gradients
-
-    def whole(operator, device, dtype):
-        stands_in = device.type == "cpu" and dtype != torch.float64
-        return (measured.Trained("sdpa"),) if stands_in else trained(operator, device, dtype)
-
-    def asked(operator, device_type, dtype):
-        stands_in = device_type == "cpu" and dtype != torch.float64
-        return ("sdpa", "eager") if stands_in else gradients(operator, device_type, dtype)
-
-    monkeypatch.setattr(measured, "trained", whole)
-    monkeypatch.setattr(measured, "gradients", asked)
-    chooser._trained_by.cache_clear()  # answers by the shipped rows, of tests before
-    yield
-    chooser._trained_by.cache_clear()
-
-
 def whole_by(*kind, **terms) -> str:
     """The backend of PyTorch's own kernels that takes such calls; empty where there is none."""
     name = dispatch.choose(*kind, **terms)
     return name if dispatch.is_whole(kind[0], name) else ""
-
-
-def called(monkeypatch) -> list[str]:
-    """The names of the backends that calls are made of, as they come."""
-    taken = []
-    run = sdpa.attention
-
-    def noted(*arguments):
-        taken.append("sdpa")
-        return run(*arguments)
-
-    monkeypatch.setattr(sdpa, "attention", noted)
-    return taken
-
-
-@pytest.mark.parametrize("kind", ["none", "causal", "bool", "additive", "key"])
-def test_training_takes_pytorchs_kernels(kind: str, trains_whole, monkeypatch) -> None:
-    taken = called(monkeypatch)
-    leaves = [make(2, 4, n, 16, seed=n).requires_grad_() for n in (9, 12, 12)]
-    mask = {
-        "bool": make(2, 1, 9, 12) > 0, "additive": make(1, 4, 9, 12), "key": make(2, 1, 1, 12) > 0,
-    }.get(kind)  # fmt: skip
-    if kind == "bool":
-        mask[0, 0, 3] = False
-    if kind == "additive":
-        mask[0, 2, 5] = -math.inf
-    causal = kind == "causal"
-    weight = make(2, 4, 9, 16, seed=5)
-
-    def gradients(call, dtype=torch.float32):
-        given = [t.detach().to(dtype).requires_grad_() for t in leaves]
-        m = mask.to(dtype) if kind == "additive" else mask
-        out = call(*given, m, is_causal=causal)
-        return out.detach(), *torch.autograd.grad(out, given, weight.to(dtype))
-
-    ours = gradients(elsa.attention)
-    assert taken == ["sdpa"]
-    exact = gradients(elsa.attention, torch.float64)  # no row of the table is for float64
-    for mine, reference in zip(ours, exact, strict=True):
-        assert relative(mine, reference) < 2e-6
-    if kind == "bool":
-        assert not ours[0][0, :, 3].any() and not ours[1][0, :, 3].any()
-    with torch.no_grad():
-        elsa.attention(*leaves, mask, is_causal=causal)
-    assert taken == ["sdpa"]  # inference is ours
-    elsa.attention(*leaves, mask, is_causal=causal, return_lse=True)
-    elsa.attention(*leaves, mask, is_causal=causal, backend="eager")
-    assert taken == ["sdpa"]
-
-
-def test_explain_says_that_training_is_pytorchs(trains_whole) -> None:
-    q = make(1, 2, 5, 16).requires_grad_()
-    route = elsa.explain(q, q, q)
-    assert route.backend == "sdpa"
-    assert any("trains slower" in reason for reason in route.reasons)
-    assert elsa.explain(q.detach(), q.detach(), q.detach()).backend == "native"
-
-
-def test_a_float32_mask_beside_half_precision_stays_ours(trains_whole, monkeypatch) -> None:
-    taken = called(monkeypatch)
-    q = make(1, 2, 5, 16, dtype=torch.bfloat16).requires_grad_()
-    elsa.attention(q, q, q, make(5, 5)).sum().backward()
-    assert not taken and torch.isfinite(q.grad).all()
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_training_compiles_whole_and_exports_keep_the_operator(trains_whole) -> None:
-    class Site(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = torch.nn.Linear(32, 96)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-            return elsa.attention(q, k, v).transpose(1, 2).flatten(2)
-
-    torch._dynamo.reset()
-    site, x = Site(), make(2, 7, 32)
-    plain = torch.autograd.grad(site(x).square().sum(), site.qkv.weight)[0]
-    compiled = torch.compile(site, fullgraph=True, backend="aot_eager")
-    found = torch.autograd.grad(compiled(x).square().sum(), site.qkv.weight)[0]
-    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
-    program = torch.export.export(site, (x,))
-    targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
-    assert "elsa.attention.default" in targets
-    assert not any("scaled_dot_product" in target for target in targets)
 
 
 def request(**changes) -> Request:
@@ -155,48 +46,6 @@ def request(**changes) -> Request:
         "precision": "strict", "gradient": ("query",),
     }  # fmt: skip
     return Request(**{**given, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({}, "native"),
-        ({"dtype": torch.float16}, "sdpa"),
-        ({"gradient": ("query", "attn_mask")}, "eager"),
-        ({"value_dim": 32}, "native"),
-        ({"dtype": torch.float64}, "eager"),
-        ({"device_type": "cuda"}, "sdpa"),
-        ({"device_type": "cuda", "gradient": ("attn_mask",)}, "sdpa"),
-        ({"device_type": "cuda", "value_dim": 32}, "sdpa"),
-        ({"device_type": "cuda", "head_dim": 10, "value_dim": 10}, "eager"),
-        ({"device_type": "cuda", "precision": "ieee"}, "eager"),
-        ({"device_type": "mps"}, "eager"),
-    ],
-)
-def test_who_computes_gradients(changes, name, monkeypatch) -> None:
-    table = importlib.import_module("elsa_core.dispatch.table")
-    monkeypatch.setattr(table, "_triton_backward", lambda: None)
-    assert chooser.gradient_name(request(**changes))[0] == name
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "dims", "precision", "name"),
-    [
-        ("cuda", torch.float16, (64, 64), "strict", "sdpa"),
-        ("cuda", torch.bfloat16, (80, 64), "strict", "sdpa"),
-        ("cuda", torch.float32, (64, 64), "strict", ""),
-        ("cuda", torch.float32, (10, 10), "strict", "sdpa"),  # our gradients would be plain PyTorch
-        ("cuda", torch.float32, (10, 10), "ieee", ""),
-        ("cuda", torch.float64, (64, 64), "strict", ""),
-        ("cpu", torch.float32, (64, 64), "strict", ""),
-        ("cpu", torch.bfloat16, (64, 64), "strict", ""),
-    ],
-)
-def test_whose_training_is_whole(device, dtype, dims, precision, name, monkeypatch) -> None:
-    table = importlib.import_module("elsa_core.dispatch.table")
-    monkeypatch.setattr(table, "_triton_backward", lambda: None)
-    kind = ("attention", device, dtype, *dims, precision)
-    assert whole_by(*kind, mode="train", gradient=("query",)) == name
 
 
 @pytest.mark.parametrize(
@@ -237,18 +86,6 @@ def test_small_masked_calls_train_by_the_native_kernels() -> None:
     kind = ("attention", "cuda", torch.float32, 64, 64, "strict")
     terms = {"mode": "train", "gradient": ("query",), "work": 1, "masked": True}
     assert whole_by(*kind, **terms) == "sdpa"  # not measured to be slower
-
-
-def test_a_gradient_of_the_mask_alone_is_not_for_whole_calls(trains_whole, monkeypatch) -> None:
-    """PyTorch's memory-efficient backward fails then: "LSE is not correctly aligned"."""
-    taken = called(monkeypatch)
-    q, mask = make(1, 2, 5, 16), make(1, 2, 5, 5).requires_grad_()
-    (found,) = torch.autograd.grad(elsa.attention(q, q, q, mask).square().sum(), mask)
-    (wanted,) = torch.autograd.grad(
-        F.scaled_dot_product_attention(q, q, q, mask).square().sum(), mask
-    )
-    assert not taken
-    torch.testing.assert_close(found, wanted)
 
 
 # Inference on the GPU that was measured
@@ -302,15 +139,6 @@ def test_masks_of_half_precision(shape, mask, held, h200) -> None:
     )
 
 
-def test_a_call_looks_at_rows_of_its_width_alone(h200, monkeypatch) -> None:
-    monkeypatch.setattr(chooser, "select", lambda *_: ("triton", ()))
-    for head_dim, masked in ((64, [False, True]), (32, [True]), (72, [])):
-        kind = (torch.device("cuda", 0), torch.float16, head_dim, head_dim, "strict", "auto")
-        rows = [row for row, _ in chooser.chosen.__wrapped__("attention", *kind).rows]
-        assert [row.head_dim for row in rows] == [head_dim] * len(masked)
-        assert [row.masked for row in rows] == masked
-
-
 @pytest.mark.parametrize(("precision", "held"), [("ieee", True), ("strict", False)])
 def test_float32_multiply_adds_are_the_portable_kernels(precision, held, h200) -> None:
     rows = measured.rows("attention", torch.device("cuda", 0), torch.float32, precision)
@@ -327,147 +155,12 @@ def test_another_gpu_has_no_rows(h200, monkeypatch) -> None:
     assert not measured.rows("attention", torch.device("cuda", 0), torch.float16)
 
 
-def test_a_row_is_called_where_it_holds(monkeypatch) -> None:
-    """On the CPU: a row of small shapes, and what it calls replaced."""
-    row = measured.Row("sdpa", 16, (1, 8), (8, 8), 8, (0.9, 0.9))
-    served = []
-
-    def serve(q, k, v, mask, is_causal, scale, precision):
-        if mask is not None or is_causal:
-            return None
-        served.append(q.shape)
-        return F.scaled_dot_product_attention(q, k, v, scale=scale)
-
-    chosen = dispatch.Chosen("native", ops.ATTENTION.eager, None, ((row, serve),))
-    monkeypatch.setattr(dispatch, "chosen", lambda *_: chosen)
-    q = make(1, 2, 8, 16)
-    torch.testing.assert_close(elsa.attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
-    assert len(served) == 1
-    elsa.attention(q, q, q, is_causal=True)
-    elsa.attention(q, q, q, return_lse=True)
-    elsa.attention(make(1, 2, 7, 16), q, q)
-    elsa.attention(q, q[:, :1], q[:, :1], enable_gqa=True)  # the row is of equal heads
-    elsa.attention(q.clone().requires_grad_(), q, q)
-    assert len(served) == 1
-    elsa.attention(q[0], q[0], q[0])  # calls that take more to bring into that form
-    with torch.autocast("cpu", torch.bfloat16):
-        elsa.attention(q, q, q)
-    assert len(served) == 3
-    for each in (elsa.explain(q, q, q), elsa.explain(q[0], q[0], q[0])):
-        assert each.backend == "sdpa"
-        assert any("serves exported programs" in reason for reason in each.reasons)
-    assert elsa.explain(q, q[:, :1], q[:, :1], enable_gqa=True).backend == "native"
-
-
-def test_a_row_of_causal_calls(monkeypatch) -> None:
-    """On the CPU: of these alone."""
-    row = measured.Row("sdpa", 16, (1, 8), (8, 8), 1, (0.5, 0.9), causal=True)
-    served = []
-
-    def serve(q, k, v, mask, is_causal, scale, precision):
-        served.append(is_causal)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
-
-    chosen = dispatch.Chosen("native", ops.ATTENTION.eager, None, ((row, serve),))
-    monkeypatch.setattr(dispatch, "chosen", lambda *_: chosen)
-    q = make(1, 2, 8, 16)
-    out = elsa.attention(q, q, q, is_causal=True)
-    exact = F.scaled_dot_product_attention(*[q.double()] * 3, is_causal=True)
-    assert relative(out, exact) < 1e-6 and served == [True]
-    assert elsa.explain(q, q, q, is_causal=True).backend == "sdpa"
-    elsa.attention(q, q, q)
-    elsa.attention(q, q, q, torch.ones(8, 8).tril().bool())
-    elsa.attention(q.clone().requires_grad_(), q, q, is_causal=True)
-    assert elsa.explain(q, q, q).backend == "native" and served == [True]
-
-
 def test_prefills_of_many_wide_heads(h200) -> None:
     """Causal ones, as they were measured: 17 to 40 heads of 128."""
     rows = measured.rows("attention", torch.device("cuda", 0), torch.float16)
     shape = (1, 40, 32768, 128)
     assert any(row.holds(shape, shape, causal=True) for row in rows)
     assert not any(row.holds(shape, shape) for row in rows)
-
-
-def test_a_row_of_masked_calls(monkeypatch) -> None:
-    """On the CPU: of masks in the operands' dtype, with a row for each query, without gradients."""
-    row = measured.Row("sdpa", 16, (1, 8), (8, 8), 1, (0.5, 0.9), masked=True)
-    served = []
-
-    def serve(q, k, v, mask, is_causal, scale, precision):
-        served.append(mask.shape)
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-
-    chosen = dispatch.Chosen("native", ops.ATTENTION.eager, None, ((row, serve),))
-    monkeypatch.setattr(dispatch, "chosen", lambda *_: chosen)
-    q, mask = make(2, 2, 8, 16).half(), make(8, 8).half()
-    for given in (mask, mask.expand(2, 2, 8, 8), mask[None]):
-        out = elsa.attention(q, q, q, given)
-        exact = F.scaled_dot_product_attention(*[q.double()] * 3, mask.double())
-        assert relative(out, exact) < 1e-3
-        assert elsa.explain(q, q, q, given).backend == "sdpa"
-    assert served == [(1, 1, 8, 8), (2, 2, 8, 8), (1, 1, 8, 8)]
-    for given in (mask.t(), mask.repeat(1, 2)[:, ::2], mask.repeat(1, 2)[:, :8]):
-        assert elsa.explain(q, q, q, given).backend != "sdpa"  # nor would `serve` take them
-    with torch.no_grad():
-        elsa.attention(q, q, q, mask.clone().requires_grad_())
-    elsa.attention(q[0], q[0], q[0], mask)
-    assert len(served) == 5
-    for given in (None, mask.float(), mask > 0, mask[:1]):
-        elsa.attention(q, q, q, given)
-        assert elsa.explain(q, q, q, given).backend != "sdpa"
-    elsa.attention(q, q, q, mask.clone().requires_grad_())
-    elsa.attention(q, q, q, mask, return_lse=True)
-    elsa.attention(q[:, :, :7], q, q, mask[:7])
-    assert len(served) == 5
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_a_graph_of_one_length_takes_its_row(monkeypatch) -> None:
-    """On the CPU: a row of small shapes, served by what stands for cuDNN there. A graph of every
-    length, an exported one and one that records gradients keep the operator."""
-    row = measured.Row("sdpa", 16, (1, 8), (8, 16), 8, (0.9, 0.9))
-    served = []
-
-    def serve(q, k, v, mask, is_causal, scale, precision):
-        return F.scaled_dot_product_attention(q, k, v, scale=scale)
-
-    def look(graph, _):
-        served.append(any("scaled_dot" in str(node.target) for node in graph.graph.nodes))
-        return graph.forward
-
-    found = dispatch.rows_of
-
-    def rows_of(*kind):
-        return (row,) if kind[-1] == "auto" else found(*kind)
-
-    rows_of._dynamo_marked_constant = True
-    monkeypatch.setattr(dispatch, "rows_of", rows_of)
-    monkeypatch.setitem(dispatch.BY_ROW, ("attention", "sdpa"), serve)
-
-    def attend(x: Tensor, backend: str = "auto") -> Tensor:
-        return elsa.attention(x, x, x, backend=backend)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend=look)
-    for tokens in (8, 16, 24, 32):
-        x = make(1, 2, tokens, 16)
-        exact = F.scaled_dot_product_attention(*[x.double()] * 3)
-        torch.testing.assert_close(compiled(x).double(), exact, rtol=1e-5, atol=1e-6)
-    assert served == [True, False]  # the second length opens it: one graph for all others
-    torch._dynamo.reset()
-    served.clear()
-    compiled(make(1, 2, 8, 16), "native")
-    compiled(make(1, 2, 8, 16).requires_grad_())
-    assert served == [False, False]
-
-    class Site(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return attend(x)
-
-    program = torch.export.export(Site(), (make(1, 2, 8, 16),))
-    assert any("elsa.attention.default" in str(node.target) for node in program.graph.nodes)
-    torch._dynamo.reset()
 
 
 def test_plain_pytorch_is_named_for_every_operator() -> None:
@@ -600,41 +293,6 @@ def test_explain_of_windows() -> None:
         elsa.explain_window_attention(qkv, num_heads=5, window_size=(4, 4))
 
 
-def test_explain_of_projections(monkeypatch) -> None:
-    from elsa_core.backends import onednn
-
-    x, w = make(300, 192), make(192, 192)
-    monkeypatch.setattr(onednn, "_mkl_lags", lambda: True)
-    for backend in ("auto", "native"):
-        assert elsa.explain_linear(x, w, backend=backend).backend == "onednn"
-    assert elsa.explain_linear(x, w, backend="eager").backend == "eager"
-    assert elsa.explain_linear(x, w, precision="ieee").backend == "eager"
-    monkeypatch.setattr(onednn, "_mkl_lags", lambda: False)
-    route = elsa.explain_linear(x, w)
-    assert route.backend == "eager" and "MKL is no slower" in route.reasons[0]
-
-
-def test_a_batch_of_gradients_goes_to_the_operator() -> None:
-    """What `is_grads_batched` hands to a backward has no memory that a kernel could read."""
-    seen = []
-
-    class Same(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):  # type: ignore[no-untyped-def]
-            seen.append(calls.by_operator(None, grad))
-            return grad
-
-    x = torch.ones(3, requires_grad=True)
-    torch.autograd.grad(Same.apply(x), x, torch.eye(3), is_grads_batched=True)
-    torch.autograd.grad(Same.apply(x), x, torch.ones(3))
-    torch.autograd.grad(Same.apply(x), x, torch.ones(3), create_graph=True)
-    assert seen == [True, False, True]
-
-
 def test_gradients_of_long_rows_in_half_precision_are_explained() -> None:
     q = torch.zeros(1, 1, 4, 8, dtype=torch.float16, requires_grad=True)
     mask = torch.ones(4, 4, dtype=torch.bool)
@@ -682,47 +340,6 @@ def test_each_gpu_is_asked_about_itself(two_gpus) -> None:
 def test_float64_is_left_to_the_reference(two_gpus) -> None:
     kind = ("attention", "cuda:1", torch.float64, 64, 64, "strict")
     assert dispatch.choose(*kind, mode="infer") == "eager"
-
-
-@pytest.mark.parametrize(("place", "name"), [("cuda:0", "triton"), ("cuda:1", "sdpa")])
-def test_a_gpu_without_kernels_has_pytorchs(two_gpus, monkeypatch, place, name) -> None:
-    """Plain, causal and masked; a call with lse is the reference's."""
-    called = []
-
-    def answer(each, run, *args):  # PyTorch's own operations would ask a driver
-        return run(*args) if each == "triton" else (args[0], args[0])
-
-    real = {name: dispatch.RUNS["attention", name] for name in ("eager", "sdpa", "triton")}
-    for each, run in real.items():
-        monkeypatch.setitem(
-            dispatch.RUNS, ("attention", each),
-            lambda *args, each=each, run=run: called.append(each) or answer(each, run, *args),
-        )  # fmt: skip
-    monkeypatch.setattr(measured, "rows", lambda *_: ())
-    with FakeTensorMode():
-        q = torch.empty(1, 2, 8, 64, dtype=torch.float16, device=place)
-        mask = torch.empty(1, 1, 8, 8, dtype=torch.bool, device=place)
-        for named in ({}, {"is_causal": True}, {"attn_mask": mask}):
-            elsa.attention(q, q, q, **named)
-        assert called == [name] * 3
-        if name == "sdpa":
-            route = elsa.explain(q, q, q)
-            assert route.backend == name
-            assert any("exported" in reason for reason in route.reasons)
-            elsa.attention(q, q, q, return_lse=True)
-            assert called[3:] == ["eager"]
-
-
-def test_float32_fma_on_a_gpu_without_triton(two_gpus, monkeypatch) -> None:
-    """`ieee` is for the portable kernels, which no tensor core helps."""
-    from elsa_core.backends import portable
-
-    monkeypatch.setattr(portable, "_ready", lambda *_: Support(True))
-    kind = (torch.float32, 64, 64)
-    assert dispatch.choose("attention", "cuda:1", *kind, "ieee", "auto") == "portable"
-    assert dispatch.choose("attention", "cuda:0", *kind, "ieee", "auto") == "triton"
-    assert dispatch.choose("attention", "cuda:1", *kind, "strict", "auto") == "eager"
-    assert dispatch.choose("attention", "cuda:1", *kind, "strict", mode="infer") == "sdpa"
 
 
 def test_two_threads_that_first_call_a_backend(tmp_path, monkeypatch):

@@ -58,56 +58,16 @@ def _triton(pattern: str, *tests: str, lines: int = 50) -> Suite:
     return Suite(f"elsa_core/backends/triton/{pattern}.py", tests, lines, "triton")
 
 
-_FORWARD = (
-    *(
-        f"tests/backends/test_triton.py::test_interpreted_{name}"
-        for name in ("error", "finite", "denormals", "schedules", "merge")
-    ),
-    "tests/backends/test_triton.py::test_split_falls_back_on_channels_not_on_single_numbers",
-)
-# Of 34 cases, which take minutes, those that between them run every kernel.
-_BACKWARD = tuple(
-    f"tests/backends/test_triton_backward.py::test_interpreted_error[{name}]"
-    for name in (
-        "half", "half, groups, odd widths", "half causal", "half boolean mask", "half bias",
-        "half large scores", "half large lse", "strict", "strict, groups, odd widths",
-        "strict causal", "strict additive mask", "strict bias of keys", "strict bias of queries",
-    )
-)  # fmt: skip
-# Forward and gradients with dropout: all but these tests run the kernels without it.
-_DROPOUT = tuple(
-    f"tests/backends/test_triton_dropout.py::test_interpreted[{name}]"
-    for name in (
-        "half, groups, odd widths", "half bias", "strict", "strict causal", "strict bias of keys",
-        "strict, FMA",
-    )
-)  # fmt: skip
-# Of 50 cases, which take a minute, those that between them run every kernel and every term.
-_WINDOWS_BACKWARD = (
-    *(
-        f"tests/backends/test_triton_window_backward.py::test_interpreted[{name}]"
-        for name in (
-            "half swin", "half padded, head first", "half table", "strict swin",
-            "padded with a bias", "minus infinity", "rows that see nothing", "cosine padded",
-            "ieee", "small gradients", "outlier channels", "outlier channels, table", "long",
-            "long half", "long cosine", "long outlier channels",
-            "padding and logit scale alone",
-        )
-    ),
-    "tests/backends/test_triton_window_backward.py::test_sums_do_not_depend_on_the_programs",
-)  # fmt: skip
-_WINDOWS = tuple(
-    f"tests/backends/test_triton_window.py::test_{name}"
-    for name in (
-        "interpreted", "cosine_of_huge_rows", "several_windows_a_program",
-        "what_a_split_does_not_hold_is_computed_exactly",
-        "index_beyond_the_table",
-    )
-)  # fmt: skip
-_LINEAR = tuple(
-    f"tests/backends/test_triton_linear.py::test_{name}"
-    for name in ("interpreted", "whole_numbers_are_exact")
-)
+def _interpreted(*operators: str) -> tuple[str, ...]:
+    """Triton's kernels of these operators by its interpreter."""
+    name = f"{CONFORMANCE}::test_triton_kernels_by_the_interpreter"
+    return tuple(f"{name}[{operator}]" for operator in operators)
+
+
+_FORWARD = _interpreted("attention")
+_DROPOUT = _interpreted("dropout")
+_WINDOWS = _interpreted("window_attention")
+_LINEAR = ("tests/backends/test_products_of_linear.py", *_interpreted("linear"))
 
 # Declarations without code: what they say is what the files that include them do.
 _DECLARATIONS = frozenset(
@@ -160,32 +120,19 @@ SUITES = (
     _adapter("open_clip_towers", "eager", "multihead"),
     _triton(
         "attention/fma_fallback",
-        "tests/backends/test_triton_hopper.py::test_flagged_blocks_are_folded_again",
+        "tests/backends/test_code_of_specialised_kernels.py::test_flagged_blocks_are_folded_again",
     ),
-    _triton("attention/backward_*", *_BACKWARD, *_DROPOUT, lines=80),
+    _triton("attention/backward_*", *_FORWARD, *_DROPOUT, lines=80),
     _triton("attention/decode", *_FORWARD),
     *(_triton(f"attention/{name}", *_FORWARD, *_DROPOUT) for name in ("exact", "fold", "forward")),
     *(_triton(f"attention/{name}", *_FORWARD) for name in ("merge", "split")),
-    _triton("window/backward_*", *_WINDOWS_BACKWARD),
     _triton("window/*", *_WINDOWS),
     _triton("linear/usertable", "tests/bench/test_bench_linear.py"),
     _triton("linear/*", *_LINEAR),
     _triton("shared/philox", *_DROPOUT),
-    _triton("attention/varlen_forward", "tests/backends/test_triton_varlen.py::test_interpreted"),
-    _triton(
-        "attention/entmax_*",
-        *(
-            f"tests/backends/test_triton_entmax.py::test_{name}"
-            for name in (
-                "interpreted_error",
-                "tiles_are_those_of_float64",
-                "tiles_are_skipped",
-                "every_size_of_block_computes_the_same",
-                "nan_stays_in_its_rows",
-            )
-        ),
-        "tests/backends/test_triton_entmax_varlen.py::test_interpreted_error",
-    ),
+    _triton("attention/varlen_forward", *_interpreted("varlen_attention")),
+    _triton("attention/sparse_kernels", *_interpreted("sparsity")),
+    _triton("attention/entmax_*", *_interpreted("entmax_attention", "entmax_varlen_attention")),
     _triton("shared/helpers", *_FORWARD, *_LINEAR, *_WINDOWS),
 )
 

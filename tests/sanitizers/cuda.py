@@ -35,14 +35,9 @@ EVERYTHING = (
     CONFORMANCE,
     *(
         f"{BACKENDS}/test_{name}_gpu.py"
-        for name in (
-            "triton", "triton_backward", "triton_hopper", "triton_one_launch", "triton_stream",
-            "triton_varlen", "triton_window", "triton_window_backward", "triton_linear",
-            "triton_linear_forms", "triton_dropout", "triton_entmax_varlen", "triton_sparse",
-            "portable",
-        )
+        for name in ("streams_graphs_and_sizes", "specialised_tiles", "portable")
     ),
-)  # fmt: skip
+)
 SHORT = tuple(
     f"{CONFORMANCE}::test_results_are_exact[cuda-{row}-triton]"
     for row in (

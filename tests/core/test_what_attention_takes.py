@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
-from elsa_core.backends import native, sdpa
+from elsa_core.backends import native
 from elsa_core.errors import ArgumentError
 
 BACKENDS = ["eager", "native"]
@@ -136,108 +135,3 @@ def test_a_hidden_key_may_hold_nan(keys: int, backend: str, trains: bool) -> Non
     reached[:, :2, 2] = True  # the heads of its group
     assert torch.equal(spoilt.isnan().all(-1), reached)
     assert torch.equal(spoilt[~reached], out[~reached]) and not spoilt[:, :, 3].any()
-
-
-def test_a_nan_is_provided_for_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU; a compiler and fake tensors cannot be asked what a key holds."""
-    sums = []
-    einsum = torch.einsum
-    monkeypatch.setattr(torch, "einsum", lambda *given: sums.append(1) or einsum(*given))
-    q, k = make(1, 2, 6, 8), make(1, 2, 9, 8, seed=1)
-    mask = torch.ones(6, 9, dtype=torch.bool)
-    mask[:, 4] = False
-
-    def call(key: Tensor) -> Tensor:
-        return elsa.attention(q, key, k, mask, backend="sdpa")
-
-    out = call(k)
-    assert not sums and torch.equal(out, F.scaled_dot_product_attention(q, k, k, mask))
-    wrong = k.clone()
-    wrong[:, :, 4] = math.nan
-    assert torch.equal(call(wrong), out) and sums
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    each = torch.vmap(call)(torch.stack((k, wrong)))
-    for key, found in zip((k, wrong), each, strict=True):
-        torch.testing.assert_close(compiled(key), out)
-        torch.testing.assert_close(found, out)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = mode.from_tensor(k)
-        assert call(fake).shape == out.shape
-    key, _ = sdpa._without_nan(fake, fake, mask[None, None])  # outside of its mode
-    assert type(key) is type(fake)
-
-
-def test_gradients_of_a_hidden_nan_by_pytorchs_kernels() -> None:
-    """What sees the NaN has gradients of NaN, and nothing else."""
-    q, k, v = (make(1, 2, n, 8, seed=n).requires_grad_() for n in (6, 9, 9))
-    mask = torch.ones(6, 9, dtype=torch.bool)
-    mask[:, 4] = False
-    wanted = torch.autograd.grad(elsa.attention(q, k, v, mask, backend="sdpa").sum(), (q, k, v))
-    with torch.no_grad():
-        k[:, :, 4] = math.nan
-    got = torch.autograd.grad(elsa.attention(q, k, v, mask, backend="sdpa").sum(), (q, k, v))
-    assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
-    mask[2, 4] = True
-    grads = torch.autograd.grad(elsa.attention(q, k, v, mask, backend="sdpa").sum(), (q, k, v))
-    assert all(grad.isnan().any() for grad in grads)
-    assert torch.equal(grads[0].isnan().all(-1), (torch.arange(6) == 2).expand(1, 2, 6))
-
-
-@pytest.mark.parametrize("keys", [9, 1300])
-@pytest.mark.parametrize("given", [{"backend": "native"}, {"backend": "eager"}, {},
-                                   {"sparsity": "exact"},
-                                   {"sparsity": "exact", "backend": "eager"}], ids=str)  # fmt: skip
-def test_gradients_of_a_hidden_nan(keys: int, given: dict[str, str]) -> None:
-    """The query's was a sum of zeros times NaN: NaN in every row."""
-    q, k, v = (make(1, 2, n, 8, seed=n).requires_grad_() for n in (6, keys, keys))
-    mask = torch.ones(6, keys, dtype=torch.bool)
-    mask[:, 4] = False
-
-    def gradients() -> tuple[torch.Tensor, ...]:
-        out = elsa.attention(q, k, v, mask, **given)
-        return torch.autograd.grad((out * out).sum(), (q, k, v))
-
-    wanted = gradients()
-    with torch.no_grad():
-        k[:, :, 4] = math.nan
-    assert all(torch.equal(*pair) for pair in zip(gradients(), wanted, strict=True))
-    mask[2, 4] = True
-    seen = (torch.arange(6) == 2).expand(1, 2, 6)
-    assert torch.equal(gradients()[0].isnan().all(-1), seen)
-
-
-@pytest.mark.parametrize("keys", [9, 1300])
-@pytest.mark.parametrize("backend", ["native", "eager"])
-def test_gradients_of_a_hidden_infinity(keys: int, backend: str) -> None:
-    q, k, v = (make(1, 2, n, 8, seed=n).requires_grad_() for n in (6, keys, keys))
-    mask = torch.ones(6, keys, dtype=torch.bool)
-    mask[:, 4] = False
-
-    def gradients() -> tuple[torch.Tensor, ...]:
-        out = elsa.attention(q, k, v, mask, backend=backend)
-        return torch.autograd.grad((out * out).sum(), (q, k, v))
-
-    wanted = gradients()
-    with torch.no_grad():
-        k[:, :, 4], k[:, 1, 4, 3] = math.inf, -math.inf
-    assert all(torch.equal(*pair) for pair in zip(gradients(), wanted, strict=True))
-
-
-@pytest.mark.parametrize("sparsity", ["exact", 1e-3])
-@pytest.mark.parametrize("backend", ["auto", "eager"])
-def test_a_hidden_nan_where_tiles_are_left_out(sparsity: str | float, backend: str) -> None:
-    """In a tile that is left out and in one that is not; a value's counts as in PyTorch."""
-    q, k, v = (make(1, 2, n, 16, seed=n) for n in (70, 700, 700))
-    k[:, :, 300:] *= 0.01
-    mask = torch.ones(70, 700, dtype=torch.bool)
-    mask[:, 4], mask[:, 650], mask[3] = False, False, False
-
-    def called() -> torch.Tensor:
-        return elsa.attention(q, k, v, mask, sparsity=sparsity, backend=backend, scale=2.0)
-
-    wanted = called()
-    k[:, :, 4], k[:, :, 650, 3] = math.nan, math.nan
-    assert torch.equal(called(), wanted) and not wanted[:, :, 3].any()
-    mask[2, 4] = True
-    seen = (torch.arange(70) == 2).expand(1, 2, 70)
-    assert torch.equal(called().isnan().all(-1), seen)

@@ -1,9 +1,8 @@
-"""The window kernels without a GPU: interpreted against float64, planned, compiled."""
+"""Windows of every size have a tile that fits, and plans that follow layouts alone."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,21 +17,16 @@ from elsa_core.backends.window_call import WindowCall
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import Rows, rows_of
-from sampling import some, thinned
-from triton_compile import compile_launch
-from window_interpreted import CASES
 
-BEYOND = ("overflow", "overflow long", "cosine overflow")
-BAND = {torch.float32: 2.5e-7, torch.float16: 5e-4}
+
+from pathlib import Path
+
+import pytest
+
+from elsa_core.backends.triton.shared import device
+from elsa_core.backends.triton.window.backward_plan import Wants, plan_call, tile_plan
+
 TABLES = ["default", *sorted(p.stem for p in SHIPPED.glob("*.json"))]
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Rows]:
-    """Every case of window_interpreted.py, in a process of its own."""
-    with rows_of("window_interpreted.py") as rows:
-        yield rows
 
 
 def test_an_axis_rolled_by_more_than_its_size_is_left_to_plain_pytorch() -> None:
@@ -50,40 +44,6 @@ def test_an_axis_rolled_by_more_than_its_size_is_left_to_plain_pytorch() -> None
     assert torch.equal(planner.window_attention(*call), eager_window.attention(*call))
     needs = (True, False, True, False)
     assert backward.window_attention_backward(torch.ones_like(out), *call, needs) is None
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_interpreted(interpreted, name):
-    """By twice the error of the eager backend, which computes half precision in float32."""
-    row, (_, dtype, precision, _) = interpreted[name], CASES[name]
-    assert row["finite"] and row["dense"] and row["fence"]
-    if name not in BEYOND:
-        limit = 1e-3 if precision == "turbo" else 2 * row["peer"] + BAND[dtype]
-        assert row["error"] <= limit
-
-
-def test_cosine_of_huge_rows(interpreted):
-    """Norms beyond float32: PyTorch's normalize gives zeros, the exact path does not."""
-    row = interpreted["cosine overflow"]
-    assert row["error"] < 3e-7 < row["peer"]
-
-
-def test_what_a_split_does_not_hold_is_computed_exactly(interpreted):
-    """A channel of the values 2**-24 below the tile's largest: beyond a pair of halves alone."""
-    for name in CASES:
-        if name.startswith("far values"):
-            assert (interpreted[name]["exact_rows"] > 0) == (CASES[name][2] == "strict"), name
-    assert interpreted["strict swin"]["exact_rows"] == interpreted["long"]["exact_rows"] == 0
-
-
-def test_several_windows_a_program(interpreted):
-    """A last group that is not full, and one window of a group that takes the exact path."""
-    assert interpreted["grouped"] == {"name": "grouped", "equal": True, "finite": True}
-
-
-def test_index_beyond_the_table(interpreted):
-    row = interpreted["beyond the table"]
-    assert row["rows"] == [row["windows"]] * 2
 
 
 def given(
@@ -176,39 +136,61 @@ def test_empty_image():
         assert out.shape == (*shape[:-1], 32)
 
 
-COMPILED = [
-    ("cuda", 80, (1, 7, 7)), ("cuda", 90, (1, 7, 7)), ("cuda", 120, (1, 12, 12)),
-    ("hip", "gfx942", (1, 7, 7)),
-]  # fmt: skip
+ALL = Wants(True, True, True, True)
 
 
-@pytest.mark.parametrize(("target", "arch", "win"), some(COMPILED))
-def test_compiles(target, arch, win):
-    call = planner.plan_call(given(size=(8, 1, 60, 60), win=win, pad=True))
-    code = compile_launch(call, torch.float16, target, arch).asm
-    assert ("hsaco" if target == "hip" else "cubin") in code
+def given_gradients(
+    dtype=torch.float16, precision="strict", *, cosine=False, pad=False, win=7, side=56
+):
+    """Arguments without data: 32 images, 3 heads of 32 channels."""
+    tokens, heads, dim = win * win, 3, 32
+    q = torch.empty(32, 1, side, side, 3 * heads * dim, dtype=dtype, device="meta")
+    return WindowCall(
+        q, torch.empty(heads, tokens, tokens, dtype=dtype, device="meta"), None,
+        torch.empty(3 * heads * dim, dtype=dtype, device="meta") if pad else None,
+        torch.empty(heads, device="meta") if cosine else None, heads, (1, win, win),
+        (0, win // 2, win // 2), dim**-0.5, -100.0, "qkv", False, precision,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("gpu", "dtype"),
-    thinned(
-        [("cuda", 80), ("cuda", 90), ("hip", "gfx942")], [torch.float32, torch.bfloat16], one_in=3
-    ),
-)
-def test_gather_compiles(gpu, dtype):
-    target, arch = gpu
-    table = torch.empty(169, 3, dtype=dtype, device="meta")
-    index = torch.empty(49, 49, dtype=torch.int64, device="meta")
-    code = compile_launch(planner.plan_gather(table, index), dtype, target, arch).asm
-    assert ("hsaco" if target == "hip" else "cubin") in code
+def planned_gradients(dtype, precision="strict", **terms):
+    own = given_gradients(dtype, precision, **terms)
+    tokens = own.bias.shape[1]
+    table = torch.empty(169, 3, device="meta"), torch.empty((tokens,) * 2, device="meta").long()
+    return plan_call(own, ALL, table)
 
 
-def test_strict_compiles_to_tensor_cores():
-    call = planner.plan_call(given(dtype=torch.float32, cosine=True))
-    assert "wgmma" in compile_launch(call, torch.float32, "cuda", 90).asm["ptx"]
+@pytest.mark.parametrize("name", ["h200", "default"])
+def test_tables_serve_every_gradient(name):
+    table = tiling.load_table(name)
+    for mode in device.MODES:
+        for dim in (1, 16, 24, 32, 64):
+            for tokens in (1, 4, 16, 49, 64):
+                for windows, heads in ((1, 1), (2048, 3), (100_000, 4), (5, 1000)):
+                    shape = WindowShape(windows, heads, tokens, dim)
+                    plan = tiling.plan_backward(shape, mode, table, 132)
+                    assert plan.padded_dim >= dim and plan.block >= tokens
+                    assert (plan.groups - 1) * plan.count < windows <= plan.groups * plan.count
+                    assert (plan.exact is None) is (mode in ("half", "exact"))
 
 
-def test_ieee_has_no_tensor_core_instruction():
-    call = planner.plan_call(given(dtype=torch.float32, precision="ieee", win=(1, 4, 4)))
-    ptx = compile_launch(call, torch.float32, "cuda", 90).asm["ptx"]
-    assert "mma" not in ptx and "fma.rn.f32" in ptx
+def test_workspace_does_not_grow_with_the_images():
+    """Sums of the programs that run at once."""
+    for batch in (2, 32):
+        own = given_gradients(torch.float16, cosine=True, side=84)
+        own = own._replace(qkv=own.qkv[:batch])
+        call = plan_call(own, ALL._replace(pad=False), None)
+        plan = tile_plan(own)
+        size, _ = call.workspace["partial"]
+        assert size <= plan.tile.resident * 132 * (64 * 64 + 1)
+        assert all(n == 1 for name, (n, _) in call.workspace.items() if name.endswith("flags"))
+
+
+def test_gradients_of_an_empty_image():
+    q, bias = torch.zeros(0, 1, 7, 7, 96), torch.zeros(1, 49, 49)
+    found = backward.window_attention_backward(
+        q[..., :32], q, bias, None, None, None, 1, (1, 7, 7), (0, 0, 0), 1.0, -100.0, "qkv", False,
+        "strict", (True, True, False, False),
+    )  # fmt: skip
+    assert found is not None
+    assert found[0].shape == q.shape and not found[1].any() and found[1].shape == bias.shape

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
-from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from elsa_core import dispatch
 from elsa_core.backends import onednn as onednn_backend
 from elsa_core.backends import processor
-from elsa_core.backends.triton.linear import gate as module
-from elsa_core.dispatch import measured
-from elsa_core.ops.linear.api import explain_linear, linear, served
+from elsa_core.ops.linear.api import linear
 
-ROOT = Path(__file__).parents[2]
 OPERATOR = torch.ops.elsa.linear.default
 
 
@@ -27,184 +18,6 @@ def operands(bias=True, dtype=torch.float64, **options):
     torch.manual_seed(0)
     x, w = torch.randn(2, 5, 8, dtype=dtype, **options), torch.randn(12, 8, dtype=dtype, **options)
     return x, w, torch.randn(12, dtype=dtype, **options) if bias else None
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """The shipped rows of sm_90, whatever device asks."""
-    monkeypatch.setattr(measured, "_capability", lambda device: (9, 0))
-    measured._by_pytorch.cache_clear()
-    gpu, shipped = torch.device("cuda"), measured.linear_by_pytorch
-    monkeypatch.setattr(measured, "linear_by_pytorch", lambda device, dtype: shipped(gpu, dtype))
-    yield shipped(gpu, torch.float32)
-    measured._by_pytorch.cache_clear()
-
-
-def measured_products():
-    """The kernels' speed over PyTorch's by (rows, channels, columns), of published products."""
-    times: dict[tuple[int, ...], dict[str, float]] = {}
-    found: dict[tuple[int, ...], float] = {}
-    for name in ("layers_h200", "linear_forms_h200"):
-        for row in csv.DictReader((ROOT / "results" / f"{name}.csv").open(encoding="utf-8")):
-            kind, _, sizes = row["case"].partition("/")
-            if kind not in ("products", "centred"):
-                continue
-            shape = tuple(int(size) for size in sizes.split("x"))
-            if kind == "products":
-                times.setdefault(shape, {})[row["contender"]] = float(row["median"])
-            elif row["contender"] == "elsa":
-                found[shape] = float(row["ratio"])
-    for shape, taken in times.items():
-        gain = taken["pytorch"] / max(taken["elsa"], taken["elsa, frozen"])
-        found[shape] = min(gain, found.get(shape, gain))
-    return found
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_product_that_was_measured_to_lose_is_pytorchs(kernel, hopper, monkeypatch, mode, frozen):
-    """Every published product, and no other one is kept from the kernels."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: mode == "graph")
-    if mode == "eager":
-        monkeypatch.setattr(dispatch, "eager_least", lambda operator, dtype: 0)
-    products = measured_products()
-    assert products[50176, 96, 288] < 1 < products[25088, 96, 288]
-    for (rows, channels, columns), gain in products.items():
-        x, w = (torch.empty(n, channels, device="meta") for n in (rows, columns))
-        kept = (w.half(), w[:, 0]) if frozen else (None, None)
-        x, w = x.as_subclass(OnGpu), w.as_subclass(OnGpu)
-        kernel[0] = 0
-        served(x, w, None, halves=kept[0], powers=kept[1])
-        assert kernel == [int(gain >= 1)], (rows, channels, columns, gain)
-        kernel[0] = 0
-        served(x, w, None, "gelu", halves=kept[0], powers=kept[1])  # passes of PyTorch's beside it
-        served(x, w, None, precision="turbo", halves=kept[0], powers=kept[1])
-        assert kernel == [2]
-
-
-def test_rows_of_products_rest_on_measurements(hopper):
-    products = measured_products()
-    for row in hopper:
-        held = [
-            gain
-            for (rows, channels, columns), gain in products.items()
-            if row.holds(rows * channels, channels, columns)
-        ]
-        assert held and max(held) < 1
-        assert row.ratio == (round(min(held), 2), round(max(held), 2))
-
-
-@pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_a_product_that_loses_is_explained_so(hopper, monkeypatch, backend):
-    monkeypatch.setattr(module, "_least_served", lambda device: 0)
-    with FakeTensorMode():
-        w = torch.empty(288, 96, device="cuda")
-        for rows, terms, plain in (
-            (50176, {}, True), (25088, {}, False), (50176, {"activation": "gelu"}, False),
-            (50176, {"precision": "turbo"}, False),
-        ):  # fmt: skip
-            x = torch.empty(rows, 96, device="cuda")
-            route = explain_linear(x, w, backend=backend, **terms)
-            assert route.backend == ("eager" if plain else "triton")
-            assert any("0.95 to 0.95 of PyTorch's speed" in r for r in route.reasons) is plain
-
-
-def test_a_compiled_product_that_loses_is_pytorchs(hopper):
-    """Where its lengths are those of this graph alone; others are not asked for."""
-    x, w = torch.ones(50176, 96), torch.ones(288, 96)
-    for dynamic, wanted in ((False, 2.0), (True, 1.0)):
-        torch._dynamo.reset()
-        counter = CompileCounter()
-        asked = torch.compile(
-            lambda x, w: x[:1, :1] + int(measured.product_by_pytorch(x, w)),
-            dynamic=dynamic,
-            backend=counter,
-        )
-        if dynamic:
-            torch._dynamo.mark_dynamic(x, 0)
-        assert asked(x, w).item() == wanted and asked(x[:64], w).item() == 1.0
-        assert counter.frame_count == (1 if dynamic else 2)
-
-    class Asked(torch.nn.Module):
-        def forward(self, x):
-            return x[:1, :1] + int(measured.product_by_pytorch(x, w))
-
-    assert torch.export.export(Asked(), (x,)).module()(x).item() == 1.0
-
-
-class OnGpu(torch.Tensor):
-    """What says that it lies on a GPU."""
-
-    is_cuda = True
-
-
-@pytest.fixture
-def kernel(monkeypatch):
-    """The gates as on an H200, and a kernel that counts its calls."""
-    counts = [0]
-
-    def computed(input, weight, bias, *terms):
-        counts[0] += 1
-        return functional.linear(input, weight, bias)
-
-    monkeypatch.setattr(module, "_computed", computed)
-    monkeypatch.setattr(module, "_eager", computed)
-    monkeypatch.setattr(module, "_least_served", lambda device: 0)
-    monkeypatch.setattr(module, "Tensor", OnGpu)  # plain, as the gates see it
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return counts
-
-
-def on_gpu(dtype=torch.float32):
-    x, w, b = operands(dtype=dtype)
-    return x.as_subclass(OnGpu), w.as_subclass(OnGpu), b
-
-
-def maker(out):
-    """The name of the node that made a tensor, behind the alias of its class."""
-    return out.grad_fn.next_functions[0][0].name()
-
-
-def test_a_large_call_takes_the_kernel(kernel, monkeypatch):
-    monkeypatch.setattr(dispatch, "eager_least", lambda operator, dtype: 0)
-    given = on_gpu()
-    assert torch.equal(linear(*given), functional.linear(*given))
-    assert kernel == [1]
-    linear(*given, precision="ieee")
-    linear(*given, backend="eager")
-    assert kernel == [1]
-
-
-def test_a_small_eager_call_is_pytorchs(kernel, monkeypatch):
-    """A CUDA graph, which saves the host's time, records the kernel."""
-    given = on_gpu()
-    for _ in range(3):
-        assert torch.equal(linear(*given), functional.linear(*given))
-    assert kernel == [0]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    linear(*given)
-    assert kernel == [1]
-
-
-def test_a_gradient_takes_the_kernel_in_fewer_steps(kernel, monkeypatch):
-    monkeypatch.setattr(dispatch, "eager_least", lambda operator, dtype: 0)
-    monkeypatch.setattr(module, "LEAST_TRAINED", 0)
-    x, w, b = on_gpu()
-    w = w.requires_grad_()
-    out = linear(x, w, b)
-    assert "Eager" in out.grad_fn.name()
-    out.sum().backward()
-    assert kernel == [1]
-    assert torch.allclose(w.grad, x.flatten(0, -2).sum(0).expand_as(w))
-
-
-def test_a_small_call_with_a_gradient_is_pytorchs(kernel):
-    x, w, b = on_gpu()
-    w = w.requires_grad_()
-    out = linear(x, w, b)
-    assert "elsa_linear" not in maker(out)
-    out.sum().backward()
-    assert kernel == [0] and w.grad is not None
 
 
 def test_autocast_leaves_the_operator_alone():

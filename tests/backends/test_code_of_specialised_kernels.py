@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from sampling import some
+from interpreted import run
 from triton_compile import compile_launch
 
 from elsa_core.backends.triton.attention import planner, tiling
@@ -95,13 +92,7 @@ def test_products_are_in_flight_during_the_softmax(
 @known
 @pytest.mark.parametrize(
     ("dim", "more"),
-    some(
-        [
-            (64, {}), (60, {"causal": True}), (64, {"parts": 3}), (64, {"scale": -0.3}),
-            (64, {"block_m": 64, "registers": 128}), (100, {}), (128, {"causal": True}),
-        ],
-        one_in=3,
-    ),
+    [(64, {}), (64, {"scale": -0.3}), (100, {"parts": 3}), (128, {"causal": True})],
     ids=str,
 )  # fmt: skip
 def test_every_form_compiles(dim: int, more: dict[str, Any]) -> None:
@@ -112,7 +103,7 @@ def test_every_form_compiles(dim: int, more: dict[str, Any]) -> None:
 
 
 @known
-@pytest.mark.parametrize("parts", some([1, 3]))
+@pytest.mark.parametrize("parts", [3])
 def test_states_with_lse_in_float64_compile(parts: int) -> None:
     call = planned((1, 2, 300, 64), parts=parts)
     for one in (
@@ -146,13 +137,7 @@ def test_an_unknown_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_flagged_blocks_are_folded_again() -> None:
     """By Triton's interpreter: those blocks are right, and nothing else is written."""
-    script = Path(__file__).with_name("fma_fallback_interpreted.py")
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = run("fma_fallback_interpreted.py")
     assert len(rows) == 4
     for row in rows:
         assert row["blocks"] > 0 and row["untouched"] and row["empty"]

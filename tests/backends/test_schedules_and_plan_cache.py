@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -21,6 +19,7 @@ from elsa_core.backends.triton.shared.plans import PlanCache
 from elsa_core.backends.triton.window import tiling as window_tiling
 
 sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import run
 
 TABLE = tiling.load_table("h200")
 
@@ -117,13 +116,7 @@ def test_a_plan_holds_no_tensor():
 def sparse() -> dict[str, dict]:
     """Every case of sparse_interpreted.py, run once in a process of its own."""
     pytest.importorskip("triton")
-    script = Path(__file__).with_name("sparse_interpreted.py")
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = run("sparse_interpreted.py")
     return {row["name"]: row for row in rows}
 
 

@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from sampling import some
 from triton_compile import compile_launch
 
 from elsa_core.backends.triton.attention import planner, schedules, tiling
@@ -154,16 +153,8 @@ def test_one_launch_without_workspace() -> None:
 @known
 @pytest.mark.parametrize(
     "form",
-    some(
-        [
-            (197, 197, 64, 64, 256), (197, 197, 64, 64, 128), (197, 197, 64, 64, 64),
-            (197, 197, 60, 60, 256, True), (128, 128, 64, 64, 128, True), (50, 50, 64, 64, 64),
-            (300, 200, 64, 32, 64), (197, 197, 32, 64, 128), (50, 50, 32, 32, 256),
-            (197, 197, 64, 64, 64, False, 8), (197, 197, 60, 60, 64, True, 8),
-            (77, 77, 64, 64, 64, True, 8), (300, 128, 60, 60, 64, False, 8),
-        ],
-        one_in=3,
-    ),
+    [(197, 197, 64, 64, 256), (197, 197, 60, 60, 256, True), (300, 200, 64, 32, 64),
+     (197, 197, 64, 64, 64, False, 8), (300, 128, 60, 60, 64, False, 8)],
     ids=str,
 )  # fmt: skip
 def test_every_form_compiles(form: tuple[Any, ...]) -> None:

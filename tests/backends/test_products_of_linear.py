@@ -1,0 +1,112 @@
+"""Split products of linear layers are exact for numbers of every size; their tiles fit a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+import linear_interpreted as program
+from interpreted import Rows, rows_of
+
+from elsa_core.backends.triton.linear import launches, planner
+from elsa_core.backends.triton.pack import cases
+from elsa_core.backends.triton.shared.device import describing
+from elsa_core.profiling.bench.tune.linear import SHAPES
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Rows]:
+    """Every case of linear_interpreted.py, in a process of its own."""
+    with rows_of("linear_interpreted.py") as rows:
+        yield rows
+
+
+@pytest.mark.parametrize("name", program.CASES)
+def test_products_of_numbers_of_every_size(interpreted, name):
+    """NaNs and infinities are where PyTorch has them."""
+    row = interpreted[name]
+    assert row["same"] and row["fence"]
+    assert row["error"] <= 2 * row["peer"] + 2**-24 and row["row"] <= 1e-6
+    assert name != "whole numbers" or row["error"] == 0.0
+
+
+@pytest.mark.parametrize("case", program.GRADIENTS)
+def test_gradients(interpreted, case):
+    for ours, peer in interpreted[f"gradient {case}"]["errors"]:
+        assert ours <= 2 * peer + 2**-24
+
+
+@pytest.mark.parametrize("name", program.HOSTILE)
+def test_no_row_of_hostile_data_loses(interpreted, name):
+    row = interpreted[f"hostile, {name}"]
+    assert row["same"] and row["fence"]
+    assert row["excess"] <= 2**-24
+
+
+@pytest.mark.parametrize("name", program.HOSTILE_GRADIENTS)
+def test_no_row_of_hostile_gradients_loses(interpreted, name):
+    """In sums that one product dominates PyTorch rounds once, and operands have 22 bits here."""
+    row = interpreted[f"hostile gradient, {name}"]
+    assert row["same"] and row["fence"]
+    assert max(row["excess"]) <= (2**-23 if name.startswith("rows") else 2**-24)
+
+
+def meta(rows, depth, columns, dtype=torch.float32):
+    x = torch.empty(rows, depth, dtype=dtype, device="meta")
+    w = torch.empty(columns, depth, dtype=dtype, device="meta")
+    return x, w
+
+
+EPILOGUES = [(True, "none", False, False), (True, "gelu", True, True), (False, "silu", False, True)]
+
+
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+TILES = {name: getattr(launches, name) for name in ("LARGE", "NARROW", "WIDE", "SHALLOW", "SMALL")}
+
+
+@pytest.mark.parametrize("gpu", [gpu for arch in SHARED for gpu in cases.gpus(arch)], ids=str)
+def test_products_fit(gpu):
+    """Those of `elsa bench linear --tune`, and their gradients' products."""
+    found = []
+    with describing(gpu.facts):
+        limits = launches.gpu_of(torch.device("meta"))
+        assert limits.shared_memory == gpu.shared_memory == SHARED[gpu.arch] << 10
+        for rows, depth, columns in SHAPES:
+            x, w = meta(rows, depth, columns)
+            calls = planner.Backward(torch.empty(rows, columns, device="meta"), x, w, (True,) * 3)
+            forward = planner.Forward(x, w, EPILOGUES[0], False, False)
+            found += [forward.multiply, calls.of_input, calls.of_weight]
+    for multiply in found:
+        tail, options = multiply.launch.tail, multiply.launch.options
+        tile = launches.Tile(
+            tail["BM"], tail["BN"], tail["BK"], options["num_warps"], tail["STAGES"]
+        )  # fmt: skip
+        assert tile in (*TILES.values(), launches.MEDIUM)
+        assert launches.shared_memory_of(tile, limits) <= gpu.shared_memory
+
+
+def test_small_shared_memory_takes_smaller_tiles():
+    gpu = launches.Gpu(128, 99 << 10, (8, 9))
+    shape = launches.Shape(8200, 3072, 768)
+    assert launches.tile_for(shape, gpu) == launches.NARROW
+    assert launches.cut_for(launches.Shape(3072, 768, 8200), gpu)[0] == launches.NARROW
+    blocks = gpu._replace(shared_memory=64 << 10)
+    assert launches.tile_for(shape, blocks) == launches.MEDIUM
+    assert launches.tile_for(shape, gpu._replace(shared_memory=163 << 10)) == launches.LARGE
+
+
+def test_no_length_is_compiled_in():
+    calls = [
+        planner.Forward(*meta(rows, 768, 2304), EPILOGUES[0], False, False).multiply.launch
+        for rows in (1576, 1577, 3152)
+    ]
+    constants = [
+        {n: v for n, v in call.tail.items() if n.isupper()} | call.options for call in calls
+    ]
+    assert constants[0] == constants[1] == constants[2]

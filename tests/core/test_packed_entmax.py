@@ -1,0 +1,74 @@
+"""Packed alpha-entmax: what is refused, what is not computed, lengths that programs leave open."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+import elsa_core as elsa
+from elsa_core import ops
+from elsa_core.errors import ArgumentError
+from elsa_core.ops.entmax import varlen as entmax_varlen
+from elsa_core.ops.varlen.api import Packed
+
+QUERIES, KEYS = [5, 0, 70, 1, 3], [5, 4, 66, 0, 130]
+OPERATOR = ops.ENTMAX_VARLEN_ATTENTION
+
+
+def bounds(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
+
+
+def operands(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (sum(QUERIES), 4, 8), (sum(KEYS), 2, 8), (sum(KEYS), 2, 6)
+    parts = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [*parts, bounds(QUERIES), bounds(KEYS, torch.int64)]
+
+
+def test_gradients_that_are_not_wanted_are_empty() -> None:
+    q, k, v, *ends = operands()
+    out, *rest = OPERATOR.overload(q, k, v, *ends, None, 70, 130, 1.5, False, 1.0, "strict")
+    backward = torch.ops.elsa.entmax_varlen_attention_backward.default
+    grads = backward(
+        out, q, k, v, *ends, None, out, *rest, 70, 130, 1.5, False, 1.0, "strict",
+        [False, True, False, False],
+    )  # fmt: skip
+    assert [tuple(g.shape) for g in grads] == [(0,), tuple(k.shape), (0,), (0,)]
+
+
+def test_wrong_bounds_are_named() -> None:
+    q, k, v, *ends = operands()
+    with pytest.raises(ArgumentError, match="cu_seqlens_k must start with 0"):
+        elsa.entmax_varlen_attention(q, k, v, ends[0], ends[1] + 1, enable_gqa=True)
+
+
+def test_alpha_of_half_precision_is_summed_in_float32() -> None:
+    """Over 200 sequences: sums in bfloat16 lost two digits."""
+    ends = bounds([7] * 200)
+    q, k, v = torch.randn(3, 1400, 2, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    found = []
+    for dtype in (torch.float64, torch.bfloat16):
+        alpha = torch.full((1, 2, 1, 1), 1.375, dtype=dtype, requires_grad=True)
+        terms = (7, 7, 0.0, False, 0.5, "strict")
+        out = OPERATOR.overload(q, k, v, ends, ends, alpha, *terms)[0]
+        found.append(torch.autograd.grad(out.square().sum(), alpha)[0])
+    torch.testing.assert_close(found[1], found[0].bfloat16(), rtol=2.0**-7, atol=0)
+
+
+def test_longest_lengths_in_a_compiled_program() -> None:
+    """Given as constants or symbols, shorter than the tokens or not."""
+
+    def call(x: torch.Tensor, starts: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+        longest = entmax_varlen._bounded(Packed(x, x, x, starts, starts), queries, keys)
+        return x.sum() * longest[0] + longest[1]
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
+    for tokens in (70, 90, 130):
+        x, starts = torch.randn(tokens, 2, 8), torch.tensor([0, tokens])
+        for given in ((1000, 1000), (30, 40), (tokens, tokens)):
+            assert torch.equal(compiled(x, starts, *given), call(x, starts, *given))
+    torch.compiler.reset()
