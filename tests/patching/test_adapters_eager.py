@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from seen import Calls
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.errors import NothingPatchedError
 from elsa_core.patching.adapters import decomposed
@@ -35,20 +35,6 @@ from timm.models import (
     vision_transformer_sam,
     volo,
 )
-
-
-class Calls(TorchDispatchMode):
-    """Counts elsa's operators, and the elements of the largest mask that one was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count, self.mask = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name.startswith("elsa::attention"):
-            self.count += 1
-            self.mask = max(self.mask, 0 if args[3] is None else args[3].numel())
-        return func(*args, **(kwargs or {}))
 
 
 class Case(NamedTuple):
@@ -164,7 +150,7 @@ def assert_same(module: nn.Module, dtype: torch.dtype, *inputs: Any) -> nn.Modul
     patch(patched, strict=True)
     with Calls() as calls:
         found = patched(*cast(inputs, dtype))
-    assert calls.count > 0
+    assert calls.elsa
     assert first(found).dtype == dtype and first(found).shape == expected.shape
     if isinstance(own, tuple):
         assert list(found[1]) == list(own[1])
@@ -223,7 +209,7 @@ def test_decomposed_positions_need_no_mask() -> None:
         patch(module)
         with torch.no_grad(), Calls() as calls:
             module(torch.randn(2, *CASES[case].shape), *CASES[case].further(2))
-        assert (calls.mask > 0) is masked
+        assert (calls.elsa[0][0][3] is not None) is masked
 
 
 @torch.no_grad()
@@ -236,7 +222,7 @@ def test_positions_too_many_for_the_head_dim_become_a_mask(monkeypatch) -> None:
         patch(module)
         with Calls() as calls:
             module(*inputs)
-        assert calls.mask > 0
+        assert calls.elsa[0][0][3] is not None
 
 
 def test_cached_biases_follow_the_weights() -> None:

@@ -9,31 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Calls
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.errors import ArgumentError, NothingPatchedError
 from elsa_core.patching.rewrite import patch, unpatch
 from elsa_core.patching.sites import find_sites, inspect
 
 WIDTH, HEADS, QUERIES, KEYS = 32, 4, 7, 9
-
-
-class Calls(TorchDispatchMode):
-    """The arguments of elsa's operators and the names of PyTorch's own attention operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple] = []
-        self.others: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if name.startswith("elsa::attention"):
-            self.seen.append(args)
-        elif "attention" in name or "transformer" in name:
-            self.others.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def randomised(module: nn.Module) -> nn.Module:
@@ -64,7 +47,7 @@ def assert_same(module: nn.Module, dtype: torch.dtype, run, *inputs, **more) -> 
     patch(copied)
     with Calls() as calls:
         out = run(copied, *arguments, **options)
-    assert calls.seen and not calls.others
+    assert calls.elsa and not calls.others("attention", "transformer")
     assert out.dtype == dtype and out.shape == plain.shape
     own_error = (plain.double() - expected).norm()
     band = 4 * torch.finfo(dtype).eps * expected.norm()

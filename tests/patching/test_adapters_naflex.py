@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import timm
 import torch
+from seen import Calls
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
 from elsa_core.patching.adapters import padding
@@ -253,11 +253,6 @@ def test_whole_scope_copies_pickles_and_goes_back() -> None:
     assert torch.equal(patched(given), original(given))
 
 
-class _Sees(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @torch.no_grad()
 def test_what_is_recorded_keeps_the_mask(packed: list[int]) -> None:
     """A program must not depend on how many tokens this batch has."""
@@ -265,7 +260,7 @@ def test_what_is_recorded_keeps_the_mask(packed: list[int]) -> None:
     elsa.patch(patched, scope="attention")
     out = patched(given)
     packed.clear()
-    with _Sees():
+    with Calls():
         assert torch.allclose(patched(given), out, atol=1e-4)
     assert not packed
 

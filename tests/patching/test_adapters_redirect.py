@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sampling import thinned
+from seen import Calls
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.errors import NothingPatchedError
 from elsa_core.patching import sites
@@ -21,18 +21,6 @@ from elsa_core.patching.adapters import redirect
 from elsa_core.patching.rewrite import patch, unpatch
 
 timm = pytest.importorskip("timm")
-
-
-class Count(TorchDispatchMode):
-    """Counts the calls of elsa's operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func._schema.name.startswith(("elsa::attention", "elsa::window_attention"))
-        return func(*args, **(kwargs or {}))
 
 
 class Base(nn.Module):
@@ -151,9 +139,9 @@ def test_every_spelling_is_redirected(cls: type) -> None:
     module, x = cls(), torch.randn(2, 5, 16)
     expected, sdpa_before = module(x), F.scaled_dot_product_attention
     patch(module, backend="eager")
-    with Count() as count:
+    with Calls() as calls:
         found = module(x)
-    assert count.calls == 1
+    assert len(calls.elsa) == 1
     torch.testing.assert_close(found, expected)
     called = []
 
@@ -167,11 +155,11 @@ def test_every_spelling_is_redirected(cls: type) -> None:
     torch.testing.assert_close(pickle.loads(pickle.dumps(module))(x), expected)
     assert type(module).forward.__code__ is cls.forward.__code__
     assert F.scaled_dot_product_attention is sdpa_before
-    with Count() as count:
+    with Calls() as calls:
         cls()(x)  # another instance of the class is not touched
         unpatch(module)
         assert torch.equal(module(x), expected)
-    assert count.calls == 0
+    assert len(calls.elsa) == 0
 
 
 @pytest.mark.parametrize(
@@ -187,9 +175,9 @@ def test_what_cannot_be_redirected_is_recognised_as_it_runs(cls: type) -> None:
         expected = module(x)
         (site,) = patch(module).patched
         assert site.adapter == "recognised"
-        with Count() as count:
+        with Calls() as calls:
             torch.testing.assert_close(module(x), expected)
-    assert count.calls == 1
+    assert len(calls.elsa) == 1
 
 
 def test_a_traced_graph_is_refused() -> None:
@@ -214,9 +202,9 @@ def test_a_class_whose_fused_branch_is_off_is_watched() -> None:
     x = torch.randn(3, 16, 16)
     expected = module(x)
     patch(module)
-    with Count() as count:
+    with Calls() as calls:
         torch.testing.assert_close(module(x), expected)
-    assert count.calls == 1 and module.fused_attn is False
+    assert len(calls.elsa) == 1 and module.fused_attn is False
     module.fused_attn = True
     unpatch(module)
     assert module.fused_attn is True
@@ -272,9 +260,9 @@ def test_families_agree(name: str, dtype: torch.dtype) -> None:
     model, x = model.to(dtype), x.to(dtype)
     own_error = (model(x).double() - expected).norm()
     report = patch(model)
-    with Count() as count:
+    with Calls() as calls:
         error = (model(x).double() - expected).norm()
-    assert count.calls >= len(report.patched)
+    assert len(calls.elsa) >= len(report.patched)
     assert error <= 2 * own_error + 8 * torch.finfo(dtype).eps * expected.norm()
 
 
@@ -339,16 +327,8 @@ def test_a_class_that_no_module_has_is_gone() -> None:
 @torch.no_grad()
 def test_the_precision_reaches_the_operator() -> None:
     """One that is lost on the way is `strict`, which no result on a CPU shows."""
-    asked = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func._schema.name == "elsa::attention":
-                asked.append(args[-1])
-            return func(*args, **(kwargs or {}))
-
     model = ByModule().eval()
     patch(model, precision="ieee")
-    with Record():
+    with Calls() as calls:
         model(torch.randn(1, 3, 16))
-    assert asked == ["ieee"]
+    assert [args[-1] for args, _ in calls.elsa] == ["ieee"]

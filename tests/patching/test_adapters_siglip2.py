@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Calls
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
 from elsa_core.patching.adapters import padding
@@ -204,15 +204,10 @@ def test_a_mask_that_hides_keys_of_some_queries_is_read(packed: list[Any]) -> No
     assert not packed
 
 
-class _Sees(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @torch.no_grad()
 def test_what_is_recorded_keeps_the_mask(packed: list[Any]) -> None:
     original, patched = pair()
-    with _Sees():
+    with Calls():
         found = patched(**batch()).pooler_output
     torch.testing.assert_close(found, original(**batch()).pooler_output, atol=1e-5, rtol=1e-5)
     assert not packed

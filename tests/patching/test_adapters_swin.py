@@ -11,8 +11,8 @@ import timm
 import torch
 from originals import of_original
 from sampling import thinned
+from seen import Calls
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.patching.rewrite import patch, unpatch
 from elsa_core.proof.checking import check
@@ -27,22 +27,6 @@ TIMM = {
 }
 TORCHVISION = ("torchvision-v1", "torchvision-v2")
 KINDS = (*TIMM, *TORCHVISION)
-
-
-class Calls(TorchDispatchMode):
-    """Counts elsa's window operator, and what the original would call around attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.windows = 0
-        self.others: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        self.windows += name.startswith("elsa::window_attention")
-        if name in ("aten::roll", "aten::_softmax", "aten::bmm"):
-            self.others.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @functools.cache
@@ -101,7 +85,7 @@ def assert_same(model: nn.Module, x: Tensor, dtype: torch.dtype, run: Any = None
     assert not report.kept
     with Calls() as calls:
         found = features(model, x)
-    assert calls.windows == len(report.patched) and not calls.others
+    assert calls.windows == len(report.patched) and not calls.others("roll", "_softmax", "bmm")
     assert found.dtype == dtype and found.shape == plain.shape
     own, error = ((out.double() - expected) for out in (plain, found))
     eps = torch.finfo(dtype).eps

@@ -8,8 +8,8 @@ import inspect
 import pytest
 import torch
 from originals import of_original
+from seen import Calls
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.patching import adapters
 from elsa_core.patching.rewrite import patch
@@ -22,20 +22,6 @@ from timm.models.eva import EvaAttention
 
 TOKENS, WIDTH, HEADS = 17, 48, 3
 ROPE_GRID = (4, 4)  # 16 rotated tokens after one prefix token
-
-
-class Calls(TorchDispatchMode):
-    """Keeps the arguments and results of elsa's operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[tuple, torch.Tensor]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func._schema.name.startswith("elsa::attention"):
-            self.seen.append((args, out[0]))
-        return out
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -73,7 +59,7 @@ def assert_same(module: nn.Module, dtype: torch.dtype, *args, **kwargs) -> nn.Mo
     patch(patched)
     with Calls() as calls:
         out = patched(*narrow, **slim)
-    assert len(calls.seen) == 1
+    assert len(calls.elsa) == 1
     assert out.dtype == dtype
     band = 4 * torch.finfo(dtype).eps * expected.norm()
     assert (out.double() - expected).norm() <= 2 * own_error + band
@@ -214,7 +200,7 @@ def test_nothing_is_copied_around_the_operator(cls: type) -> None:
     module.proj.register_forward_pre_hook(lambda m, args: joined.append(args[0]))
     with Calls() as calls:
         module(torch.randn(2, TOKENS, WIDTH))
-    (arguments, out), *_ = calls.seen
+    (arguments, out), *_ = calls.elsa
     assert {storage(t) for t in arguments[:3]} == {storage(packed[0])}
     assert storage(joined[0]) == storage(out)
     assert joined[0].is_contiguous()
@@ -226,7 +212,7 @@ def test_grouped_keys_are_not_repeated() -> None:
     patch(module)
     with Calls() as calls:
         module(torch.randn(2, TOKENS, WIDTH))
-    query, key, value = calls.seen[0][0][:3]
+    query, key, value = calls.elsa[0][0][:3]
     assert (query.shape[1], key.shape[1], value.shape[1]) == (HEADS, 1, 1)
 
 

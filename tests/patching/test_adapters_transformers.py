@@ -8,22 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from seen import Calls
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.adapters import common, hf_transformers, table
 from elsa_core.patching.adapters.hf_transformers import attention_forward, register
-
-
-class Count(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func._schema.name.startswith("elsa::attention")
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mask", ["none", "bool", "additive", "causal"])
@@ -82,9 +72,9 @@ def test_models_run_on_it() -> None:
         wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
         expected = copy.deepcopy(eager).double()(**wide).last_hidden_state
         own = eager(**inputs).last_hidden_state.double()
-        with Count() as count:
+        with Calls() as calls:
             found = ours(**inputs).last_hidden_state.double()
-        assert count.calls == 2
+        assert len(calls.elsa) == 2
         if "attention_mask" in inputs:  # a padded token's own output is nobody's promise
             expected, own, found = (x[padding.bool()] for x in (expected, own, found))
         band = 4 * torch.finfo(torch.float32).eps * expected.norm()
@@ -157,25 +147,12 @@ def test_gradients_of_dinov2() -> None:
         assert square**0.5 <= 2 * own_square**0.5 + 4 * torch.finfo(torch.float32).eps, name
 
 
-class Asked(TorchDispatchMode):
-    """The precisions that calls of the operator asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.precisions: list[object] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name == "elsa::attention":
-            self.precisions.append(args[-1])
-        return func(*args, **(kwargs or {}))
-
-
 @torch.no_grad()
 def test_what_was_asked_for_reaches_the_operator() -> None:
     """A precision that is dropped on the way is `strict`, which no result on a CPU shows."""
     x, module = torch.randn(1, 2, 3, 4), SimpleNamespace(is_causal=False)
     site = SimpleNamespace(elsa_precision="ieee", elsa_backend="auto")
-    with Asked() as asked:
+    with Calls() as calls:
         attention_forward(module, x, x, x, None, precision="ieee")
         common.attend(site, x, x, x, scale=0.5, is_causal=True)
-    assert asked.precisions == ["ieee", "ieee"]
+    assert [args[-1] for args, _ in calls.elsa] == ["ieee", "ieee"]
