@@ -287,8 +287,10 @@ def _merges(*tensors: Tensor) -> bool:
 def _broadcast_batch(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    batch: Any = query.shape[:-3]
     try:
-        batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+        if not batch == key.shape[:-3] == value.shape[:-3]:
+            batch = torch.broadcast_shapes(batch, key.shape[:-3], value.shape[:-3])
     except RuntimeError:
         raise ArgumentError(
             "the batch dims of query, key and value do not broadcast: "

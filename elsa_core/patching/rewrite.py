@@ -74,8 +74,8 @@ def patch(
             float32 on sm_90 and on AMD's processors with AVX-512, else "attention".
         mesh: where given, the model's tokens are sharded over its ranks too, see
             `elsa_core.distributed.shard`.
-        sparsity: as `elsa_core.attention` takes it, for global attention of the adapters (windows,
-            and sites whose own call of PyTorch's attention is redirected, leave out nothing). A
+        sparsity: as `elsa_core.attention` takes it, for global attention (windows leave out
+            nothing). A
             number costs an error, which `check` reports, and has no gradients. Saved models and
             exported ones leave out nothing.
         offload: "host": what a backward needs stays in host memory from the forward on, pinned
@@ -201,10 +201,7 @@ def _swap(
     named += [None] * (len(modules) - len(named))
     # Every class is made before the first is swapped: a failure leaves the model as it was.
     classes = [
-        adapters.with_base(
-            module,
-            adapters.replacement(adapters.base_class(module), precision, backend, adapter),
-        )
+        adapters.with_base(module, adapters.replacement(adapters.base_class(module), adapter))
         for module, adapter in zip(modules, named, strict=True)
     ]
     whole = None

@@ -10,7 +10,6 @@ say (tokens, windows, FLOPs, masks) is learned by running a copy of the model on
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,15 +21,14 @@ from elsa_core.backends.support import Support
 from elsa_core.base.inputs import resolved_input_size
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ArgumentError
-from elsa_core.patching import adapters, bytecode, layers
-from elsa_core.patching.adapters import redirect, table
+from elsa_core.patching import adapters, hints, layers
+from elsa_core.patching.adapters import table
 from elsa_core.patching.probe import Observation, Probe, ProbeError, probe
 from elsa_core.patching.text import reasons, sites_of, sites_table
 from elsa_core.patching.watching import Attentions, Example, watch
 
-_EAGER = "computes its softmax in eager PyTorch, and no adapter is written for it yet"
+_MAY_HOLD = "its code names what attention is made of: an example of the input tells what runs"
 _DID_NOT_RUN = "the run on the example met no attention here that elsa can take over"
-_FUNCTIONAL = "calls torch.nn.functional.multi_head_attention_forward, which has no adapter yet"
 _RETURNED = "the model returns its attention weights, which PyTorch has to compute"
 _NOT_OVER_TOKENS = ("linear", "channel", "other")
 _NO_ATTENTION = (table.BLOCK, table.COMPANION, *table.LAYERS)  # kinds of rows
@@ -227,7 +225,7 @@ def find_sites(
 def _as_ran(sites: Sequence[AttentionSite], ran: Attentions) -> Iterator[AttentionSite]:
     """The sites of a run: what elsa serves is patchable, and nothing else."""
     for site in sites:
-        of_any_class = site.adapter in adapters.GENERAL
+        of_any_class = site.adapter == adapters.WATCHED
         if site.kind in table.LAYERS or not site.patchable or ran.paths[site.path]:
             yield site
         elif ran.within(site.path):
@@ -307,23 +305,7 @@ def _kind_of(cls: type) -> str | None:
     row = _row(cls)
     if row is not None:
         return None if row.kind == table.NONE else row.kind
-    return _kind_by_code(cls, getattr(cls, "forward", None))
-
-
-# Bound: reading the code of a class takes milliseconds, and a process sees some hundred classes.
-@functools.lru_cache(maxsize=1024)
-def _kind_by_code(cls: type, forward: object) -> str | None:
-    """The kind by what the class's forward does; a class may get another one."""
-    if cls.__module__.startswith("torch.nn."):
-        return None
-    reached = bytecode.methods(cls)
-    if (
-        any(bytecode.sdpa_calls(method.function) for method in reached)
-        or bytecode.calls_multi_head_attention_forward(reached)
-        or bytecode.computes_softmax_attention(reached)
-    ):
-        return "global"
-    return None
+    return table.GLOBAL if hints.may_attend(cls, getattr(cls, "forward", None)) else None
 
 
 def _row(cls: type) -> table.Row | None:
@@ -337,9 +319,7 @@ def _row(cls: type) -> table.Row | None:
     return None
 
 
-def _support(  # noqa: PLR0911
-    module: nn.Module, cls: type[nn.Module], seen: bool
-) -> tuple[Support, str | None]:
+def _support(module: nn.Module, cls: type[nn.Module], seen: bool) -> tuple[Support, str | None]:
     """Whether a site can be patched, how or why not, and its adapter.
 
     `seen`: whether attention was recognised in a run of its forward.
@@ -349,27 +329,12 @@ def _support(  # noqa: PLR0911
         return Support(False, row.reason), None
     if adapters.is_watched(module):
         return adapters.watch_support(module), adapters.WATCHED
-    answer = adapters.support(module)
-    if answer.ok:
-        return answer, adapters.name_of(cls)
-    if seen or (adapters.written(cls) is None and _is_watchable(cls)):
-        watched = adapters.watch_support(module)
-        return watched, adapters.WATCHED if watched.ok else None
-    if adapters.written(cls) is not None or redirect.refers_to_sdpa(cls):
-        return answer, None
-    if bytecode.calls_multi_head_attention_forward(bytecode.methods(cls)):
-        return Support(False, _FUNCTIONAL), None
-    return Support(False, _EAGER), None
-
-
-def _is_watchable(cls: type[nn.Module]) -> bool:
-    """Whether a class's code computes attention in ways that are recognised as it runs."""
-    reached = bytecode.methods(cls)
-    return (
-        bytecode.computes_softmax_attention(reached)
-        or any(bytecode.sdpa_calls(method.function) for method in reached)
-        or table.has_interface(cls)
-    )
+    answer, adapter = adapters.support(module), adapters.name_of(cls)
+    if seen and not answer.ok:
+        answer, adapter = adapters.watch_support(module), adapters.WATCHED
+    elif row is None and not seen and adapter == adapters.WATCHED and answer.ok:
+        answer = Support(True, _MAY_HOLD)
+    return answer, adapter if answer.ok else None
 
 
 def _observed(site: AttentionSite, result: Probe) -> AttentionSite:

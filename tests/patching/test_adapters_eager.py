@@ -1,4 +1,4 @@
-"""The adapters of timm's and open_clip's eager attentions: each against its class in float64."""
+"""timm's and open_clip's eager attentions, patched: each against its class in float64."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 from seen import Calls
 from torch import nn
 
-from elsa_core.errors import NothingPatchedError
 from elsa_core.patching.adapters import decomposed
-from elsa_core.patching.rewrite import patch, unpatch
+from elsa_core.patching.rewrite import patch
 
 pytest.importorskip("timm")
 
@@ -274,18 +273,3 @@ def test_places_and_tables_in_few_launches(keys, more, prefix):
     found = decomposed._places(keys, more, prefix, like.cuda()).cpu()
     assert torch.equal(found, expected) and found.dtype == expected.dtype
     assert torch.equal(decomposed.table_ahead(rel.cuda(), keys[1], keys[1]).cpu(), table)
-
-
-def test_visformers_weights_may_be_hooked() -> None:
-    module = randomised(visformer.Attention(24, 3))
-    x = torch.randn(2, 24, 3, 5)
-    expected = module(x)
-    patch(module)
-    seen: list[int] = []
-    hook = module.attn_drop.register_forward_hook(lambda *_: seen.append(1))
-    assert torch.equal(module(x), expected) and seen
-    hook.remove()
-    unpatch(module)
-    module.attn_drop = nn.Softplus()
-    with pytest.raises(NothingPatchedError, match="its attn_drop is a Softplus"):
-        patch(module)

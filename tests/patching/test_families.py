@@ -33,11 +33,11 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "vit_small_patch14_dinov2": {"img_size": 56, **SMALL},
     "mobilevit_xxs": {"img_size": 64},
     "samvit_base_patch16_224": {"img_size": 64, **SMALL},
-    "levit_128s": {"img_size": 112},
 }
-# The redirect of scaled_dot_product_attention: relative bias, reduced keys, windows (5-D and 4-D),
+# Their own forward, watched: relative bias, reduced keys, windows (5-D and 4-D),
 # multi-query with one key head, convolutional layout.
-REDIRECTED: dict[str, dict[str, Any]] = {
+WATCHED: dict[str, dict[str, Any]] = {
+    "levit_128s": {"img_size": 112},
     "beit_base_patch16_224": {"img_size": 64, **SMALL},
     "pvt_v2_b0": {"img_size": 64},
     "vit_relpos_small_patch16_224": {"img_size": 64, **SMALL},
@@ -82,17 +82,17 @@ def test_adapted_family(name: str, kind: str) -> None:
     wide = copy.deepcopy(model).double()
     of_original(lambda: wide(torch.zeros(1, 3, size, size, dtype=torch.float64)))
     report = patch(model, strict=True)
-    assert any(site.adapter != "sdpa-redirect" for site in report.patched)
+    assert any(site.adapter != "recognised" for site in report.patched)
     assert len(run(model, size, dtype).sites) == len(report.patched)
 
 
-@pytest.mark.parametrize(("name", "kind"), thinned(REDIRECTED, DTYPES))
-def test_redirected_family(name: str, kind: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), thinned(WATCHED, DTYPES))
+def test_watched_family(name: str, kind: str) -> None:
     dtype = DTYPES[kind]
-    model = create(name, REDIRECTED[name], dtype)
+    model = create(name, WATCHED[name], dtype)
     report = patch(model)
-    assert {site.adapter for site in report.patched} == {"sdpa-redirect"}
-    size = REDIRECTED[name]["img_size"]
+    assert {site.adapter for site in report.patched} == {"recognised"}
+    size = WATCHED[name]["img_size"]
     run(model, size, dtype)
 
 

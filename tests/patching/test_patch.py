@@ -36,7 +36,7 @@ MODELS = {
 }
 
 
-def redirected() -> nn.Module:
+def unwritten() -> nn.Module:
     """A model whose four sites have no written adapter."""
     from timm.models import metaformer
 
@@ -130,7 +130,7 @@ def test_copies_and_pickles(kind: str) -> None:
 
 def test_a_fresh_process_unpickles_without_patching_anything(with_torch: Warm, tmp_path) -> None:
     """Redirected classes exist in no file: their module rebuilds them from the name."""
-    model, x = redirected(), images("vit")
+    model, x = unwritten(), images("vit")
     patch(model, precision="ieee", backend="eager")
     torch.save((model, x, model(x)), tmp_path / "model.pt")
     code = (
@@ -192,7 +192,7 @@ def test_exports_with_a_dynamic_batch(kind: str) -> None:
     close(program.module()(images(kind, 5)), model(images(kind, 5)))
 
 
-@pytest.mark.parametrize("name", ["vit", "swin_t", "redirected"])
+@pytest.mark.parametrize("name", ["vit", "swin_t", "unwritten"])
 @torch.no_grad()
 def test_feature_extractors_take_sites_as_leaves(name: str) -> None:
     torchvision = pytest.importorskip("torchvision")
@@ -203,8 +203,8 @@ def test_feature_extractors_take_sites_as_leaves(name: str) -> None:
         options = {"patch_size": [4, 4], "embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2]}
         model = torchvision.models.SwinTransformer(window_size=[4, 4], **options).eval()
         node, x = "features.1", torch.randn(2, 3, 32, 32)
-    elif name == "redirected":
-        model, node, x = redirected(), "stages.3", torch.randn(2, 3, 64, 64)
+    elif name == "unwritten":
+        model, node, x = unwritten(), "stages.3", torch.randn(2, 3, 64, 64)
     else:
         model, node, x = make(name), "blocks.0", images(name)
     expected = create_feature_extractor(model, [node])(x)[node]
@@ -244,15 +244,13 @@ def test_changes_dtype_after_patching(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_patching_again_updates() -> None:
-    model = redirected()
+    model = unwritten()
     first = patch(model)
     again = patch(model)
     assert [s.path for s in again.patched] == [s.path for s in first.patched]
     patch(model, precision="ieee", backend="eager", include="stages.2.*")
     precisions = [module.elsa_precision for module in patched_sites(model).values()]
     assert precisions == ["ieee", "ieee", "strict", "strict"]
-    names = {type(m).__qualname__ for m in patched_sites(model).values()}
-    assert len(names) == 2  # a redirected class carries its precision and backend
     assert all(
         m.__class__.__mro__[1].__module__.startswith("timm")
         for m in model.modules()
@@ -446,7 +444,7 @@ def test_a_compiled_model_is_patched_inside() -> None:
 
 def test_threads_get_one_class() -> None:
     """Two classes of one name would break pickle: it looks the class up again."""
-    models, barrier = [redirected() for _ in range(4)], threading.Barrier(4)
+    models, barrier = [unwritten() for _ in range(4)], threading.Barrier(4)
 
     def work(model: nn.Module) -> None:
         barrier.wait()

@@ -166,7 +166,7 @@ def test_patched_models_report_the_same_sites(name: str) -> None:
 KINDS = {
     "cait_xxs24_224": [
         ("TalkingHeadAttn", "talking-heads", 196, False, "mixes heads"),
-        ("ClassAttn", "class", 1, True, "redirected"),
+        ("ClassAttn", "class", 1, True, "its own forward"),
     ],
     "xcit_nano_12_p16_224": [("XCA", "channel", None, False, "channels")],
     "davit_tiny": [
@@ -176,7 +176,7 @@ KINDS = {
     "efficientformerv2_s0": [("Attention2d", "talking-heads", 49, False, "mixes heads")],
     "convit_tiny": [
         ("GPSA", "gated-positional", 196, False, "gate"),
-        ("MHSA", "global", 197, True, "adapter"),
+        ("MHSA", "global", 197, True, "its own forward"),
     ],
     "volo_d1_224": [("OutlookAttention", "outlook", 9, False, "linear layer")],
     "efficientvit_b0": [("LiteMLA", "linear", None, False, "no softmax")],
@@ -184,9 +184,9 @@ KINDS = {
     "swinv2_tiny_window8_256": [("SwinTransformerV2Block", "window", 64, True, "adapter")],
     "mvitv2_tiny": [("MultiScaleAttention", "global", 3136, True, "adapter")],
     "samvit_base_patch16": [("Attention", "window", 196, True, "adapter")],
-    "hiera_tiny_224": [("MaskUnitAttention", "window", 64, True, "redirected")],
-    "vit_base_patch16_siglip_224": [("AttentionPoolLatent", "pooling", 1, True, "redirected")],
-    "crossvit_tiny_240": [("CrossAttention", "cross", 1, True, "adapter")],
+    "hiera_tiny_224": [("MaskUnitAttention", "window", 64, True, "its own forward")],
+    "vit_base_patch16_siglip_224": [("AttentionPoolLatent", "pooling", 1, True, "its own forward")],
+    "crossvit_tiny_240": [("CrossAttention", "cross", 1, True, "its own forward")],
 }
 
 

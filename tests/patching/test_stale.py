@@ -44,11 +44,6 @@ TIMM: dict[str, tuple[str, dict[str, Any]]] = {
         {"embed_dims": (8, 32), "num_heads": (1, 2), "depths": (1, 1), "window_sizes": (7, 4),
          "num_classes": 6},
     ),
-    "levit": (
-        "levit_128s",
-        {"img_size": 64, "embed_dim": (32, 48), "depth": (1, 1), "num_heads": (2, 3),
-         "num_classes": 6},
-    ),
 }  # fmt: skip
 TORCHVISION = ("torchvision-swin", "torchvision-swin-v2", "torchvision-maxvit")
 KINDS = (*TIMM, *TORCHVISION)
@@ -177,7 +172,7 @@ def test_frozen_models_keep_what_they_derive(kind: str, monkeypatch: Any) -> Non
     assert_follows(model, x)
 
 
-@pytest.mark.parametrize("kind", ["swin", "swin-v2", "levit", "torchvision-swin-v2"])
+@pytest.mark.parametrize("kind", ["swin", "swin-v2", "torchvision-swin-v2"])
 @pytest.mark.parametrize(
     "thaw",
     ["train", "training forward", "gradients", "load", "refresh", "unfreeze", "unpatch", "write"],

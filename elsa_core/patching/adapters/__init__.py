@@ -1,4 +1,5 @@
-"""The subclasses that a patched module takes: written ones (one file a family) and redirected ones.
+"""The subclasses that a patched module takes: written ones (one file a family), and
+those of any class, whose own forward runs watched.
 
 Each is importable and picklable, has no constructor, no parameters and no closures, and names the
 class that it replaces in `elsa_base`.
@@ -14,11 +15,9 @@ from torch.fx import GraphModule
 
 from elsa_core.backends.support import Support
 from elsa_core.errors import ModelError
-from elsa_core.patching.adapters import redirect, table, watched
+from elsa_core.patching.adapters import table, watched
 
-# Adapters of any class, by the names that reports give them.
-REDIRECT, WATCHED = "sdpa-redirect", "recognised"
-GENERAL = (REDIRECT, WATCHED)
+WATCHED = "recognised"  # how reports name the adapter of any class
 
 
 def patched_class(module: nn.Module) -> type[nn.Module] | None:
@@ -122,16 +121,15 @@ def entry(module: nn.Module) -> str:
 
 def support(module: nn.Module) -> Support:
     """Whether the module can be patched, and how or why not."""
-    cls = base_class(module)
+    adapter = written(base_class(module))
+    if adapter is None:
+        return watch_support(module)
     for name in ("forward", entry(module)):
         if name in vars(module):
             return Support(False, f"its {name} was replaced on the instance")
-    adapter = written(cls)
-    if adapter is not None:
-        refusal = getattr(adapter, "elsa_why_not", None)
-        reason = "" if refusal is None else refusal(module)
-        return Support(not reason, reason or "an adapter is written for this class")
-    return redirect.support(cls, module)
+    refusal = getattr(adapter, "elsa_why_not", None)
+    reason = "" if refusal is None else refusal(module)
+    return Support(not reason, reason or "an adapter is written for this class")
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -151,15 +149,10 @@ def watch_support(module: nn.Module) -> Support:
     return Support(True, "its own forward runs, and attention in it is recognised")
 
 
-def replacement(
-    cls: type[nn.Module], precision: str, backend: str, adapter: str | None = None
-) -> type[nn.Module]:
+def replacement(cls: type[nn.Module], adapter: str | None = None) -> type[nn.Module]:
     """The class that a module of class `cls` takes; `support` has said yes before."""
-    patched: Any
-    if adapter == WATCHED:
-        patched = watched.watched(cls)
-    else:
-        patched = written(cls) or redirect.redirected(cls, precision, backend)
+    own = None if adapter == WATCHED else written(cls)
+    patched: Any = own or watched.watched(cls)
     patched.__prepare_scriptable__ = _refuse_script
     return patched  # type: ignore[no-any-return]
 
@@ -176,4 +169,4 @@ def _refuse_script(module: nn.Module) -> nn.Module:
 def name_of(cls: type[nn.Module]) -> str:
     """How reports name the adapter of a class that can be patched."""
     adapter = written(cls)
-    return REDIRECT if adapter is None else adapter.__name__
+    return WATCHED if adapter is None else adapter.__name__

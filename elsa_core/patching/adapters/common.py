@@ -318,6 +318,7 @@ def attend(
     scale: float | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    enable_gqa: bool = True,
 ) -> Tensor:
     """The operator with the patched module's precision and backend: [B, H, N, D] -> [B, H, N, Dv].
 
@@ -332,7 +333,7 @@ def attend(
 
         offload = "host" if streams(module, query, key, mask, dropout_p) else None
     out: Any = attention(
-        query, key, value, mask, dropout_p, is_causal, scale, True,
+        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa,
         precision=module.elsa_precision, backend=module.elsa_backend,
         sparsity=None if offload else sparsity, offload=offload,
     )  # fmt: skip

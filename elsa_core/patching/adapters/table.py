@@ -1,7 +1,7 @@
 """The adapter table: what is known of attention classes by name, one row a class.
 
-A class that is missing here is still found, by its code (`elsa_core.patching.sites`), and patched
-where it calls `scaled_dot_product_attention` (`elsa_core.patching.adapters.redirect`). A row with a
+A class without an adapter runs its own forward, watched (`elsa_core.patching.adapters.watched`). So
+does one that is missing here, where its code or a run on an example shows attention. A row with a
 reason is never rewritten: the class computes something else than softmax(Q K^T * s + b) V.
 
 Adapters of other packages are registered with `register_adapter`.
@@ -10,7 +10,6 @@ Adapters of other packages are registered with `register_adapter`.
 from __future__ import annotations
 
 import importlib
-import inspect
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -60,15 +59,10 @@ class Library:
     Attributes:
         name: its package.
         rows: its classes.
-        switches: attributes of its modules that choose between fused attention and eager softmax.
-        interface: the table, a global of its modules, in which its classes look attention up by
-            name: they call it through a helper. "" for none.
     """
 
     name: str
     rows: tuple[Row, ...] = ()
-    switches: tuple[str, ...] = ()
-    interface: str = ""
 
 
 _TALKING = "mixes heads around the softmax, so that no head is softmax(QK^T)V alone"
@@ -126,9 +120,9 @@ _TIMM = (
         "gated-positional",
         reason="blends two softmaxes by a gate, one of them of positions alone",
     ),
-    Row("models.convit.MHSA", GLOBAL, "timm_plain.ElsaConvitMHSA"),
+    Row("models.convit.MHSA", GLOBAL),
     Row("models.cpubone.ConvAttention", GLOBAL),
-    Row("models.crossvit.CrossAttention", CROSS, "timm_plain.ElsaCrossAttention"),
+    Row("models.crossvit.CrossAttention", CROSS),
     Row(
         "models.csatv2.SpatialTransformerBlock",
         "other",
@@ -139,7 +133,7 @@ _TIMM = (
     Row("models.davit.SpatialBlock", BLOCK, "timm_windows.ElsaSpatialBlock"),
     Row("models.davit.WindowAttention", WINDOW),
     Row("models.edgenext.CrossCovarianceAttn", "channel", reason=_CHANNEL),
-    Row("models.efficientformer.Attention", GLOBAL, "timm_levit.ElsaEfficientFormerAttention"),
+    Row("models.efficientformer.Attention", GLOBAL),
     Row("models.efficientformer_v2.Attention2d", "talking-heads", reason=_TALKING),
     Row("models.efficientformer_v2.Attention2dDownsample", "talking-heads", reason=_TALKING),
     Row(
@@ -152,20 +146,16 @@ _TIMM = (
         "linear",
         reason="ReLU linear attention: there is no softmax",
     ),
-    Row(
-        "models.efficientvit_msra.CascadedGroupAttention",
-        WINDOW,
-        "timm_levit.ElsaCascadedGroupAttention",
-    ),
+    Row("models.efficientvit_msra.CascadedGroupAttention", WINDOW),
     Row("models.eva.EvaAttention", GLOBAL, "timm_eva.ElsaEvaAttention"),
     Row("models.fastvit.Attention", GLOBAL),
-    Row("models.gcvit.WindowAttentionGlobal", WINDOW, "timm_plain.ElsaWindowAttentionGlobal"),
+    Row("models.gcvit.WindowAttentionGlobal", WINDOW),
     Row("models.gemma4_vit.Gemma4Attention", GLOBAL),
     Row("models.hiera.MaskUnitAttention", GLOBAL),
     Row("models.hieradet_sam2.MultiScaleAttention", GLOBAL),
     Row("models.iformer.SHMA", GLOBAL),
-    Row("models.levit.Attention", GLOBAL, "timm_levit.ElsaLevitAttention"),
-    Row("models.levit.AttentionDownsample", GLOBAL, "timm_levit.ElsaLevitAttentionDownsample"),
+    Row("models.levit.Attention", GLOBAL),
+    Row("models.levit.AttentionDownsample", GLOBAL),
     Row("models.lowformer.ConvAttention", GLOBAL),
     Row("models.maxxvit.Attention2d", GLOBAL),
     Row("models.maxxvit.AttentionCl", WINDOW),
@@ -179,10 +169,10 @@ _TIMM = (
     Row("models.mvitv2.MultiScaleAttention", GLOBAL, "timm_mvitv2.ElsaMultiScaleAttention"),
     Row("models.mvitv2.MultiScaleAttentionPoolFirst", GLOBAL),
     Row("models.naflexvit.NaFlexVit", COMPANION, "timm_naflex.ElsaNaFlexVit"),
-    Row("models.nest.Attention", WINDOW, "timm_plain.ElsaNestAttention"),
+    Row("models.nest.Attention", WINDOW),
     Row("models.nextvit.EfficientAttention", GLOBAL),
     Row("models.pvt_v2.Attention", GLOBAL),
-    Row("models.shvit.SHSA", GLOBAL, "timm_plain.ElsaSHSA"),
+    Row("models.shvit.SHSA", GLOBAL),
     Row(
         "models.swiftformer.EfficientAdditiveAttention",
         "linear",
@@ -206,17 +196,17 @@ _TIMM = (
     Row("models.swin_transformer_v2_cr.WindowMultiHeadAttention", WINDOW),
     Row("models.tiny_vit.Attention", WINDOW),
     Row("models.tiny_vit.TinyVitBlock", BLOCK, "timm_windows.ElsaTinyVitBlock"),
-    Row("models.tnt.Attention", GLOBAL, "timm_plain.ElsaTntAttention"),
+    Row("models.tnt.Attention", GLOBAL),
     Row("models.twins.GlobalSubSampleAttn", GLOBAL),
     Row("models.twins.LocallyGroupedAttn", WINDOW, "timm_windows.ElsaLocallyGroupedAttn"),
-    Row("models.visformer.Attention", GLOBAL, "timm_plain.ElsaVisformerAttention"),
+    Row("models.visformer.Attention", GLOBAL),
     Row("models.vision_transformer.Block", COMPANION, "timm_blocks.ElsaBlock"),
     Row("models.vision_transformer.DiffParallelScalingBlock", GLOBAL),
     Row("models.vision_transformer.ParallelScalingBlock", GLOBAL),
     Row("models.vision_transformer_relpos.RelPosAttention", GLOBAL),
     Row("models.vision_transformer_sam.Attention", GLOBAL, "timm_sam.ElsaSamAttention"),
     Row("models.volo.Attention", GLOBAL),
-    Row("models.volo.ClassAttention", CLASS, "timm_plain.ElsaVoloClassAttention"),
+    Row("models.volo.ClassAttention", CLASS),
     Row(
         "models.volo.OutlookAttention",
         "outlook",
@@ -255,17 +245,11 @@ _TORCHVISION = (
 
 LIBRARIES = (
     Library("torch", _TORCH),
-    Library("timm", _TIMM, switches=("fused_attn", "use_fsdpa")),
+    Library("timm", _TIMM),
     Library("open_clip", _OPEN_CLIP),
     Library("torchvision", _TORCHVISION),
-    Library(
-        "transformers",
-        tuple(Row(*row) for row in transformers_rows.ROWS),
-        interface="ALL_ATTENTION_FUNCTIONS",
-    ),
+    Library("transformers", tuple(Row(*row) for row in transformers_rows.ROWS)),
 )
-
-SWITCHES = tuple(switch for library in LIBRARIES for switch in library.switches)
 
 ROWS = MappingProxyType(
     {
@@ -340,15 +324,6 @@ def row_of(cls: type) -> Row | None:
     """What is known of exactly this class."""
     registered = _REGISTERED.get(cls)
     return ROWS.get(qualified(cls)) if registered is None else registered[0]
-
-
-def has_interface(cls: type) -> bool:
-    """Whether a class looks its attention up by name."""
-    library = next((one for one in LIBRARIES if cls.__module__.startswith(f"{one.name}.")), None)
-    forward = inspect.unwrap(vars(cls).get("forward", qualified))  # past transformers' decorators
-    if library is None or not library.interface or not inspect.isfunction(forward):
-        return False
-    return library.interface in forward.__code__.co_names
 
 
 def adapter_of(cls: type) -> type[nn.Module] | None:

@@ -1,7 +1,7 @@
 """timm's MaxViT partition blocks, windows and grids alike, on `elsa_core.window_attention`.
 
 Read against timm 1.0.20 to 1.0.31. CoAtNet's global attention, the parallel block and the blocks in
-channels-first layout call PyTorch's operator on partitioned tokens and are redirected there.
+channels-first layout call PyTorch's operator on partitioned tokens in their own forward.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """A subclass whose forward runs the original's, watched: attention in it is recognised as it
-happens, and computed by `elsa_core.attention` (`elsa_core.patching.recognition`).
+happens, and computed by `elsa_core.attention` (`elsa_core.patching.recognition`). A compiler sees calls of
+`scaled_dot_product_attention` alone.
 
 The subclass is importable: `__getattr__` builds it again from its name, which spells out module and
 class; that is how pickle finds it in a fresh process.
@@ -17,12 +18,16 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
 from elsa_core.base import calls
+from elsa_core.ops.attention.api import attention
+from elsa_core.patching.adapters.common import attend
+from elsa_core.patching.adapters.hooks import noted
 from elsa_core.patching.adapters.names import decoded, encoded
-from elsa_core.patching.recognition import Watch
+from elsa_core.patching.recognition import FEW, Watch
 
 _PREFIX = "Watched"
 _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]]
@@ -31,6 +36,7 @@ _LOCK = threading.Lock()
 # Elements of the largest input of an eager call on a GPU from which on a site is watched: the host
 # takes longer for a watched forward, which smaller calls wait for.
 _LARGE: Final = 1 << 22
+_LEAST: Final = FEW >> 3  # the same on a CPU: attention of fewer has fewer scores than that
 
 
 def watched(cls: type[nn.Module]) -> type[nn.Module]:
@@ -67,13 +73,19 @@ def _build(cls: Any) -> type[nn.Module]:
 
 def run(site: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """forward(site, ...), watched where that pays and recognises anything."""
-    if torch.compiler.is_dynamo_compiling() or not _serves(site, args, kwargs):
+    if torch.compiler.is_dynamo_compiling():
+        with _Traced(site):
+            return forward(site, *args, **kwargs)
+    if not _serves(site, args, kwargs):
         return forward(site, *args, **kwargs)
-    around: Any = _get_current_function_mode()
     names = site.elsa_precision, site.elsa_backend
-    if type(around) is Watch and (around.precision, around.backend) == names:
+    own: Any = attention
+    if noted(site, "elsa_sparsity") is not None or noted(site, "elsa_offload") is not None:
+        own = functools.partial(_attend, site)
+    around: Any = _get_current_function_mode()
+    if type(around) is Watch and (around.precision, around.backend, around.attend) == (*names, own):
         return forward(site, *args, **kwargs)
-    watch = Watch(*names)
+    watch = Watch(*names, attend=own)
     try:
         with watch:
             out = forward(site, *args, **kwargs)
@@ -81,6 +93,34 @@ def run(site: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         watch.abandon()
         raise
     return watch.close(out)
+
+
+def _attend(site: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any, **named: Any) -> Any:
+    """`attention` of a site that was patched with sparsity or offload."""
+    names = ("mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    terms = dict(zip(names, given, strict=False)) | named
+    for name in ("precision", "backend"):  # `attend` reads them of the site
+        terms.pop(name)
+    terms["mask"] = terms.pop("attn_mask", terms.get("mask"))
+    return attend(site, query, key, value, **terms)
+
+
+class _Traced(TorchFunctionMode):
+    """What a compiler traces in the place of `Watch`."""
+
+    def __init__(self, site: Any):
+        super().__init__()
+        self.precision, self.backend = site.elsa_precision, site.elsa_backend
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            return attention(*args, **kwargs, precision=self.precision, backend=self.backend)
+        if func is Tensor.unflatten or func is Tensor.split:  # torch 2.10 cannot trace the function
+            return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+        return func(*args, **kwargs)
 
 
 def _serves(site: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -94,8 +134,11 @@ def _serves(site: nn.Module, args: Any, kwargs: Any) -> bool:
         if any(isinstance(one, torch.fx.Proxy) for one in given):
             return False
         tensors = [one for one in (*given, *site.parameters()) if isinstance(one, Tensor)]
-    if not tensors or not tensors[0].is_cuda:
+    if not tensors or calls.recorded():
         return True
-    if torch.cuda.is_current_stream_capturing() or calls.recorded():
-        return True
-    return max(tensor.numel() for tensor in tensors) >= _LARGE
+    if tensors[0].is_cuda:
+        least = 0 if torch.cuda.is_current_stream_capturing() else _LARGE
+    else:
+        asked = site.elsa_precision, site.elsa_backend  # type: ignore[attr-defined]
+        least = 0 if calls.traced() or asked != ("strict", "auto") else _LEAST
+    return max(tensor.numel() for tensor in tensors) >= least

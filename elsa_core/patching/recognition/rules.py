@@ -407,7 +407,7 @@ IN_PLACE: Final = frozenset(
 _EXPOSE = frozenset({Tensor.numpy, Tensor.data_ptr, Tensor.__array__, Tensor.__dlpack__})
 
 
-def may_write(function: Any, kwargs: Any) -> bool:
+def may_write(function: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Whether a call may write into an argument, or show its memory to something that does."""
     if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
         return True
@@ -416,14 +416,17 @@ def may_write(function: Any, kwargs: Any) -> bool:
         found = _writes(function)
         if len(_WRITERS) < _MOST:
             _WRITERS[function] = found
-    return found
+    if type(found) is bool:
+        return found
+    return len(args) > found and bool(args[found])
 
 
-_WRITERS: dict[Any, bool] = {}
+# Of a function that PyTorch writes in Python: the place of its argument `inplace`.
+_WRITERS: dict[Any, bool | int] = {}
 _MOST = 4096  # functions that a process calls
 
 
-def _writes(function: Any) -> bool:  # noqa: PLR0911
+def _writes(function: Any) -> bool | int:  # noqa: PLR0911
     if function in _EXPOSE:
         return True
     name = getattr(function, "__name__", "")
@@ -438,5 +441,6 @@ def _writes(function: Any) -> bool:  # noqa: PLR0911
         return name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
     if name.endswith("_"):
         return True
-    # a function in Python may have the option, given by its place
-    return isinstance(function, FunctionType) and "inplace" in function.__code__.co_varnames
+    if isinstance(function, FunctionType) and "inplace" in function.__code__.co_varnames:
+        return function.__code__.co_varnames.index("inplace")
+    return False

@@ -3,7 +3,7 @@ softmax, and the call of `elsa_core.attention` that gives the softmax's product 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -164,6 +164,7 @@ def attended(
     dtype: torch.dtype,
     precision: str,
     backend: str,
+    attend: Callable[..., Any] = attention,
 ) -> Tensor:
     """The product of weights with values, by one call of `attention`.
 
@@ -173,6 +174,7 @@ def attended(
         labels: of the dimensions of the weights, of the values and of the product.
         dtype: of the product.
         precision, backend: as `attention` takes them.
+        attend: what is called in its place.
 
     Raises:
         RefusedError: the call is of another form.
@@ -201,7 +203,7 @@ def attended(
         atoms = (*plan.batch, *plan.queries, *plan.keys)
         have = tuple((a,) if n != 1 else () for a, n in zip(atoms, mask.shape, strict=True))
         mask = arranged(mask, have, (*plan.groups(first), plan.queries, plan.keys), whole=False)
-    out: Any = attention(q, k, v, mask, scale=scale, precision=precision, backend=backend)
+    out: Any = attend(q, k, v, mask, scale=scale, precision=precision, backend=backend)
     of_out = layout.known((plan, first), lambda _: plan.of_out(first))
     result: Tensor = run(out, of_out)
     return result if result.dtype == dtype else result.to(dtype)

@@ -1,4 +1,4 @@
-"""The redirect of `scaled_dot_product_attention`: what it reaches and refuses; real families."""
+"""Classes without an adapter: their own forward runs, and attention in it is elsa's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from elsa_core.errors import NothingPatchedError
-from elsa_core.patching import sites
-from elsa_core.patching.adapters import redirect
+from elsa_core.patching import hints
+from elsa_core.patching.adapters import watched
 from elsa_core.patching.rewrite import patch, unpatch
 
 timm = pytest.importorskip("timm")
@@ -129,31 +129,25 @@ class SetsAGlobal(Base):
         return LAST
 
 
-REDIRECTED = [ByModule, ByLongName, ByImportedName, InAHelperMethod, WithSuper, Inherits]
+CLASSES = [
+    ByModule, ByLongName, ByImportedName, InAHelperMethod, WithSuper, Inherits, CallsSuperForward,
+    Decorated, ImportsInside, ReadsAFlag, CountsItsCalls, SetsAGlobal,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("cls", REDIRECTED)
+@pytest.mark.parametrize("cls", [*CLASSES, OwnMethodOfThatName])
 @torch.no_grad()
-def test_every_spelling_is_redirected(cls: type) -> None:
+def test_every_spelling_is_recognised(cls: type) -> None:
     torch.manual_seed(0)
     module, x = cls(), torch.randn(2, 5, 16)
     expected, sdpa_before = module(x), F.scaled_dot_product_attention
-    patch(module, backend="eager")
+    (site,) = patch(module, backend="eager").patched
+    assert site.adapter == "recognised" and "example" in site.reason
     with Calls() as calls:
         found = module(x)
     assert len(calls.elsa) == 1
     torch.testing.assert_close(found, expected)
-    called = []
-
-    def backend(graph, example):
-        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph.forward
-
-    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend=backend)(x), expected)
-    assert any("elsa.attention" in name for name in called)
-    assert not any("scaled_dot_product" in name for name in called)
     torch.testing.assert_close(pickle.loads(pickle.dumps(module))(x), expected)
-    assert type(module).forward.__code__ is cls.forward.__code__
     assert F.scaled_dot_product_attention is sdpa_before
     with Calls() as calls:
         cls()(x)  # another instance of the class is not touched
@@ -162,22 +156,32 @@ def test_every_spelling_is_redirected(cls: type) -> None:
     assert len(calls.elsa) == 0
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [
-        CallsSuperForward, Decorated, ImportsInside, OwnMethodOfThatName, ReadsAFlag,
-        CountsItsCalls, SetsAGlobal,
-    ],
-)  # fmt: skip
-def test_what_cannot_be_redirected_is_recognised_as_it_runs(cls: type) -> None:
+@pytest.mark.parametrize("cls", [ByModule, InAHelperMethod, WithSuper, Inherits])
+@torch.no_grad()
+def test_compiled_calls_of_the_operator_are_elsas(cls: type) -> None:
+    torch._dynamo.reset()
     module, x = cls(), torch.randn(2, 5, 16)
-    with torch.no_grad():
-        expected = module(x)
-        (site,) = patch(module).patched
-        assert site.adapter == "recognised"
-        with Calls() as calls:
-            torch.testing.assert_close(module(x), expected)
-    assert len(calls.elsa) == 1
+    expected, called = module(x), []
+    patch(module)
+
+    def backend(graph, example):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend=backend)(x), expected)
+    assert any("elsa.attention" in name for name in called)
+    assert not any("scaled_dot_product" in name for name in called)
+
+
+@torch.no_grad()
+def test_small_calls_on_a_cpu_are_the_originals() -> None:
+    """What they save is less than what it takes to recognise them."""
+    module = ByModule()
+    patch(module)
+    for tokens, named in ((5, False), (512, True)):
+        with torch.autograd.profiler.profile() as profile:
+            module(torch.randn(2, tokens, 16))
+        assert any(event.key == "elsa::attention" for event in profile.key_averages()) is named
 
 
 def test_a_traced_graph_is_refused() -> None:
@@ -193,7 +197,7 @@ def test_a_traced_graph_is_refused() -> None:
     graph(torch.randn(1, 3, 16))
 
 
-def test_a_class_whose_fused_branch_is_off_is_watched() -> None:
+def test_a_class_whose_fused_branch_is_off() -> None:
     """Its own softmax runs, and the operator computes it; nothing on the instance changes."""
     from timm.models.swin_transformer import WindowAttention
 
@@ -213,14 +217,12 @@ def test_a_class_whose_fused_branch_is_off_is_watched() -> None:
 def test_names_are_invertible() -> None:
     from timm.models.vision_transformer_sam import Attention
 
-    cls = redirect.redirected(Attention, "ieee", "eager")
+    cls = watched.watched(Attention)
     assert cls.__qualname__.isidentifier()
-    assert getattr(redirect, cls.__qualname__) is cls
-    assert redirect.redirected(Attention, "ieee", "eager") is cls
-    assert redirect.redirected(Attention, "strict", "eager") is not cls
-    for name in ("Redirected", "anything", cls.__qualname__.replace("ieee", "exact")):
+    assert getattr(watched, cls.__qualname__) is cls
+    for name in ("Watched", "anything"):
         with pytest.raises(AttributeError):
-            getattr(redirect, name)
+            getattr(watched, name)
 
 
 FAMILIES = {
@@ -310,18 +312,16 @@ def test_a_class_that_no_module_has_is_gone() -> None:
 
         return Passing()
 
-    redirect._calls_sdpa.cache_clear()
     gc.collect()
-    before = len(redirect._CLASSES)
+    before = len(watched._CLASSES)
     modules = [made() for _ in range(5)]
     for module in modules:
         patch(module)
-    assert len(redirect._CLASSES) == before + 5
+    assert len(watched._CLASSES) == before + 5
     del module, modules
-    redirect._calls_sdpa.cache_clear()
-    sites._kind_by_code.cache_clear()
+    hints.may_attend.cache_clear()
     gc.collect()
-    assert len(redirect._CLASSES) == before
+    assert len(watched._CLASSES) == before
 
 
 @torch.no_grad()

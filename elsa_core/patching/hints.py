@@ -1,0 +1,60 @@
+"""What the names in a class's code say without a run: whether its forward may compute attention."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any, Final
+
+from torch import nn
+
+_CALLS: Final = {
+    "scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS",
+}  # fmt: skip
+_SOFTMAXES: Final = {"softmax", "log_softmax"}
+_PRODUCTS: Final = {"matmul", "bmm", "baddbmm", "einsum", "@"}
+_MOST = 64  # functions: a class whose forward reaches more is a whole model, no attention layer
+
+
+# Bound: reading the code of a class takes milliseconds, and a process sees some hundred classes.
+@functools.lru_cache(maxsize=1024)
+def may_attend(cls: type, forward: object) -> bool:
+    """Whether `forward`, its helpers of the same package and the methods that they call name an
+    attention function, or a softmax and a product of matrices. A class may get another forward."""
+    if cls.__module__.startswith("torch.nn."):
+        return False
+    names = set(_names(cls, forward))
+    return bool(_CALLS & names) or bool(_SOFTMAXES & names and _PRODUCTS & names)
+
+
+def _names(cls: type, forward: object) -> Iterator[str]:
+    package = cls.__module__.partition(".")[0]
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    seen: set[Any] = set()
+    pending: list[Any] = [forward]
+    while pending and len(seen) < _MOST:
+        found = pending.pop(0)
+        found = getattr(found, "fget", None) or getattr(found, "__func__", found)
+        function = inspect.unwrap(found) if callable(found) else found
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        for code in _codes(function.__code__):
+            yield from code.co_names
+            yield from ("@" for i in dis.get_instructions(code) if i.argrepr in ("@", "@="))
+            for name in code.co_names:
+                pending += [base.__dict__[name] for base in bases if name in base.__dict__]
+                helper = function.__globals__.get(name)
+                if str(getattr(helper, "__module__", "")).partition(".")[0] == package:
+                    pending.append(helper)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function and of the lambdas and comprehensions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
