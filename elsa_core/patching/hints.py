@@ -48,6 +48,8 @@ def _names(cls: type, forward: object) -> Iterator[str]:
             for name in code.co_names:
                 pending += [base.__dict__[name] for base in bases if name in base.__dict__]
                 helper = function.__globals__.get(name)
+                if callable(helper):
+                    yield str(getattr(helper, "__name__", name))
                 if str(getattr(helper, "__module__", "")).partition(".")[0] == package:
                     pending.append(helper)
 

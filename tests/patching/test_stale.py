@@ -72,7 +72,7 @@ def make(kind: str) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # SwinV2's norms start at zero and hide the attention; batch norms would explode.
-            if (parameter.dim() < 2 and "levit" not in kind) or "bias" in name or "rel" in name:
+            if parameter.dim() < 2 or "bias" in name or "rel" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model.eval()
 

@@ -216,7 +216,7 @@ _TIMM = (
 )
 
 _OPEN_CLIP = (
-    Row("modified_resnet.AttentionPool2d", POOLING, "open_clip_towers.ElsaAttentionPool2d"),
+    Row("modified_resnet.AttentionPool2d", POOLING),
     Row("transformer.Attention", GLOBAL),
 )
 

@@ -36,7 +36,7 @@ _LOCK = threading.Lock()
 # Elements of the largest input of an eager call on a GPU from which on a site is watched: the host
 # takes longer for a watched forward, which smaller calls wait for.
 _LARGE: Final = 1 << 22
-_LEAST: Final = FEW >> 3  # the same on a CPU: attention of fewer has fewer scores than that
+_LEAST: Final = FEW >> 5  # the same on a CPU: attention of fewer seldom has more than `FEW` scores
 
 
 def watched(cls: type[nn.Module]) -> type[nn.Module]:
