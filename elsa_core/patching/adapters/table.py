@@ -52,19 +52,6 @@ class Row:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Library:
-    """One library, which is imported only by the adapters of its classes.
-
-    Attributes:
-        name: its package.
-        rows: its classes.
-    """
-
-    name: str
-    rows: tuple[Row, ...] = ()
-
-
 _TALKING = "mixes heads around the softmax, so that no head is softmax(QK^T)V alone"
 _CHANNEL = "attends over channels: its scores are channels x channels"
 
@@ -243,19 +230,24 @@ _TORCHVISION = (
     Row("ops.misc.MLP", MLP, "torchvision_mlp.ElsaMLP"),
 )
 
-LIBRARIES = (
-    Library("torch", _TORCH),
-    Library("timm", _TIMM),
-    Library("open_clip", _OPEN_CLIP),
-    Library("torchvision", _TORCHVISION),
-    Library("transformers", tuple(Row(*row) for row in transformers_rows.ROWS)),
-)
+_TRANSFORMERS = tuple(Row(*row) for row in transformers_rows.ROWS)
+
+# A library is imported only by the adapters of its classes.
+LIBRARIES = {
+    "torch": _TORCH,
+    "timm": _TIMM,
+    "open_clip": _OPEN_CLIP,
+    "torchvision": _TORCHVISION,
+    "transformers": _TRANSFORMERS,
+}
+# Attributes of timm's modules that choose between fused attention and eager softmax.
+SWITCHES = ("fused_attn", "use_fsdpa")
 
 ROWS = MappingProxyType(
     {
-        row.name: row
-        for library in LIBRARIES
-        for row in (replace(r, name=f"{library.name}.{r.name}") for r in library.rows)
+        f"{library}.{row.name}": replace(row, name=f"{library}.{row.name}")
+        for library, rows in LIBRARIES.items()
+        for row in rows
     }
 )
 

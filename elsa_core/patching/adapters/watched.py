@@ -123,7 +123,7 @@ class _Traced(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _serves(site: nn.Module, args: Any, kwargs: Any) -> bool:
+def _serves(site: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call is watched: not within a transform of `torch.func`, not by a tracer of
     symbols, and not where it is a small eager call on a GPU."""
     if calls.differentiates_otherwise() or calls.transformed():
@@ -139,6 +139,6 @@ def _serves(site: nn.Module, args: Any, kwargs: Any) -> bool:
     if tensors[0].is_cuda:
         least = 0 if torch.cuda.is_current_stream_capturing() else _LARGE
     else:
-        asked = site.elsa_precision, site.elsa_backend  # type: ignore[attr-defined]
-        least = 0 if calls.traced() or asked != ("strict", "auto") else _LEAST
+        chooses = (site.elsa_precision, site.elsa_backend) == ("strict", "auto")
+        least = _LEAST if chooses and not calls.traced() else 0
     return max(tensor.numel() for tensor in tensors) >= least
