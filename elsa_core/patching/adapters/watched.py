@@ -1,6 +1,6 @@
 """A subclass whose forward runs the original's, watched: attention in it is recognised as it
-happens, and computed by `elsa_core.attention` (`elsa_core.patching.recognition`). A compiler sees calls of
-`scaled_dot_product_attention` alone.
+happens, and computed by `elsa_core.attention` (`elsa_core.patching.recognition`). A compiler sees
+calls of `scaled_dot_product_attention` only.
 
 The subclass is importable: `__getattr__` builds it again from its name, which spells out module and
 class; that is how pickle finds it in a fresh process.
