@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import convergence, entmax, harness, long_context, packed_decoding
+from benchmarks import convergence, entmax, harness, packed_decoding
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.measuring.timing import Contender
-from elsa_core.patching.rewrite import patch
 from elsa_core.profiling.bench import published
 
 SHORT = ("--device", "cpu", "--rounds", "1", "--budget", "0.05", "--quick")
@@ -94,11 +93,6 @@ def test_packed_entmax_is_judged_sequence_by_sequence(direction: str, causal: bo
     assert entmax.error(case, found["softmax-elsa"], operands, expected) > 1e-2
 
 
-def test_most_tiles_of_sparse_operands_are_empty() -> None:
-    case = entmax.Case("forward", 1, 1, 2048, 64, "fp32", causal=False, sparse=True)
-    assert 0.8 < entmax.empty_share(case, *entmax.inputs(case, CPU)) < 1 - 1 / entmax.RUNS
-
-
 def test_a_context_is_judged_without_the_others() -> None:
     (case,) = packed_decoding.QUICK
     given = packed_decoding.inputs(case, CPU)
@@ -107,24 +101,6 @@ def test_a_context_is_judged_without_the_others() -> None:
         k, v = (t[i, :, :n].double().repeat_interleave(2, 0) for t in (given.key, given.value))
         weights = (given.query[i].double() @ k.mT / 4.0).softmax(-1)
         assert torch.allclose(expected[i], weights @ v, rtol=1e-12, atol=1e-13)
-
-
-def test_as_many_layers_as_fit() -> None:
-    sizes, much = long_context.Sizes(), 1 << 40
-    layer = 4 * (4 * 5120**2 + 3 * 5120 * 13824)
-    prefill = 4 * 65536 * (10 * 5120 + 3 * 13824)
-    for dtype, free, host, layers in (
-        ("fp32", much, much, 40), ("fp32", int((prefill + 7.5 * layer) / 0.9), much, 7),
-        ("fp32", much, int(3.6 * layer / 0.9), 3), ("fp16", much, int(3.6 * layer / 0.9), 7),
-        ("fp32", 0, much, 1),
-    ):  # fmt: skip
-        assert long_context.fitting(sizes, dtype, free, host) == layers
-
-
-@pytest.mark.parametrize("kind", convergence.MODELS)
-@pytest.mark.parametrize("side", [16, 28])
-def test_small_models_are_patched(kind: str, side: int) -> None:
-    assert len(patch(convergence.build(kind, side)).patched) == 2
 
 
 def test_every_fifth_image_of_a_class_is_for_the_test() -> None:

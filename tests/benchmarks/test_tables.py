@@ -78,15 +78,6 @@ def test_a_table_shows_everyone_and_marks_the_best_peer(document: dict[str, Any]
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_rows_of_several_dtypes_name_theirs(document: dict[str, Any]) -> None:
-    found = [result("gradients", 197, 0.001, None, dtype=dtype) for dtype in ("fp16", "bf16")]
-    document["results"]["cases"] = found
-    lines = tables.of_document(document, "gradients").splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:]] == [
-        "| 1,12,197,64 fp16", "| 1,12,197,64 bf16"
-    ]  # fmt: skip
-
-
 def test_a_peer_of_a_package_has_a_column_and_its_version_is_named(
     document: dict[str, Any],
 ) -> None:
@@ -97,26 +88,6 @@ def test_a_peer_of_a_package_has_a_column_and_its_version_is_named(
     assert "| sdpa-flash, ms | flash-attn-4, ms |" in lines[0] and "| 1.5 |" in lines[2]
     assert "best peer in 4 of 5 cases. Under" in summary.of_attention(document)
     assert summary.of_attention(document).endswith(" With flash-attn-4 4.0.0.")
-
-
-def test_a_sweep_shows_ratios(document: dict[str, Any]) -> None:
-    assert tables.of_document(document, "sweep").splitlines() == [
-        "| N | D 32 | D 64 | D 64, mask |",
-        "|---|---:|---:|---:|",
-        "| 16 | - | 1.00 | - |",
-        "| 49 | 2.00 | - | 2.00 |",
-    ]
-
-
-def test_decode_shows_bandwidth(document: dict[str, Any]) -> None:
-    case = result("decode", 4096, 0.001, None, queries=1, dtype="fp16")
-    case["measurements"][0]["bytes_per_second"] = 3e12
-    case["measurements"][0]["host_seconds"] = 2e-5
-    document["results"]["cases"] = [case]
-    lines = tables.of_document(document, "decode").splitlines()
-    assert "TB/s" in lines[0] and "host us elsa / peer" in lines[0]
-    assert lines[2].startswith("| 1,12,1:4096,64 fp16 | 1 |") and "| 3.00 |" in lines[2]
-    assert "| 20 / - |" in lines[2]
 
 
 def test_the_summary_names_what_missed(document: dict[str, Any]) -> None:
@@ -132,13 +103,6 @@ def test_the_summary_names_what_missed(document: dict[str, Any]) -> None:
     assert "| wrong |" in tables.of_document(document, "vit")
     document["results"]["busy"] = "others"
     assert "not free: others" in summary.of_attention(document)
-
-
-def test_the_summary_says_what_the_threads_add(document: dict[str, Any]) -> None:
-    limits = document["results"].setdefault("ceilings", {})
-    limits.update({"gemm_fp32": 120e9, "gemm_fp32_one_thread": 118e9})
-    text = summary.of_attention(document)
-    assert "Its 2 threads reach 1.0x the matrix products of one (120 GFLOP/s). At least" in text
 
 
 @pytest.mark.parametrize("table", ["vit", "sweep", "summary"])

@@ -17,7 +17,6 @@ from elsa_core.measuring.intervals import Ratio, paired_times, ratio
 from elsa_core.measuring.rounds import Settings
 from elsa_core.measuring.timing import Contender
 from elsa_core.profiling.runs import variants
-from elsa_core.profiling.sites import SiteClock
 
 CPU = torch.device("cpu")
 
@@ -111,45 +110,6 @@ def test_memory_is_what_a_call_really_takes() -> None:
 )
 def test_what_binds_a_call(latency: float, host: Any, busy: Any, word: str) -> None:
     assert rounds.bound_by(latency, host, busy) == word
-
-
-class FakeEvent:
-    """CUDA events of which each recorded one is a millisecond later than the one before."""
-
-    clock = 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        FakeEvent.clock += 1
-        self.at = FakeEvent.clock
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return float(end.at - self.at)
-
-
-@pytest.mark.alone
-def test_host_and_device_times_of_a_gpu_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host returns at once, the GPU is awaited: both are told apart."""
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: time.sleep(0.02))
-    found = rounds._once(lambda: None, torch.device("cuda"), None)
-    assert found.device == pytest.approx(1e-3)
-    assert found.host is not None
-    assert found.host < 0.01 < 0.02 <= found.seconds
-
-
-def test_sites_of_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call of a site lies between two events; nothing is awaited in between."""
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.Identity(), nn.Identity()))
-    clock = SiteClock(model, ["0", "1"], torch.device("cuda"))
-    model(torch.zeros(1))
-    model(torch.zeros(1))
-    assert clock.read() == {"0": pytest.approx(2e-3), "1": pytest.approx(2e-3)}
-    clock.reset()
-    assert clock.read() == {"0": 0.0, "1": 0.0}
 
 
 def test_a_graph_that_cannot_be_captured_is_left_out() -> None:
