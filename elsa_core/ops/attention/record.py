@@ -24,26 +24,18 @@ A native library that is loaded without this package (a bundle, a program) defin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from elsa_core.backends import eager
-from elsa_core.base import calls
 from elsa_core.ops.attention import portable
-from elsa_core.ops.factory import Backward, Gradients, Grads, Operator, needed, register
+from elsa_core.ops.factory import Formulas, Operator, register
 
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, "
     "float scale, str precision) -> (Tensor, Tensor)"
 )
-_BACKWARD_SCHEMA = (
-    "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, "
-    "Tensor? attn_mask, Tensor out, Tensor lse, bool is_causal, float scale, str precision, "
-    "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
-)
+_TERMS = ("query", "key", "value", "attn_mask")
 
 
 def fake(
@@ -61,126 +53,11 @@ def fake(
     return out, query.new_empty((batch, heads, length), dtype=lse_dtype)
 
 
-def backward_fake(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_query, grad_key, grad_value = (
-        torch.empty_like(t) if needed else query.new_empty(0)
-        for t, needed in zip((query, key, value), needs[:3], strict=True)
-    )
-    grad_mask = query.new_empty(0)
-    if attn_mask is not None and needs[3]:
-        grad_mask = torch.empty_like(attn_mask, memory_format=torch.contiguous_format)
-    return grad_query, grad_key, grad_value, grad_mask
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, attn_mask, *terms = inputs
-    ctx.set_materialize_grads(False)  # None then means no gradient of lse, not zeros
-    ctx.save_for_backward(query, key, value, attn_mask, *output)
-    ctx.terms = terms
-
-
-def _backward(operator: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
-    """The gradients of `elsa::attention`: only those that are wanted are computed."""
-    saved = ctx.saved_tensors  # once: a checkpoint that is not reentrant gives them one time
-    needs = list(ctx.needs_input_grad[:4])
-    grads = operator(*slopes(grad_out, grad_lse, *saved[4:]), *saved, *ctx.terms, needs)
-    return *needed(grads, needs), None, None, None
-
-
-class Eager(torch.autograd.Function):
-    """`elsa::attention` by the first argument, its gradients by the second, which take what the two
-    operators take. See `elsa_core.dispatch.gradients.recorded`."""
-
-    @staticmethod
-    def forward(ctx: Any, kernel: Any, backward: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out: tuple[Tensor, Tensor] = kernel(*inputs)
-        _setup_context(ctx, inputs, out)
-        ctx.compute = backward
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
-        compute = ctx.compute
-        if calls.by_operator(grad_out, grad_lse):
-            compute = torch.ops.elsa.attention_backward.default
-        saved = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[2:6])
-        grads = compute(*slopes(grad_out, grad_lse, *saved[4:]), *saved, *ctx.terms, needs)
-        return None, None, *needed(grads, needs), None, None, None
-
-
-def slopes(
-    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients of out and lse as the operators of gradients take them."""
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    if grad_lse is None:
-        grad_lse = lse.new_zeros(0) if lse.device.type == "cuda" else torch.zeros_like(lse)
-    return grad_out, grad_lse
-
-
-def _twice_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:8])
-    ctx.terms = inputs[8:]
-
-
-def _twice(ctx: Any, *grads: Tensor) -> Grads:
-    """Second derivatives of `elsa::attention`."""
-    return twice(ctx, ctx.saved_tensors, lambda *given: eager.backward(*given, *ctx.terms), grads)
-
-
-def twice(
-    ctx: Any,
-    given: Sequence[Tensor],
-    again: Callable[..., Sequence[Tensor]],
-    grads: Sequence[Tensor],
-) -> Grads:
-    """Second derivatives: the backward once more, recorded, with all its weights alive.
-
-    Args:
-        ctx: of an operator of gradients, the first of whose arguments are `given`.
-        given: the tensors that may be differentiated.
-        again: computes the operator's results from them.
-        grads: of the results.
-    """
-    count = len(given)
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Aliases, so that what is differentiated ends here and yet hangs on the caller's graph.
-        operands = [
-            t.view_as(t) if needed else t
-            for t, needed in zip(given, ctx.needs_input_grad[:count], strict=True)
-        ]
-        results = again(*operands)
-    wanted = [i for i, needed in enumerate(ctx.needs_input_grad[:count]) if needed]
-    ends = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
-    found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-    second = torch.autograd.grad(
-        [r for r, _ in ends],
-        [operands[i] for i in wanted],
-        [g for _, g in ends],
-        create_graph=create_graph,
-        allow_unused=True,
-    )
-    for i, grad in zip(wanted, second, strict=True):
-        found[i] = grad
-    return tuple(found)
-
-
+FORMULAS = Formulas(
+    "attention", _SCHEMA, _TERMS, eager.backward, saved=("out", "lse"), like=3,
+    again=eager.backward,
+)  # fmt: skip
+Eager = FORMULAS.recorded()
 ATTENTION = register(
     Operator(
         name="attention",
@@ -188,19 +65,9 @@ ATTENTION = register(
         reference=eager.attention,
         portable=portable.attention,
         fake=fake,
-        gradients=Gradients(
-            setup_context=_setup_context,
-            formula=_backward,
-            backward=Backward(
-                schema=_BACKWARD_SCHEMA,
-                fake=backward_fake,
-                reference=eager.backward,
-                formula=_twice,
-                setup_context=_twice_setup_context,
-            ),
-        ),
+        gradients=FORMULAS.gradients,
         kind="attention",
-        terms=("query", "key", "value", "attn_mask"),
+        terms=_TERMS,
         twin=True,
         onnx="elsa_core.exporting.onnx_attention:EXPORT",
         bench="elsa_core.profiling.bench.operators:ATTENTION",

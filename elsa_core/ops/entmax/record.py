@@ -17,7 +17,6 @@ back as an empty tensor [0]. rows and tiles have no gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,15 +24,12 @@ from torch import Tensor
 
 from elsa_core.backends import eager_entmax
 from elsa_core.ops.entmax import portable as portable_entmax
-from elsa_core.ops.factory import Backward, Gradients, Grads, Operator, implement, needed, register
+from elsa_core.ops.factory import Formulas, Operator, implement, register
 
 _TERMS = "float alpha, bool is_causal, float scale, str precision"
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? head_alpha"
 _SCHEMA = f"({_INPUTS}, {_TERMS}) -> (Tensor, Tensor, Tensor)"
-_BACKWARD_SCHEMA = (
-    f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor rows, Tensor tiles, {_TERMS}, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+_WANTED = ("query", "key", "value", "attn_mask", "head_alpha")
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,50 +42,14 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
     return out, rows, query.new_empty(tiles, dtype=torch.uint8)
 
 
-def _backward_fake(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    head_alpha: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    needs: Sequence[bool] = rest[-1]
-    of_qkv = [
-        torch.empty_like(t) if wanted else query.new_empty(0)
-        for t, wanted in zip((query, key, value), needs[:3], strict=True)
-    ]
-    of_others = [
-        torch.empty_like(t, memory_format=torch.contiguous_format)
-        if t is not None and wanted
-        else query.new_empty(0)
-        for t, wanted in zip((attn_mask, head_alpha), needs[3:], strict=True)
-    ]
-    return (*of_qkv, *of_others)  # type: ignore[return-value]  # five of them
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    out, rows, tiles = output
-    ctx.mark_non_differentiable(rows, tiles)
-    ctx.save_for_backward(*inputs[:5], out, rows, tiles)
-    ctx.terms = inputs[5:]
-
-
-def _backward(operator: Any, ctx: Any, grad_out: Tensor, *others: Tensor) -> Grads:
-    """The gradients of `elsa::entmax_attention`: only those that are wanted are computed."""
-    needs = list(ctx.needs_input_grad[:5])
-    grads = operator(grad_out, *ctx.saved_tensors, *ctx.terms, needs)
-    return *needed(grads, needs), None, None, None, None
-
-
-def _twice(ctx: Any, *grads: Tensor) -> Grads:
-    raise RuntimeError(
-        "elsa.entmax_attention is differentiable once by torch.autograd; second derivatives come "
-        "from torch.func (torch.func.hessian, or torch.func.grad of torch.func.grad)"
-    )
-
-
+FORMULAS = Formulas(
+    "entmax_attention",
+    _SCHEMA,
+    _WANTED,
+    eager_entmax.backward,
+    saved=("out", "rows", "tiles"),
+    like=3,
+)
 ENTMAX_ATTENTION = register(
     Operator(
         name="entmax_attention",
@@ -97,17 +57,8 @@ ENTMAX_ATTENTION = register(
         reference=eager_entmax.attention,
         portable=portable_entmax.entmax_attention,
         fake=_fake,
-        gradients=Gradients(
-            setup_context=_setup_context,
-            formula=_backward,
-            backward=Backward(
-                schema=_BACKWARD_SCHEMA,
-                fake=_backward_fake,
-                reference=eager_entmax.backward,
-                formula=_twice,
-            ),
-        ),
-        terms=("query", "key", "value", "attn_mask", "head_alpha"),
+        gradients=FORMULAS.gradients,
+        terms=_WANTED,
         twin=True,
         bench="elsa_core.profiling.bench.entmax:ENTMAX",
     )

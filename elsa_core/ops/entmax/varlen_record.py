@@ -22,7 +22,6 @@ writes, all pairs of tokens under a mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from elsa_core.backends import eager_entmax, eager_entmax_varlen
 from elsa_core.ops.entmax import portable as portable_entmax
-from elsa_core.ops.factory import Backward, Gradients, Grads, Operator, implement, needed, register
+from elsa_core.ops.factory import Formulas, Operator, implement, register
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -40,10 +39,7 @@ _TERMS = (
     "SymInt longest_q, SymInt longest_k, float alpha, bool is_causal, float scale, str precision"
 )
 _SCHEMA = f"({_INPUTS}, {_TERMS}) -> (Tensor, Tensor, Tensor)"
-_BACKWARD_SCHEMA = (
-    f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor rows, Tensor tiles, {_TERMS}, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
+_WANTED = ("query", "key", "value", "head_alpha")
 
 
 def _fake(
@@ -66,49 +62,14 @@ def _fake(
     return out, rows, query.new_empty(sizes, dtype=torch.uint8)
 
 
-def _backward_fake(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    head_alpha: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    needs: Sequence[bool] = rest[-1]
-    grads = [
-        torch.empty_like(t) if wanted else query.new_empty(0)
-        for t, wanted in zip((query, key, value), needs, strict=False)
-    ]
-    of_alpha = query.new_empty(0)
-    if needs[3] and head_alpha is not None:
-        of_alpha = torch.empty_like(head_alpha, memory_format=torch.contiguous_format)
-    return grads[0], grads[1], grads[2], of_alpha
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    out, rows, tiles = output
-    ctx.mark_non_differentiable(rows, tiles)
-    ctx.save_for_backward(*inputs[:6], out, rows, tiles)
-    ctx.terms = inputs[6:]
-
-
-def _backward(operator: Any, ctx: Any, grad_out: Tensor, *others: Tensor) -> Grads:
-    """The gradients of `elsa::entmax_varlen_attention`: only those that are wanted."""
-    wants = ctx.needs_input_grad
-    needs = [*wants[:3], wants[5]]
-    grads = needed(operator(grad_out, *ctx.saved_tensors, *ctx.terms, needs), needs)
-    return *grads[:3], None, None, grads[3], *(None,) * 6
-
-
-def _twice(ctx: Any, *grads: Tensor) -> Grads:
-    raise RuntimeError(
-        "elsa.entmax_varlen_attention is differentiable once by torch.autograd; second derivatives "
-        "come from torch.func (torch.func.hessian, or torch.func.grad of torch.func.grad)"
-    )
-
-
+FORMULAS = Formulas(
+    "entmax_varlen_attention",
+    _SCHEMA,
+    _WANTED,
+    eager_entmax_varlen.backward,
+    saved=("out", "rows", "tiles"),
+    like=3,
+)
 ENTMAX_VARLEN_ATTENTION = register(
     Operator(
         name="entmax_varlen_attention",
@@ -116,17 +77,8 @@ ENTMAX_VARLEN_ATTENTION = register(
         reference=eager_entmax_varlen.attention,
         portable=portable_entmax.entmax_varlen_attention,
         fake=_fake,
-        gradients=Gradients(
-            setup_context=_setup_context,
-            formula=_backward,
-            backward=Backward(
-                schema=_BACKWARD_SCHEMA,
-                fake=_backward_fake,
-                reference=eager_entmax_varlen.backward,
-                formula=_twice,
-            ),
-        ),
-        terms=("query", "key", "value", "head_alpha"),
+        gradients=FORMULAS.gradients,
+        terms=_WANTED,
         twin=True,
     )
 )

@@ -30,7 +30,7 @@ from torch import Tensor
 from elsa_core.backends import eager_sparse
 from elsa_core.base import skipping
 from elsa_core.ops.attention import record as plain
-from elsa_core.ops.factory import Gradients, Grads, Operator, implement, needed, register
+from elsa_core.ops.factory import Gradients, Grads, Operator, implement, needed, register, slopes_of
 
 SUMMARIES, ORDER, FROZEN = 1, 2, 4
 _SCHEMA = (
@@ -60,7 +60,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any
         raise RuntimeError('sparsity has gradients as "exact" alone, not with a number')
     saved = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:4])
-    slopes = plain.slopes(grad_out, grad_lse, *saved[4:])
+    slopes = slopes_of(grad_out, grad_lse, *saved[4:])
     grads = torch.ops.elsa.attention_backward.default(*slopes, *saved, *ctx.terms, needs)
     return *needed(grads, needs), *(None,) * 5
 

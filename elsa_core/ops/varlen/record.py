@@ -17,7 +17,6 @@ The portable form, which `torch.onnx.export` writes, computes all pairs of token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,17 +24,13 @@ from torch import Tensor
 
 from elsa_core.backends import eager_varlen
 from elsa_core.ops.attention import portable
-from elsa_core.ops.factory import Backward, Gradients, Grads, Operator, needed, register
+from elsa_core.ops.factory import Formulas, Operator, register
 
-_TERMS = (
-    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "{results}bool is_causal, float scale, str precision"
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "bool is_causal, float scale, str precision) -> (Tensor, Tensor)"
 )
-_SCHEMA = f"({_TERMS.format(results='')}) -> (Tensor, Tensor)"
-_BACKWARD_SCHEMA = (
-    f"(Tensor grad_out, Tensor grad_lse, {_TERMS.format(results='Tensor out, Tensor lse, ')}, "
-    "bool[] needs) -> (Tensor, Tensor, Tensor)"
-)
+_TERMS = ("query", "key", "value")
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -45,42 +40,9 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
     return out, query.new_empty((heads, tokens), dtype=lse_dtype)
 
 
-def _backward_fake(
-    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    needs: Sequence[bool] = rest[-1]
-    grad_query, grad_key, grad_value = (
-        torch.empty_like(t) if wanted else query.new_empty(0)
-        for t, wanted in zip((query, key, value), needs, strict=True)
-    )
-    return grad_query, grad_key, grad_value
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)  # None then means no gradient of lse, not zeros
-    ctx.save_for_backward(*inputs[:5], *output)
-    ctx.terms = inputs[5:]
-
-
-def _backward(operator: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
-    saved = ctx.saved_tensors
-    out, lse = saved[5:]
-    needs = list(ctx.needs_input_grad[:3])
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    if grad_lse is None:
-        grad_lse = lse.new_zeros(0)
-    grads = operator(grad_out, grad_lse, *saved, *ctx.terms, needs)
-    return *needed(grads, needs), *(None,) * 5
-
-
-def _twice(ctx: Any, *grads: Tensor) -> Grads:
-    raise RuntimeError(
-        "elsa.varlen_attention is differentiable once by torch.autograd; second derivatives come "
-        "from torch.func (torch.func.hessian, or torch.func.grad of torch.func.grad)"
-    )
-
-
+FORMULAS = Formulas(
+    "varlen_attention", _SCHEMA, _TERMS, eager_varlen.backward, saved=("out", "lse"), like=3
+)
 VARLEN_ATTENTION = register(
     Operator(
         name="varlen_attention",
@@ -88,18 +50,9 @@ VARLEN_ATTENTION = register(
         reference=eager_varlen.attention,
         portable=portable.varlen_attention,
         fake=_fake,
-        gradients=Gradients(
-            setup_context=_setup_context,
-            formula=_backward,
-            backward=Backward(
-                schema=_BACKWARD_SCHEMA,
-                fake=_backward_fake,
-                reference=eager_varlen.backward,
-                formula=_twice,
-            ),
-        ),
+        gradients=FORMULAS.gradients,
         kind="varlen",
-        terms=("query", "key", "value"),
+        terms=_TERMS,
         twin=True,
         bench="elsa_core.profiling.bench.varlen:VARLEN",
     )
