@@ -101,7 +101,7 @@ def command(
     saved = None
     if output is not None and good and not dry_run:
         with session.stage(f"writing {output}"):
-            from elsa_core.loading import save
+            from elsa_core.loading import PLAN_NAME, save
 
             saved = save(loaded, report, output, force=force)
             session.written.append(saved)
@@ -130,6 +130,11 @@ def command(
     if outcome is not None and not outcome.ok:
         nothing = "; nothing was written" if output is not None else ""
         raise VerdictError(f"check failed: {failure(outcome.failures)}{nothing}")
+    if saved is not None and loaded.spec.source == "python":
+        step = session.again("patch", "--plan", str(saved / PLAN_NAME), "--check",
+                             without=("--force",), valued=("-o", "--output"))  # fmt: skip
+        session.line(f"Written: {saved}. Next: {step}", "dim")
+        return
     session.line(_next(session, options, output, saved, check), "dim")
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from elsa_core.loading.architecture import check_sizes, files_of, meta_model, small_model
     from elsa_core.loading.building import UninitialisedParameters
     from elsa_core.loading.loader import Loaded, load, load_model
-    from elsa_core.loading.plan import Plan, apply_plan, read_plan
+    from elsa_core.loading.plan import PLAN_NAME, Plan, apply_plan, read_plan
     from elsa_core.loading.preprocessing import assumed_text, of_model, with_given
     from elsa_core.loading.python_models import read_inputs
     from elsa_core.loading.recipe import Given, Preprocess
@@ -25,7 +25,7 @@ _HOMES = {
     "architecture": ("check_sizes", "files_of", "meta_model", "small_model"),
     "building": ("UninitialisedParameters",),
     "loader": ("Loaded", "load", "load_model"),
-    "plan": ("Plan", "apply_plan", "read_plan"),
+    "plan": ("PLAN_NAME", "Plan", "apply_plan", "read_plan"),
     "preprocessing": ("assumed_text", "of_model", "with_given"),
     "python_models": ("read_inputs",),
     "recipe": ("Given", "Preprocess"),
@@ -35,6 +35,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "PLAN_NAME",
     "Given",
     "Loaded",
     "ModelSpec",

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from elsa_core.base.inputs import generated_inputs, resolved_input_size, text_shape
 from elsa_core.base.reading import read_json
-from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import hub, libraries, preprocessing, unsaid
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.fill import apply, drops_classifier
@@ -28,7 +29,12 @@ from elsa_core.loading.published import build_published
 from elsa_core.loading.python_models import build_own
 from elsa_core.loading.recipe import Given, Preprocess, Recipe, checked_args
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
-from elsa_core.loading.transformers_models import LIBRARY, is_transformers, open_folder
+from elsa_core.loading.transformers_models import (
+    LIBRARY,
+    PROCESSORS,
+    is_transformers,
+    open_folder,
+)
 
 if TYPE_CHECKING:
     from elsa_core.patching import PatchReport
@@ -336,7 +342,10 @@ def _from_hub(
     config = hub.fetch(
         spec.name, CONFIG_NAMES[::-1], need=f"the configuration and weights of {spec.name}"
     )
-    recipe = from_config(read_json(config), str(config))
+    content = read_json(config)
+    if is_transformers(content):
+        return _transformers_from_hub(spec, config.parent, content, size, pretrained)
+    recipe = from_config(content, str(config))
     recipe = with_given(recipe, given) if given else recipe
     if not pretrained:
         recipe = recipe if size is None else with_image_size(recipe, size)
@@ -347,6 +356,24 @@ def _from_hub(
     recipe = preprocessing.filled(recipe, weights.stated.preprocess)
     model, recipe, notes = apply(recipe, weights, size, dtype, given)
     return _loaded(model, spec, recipe, f"pretrained ({spec.name})", notes)
+
+
+def _transformers_from_hub(
+    spec: ModelSpec,
+    folder: Path,
+    config: Mapping[str, Any],
+    size: tuple[int, int] | None,
+    pretrained: bool,
+) -> Loaded:
+    """A repository of transformers: what is fetched lies in one folder, as `save_pretrained` has
+    it."""
+    if not pretrained:
+        raise ArgumentError(f"{spec.given} is of {LIBRARY}: add --pretrained to fetch its weights")
+    hub.fetch(spec.name, hub.TIMM_WEIGHTS, need=f"the weights of {spec.name}")
+    with suppress(ModelError, UnavailableError):
+        hub.fetch(spec.name, PROCESSORS, need=f"the preprocessing of {spec.name}")
+    loaded = _from_transformers(spec, folder, config, size)
+    return dataclasses.replace(loaded, weights=f"pretrained ({spec.name})")
 
 
 def _from_file(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -204,6 +204,7 @@ def _run(model: nn.Module, images: Tensor) -> tuple[Tensor, float]:
     start = time.perf_counter()
     with torch.inference_mode():
         out = model(images)
+        out = out.get("logits") if isinstance(out, Mapping) else out  # of transformers
     if not isinstance(out, Tensor) or out.dim() != 2 or out.shape[0] != images.shape[0]:
         what = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise ModelError(f"evaluate: needs logits [{images.shape[0]}, classes], not {what}")

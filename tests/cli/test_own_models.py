@@ -49,7 +49,7 @@ def test_a_volume_is_inspected_patched_and_checked(own: Path, elsa: Elsa) -> Non
         assert [site["path"] for site in found["patch"]["patched"]] == [""]
         assert "own code" in " ".join(found["model"]["notes"])
     result = elsa("patch", spec, "--model-kwargs", "dim=24", *given, "-o", "saved")
-    assert result.code == 0, result.err
+    assert result.code == 0 and "--plan saved/elsa_plan.json --check" in result.out, result.err
     result = elsa("patch", spec, *given, "--plan", "saved/elsa_plan.json")
     assert result.code == 0 and "1 of 1 sites patched" in result.out
     result = elsa("inspect", spec, "--inputs", "inputs.pt")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 
 import elsa_core
 from elsa_core.base.images import reader
@@ -187,3 +188,29 @@ def test_python_takes_the_folder_too(tmp_path: Path) -> None:
     assert elsa_core.check(model, example).ok
     with pytest.warns(UserWarning, match="does not say its preprocessing"):
         elsa_core.load(saved("dinov3", tmp_path))
+
+
+def test_a_repository_of_the_hub(
+    tmp_path: Path, elsa: Elsa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the hub's cache, as transformers itself would leave it there."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    place = tmp_path / "cache" / "models--some--vit"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("a" * 40)
+    (place / "snapshots").mkdir()
+    saved("vit", tmp_path).rename(place / "snapshots" / ("a" * 40))
+    loaded = load_model("hf-hub:some/vit", pretrained=True)
+    assert loaded.weights == "pretrained (some/vit)" and loaded.mean == (0.1, 0.2, 0.3)
+    elsa("inspect", "hf-hub:some/vit").fails(2, "add --pretrained to fetch its weights")
+
+
+def test_eval_takes_the_logits(tmp_path: Path, elsa: Elsa) -> None:
+    folder = saved("vit", tmp_path)
+    for index, name in enumerate(("cat", "dog", "red fox")):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.new("RGB", (40, 40), (90 * index,) * 3).save(tmp_path / "images" / name / "1.png")
+    result = elsa("eval", folder, "--images", tmp_path / "images", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["results"]["evaluation"]["labelled"] == 3
