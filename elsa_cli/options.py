@@ -45,7 +45,8 @@ LARGEST_BATCH = 65536
 # Click folds it to the terminal.
 MODEL_HELP = """MODEL is a timm name or the beginning of one (the shortest match is taken and
 shown), open_clip:NAME[/TAG], torchvision:NAME, hf-hub:OWNER/NAME, a .safetensors file or its index,
-a .pth, .pt, .bin or .ckpt file, or a directory that `elsa patch -o` or `elsa export` wrote."""
+a .pth, .pt, .bin or .ckpt file, or a directory that `elsa patch -o`, `elsa export`
+or transformers' `save_pretrained` wrote."""
 
 pass_session = click.make_pass_decorator(Session, ensure=True)
 
