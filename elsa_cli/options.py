@@ -432,7 +432,8 @@ def kernel_options(function: Function) -> Function:
     options: list[Callable[[Function], Function]] = [
         click.option(
             "--precision", type=click.Choice(PRECISIONS), default="strict", show_default=True,
-            help="What the kernels promise about rounding.",
+            help="Of float32 calls. strict: as exact as PyTorch. ieee: without tensor cores. "
+            "turbo: faster, 11 bits. lean: without workspace.",
         ),
         backend_option,
     ]  # fmt: skip
