@@ -54,7 +54,7 @@ WindowGradientPlan make_plan(const WindowAttention& a) {
   const int64_t tokens = plan.windows.tokens;
   plan.part_padding = tokens * tokens;
   plan.part_scale = plan.part_padding + 3 * a.head_dim;
-  plan.part = (plan.part_scale + 1 + 15) / 16 * 16;
+  plan.part = (plan.part_scale + 2 + 15) / 16 * 16;
   int64_t runs = ceil_div(kItems, a.heads);
   const int64_t most = kMostParts / (plan.part * a.heads);
   runs = runs < most ? runs : most;
@@ -70,7 +70,6 @@ void add_parts(const WindowGradient& g, const WindowGradientPlan& plan) {
   const int64_t channels = 3 * a.heads * a.head_dim;
   if (g.bias) memset(g.bias, 0, static_cast<size_t>(a.heads * area) * sizeof(float));
   if (g.pad_qkv) memset(g.pad_qkv, 0, static_cast<size_t>(channels) * sizeof(float));
-  if (g.logit_scale) memset(g.logit_scale, 0, static_cast<size_t>(a.heads) * sizeof(float));
   const float* part = plan.parts;
   for (int64_t run = 0; run < plan.runs; ++run) {
     for (int64_t head = 0; head < a.heads; ++head, part += plan.part) {
@@ -80,8 +79,15 @@ void add_parts(const WindowGradient& g, const WindowGradientPlan& plan) {
         const float* const sum = part + plan.part_padding + which * a.head_dim;
         for (int64_t d = 0; d < a.head_dim; ++d) g.pad_qkv[place * a.head_dim + d] += sum[d];
       }
-      if (g.logit_scale) g.logit_scale[head] += part[plan.part_scale];
     }
+  }
+  for (int64_t head = 0; g.logit_scale && head < a.heads; ++head) {
+    double sum = 0.0;
+    for (int64_t run = 0; run < plan.runs; ++run) {
+      const float* const own = plan.parts + (run * a.heads + head) * plan.part + plan.part_scale;
+      sum += static_cast<double>(own[0]) + own[1];
+    }
+    g.logit_scale[head] = static_cast<float>(sum);
   }
 }
 

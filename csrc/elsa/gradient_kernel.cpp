@@ -350,9 +350,10 @@ class WindowItem {
   // Carries the window's gradients to the image, to what padding holds and to logit_scale.
   void write() {
     const float* const base = static_cast<const float*>(a_.out);
+    double of_scale = 0.0;
     for (int64_t i = 0; i < plan_.windows.tokens; ++i) {
       float* const rows[3] = {head_.grad_query(i), head_.grad_key(i), head_.grad_value(i)};
-      if (g_.logit_scale) part_[plan_.part_scale] += dot(head_.query(i), rows[0], at_.width);
+      if (g_.logit_scale) of_scale += dot(head_.query(i), rows[0], at_.width);
       float* target = nullptr;
       if (tokens_->target[i] == nullptr) {
         if (g_.pad_qkv == nullptr) continue;
@@ -377,6 +378,11 @@ class WindowItem {
         }
       }
     }
+    if (g_.logit_scale == nullptr) return;
+    float* const sum = part_ + plan_.part_scale;  // in two floats: its terms cancel
+    of_scale += static_cast<double>(sum[0]) + sum[1];
+    sum[0] = static_cast<float>(of_scale);
+    sum[1] = static_cast<float>(of_scale - sum[0]);
   }
 
   const WindowGradient& g_;
@@ -386,7 +392,7 @@ class WindowItem {
   const int64_t head_index_, run_;
   const float scale_;
   HeadGradient<TokenFetch> head_;
-  float* const part_;     // [tokens][tokens] of the bias, [3][head_dim] of padding, logit_scale's
+  float* const part_;  // [tokens][tokens] of the bias, [3][head_dim] of padding, [2] of logit_scale
   Tokens all_tokens_[2];  // this window's and the next one's
   const Tokens* tokens_ = nullptr;
   float* raw_;         // [width]
