@@ -37,7 +37,7 @@ from elsa_core.dispatch.chooser import (
     unregister,
 )
 from elsa_core.dispatch.explained import route
-from elsa_core.dispatch.faults import Layout, peer_fault
+from elsa_core.dispatch.faults import Layout, peer_fault, without_gaps
 from elsa_core.dispatch.gradients import recomputes, recorded, shard_backward
 from elsa_core.dispatch.measured import (
     GATED,
@@ -93,4 +93,5 @@ __all__ = [
     "switched",
     "unmeasured",
     "unregister",
+    "without_gaps",
 ]

@@ -1,4 +1,4 @@
-"""What PyTorch's attention kernels compute wrong: one table, read before a call is given to them.
+"""What PyTorch's kernels compute wrong: one table, read before a call is given to them.
 
 A call with a fault goes to the next backend; asked for by name, the peer is refused. Not here is
 what `backends/sdpa.py` mends by itself: rows that do not begin at a multiple of 16 bytes are copied
@@ -72,3 +72,14 @@ def peer_fault(peer: str, layout: Layout, mode: Mode) -> str | None:
         if known and fault.holds(layout):
             return fault.reason
     return None
+
+
+def without_gaps(rows: Tensor) -> Tensor:
+    """The operand of a product, copied where PyTorch's product on a CPU would read past its rows.
+
+    oneDNN's bfloat16 kernels for AMX read rows in steps of 32 elements. What lies behind a row is
+    multiplied by zero, so that a NaN there becomes the result.
+    """
+    if rows.dtype != torch.bfloat16 or rows.device.type != "cpu" or rows.is_contiguous():
+        return rows
+    return rows if rows.shape[-1] % 32 == 0 or rows.stride(-1) != 1 else rows.contiguous()

@@ -500,6 +500,7 @@ def _layers() -> dict[str, dict[str, Any]]:
         "gated, no bias": {"value": True, "activation": "silu", "bias": False},
         **{f"layout {kind}": {"layout": kind} for kind in (
             "guarded", "odd rows", "unaligned", "sliced", "channels first", "every second")},
+        "layout odd rows, bfloat16": {"layout": "odd rows", "dtype": "bfloat16", "depth": 62},
         **{f"data {kind}": {"data": kind} for kind in ("constant", "zeros", "shifted")},
         "ieee": {"precision": "ieee", "batch": (130,), "depth": 128},
         **{f"many rows, {m} x {k} -> {n}": {"batch": (m,), "depth": k, "width": n} for m, k, n in (

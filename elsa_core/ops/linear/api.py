@@ -158,6 +158,8 @@ def _computed(
             if backend == "auto" and serve is serving[0] and device_type == "cuda":
                 _admit(given)
             return out
+    if not calls.recorded():
+        input = dispatch.without_gaps(input)
     product = functional.linear(input, weight, bias)
     return epilogue(product, activation, residual, scale) if fused else product
 
