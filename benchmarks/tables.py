@@ -482,6 +482,21 @@ def calls_table(rows: Sequence[Row], factor: float = 1e3, unit: str = "ms") -> s
     return markdown([*columns, *([f">error {' / '.join(names)}"] if errors else [])], made)
 
 
+def calls_of(*names: str) -> Callable[[Sequence[Row]], str]:
+    """`calls_table` of some contenders."""
+    return lambda rows: calls_table([r for r in rows if r["contender"] in names and r["median"]])
+
+
+def ratios_table(rows: Sequence[Row]) -> str:
+    """The time of every contender over elsa's."""
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    made = []
+    for members in _cases(rows):
+        cells = [f"{float(members[n]['ratio']):.2f}" if n in members else "-" for n in names]
+        made.append([next(iter(members.values()))["case"], *cells])
+    return markdown(["case", *(f">{name}" for name in names)], made)
+
+
 def host_table(rows: Sequence[Row]) -> str:
     """`calls_table` in microseconds."""
     return calls_table(rows, 1e6, "us")
@@ -503,6 +518,7 @@ def _megabytes(size: str) -> str:
     return f"{float(size) / 1e6:.0f}" if size else "-"
 
 
+_SPARSE: Final = ("nothing left out", "exact, order", "1e-4, order", "elsa", "pytorch")
 STUDIES: Final[dict[tuple[str, str], Callable[[Sequence[Row]], str]]] = {
     ("layers_h200", "models"): layers_table,
     ("layers_h200", "products"): products_table,
@@ -521,6 +537,15 @@ STUDIES: Final[dict[tuple[str, str], Callable[[Sequence[Row]], str]]] = {
     ("graphed_steps_h200", "calls"): calls_table,
     ("portable_h200", "calls"): calls_table,
     ("linear_forms_h200", "calls"): calls_table,
+    ("entmax_peers_h200", "ratios"): ratios_table,
+    ("entmax_packed_h200", "calls"): calls_table,
+    ("first_call_h200", "calls"): calls_table,
+    ("llama_h200", "calls"): calls_table,
+    ("sparsity_h200", "calls"): calls_of(*_SPARSE),
+    ("sparsity_cpu", "calls"): calls_of(*_SPARSE),
+    ("stream_k_h200", "calls"): calls_of(
+        "stream-k", "packed", "fixed split, padded", "sdpa-efficient", "each-sdpa", "today"
+    ),
 }
 
 if __name__ == "__main__":
