@@ -133,28 +133,38 @@ class Session:
     ) -> None:
         """Print a table. A column whose title starts with ">" is aligned to the right.
 
-        Where the terminal is too narrow, column number `wrap` is folded; where that does not do,
-        the other texts too, the first column, which holds paths and names, last. Without `wrap`
-        nothing is. Numbers never are. Then the columns whose titles start with "~" are left out,
-        the last first. Lines may still be longer than the terminal is wide.
+        Where the terminal is too narrow, column number `wrap` is folded. Where that does not do,
+        columns whose titles start with "~" are left out, the last first, and then the other texts
+        are folded, the first column, which holds paths and names, last. Without `wrap` none is.
+        Numbers never are: lines may be longer than the terminal is wide.
         """
         if self.json or self.quiet or not rows:
             return
         console = self._console()
         shown = list(range(len(columns)))
-        table = self._table(console, columns, rows, wrap, shown)
-        for index in reversed(shown):
-            if columns[index].startswith("~") and _least_width(console, table) > console.width:
+        table = self._table(columns, rows, shown)
+
+        def is_wide() -> bool:
+            return _least_width(console, table) > console.width
+
+        if wrap is not None and is_wide():
+            table.columns[wrap].no_wrap = False
+        for index in reversed(range(len(columns))):
+            if columns[index].startswith("~") and is_wide():
                 shown.remove(index)
-                table = self._table(console, columns, rows, wrap, shown)
+                table = self._table(columns, rows, shown)
+                if wrap is not None and wrap in shown:
+                    table.columns[shown.index(wrap)].no_wrap = False
+        texts = [place for place, index in enumerate(shown) if ">" not in columns[index][:2]]
+        for place in (*texts[1:], *texts[:1]) if wrap is not None else ():
+            if is_wide():
+                table.columns[place].no_wrap = False
         console.width = max(console.width, _least_width(console, table))
         self._draw(console, table)
 
     def _table(
-        self, console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]],
-        wrap: int | None, shown: Sequence[int],
-    ) -> Table:  # fmt: skip
-        """The columns that are shown, folded as far as the width asks for it."""
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[int]
+    ) -> Table:
         from rich import box
         from rich.table import Table
 
@@ -165,8 +175,8 @@ class Session:
             header_style="bold",
             show_edge=False,
         )
-        titles = {index: columns[index].removeprefix("~") for index in shown}
-        for title in titles.values():
+        for index in shown:
+            title = columns[index].removeprefix("~")
             table.add_column(
                 self.fit(title.lstrip(">")),
                 justify="right" if title.startswith(">") else "left",
@@ -175,13 +185,6 @@ class Session:
             )
         for row in rows:
             table.add_row(*(self._cell(row[index]) for index in shown))
-        texts = [index for index, title in titles.items() if not title.startswith(">")]
-        first = [index for index in texts if index == wrap]
-        order = [*first, *(i for i in (*texts[1:], *texts[:1]) if i != wrap)]
-        for index in order if wrap is not None else ():
-            if _least_width(console, table) <= console.width:
-                break
-            table.columns[shown.index(index)].no_wrap = False
         return table
 
     def _cell(self, text: str) -> Any:

@@ -294,3 +294,16 @@ def test_every_command_that_takes_long_beats() -> None:
     """`patch --check` and `export` wrote nothing for minutes."""
     for path in Path(console.__file__).parent.rglob("*.py"):
         assert path.name == "console.py" or "beats=" not in path.read_text(encoding="utf-8"), path
+
+
+def test_optional_columns_go_before_paths_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    one, out, _ = session(monkeypatch)
+    titles = ["site", "class", "~kind", ">error", "~>heads"]
+    row = [f"{'layers.0.blocks.0.attention.proj':_<42}", "A", "window", "3.1e-07", "12x64"]
+    one.table(titles, [row], wrap=1)
+    one.table(titles, [["layers.0", *row[1:]]], wrap=1)
+    head, _, narrow, *rest = out.text().splitlines()
+    assert narrow.split() == [row[0], "A", "3.1e-07"] and head.split() == ["site", "class", "error"]
+    assert rest[-1].split() == ["layers.0", *row[1:]]
+    assert max(map(len, [head, narrow, *rest])) <= 60
