@@ -75,7 +75,7 @@ def test_inspect_says_what_the_flops_of_layers_are(elsa: Elsa) -> None:
     lines = elsa("inspect", *arguments, "--html", "sites.html").out.splitlines()
     layers = [line for line in lines if " linear-layer " in line]
     assert layers and not any("?" in line for line in layers)
-    first = next(i for i, line in enumerate(lines) if line.startswith("FLOPs: of q k^T"))
+    first = next(i for i, line in enumerate(lines) if line.startswith("FLOPs: only q k^T"))
     assert lines[first + 1].startswith("FLOPs of linear layers, MLPs and patch embeddings: of all")
     page = Path("sites.html").read_text(encoding="utf-8")
     assert "patch embeddings: of all their products" in page and "attention sites can" not in page
