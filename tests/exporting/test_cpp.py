@@ -20,6 +20,7 @@ from elsa_core.patching.rewrite import patch
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "examples" / "cpp"
+pytestmark = pytest.mark.compiler
 
 # Exports a model for a GPU and keeps what it gives for `image(160, ...)`.
 ON_GPU = """
@@ -56,6 +57,8 @@ def program(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     cmake = _cmake()
     if cmake is None:
         pytest.skip("cmake is not installed: pip install cmake")
+    if not (shutil.which("make") or shutil.which("ninja")):
+        pytest.skip("neither make nor ninja is installed")
 
     def build(folder: Path) -> None:
         for command in (

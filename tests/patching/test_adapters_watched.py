@@ -16,7 +16,6 @@ from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError
-from elsa_core.patching.adapters.derived import Derivation, derived
 from elsa_core.patching.rewrite import patch
 
 SWIN = {
@@ -281,43 +280,6 @@ def test_a_class_that_gets_another_forward() -> None:
 
 
 # --- weights and calls -------------------------------------------------------------------------
-
-
-def test_weights_written_through_data_while_training() -> None:
-    model = swin(fused=True)
-    patch(model)
-    x = torch.randn(IMAGES)
-    with torch.no_grad():
-        model(x)  # the dense bias is kept
-        model.train()
-        model(x)
-        for name, parameter in model.named_parameters():
-            if "relative_position_bias_table" in name:
-                parameter.data.mul_(-3.0)
-        plain = copy.deepcopy(model).eval()
-        torch.testing.assert_close(model.eval()(x), plain(x))
-
-
-@torch.no_grad()
-def test_what_was_derived_follows_other_memory_and_autocast() -> None:
-    module = nn.Linear(2, 2).eval()
-
-    def read() -> Tensor:
-        derivation = Derivation(
-            module, module, lambda m: m.weight * 1.0 @ torch.eye(2), (module.weight,)
-        )
-        kept: Tensor = derived(derivation)
-        return kept
-
-    first = read()
-    assert read() is first
-    with torch.autocast("cpu", torch.bfloat16):
-        assert read().dtype == torch.bfloat16
-    assert read().dtype == torch.float32
-    version = module.weight._version
-    module.weight.data = torch.full((2, 2), 3.0)  # other memory, which counts as no write
-    assert module.weight._version == version
-    assert torch.equal(read(), module.weight)
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*")
