@@ -16,8 +16,6 @@ from elsa_core.patching.recognition import Watch
 
 from .variants import DIM, HEADS, LOOK_ALIKES, TOKENS, WAYS, Site
 
-# What stays the original's in one way of running: the reason.
-NOT_FUSED: dict[str, str] = {}
 ROUNDING = 4  # ulp of the largest value, beside twice the original's error
 
 
@@ -41,13 +39,13 @@ def judged(got: Tensor, plain: Tensor, oracle: Tensor, what: str) -> None:
     assert (got.double() - oracle).abs().max() <= allowed, what
 
 
-def model(name: str) -> tuple[Site, Site, Tensor]:
+def model(name: str, precision: str) -> tuple[Site, Site, Tensor]:
     """A site, a watched copy of it, and an input."""
     torch.manual_seed(len(name))
     site = Site(name).eval()
     twin = copy.deepcopy(site)
     twin.__class__ = watched(Site)
-    twin.__dict__.update(elsa_precision="strict", elsa_backend="auto")
+    twin.__dict__.update(elsa_precision=precision, elsa_backend="auto")
     return site, twin, torch.randn(3, TOKENS, HEADS * DIM)
 
 
@@ -68,7 +66,8 @@ def kernels(graph: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_a_way_to_write_attention(name: str) -> None:
-    site, twin, x = model(name)
+    # a precision other than the default one: small calls on a CPU are recognised too
+    site, twin, x = model(name, "lean")
     fused = name not in LOOK_ALIKES
     oracle = copy.deepcopy(site).double()
 
@@ -102,3 +101,23 @@ def test_a_way_to_write_attention(name: str) -> None:
         assert kernels(program.graph.nodes)[0] and not kernels(program.graph.nodes)[1]
         inlined = traced.inlined_graph
         assert "elsa::" in str(inlined) and "aten::softmax" not in str(inlined)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WAYS)
+def test_a_way_to_write_attention_in_a_graph(name: str) -> None:
+    """A plain capture holds what recognition made of the forward."""
+    site, twin, x = (one.cuda() for one in model(name, "strict"))
+    oracle, other, seen = copy.deepcopy(site).double(), torch.randn_like(x), Seen()
+    with torch.no_grad():
+        for _ in range(2):
+            twin(x)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()), Watch("strict", "auto", seen) as watch:
+            watch.close(site(x))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            held = twin(x)
+        x.copy_(other)
+        graph.replay()
+        judged(held, site(other), oracle(other.double()), "graph")
+    assert bool(seen.count) == (name not in LOOK_ALIKES)

@@ -174,8 +174,6 @@ def runs_original(
 
 all_tokens = runs_original(lambda site, x: x.numel() * x.shape[-2])
 """`runs_original` of tokens [..., N, C] that all meet each other."""
-first_token = runs_original(lambda site, x: x.numel())
-"""`runs_original` of tokens [..., N, C] whose first one alone is a query."""
 
 
 def all_pixels(rows: int, columns: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -612,14 +612,6 @@ def _reads(pending: Pending, written: Sequence[Tensor]) -> bool:
     return False
 
 
-def _share(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have memory in common."""
-    if isinstance(other, Pending):
-        return False
-    shared: bool = torch._C._is_alias_of(one, other)  # type: ignore[attr-defined]
-    return shared
-
-
 def _tensors(values: Any) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
