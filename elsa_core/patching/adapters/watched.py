@@ -36,7 +36,6 @@ _LOCK = threading.Lock()
 # Elements of the largest input of an eager call on a GPU from which on a site is watched: the host
 # takes longer for a watched forward, which smaller calls wait for.
 _LARGE: Final = 1 << 22
-_LEAST: Final = FEW >> 5  # the same on a CPU: attention of fewer seldom has more than `FEW` scores
 
 
 def watched(cls: type[nn.Module]) -> type[nn.Module]:
@@ -125,7 +124,7 @@ class _Traced(TorchFunctionMode):
 
 def _serves(site: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call is watched: not within a transform of `torch.func`, not by a tracer of
-    symbols, and not where it is a small eager call on a GPU."""
+    symbols, and not where it is a small eager call."""
     if calls.differentiates_otherwise() or calls.transformed():
         return False
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
@@ -137,8 +136,14 @@ def _serves(site: Any, args: Any, kwargs: Any) -> bool:
     if not tensors or calls.recorded():
         return True
     if tensors[0].is_cuda:
-        least = 0 if torch.cuda.is_current_stream_capturing() else _LARGE
-    else:
-        chooses = (site.elsa_precision, site.elsa_backend) == ("strict", "auto")
-        least = _LEAST if chooses and not calls.traced() else 0
-    return max(tensor.numel() for tensor in tensors) >= least
+        capturing = torch.cuda.is_current_stream_capturing()
+        return capturing or max(tensor.numel() for tensor in tensors) >= _LARGE
+    if calls.traced() or (site.elsa_precision, site.elsa_backend) != ("strict", "auto"):
+        return True
+    return any(_scores(tensor) >= FEW for tensor in tensors)
+
+
+def _scores(x: Tensor) -> int:
+    """About how many scores attention in x [B, N, C] has, in heads of 32 channels; of images and
+    windows, where no dimension is known to be that of tokens, in windows of 16 x 16."""
+    return x.numel() * (x.shape[1] if x.dim() == 3 else 256) // 32
