@@ -129,7 +129,7 @@ def test_values_are_the_originals(function: Callable[..., Tensor], grad: bool) -
         leaves = [t.to(dtype).requires_grad_(grad) for t in operands()]
         given = [leaf * 1.0 for leaf in leaves]
         if watch:
-            watching = Watch("strict", "auto")
+            watching = Watch("strict", "eager")
             with watching:
                 out = function(*given)
             out = watching.close(out)
@@ -169,7 +169,7 @@ def test_weights_that_are_seen_are_the_originals(how: str) -> None:
     q, k, v = operands()
     plain = module(q, k, v)
     expected = {"kept": getattr(module, "weights", None), "hooked": seen and seen[0]}.get(how)
-    watch = Watch("strict", "auto")
+    watch = Watch("strict", "eager")
     with watch:
         out = module(q, k, v)
     out = watch.close(out)
@@ -191,7 +191,7 @@ def test_an_error_leaves_no_mode_and_the_values_that_were_kept() -> None:
         return kept[0] @ v[:, :, :2]
 
     q, k, v = operands()
-    watch = Watch("strict", "auto")
+    watch = Watch("strict", "eager")
     with pytest.raises(RuntimeError, match="size"):
         try:
             with watch:
@@ -203,7 +203,7 @@ def test_an_error_leaves_no_mode_and_the_values_that_were_kept() -> None:
 
 
 def test_watched_forwards_nest_recompute_and_run_in_threads() -> None:
-    site, twin, x = model("relative_bias")
+    site, twin, x = model("relative_bias", "lean")
     oracle = copy.deepcopy(site).double()
 
     class Checkpointed(nn.Module):
@@ -220,7 +220,7 @@ def test_watched_forwards_nest_recompute_and_run_in_threads() -> None:
     for got, plain, exact in zip(*triples, strict=True):
         judged(got, plain, exact, "checkpoint")
     outer, seen = None, Seen()
-    outer = Watch("strict", "auto", seen)
+    outer = Watch("lean", "auto", seen)
     with torch.no_grad(), outer:
         nested = outer.close(twin(x))
     assert seen.count == 1
@@ -235,7 +235,7 @@ def test_watched_forwards_nest_recompute_and_run_in_threads() -> None:
 
 
 def test_transforms_and_second_derivatives_are_the_originals() -> None:
-    site, twin, x = model("scaled_after")
+    site, twin, x = model("scaled_after", "lean")
 
     def loss(m: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda t: m(t).square().sum()
@@ -256,7 +256,7 @@ def test_transforms_and_second_derivatives_are_the_originals() -> None:
 def test_only_what_is_alive_is_kept() -> None:
     """Scores that were computed are not held until the forward ends."""
     q, k, v = operands()
-    watch = Watch("strict", "auto")
+    watch = Watch("strict", "eager")
     with watch:
         for _ in range(50):
             (q @ k.mT).sigmoid() @ v
