@@ -15,8 +15,8 @@ pytest.importorskip("triton.experimental.gluon")
 from triton_compile import compile_launch
 
 from elsa_core.backends.triton.attention import planner, schedules, tiling
-from elsa_core.backends.triton.attention.schedules.record import Call, Problem
-from elsa_core.backends.triton.shared import device, usertable
+from elsa_core.backends.triton.attention.schedules.record import Call
+from elsa_core.backends.triton.shared import device
 
 TABLE = tiling.load_table("h200")
 known = pytest.mark.skipif(not device.gluon_known(), reason="a Triton whose Gluon is not known")
@@ -41,73 +41,6 @@ def planned(
     return planner.plan_call(q, k, v, None, causal, 0.1, "strict", tiles=plan)
 
 
-def scheduled(shape: tiling.Shape, plan: tiling.Plan) -> tuple[str, str]:
-    """The schedule of a call of such tiles, and its words."""
-    q = torch.empty(shape.batch, shape.heads, shape.queries, shape.head_dim, device="meta")
-    k = torch.empty(shape.batch, shape.key_heads, shape.keys, shape.head_dim, device="meta")
-    problem = Problem(q, k, k, None, False, 0.125, "strict", "split", shape, plan)
-    schedule = schedules.schedule_of(problem)
-    return schedule.name, schedule.words(problem)
-
-
-@pytest.mark.parametrize(
-    ("shape", "block_m", "warps"),
-    [
-        ((1, 12, 12, 197, 197, 64, 64), 64, 8),  # multiprocessors to spare: two warpgroups a tile
-        ((1, 12, 12, 81, 81, 64, 64), 64, 8),
-        ((1, 12, 12, 77, 77, 64, 64), 64, 4),
-        ((1, 12, 12, 197, 197, 32, 32), 64, 4),
-        ((8, 6, 6, 197, 197, 64, 64), 128, 8),
-        ((8, 12, 12, 197, 197, 64, 64), 256, 16),  # keys split once a head
-        ((8, 12, 12, 197, 197, 32, 32), 256, 16),
-        ((8, 12, 12, 50, 50, 64, 64), 64, 4),
-        ((8, 12, 12, 128, 128, 64, 64), 128, 8),
-        ((64, 12, 12, 10, 200, 64, 64), 64, 4),  # most of 256 rows would be empty
-        ((64, 12, 12, 100, 200, 64, 64), 128, 8),
-    ],
-)
-def test_calls_of_few_keys(shape: tuple[int, ...], block_m: int, warps: int) -> None:
-    plan = tiling.plan(
-        tiling.Shape(*shape), "split", TABLE, workspace=True, multiprocessors=132, specialized=True
-    )
-    assert plan.tile.one_launch and plan.partitions == 1
-    assert (plan.tile.block_m, plan.tile.warps) == (block_m, warps)
-    name, words = scheduled(tiling.Shape(*shape), plan)
-    assert "all keys on chip" in words
-    assert name == ("two_warpgroups" if plan.tile.two_warpgroups else "one_launch")
-    two = (block_m, warps) == (64, 8)
-    assert plan.tile.two_warpgroups is ("two warpgroups" in words) is two
-    lean = tiling.plan(
-        tiling.Shape(*shape), "split", TABLE, workspace=False, multiprocessors=132,
-        specialized=True,
-    )  # fmt: skip
-    assert lean == plan  # it has no workspace
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (8, 12, 12, 257, 257, 64, 64), (8, 12, 12, 197, 197, 16, 16), (8, 12, 12, 197, 197, 80, 80),
-        (8, 12, 12, 197, 197, 64, 128),
-    ],
-)  # fmt: skip
-def test_calls_that_it_does_not_take(shape: tuple[int, ...]) -> None:
-    for there in (True, False):
-        plan = tiling.plan(
-            tiling.Shape(*shape), "split", TABLE, workspace=True, multiprocessors=132,
-            specialized=there,
-        )  # fmt: skip
-        assert not plan.tile.one_launch
-    for warps in (4, 8):
-        assert not tile(64, warps, dim=256).serves("split", 64, tiling.Shape(*shape))
-
-
-@pytest.mark.parametrize("shape", [(1, 2, 2, 9, 209, 64, 64), (1, 2, 2, 9, 99, 64, 32)])
-def test_calls_that_two_warpgroups_do_not_share(shape: tuple[int, ...]) -> None:
-    assert tile(64, 4).serves("split", 64, tiling.Shape(*shape))
-    assert not tile(64, 8).serves("split", 64, tiling.Shape(*shape))
-
-
 def test_turbo_of_few_keys_is_strict_in_one_launch() -> None:
     """Three products in one launch beat one product in two; `explain` says so."""
     for keys, dim, fits in (
@@ -126,16 +59,6 @@ def test_turbo_of_few_keys_is_strict_in_one_launch() -> None:
     assert call.schedule is schedules.ONE_LAUNCH and "strict's products" in call.words
     call = planner.plan_call(q, q, q, None, False, 0.125, "strict", specialized=True)
     assert call.schedule is schedules.ONE_LAUNCH and "strict's products" not in call.words
-
-
-def test_a_small_grid_of_the_most_keys_stays_with_two_launches() -> None:
-    """Four whole tiles of keys for each of few programs: split ahead, all multiprocessors help."""
-    for keys, fits in ((208, True), (209, False)):
-        shape = tiling.Shape(1, 8, 8, keys, keys, 64, 64)
-        plan = tiling.plan(
-            shape, "split", TABLE, workspace=True, multiprocessors=132, specialized=True
-        )
-        assert plan.tile.one_launch is fits
 
 
 def test_one_launch_without_workspace() -> None:
@@ -179,16 +102,3 @@ def test_no_turns_where_the_compiler_lets_all_warps_meet(monkeypatch: pytest.Mon
         for block_m in (64, 128, 256):
             fold = planned(197, 197, 64, 64, block_m).fold
             assert fold.tail["TURNS"] == (turns and block_m > 64)
-
-
-def test_a_user_may_have_measured_it() -> None:
-    shape = tiling.Shape(8, 12, 12, 197, 197, 64, 64)
-    row = usertable.measured_for(tile(128), shape)
-    usertable._check(row)
-    assert row.serves("split", 64, shape)
-    usertable._check(usertable.measured_for(tile(64, 8), shape))
-    # keys that its block does not hold are left to others, whatever the row says
-    assert not row.serves("split", 64, shape._replace(keys=270, queries=150))
-    for wrong in ({"warps": 4}, {"block_n": 128}, {"block_m": 32, "warps": 2}, {"mode": "half"}):
-        with pytest.raises(ValueError, match="specialized tile"):
-            usertable._check(dataclasses.replace(row, **wrong))

@@ -114,18 +114,6 @@ def test_states_with_lse_in_float64_compile(parts: int) -> None:
         assert compile_launch(one, torch.float32, "cuda", 90, lse="fp64").asm["cubin"]
 
 
-def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "specializes", lambda device: True)
-    q = torch.empty(1, 2, 300, 64)
-    assert planner.may_specialize(q, q, q, None)
-    assert not planner.may_specialize(q, q, q, torch.ones(1, 1, 1, 300, dtype=torch.bool))
-    assert not planner.may_specialize(*[torch.empty(1, 2, 300, 80)] * 3, None)  # 64 + 16
-    assert not planner.may_specialize(q[..., ::2], q, q, None)  # columns apart
-    assert not planner.may_specialize(q[..., 1:61], q[..., :60], q[..., :60], None)  # not aligned
-    long = torch.empty(1).expand(1, 1, 65537, 64)
-    assert not planner.may_specialize(q, long, long, None)  # more than one chain
-
-
 def test_an_unknown_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import logging
 import os
 import re
-import shutil
 import signal
 import struct
 import subprocess
@@ -28,7 +26,6 @@ import triton
 
 from elsa_core.backends.triton.pack import build as building
 from elsa_core.backends.triton.pack import cases, lookup, specialize, store
-from elsa_core.backends.triton.pack import wheel as wheels
 from elsa_core.backends.triton.pack.build import build
 from elsa_core.backends.triton.pack.plan import Planner
 from elsa_core.backends.triton.shared import device
@@ -84,14 +81,12 @@ def test_a_second_build_gives_the_same_bytes(packs: Path, tmp_path: Path, monkey
     assert content(tmp_path / "again" / "sm_80") == content(packs / "sm_80")
 
 
-def test_what_is_unchanged_is_not_compiled_again(packs: Path, monkeypatch) -> None:
+def test_what_is_unchanged_is_not_compiled_again(packs: Path) -> None:
     before = content(packs / "sm_80")
-    monkeypatch.setattr(building, "_workers", lambda *_: pytest.fail("compiles"))
     assert build(80, packs, only=ONLY).reused == 2
     assert content(packs / "sm_80") == before
     built = build(80, packs, only=ONLY.replace("??16", "fp16"))
     assert (built.kernels, built.reused) == (1, 1)
-    monkeypatch.undo()
     assert build(80, packs, jobs=1, only=ONLY).reused == 1
     assert content(packs / "sm_80") == before
 
@@ -447,72 +442,6 @@ def test_a_wheel_with_packs(packs: Path, tmp_path: Path, capsys, monkeypatch) ->
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[[True, 80, 2, ""]], [80]]
-
-
-def test_no_wheel_without_hatchling_or_a_checkout(tmp_path: Path, capsys, monkeypatch) -> None:
-    """One line, before anything is compiled."""
-    from elsa_cli.main import run
-
-    monkeypatch.setattr(building, "build", lambda *_, **__: pytest.fail("compiles"))
-    command = ["build", "--cuda", "--arch", "80", "--wheel", "wheels"]
-    monkeypatch.setitem(sys.modules, "hatchling", None)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "hatchling" else find(name)
-    )
-    assert run(command) == 3
-    out, err = capsys.readouterr()
-    said = "error: hatchling is not installed, and it builds wheels: install it"
-    assert (out, err.splitlines()) == ("", [said])
-    monkeypatch.undo()
-    with pytest.raises(UnavailableError, match=r"from a checkout of elsa: .* has no elsa_core"):
-        wheels.require(tmp_path)
-    assert not list(tmp_path.glob("wheels"))
-    assert run(["build", "--wheel", "wheels"]) == 2
-    assert "--wheel needs --cuda" in capsys.readouterr().err
-
-
-def test_a_wheel_that_fails_leaves_the_one_before(packs: Path, tmp_path: Path, monkeypatch) -> None:
-    name = "elsa_attention-0-py3-none-any.whl"
-    out = tmp_path / "wheels"
-    out.mkdir()
-    (out / name).write_bytes(b"before")
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-
-    def interrupted(source: Path, target: Path) -> None:
-        Path(target).write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    def built(copy: Path, place: Path) -> Path:
-        assert (copy / "elsa_core" / "packs" / "sm_80" / store.INDEX).exists()
-        monkeypatch.setattr(wheels.shutil, "copyfile", interrupted)
-        return place / name
-
-    monkeypatch.setattr(wheels, "_built", built)
-    for place in (out, tmp_path / "new" / "folder"):
-        with pytest.raises(KeyboardInterrupt):
-            wheels.wheel([packs / "sm_80"], place)
-        monkeypatch.setattr(wheels.shutil, "copyfile", COPYFILE)
-    assert content(out) == {name: b"before"}
-    assert not (tmp_path / "new").exists() and not list(temporary.iterdir())
-    monkeypatch.setattr(wheels, "running", lambda *_, **options: failing(**options))
-    monkeypatch.setattr(wheels, "_built", BUILT)
-    with pytest.raises(UnavailableError, match="hatchling builds no wheel: no luck"):
-        wheels.wheel([packs / "sm_80"], out)
-    assert content(out) == {name: b"before"}
-    damaged = tmp_path / "sm_80"
-    damaged.mkdir()
-    with pytest.raises(UnavailableError, match="holds no kernel pack"):
-        wheels.wheel([damaged], out)
-
-
-COPYFILE, BUILT = shutil.copyfile, wheels._built
-
-
-def failing(**options: Any) -> Any:
-    return building.running([sys.executable, "-c", "import sys; sys.exit('no luck')"], **options)
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:

@@ -17,10 +17,8 @@ from conformance.portable_cpu import AT_START, AT_WAIT, PLAIN
 from native_kernels import ULPS, make, relative
 from torch import Tensor
 
-from elsa_core import dispatch, reference
-from elsa_core.backends import portable, triton
+from elsa_core import reference
 from elsa_core.backends.portable import attention, driver, nvrtc, tiling
-from elsa_core.backends.support import Request, Support
 from elsa_core.errors import UnavailableError
 from elsa_core.precision import theorem1_bound
 
@@ -246,21 +244,6 @@ def test_compiled_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert nvrtc.compiled(instance._replace(mask=1), 90) and len(said) == 4
 
 
-@with_nvrtc
-def test_code_serves_where_the_cache_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("read-only")
-
-    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(nvrtc.Nvrtc, "compile", lambda *_: b"code")
-    monkeypatch.setattr(nvrtc.cache, "put", refuse)
-    instance = tiling.instance(64, 64, 4, "none", False, HOPPER)
-    assert nvrtc.compiled(instance, 90) == b"code"
-    assert "cannot be written" in caplog.text
-
-
 # Launches
 
 
@@ -317,46 +300,6 @@ def test_sizes_that_no_launch_has() -> None:
 
 
 # Routes
-
-
-@pytest.fixture
-def capability(monkeypatch: pytest.MonkeyPatch):
-    """A GPU that is not here, with NVRTC and a driver that say yes."""
-
-    def pretend(major: int, minor: int) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(attention, "prepare", lambda *_, **__: None)
-        for cached in (portable._ready, triton._environment, dispatch.chosen):
-            cached.cache_clear()
-
-    yield pretend
-    monkeypatch.undo()
-    for cached in (portable._ready, triton._environment, dispatch.chosen):
-        cached.cache_clear()
-
-
-def asked(precision: str = "ieee", dtype: torch.dtype = torch.float32) -> Request:
-    return Request("cuda", dtype, 64, 64, precision)
-
-
-@pytest.mark.parametrize("arch", [(7, 5), (9, 0)])
-def test_calls_that_name_them_alone(capability, arch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were not measured: auto passes them by, but for `ieee` where Triton serves nothing."""
-    capability(*arch)
-    for precision in ("ieee", "strict"):
-        assert dispatch.select(asked(precision), "portable")[0] == "portable"
-    assert dispatch.route(asked(), "portable").arithmetic == "float32 FMA"
-    trained = dispatch.route(asked()._replace(gradient=("query",)), "portable")
-    assert any(line.startswith("gradients: ") for line in trained.reasons)
-    assert not any("same backend" in line for line in trained.reasons)
-    if arch >= (8, 0):
-        assert dispatch.select(asked())[0] == "triton"
-        monkeypatch.setattr(triton, "_environment", lambda index: Support(False, "is not here"))
-    assert dispatch.select(asked("ieee"))[0] == "portable"
-    name, reasons = dispatch.select(asked("strict"))
-    assert name == "eager" and any("ask for it by name" in line for line in reasons)
 
 
 def test_wide_loads_need_aligned_rows_of_one_token_too() -> None:

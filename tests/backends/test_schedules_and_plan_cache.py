@@ -77,25 +77,6 @@ def test_no_key_gives_zeros():
     assert call.schedule is schedules.EMPTY
 
 
-def test_a_schedule_from_outside_comes_first(monkeypatch):
-    """A record is enough: no other place knows the names of schedules."""
-
-    def ones(call, q, k, v, mask):
-        out, lse = call.results(q)
-        return out.fill_(1.0), lse.zero_()
-
-    own = schedules.Schedule(
-        "ones", lambda problem: problem.causal, lambda problem: schedules.Parts(), ones,
-        lambda problem: "ones",
-    )  # fmt: skip
-    monkeypatch.setattr(schedules, "SCHEDULES", (own, *schedules.SCHEDULES))
-    q = torch.zeros(1, 2, 3, 8)
-    call = planner.plan_call(q, q, q, None, True, 1.0, "strict")
-    assert call.words == "ones"
-    out, _ = planner.execute(call, q, q, q, None)
-    assert (out == 1.0).all() and out.transpose(1, 2).is_contiguous()
-
-
 def test_a_plan_holds_no_tensor():
     """Plans outlive calls: what they referred to would never be freed."""
     import gc
@@ -153,35 +134,6 @@ def test_listed_tiles_compile(dtype, precision):
 # directions of tile tables
 
 
-def with_backward() -> tiling.Table:
-    """A table of which the first row is of the backward."""
-    row = {"mode": "split", "dim": 256, "keys": None, "programs": None, "block_m": 32,
-           "block_n": 32, "warps": 4, "stages": 1, "ahead": False}  # fmt: skip
-    path = tiling.TABLES / "h200.json"
-    data = json.loads(path.read_text())
-    data["tiles"] = [{**row, "direction": "backward"}, *data["tiles"]]
-    return tiling.table_from(data)
-
-
-def test_rows_without_a_direction_are_of_the_forward():
-    for path in tiling.TABLES.glob("*.json"):
-        forward = [t for t in tiling.load_table(path.stem).tiles if t.direction == "forward"]
-        written = json.loads(path.read_text())["tiles"]
-        assert len(forward) == sum(row.get("direction") != "backward" for row in written) > 0
-
-
-@pytest.mark.parametrize("specialized", [False, True])
-def test_a_row_of_the_backward_never_serves_the_forward(specialized):
-    shape = Shape(8, 12, 12, 577, 577, 64, 64)
-    given = {"workspace": True, "multiprocessors": 132, "specialized": specialized}
-    table = with_backward()
-    assert tiling.plan(shape, "split", table, **given) == tiling.plan(
-        shape, "split", TABLE, **given
-    )
-    assert table.tiles[0].serves("split", 64, shape, "backward")
-    assert not any(tile.serves("split", 64, shape, "backward") for tile in TABLE.tiles)
-
-
 def test_rows_for_masks_serve_calls_with_a_mask_alone():
     pytest.importorskip("triton")
     given = {"workspace": True, "multiprocessors": 132, "specialized": True}
@@ -208,18 +160,6 @@ def test_an_unknown_direction_is_refused():
     windows["tiles"][0]["direction"] = "sideways"
     with pytest.raises(ValueError, match="direction 'sideways'"):
         window_tiling.table_from(windows)
-
-
-def test_a_window_row_of_the_backward_never_serves_the_forward():
-    data = json.loads((tiling.TABLES / "windows" / "h200.json").read_text())
-    shape = window_tiling.WindowShape(512, 3, 49, 32)
-    before = window_tiling.plan(shape, "split", window_tiling.table_from(data), 132)
-    row = {"mode": "split", "dim": 256, "tokens": None, "block_m": 16, "block_n": 16, "warps": 1,
-           "stages": 1, "direction": "backward"}  # fmt: skip
-    data["tiles"].insert(0, row)
-    table = window_tiling.table_from(data)
-    assert window_tiling.plan(shape, "split", table, 132) == before
-    assert table.tiles[0].serves("split", 32, 49, "backward")
 
 
 def test_a_users_table_keeps_both_directions(tmp_path):

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from triton_compile import compile_launch
 
 from elsa_core.backends.triton.attention import varlen
 from elsa_core.backends.triton.attention.schedules import stream
-from elsa_core.backends.triton.shared import tickets
 from elsa_core.backends.triton.shared.launch import Launch
 
 
@@ -100,52 +98,3 @@ def test_compiles(name: str, arch: int) -> None:
     assert ahead.rfind("bar.sync") > ahead.rfind("st.global")
     assert 0 <= behind.find("bar.sync") < behind.find("ld.global")
     assert "ld.global.nc" not in behind
-
-
-class FakeStream:
-    """What `tickets` asks of a stream."""
-
-    def __init__(self, number: int) -> None:
-        self.cuda_stream = number
-
-    def synchronize(self) -> None:
-        pass
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A device whose memory is a CPU's: its current stream, and whether a graph is recorded."""
-    now = SimpleNamespace(stream=1, recording=False)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda count, dtype, device: zeros(count, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.recording)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(now.stream))
-    monkeypatch.setattr(tickets, "SLAB", 1024)
-    monkeypatch.setattr(tickets, "FEW_LEFT", 128)
-    for name, empty in (("_slabs", {}), ("_of_streams", {}), ("_kept", [])):
-        monkeypatch.setattr(tickets, name, empty)
-    return now
-
-
-def addresses(t: torch.Tensor) -> set[int]:
-    return set(range(t.data_ptr(), t.data_ptr() + 4 * t.numel()))
-
-
-def test_launches_that_may_run_at_once_share_no_tickets(gpu: SimpleNamespace) -> None:
-    def take(count: int) -> torch.Tensor:
-        return tickets.tickets(count, torch.device("cuda", 0))
-
-    first = take(100)
-    assert take(100).data_ptr() == first.data_ptr(), "launches of one stream follow one another"
-    gpu.stream = 2
-    second = take(100)
-    gpu.recording = True
-    recorded = [take(100) for _ in range(20)]  # more than the slab holds
-    gpu.recording = False
-    more = take(200)
-    seen: set[int] = set()
-    for each in (first, second, *recorded, more):
-        assert not each.any() and not seen & addresses(each)
-        seen |= addresses(each)
-    # whatever else is freed: recorded launches know addresses of the first slab
-    assert addresses(recorded[0]) <= addresses(tickets._kept[0]) and len(tickets._kept) == 2

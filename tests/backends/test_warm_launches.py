@@ -109,20 +109,3 @@ def test_an_unknown_triton_is_launched_by_its_own_jit(version, direct, monkeypat
     assert kernel.calls[0] == (
         (3, 2, 1), {"n": 5, "BLOCK": 64, "num_warps": 4, "enable_fp_fusion": True}
     )  # fmt: skip
-
-
-def test_a_listener_hears_each_launch_once(monkeypatch) -> None:
-    """Also the first one of a kernel that a pack had."""
-    from elsa_core.backends.triton.shared import launch as module
-
-    launch, compiled, seen = launched()
-    launch.compiled = None
-    monkeypatch.setattr(Launch, "__call__", Launch.__call__)
-    monkeypatch.setattr(module.lookup, "wanted", lambda: True)
-    monkeypatch.setattr(module.lookup, "find", lambda *arguments: compiled)
-    heard: list[Any] = []
-    module.listen(lambda launch, pointers: heard.append((launch, pointers)))
-    tensors = torch.zeros(2), torch.zeros(3)
-    for count in (1, 2):
-        launch(*tensors)
-        assert heard == [(launch, tensors)] * count and len(seen) == count

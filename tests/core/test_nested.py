@@ -9,7 +9,6 @@ from torch import Tensor
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError
-from elsa_core.ops.varlen import api as varlen
 
 LENGTHS, OTHERS = [5, 1, 70], [9, 33, 2]
 
@@ -25,13 +24,9 @@ def apart(nested: Tensor) -> list[Tensor]:
     return [t[None].detach() for t in nested.unbind()]
 
 
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lengths", [LENGTHS, OTHERS])
-def test_each_sequence_is_as_alone(
-    lengths: list[int], is_causal: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(varlen, "_pads", lambda *of: padded)  # what CUDA devices take
+def test_each_sequence_is_as_alone(lengths: list[int], is_causal: bool) -> None:
     q, k, v = jagged(LENGTHS), jagged(lengths, seed=1), jagged(lengths, 5, seed=2)
     out, lse = elsa.attention(q, k, v, is_causal=is_causal, return_lse=True)
     assert out.is_nested
