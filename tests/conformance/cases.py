@@ -472,6 +472,8 @@ def _grids() -> dict[str, dict[str, Any]]:
         "a far channel of values, long": {
             "data": "far channel", "size": (9, 9), "window": (9, 9), "heads": 1},
         "seven heads": {"heads": 7, "dim": 5}, "ieee": swin | {"precision": "ieee"},
+        "ieee, long": {
+            "size": (9, 9), "window": (9, 9), "shift": (4, 4), "heads": 1, "precision": "ieee"},
         "lean": swin | {"precision": "lean"},
     }  # fmt: skip
 
@@ -544,7 +546,7 @@ def _packs() -> dict[str, dict[str, Any]]:
         **{f"layout {kind}, half": {"layout": kind, "dim": 40, "dtype": "float16"}
            for kind in ("guarded", "odd rows", "channels first", "unaligned")},
         **{f"data {kind}": {"data": kind} for kind in (
-            "large", "constant", "zeros", "shifted")},
+            "large", "constant", "zeros", "shifted", "balanced channels")},
         "ieee": {"precision": "ieee"}, "lean": {"precision": "lean"},
     }  # fmt: skip
 

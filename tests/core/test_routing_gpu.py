@@ -19,7 +19,6 @@ pytestmark = [
 ]
 
 
-
 def make(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to("cuda", dtype)
