@@ -508,6 +508,8 @@ def _layers() -> dict[str, dict[str, Any]]:
         **{f"many rows, {m} x {k} -> {n}": {"batch": (m,), "depth": k, "width": n} for m, k, n in (
             (25088, 96, 288), (1576, 768, 2304), (3153, 768, 3072), (197, 3072, 768),
             (1000, 776, 1004), (70, 6144, 64))},
+        "70 x 40 -> 24, half": {
+            "batch": (70,), "depth": 40, "width": 24, "dtype": "float16"},
         "many rows, half": {"batch": (25088,), "depth": 96, "width": 288, "dtype": "float16",
                             "activation": "gelu", "residual": True},
         "many rows, all terms": {"batch": (1576,), "depth": 768, "width": 768, "scale": True,
@@ -561,10 +563,13 @@ CASES: dict[str, list[Case]] = {
     "attention": _rows("attention", {
         **_of_attention(),
         "turbo": _TURBO, "turbo, masked": _TURBO | {"mask": "float"},
+        "turbo, a hidden row": _TURBO | {"mask": "infinity hides a row"},
         "data tiny": {"data": "tiny", "scale": 1.0},
         "data huge": {"data": "huge", "scale": 1e-30},
         "scores of 1e30": {"data": "huge"},
         "long rows": {"queries": 9, "keys": 3000, "heads": 1},
+        "keys in halves, masked": {
+            "batch": (1,), "queries": 80, "keys": 272, "value_dim": 48, "mask": "minus infinity"},
         "many heads": {"batch": (70_000,), "heads": 1, "queries": 2, "dim": 8},
         "causal before a short last block": {
             "batch": (1,), "heads": 1, "queries": 1100, "dim": 4, "causal": True},
