@@ -12,7 +12,7 @@ from seen import Calls
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError
-from elsa_core.patching.adapters import common, hf_transformers, table
+from elsa_core.patching.adapters import common, hf_transformers
 from elsa_core.patching.adapters.hf_transformers import attention_forward, register
 
 
@@ -90,7 +90,6 @@ def test_inspect_says_how_it_runs_on_elsa() -> None:
     )  # fmt: skip
     (site,) = elsa.inspect(transformers.ViTModel(config).eval(), 32).sites
     assert site.patchable and site.adapter == "recognised"
-    assert not table.has_interface(torch.nn.Linear)
 
 
 def test_a_caller_of_weights_is_warned(caplog: pytest.LogCaptureFixture) -> None:
