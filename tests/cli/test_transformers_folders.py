@@ -91,6 +91,7 @@ def saved(name: str, folder: Path) -> Path:
     return folder / name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_goes_through_every_command(name: str, tmp_path: Path, elsa: Elsa) -> None:
     folder = saved(name, tmp_path)
