@@ -1,8 +1,10 @@
-"""Functions on the host stay under 65 lines of code, files under 480; limits are said once."""
+"""Functions on the host stay under 65 lines of code, files under 480, rooms within their budgets;
+limits are said once."""
 
 from __future__ import annotations
 
 import ast
+import csv
 import re
 from pathlib import Path
 
@@ -45,6 +47,23 @@ def test_files_are_short() -> None:
         and len(path.read_text(encoding="utf-8").splitlines()) > FILE_LINES
     ]
     assert not long
+
+
+def test_rooms_keep_their_budgets() -> None:
+    """Lines of Python, C++ and CUDA; `rooms.csv` beside this file says how many a room may have."""
+    with Path(__file__).with_name("rooms.csv").open(encoding="utf-8", newline="") as file:
+        budgets = {row["room"]: int(row["lines"]) for row in csv.DictReader(file)}
+    over = {}
+    for room, budget in budgets.items():
+        own = (p for p in (ROOT / room).rglob("*") if p.suffix in (".py", ".cpp", ".h", ".cu"))
+        lines = sum(len(p.read_text(encoding="utf-8").splitlines()) for p in own)
+        if not 0 < lines <= budget:
+            over[room] = lines
+    assert not over
+    rooms = {
+        path.name for path in (ROOT / "elsa_core").iterdir() if (path / "__init__.py").exists()
+    }
+    assert {f"elsa_core/{name}" for name in rooms} <= budgets.keys()
 
 
 def test_the_largest_head_dimension_is_said_once_in_each_language() -> None:
