@@ -15,7 +15,8 @@ from torch import Tensor
 from elsa_core.distributed import agreement, groups, plan, ways
 from elsa_core.distributed.shards import Rows, Saved, Wanted
 from elsa_core.errors import ArgumentError
-from elsa_core.ops.factory import Grads, needed
+from elsa_core.ops.factory import Grads
+from elsa_core.ops.formulas import needed
 
 _TERMS = (
     "bool is_causal, float scale, str precision, str backend, str method, str gradients, "

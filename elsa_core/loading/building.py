@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from elsa_core.base.messages import first_line, quiet
-from elsa_core.errors import ElsaError, ModelError, UnavailableError
+from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
 from elsa_core.loading.recipe import Recipe
 
 # What a constructor raises for a recipe that it cannot follow.
@@ -70,3 +70,27 @@ class UninitialisedParameters(TorchFunctionMode):
         if func in (torch.Tensor.item, torch.Tensor.tolist) and args[0].is_meta:
             return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu").tolist()
         return func(*args, **(kwargs or {}))
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """The device of a name, which must be one of this machine that holds weights."""
+    try:
+        found = torch.device(device)
+    except TypeError:
+        raise TypeError(
+            f"device must be text or a torch.device, not {type(device).__name__}"
+        ) from None
+    except RuntimeError as error:
+        line = str(error).splitlines()[0]
+        raise ArgumentError(f"device (--device) {device!r} is unknown: {line}") from None
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise UnavailableError("device cuda is not available here: use --device cpu")
+        if found.index is not None and found.index >= count:
+            raise UnavailableError(f"device {found} is not there: this machine has {count}")
+    elif found.type == "mps" and not torch.backends.mps.is_available():
+        raise UnavailableError("device mps is not available here: use --device cpu")
+    elif found.type == "meta":
+        raise ArgumentError("device (--device) meta holds no weights: use cpu or cuda")
+    return found

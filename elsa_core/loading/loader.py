@@ -18,6 +18,7 @@ from elsa_core.base.inputs import generated_inputs, resolved_input_size, text_sh
 from elsa_core.base.reading import read_json
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import hub, libraries, preprocessing, unsaid
+from elsa_core.loading.building import checked_device
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.fill import apply, drops_classifier
 from elsa_core.loading.fit import with_given
@@ -248,7 +249,7 @@ def load_model(
             f"image_size must be one or two whole numbers, not {type(image_size).__name__}"
         )
     size = None if image_size is None else checked_size(image_size)
-    target = _checked_device(device)
+    target = checked_device(device)
     if not dtype.is_floating_point:
         raise ArgumentError(f"dtype must be a floating one, not {dtype}")
     if arch is not None and parsed.path is None:
@@ -460,26 +461,3 @@ def _loaded(
         notes=notes,
         recipe=explicit(recipe, num_classes),
     )
-
-
-def _checked_device(device: str | torch.device) -> torch.device:
-    try:
-        found = torch.device(device)
-    except TypeError:
-        raise TypeError(
-            f"device must be text or a torch.device, not {type(device).__name__}"
-        ) from None
-    except RuntimeError as error:
-        line = str(error).splitlines()[0]
-        raise ArgumentError(f"device (--device) {device!r} is unknown: {line}") from None
-    if found.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0:
-            raise UnavailableError("device cuda is not available here: use --device cpu")
-        if found.index is not None and found.index >= count:
-            raise UnavailableError(f"device {found} is not there: this machine has {count}")
-    elif found.type == "mps" and not torch.backends.mps.is_available():
-        raise UnavailableError("device mps is not available here: use --device cpu")
-    elif found.type == "meta":
-        raise ArgumentError("device (--device) meta holds no weights: use cpu or cuda")
-    return found

@@ -19,7 +19,8 @@ from elsa_core.base.operands import leading_dims
 from elsa_core.distributed.shards import Saved, Wanted
 from elsa_core.errors import ArgumentError
 from elsa_core.offload import passes
-from elsa_core.ops.factory import Grads, needed
+from elsa_core.ops.factory import Grads
+from elsa_core.ops.formulas import needed
 
 _TERMS = (
     "bool is_causal, float scale, str precision, str backend, str device, int block, "

@@ -27,7 +27,7 @@ FLOORS = (
     "exporting", "profiling",
 )  # fmt: skip
 RECORDS = re.compile(
-    r"elsa_core\.ops(\.(factory|flops|\w+\.(\w+_)?record|\w+\.portable)\b|\.[A-Z]|$)"
+    r"elsa_core\.ops(\.(factory|formulas|flops|\w+\.(\w+_)?record|\w+\.portable)\b|\.[A-Z]|$)"
 )
 # The ways up that are meant: what shards models is also `elsa.distributed.shard`, and
 # `elsa.attention(offload=...)`.

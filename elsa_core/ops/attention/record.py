@@ -29,7 +29,8 @@ from torch import Tensor
 
 from elsa_core.backends import eager
 from elsa_core.ops.attention import portable
-from elsa_core.ops.factory import Formulas, Operator, register
+from elsa_core.ops.factory import Operator, register
+from elsa_core.ops.formulas import Formulas
 
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, "

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from elsa_core.backends import eager_entmax
 from elsa_core.ops.entmax import portable as portable_entmax
-from elsa_core.ops.factory import Formulas, Operator, implement, register
+from elsa_core.ops.factory import Operator, implement, register
+from elsa_core.ops.formulas import Formulas
 
 _TERMS = "float alpha, bool is_causal, float scale, str precision"
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? head_alpha"

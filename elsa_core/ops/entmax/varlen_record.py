@@ -29,7 +29,8 @@ from torch import Tensor
 
 from elsa_core.backends import eager_entmax, eager_entmax_varlen
 from elsa_core.ops.entmax import portable as portable_entmax
-from elsa_core.ops.factory import Formulas, Operator, implement, register
+from elsa_core.ops.factory import Operator, implement, register
+from elsa_core.ops.formulas import Formulas
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from elsa_core.base import calls
-from elsa_core.ops.factory import Backward, Gradients, Grads, Operator, needed, register
+from elsa_core.ops.factory import Backward, Gradients, Grads, Operator, register
+from elsa_core.ops.formulas import needed
 
 _SCHEMA = (
     '(Tensor input, Tensor weight, Tensor? bias, str activation="none", Tensor? residual=None, '

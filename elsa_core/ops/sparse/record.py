@@ -30,7 +30,8 @@ from torch import Tensor
 from elsa_core.backends import eager_sparse
 from elsa_core.base import skipping
 from elsa_core.ops.attention import record as plain
-from elsa_core.ops.factory import Gradients, Grads, Operator, implement, needed, register, slopes_of
+from elsa_core.ops.factory import Gradients, Grads, Operator, implement, register
+from elsa_core.ops.formulas import needed, slopes_of
 
 SUMMARIES, ORDER, FROZEN = 1, 2, 4
 _SCHEMA = (

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from elsa_core.backends import eager_varlen
 from elsa_core.ops.attention import portable
-from elsa_core.ops.factory import Formulas, Operator, register
+from elsa_core.ops.factory import Operator, register
+from elsa_core.ops.formulas import Formulas
 
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "

@@ -16,7 +16,8 @@ from torch import Tensor
 from elsa_core.backends import eager_window
 from elsa_core.backends.window_call import SCHEMA, WindowCall
 from elsa_core.ops.attention import portable
-from elsa_core.ops.factory import Formulas, Operator, register
+from elsa_core.ops.factory import Operator, register
+from elsa_core.ops.formulas import Formulas
 
 _SCHEMA = f"({SCHEMA}) -> Tensor"
 _TERMS = ("qkv", "bias", "pad_qkv", "logit_scale")

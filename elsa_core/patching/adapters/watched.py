@@ -123,24 +123,27 @@ class _Traced(TorchFunctionMode):
 
 
 def _serves(site: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call is watched: not within a transform of `torch.func`, not by a tracer of
-    symbols, and not where it is a small eager call."""
-    if calls.differentiates_otherwise() or calls.transformed():
-        return False
+    """Whether a call is watched: not a small eager one, not by a tracer of symbols, and not within
+    a transform of `torch.func`."""
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
     if not tensors:
         given = tree_leaves((args, kwargs))
         if any(isinstance(one, torch.fx.Proxy) for one in given):
             return False
         tensors = [one for one in (*given, *site.parameters()) if isinstance(one, Tensor)]
-    if not tensors or calls.recorded():
-        return True
+    if tensors and _are_small(site, tensors):  # the cheapest question: the host waits for it
+        return False
+    return not (calls.differentiates_otherwise() or calls.transformed())
+
+
+def _are_small(site: Any, tensors: list[Tensor]) -> bool:
+    named = (site.elsa_precision, site.elsa_backend) != ("strict", "auto")
+    if named or calls.traced():
+        return False
     if tensors[0].is_cuda:
-        capturing = torch.cuda.is_current_stream_capturing()
-        return capturing or max(tensor.numel() for tensor in tensors) >= _LARGE
-    if calls.traced() or (site.elsa_precision, site.elsa_backend) != ("strict", "auto"):
-        return True
-    return any(_scores(tensor) >= FEW for tensor in tensors)
+        most = max(tensor.numel() for tensor in tensors)
+        return most < _LARGE and not torch.cuda.is_current_stream_capturing()
+    return all(_scores(tensor) < FEW for tensor in tensors)
 
 
 def _scores(x: Tensor) -> int:

@@ -1,0 +1,181 @@
+"""The gradients, fakes and second derivatives of an operator, as its schema tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core.base import calls
+from elsa_core.ops.factory import Backward, Gradients, Grads
+
+
+class Formulas:
+    """The gradients of an operator by `elsa::<name>_backward`, all of which its schema tells.
+
+    That operator takes the gradients of the results, the tensors that the call begins with, the
+    results that are saved, the other arguments, and `needs`: which of `terms` want a gradient. The
+    others are not computed and come back as an empty tensor [0]. Tensors among the other arguments
+    have no gradient.
+
+    Args:
+        schema, terms: as `Operator` has them.
+        reference: the gradients in plain PyTorch.
+        saved: the results that are saved; of "lse" there is a gradient, of others behind the first
+            there is none.
+        like: how many of the terms have gradients laid out as `torch.empty_like`; the others' are
+            contiguous.
+        again: the gradients in operations that autograd records, for second derivatives; without it
+            they are refused.
+    """
+
+    def __init__(
+        self, name: str, schema: str, terms: tuple[str, ...], reference: Callable[..., Any], *,
+        saved: tuple[str, ...], like: int, again: Callable[..., Sequence[Tensor]] | None = None,
+    ):  # fmt: skip
+        given = schema[1 : schema.index(") ->")].split(", ")
+        names = [one.split()[-1] for one in given]
+        self.name, self.terms, self.again, self.like = name, terms, again, like
+        self.leading = next(i for i, one in enumerate(given) if not one.startswith("Tensor"))
+        rest = given[self.leading :]
+        self.others = [i for i, one in enumerate(rest) if one.startswith("Tensor")]
+        self.places, self.count = [names.index(term) for term in terms], len(given)
+        self.saved, self.with_lse = len(saved), "lse" in saved
+        slopes = ("grad_out", "grad_lse") if self.with_lse else ("grad_out",)
+        self.slopes = len(slopes)
+        self.operands = self.slopes + self.leading + self.saved
+        arguments = (
+            *(f"Tensor {one}" for one in slopes), *given[: self.leading],
+            *(f"Tensor {one}" for one in saved), *rest, "bool[] needs",
+        )  # fmt: skip
+        results = ", ".join("Tensor" for _ in terms)
+        backward = Backward(
+            f"({', '.join(arguments)}) -> ({results})", self.fake, reference, self.twice,
+            self.setup_twice if again else None,
+        )  # fmt: skip
+        self.gradients = Gradients(self.setup, self.formula, backward)
+
+    def setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        results = output if isinstance(output, tuple) else (output,)
+        if self.with_lse:
+            ctx.set_materialize_grads(False)  # None then means no gradient of lse, not zeros
+        elif len(results) > 1:
+            ctx.mark_non_differentiable(*results[1:])
+        saved = (*inputs[: self.leading], *results[: self.saved])
+        self._keep(ctx, saved, inputs[self.leading :])
+
+    def _keep(self, ctx: Any, tensors: Sequence[Any], rest: Sequence[Any]) -> None:
+        ctx.save_for_backward(*tensors, *(rest[i] for i in self.others))
+        ctx.terms = rest
+        if self.others:
+            ctx.terms = [None if i in self.others else term for i, term in enumerate(rest)]
+
+    def _kept(self, ctx: Any, count: int) -> tuple[Sequence[Any], Sequence[Any]]:
+        tensors = ctx.saved_tensors  # once: a checkpoint that is not reentrant gives them one time
+        if not self.others:
+            return tensors, ctx.terms
+        terms = list(ctx.terms)
+        for i, tensor in zip(self.others, tensors[count:], strict=True):
+            terms[i] = tensor
+        return tensors[:count], terms
+
+    def formula(self, operator: Any, ctx: Any, *grads: Tensor | None) -> Grads:
+        return self._gradients(operator, ctx, ctx.needs_input_grad, grads)
+
+    def _gradients(
+        self, operator: Any, ctx: Any, wanted: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> Grads:
+        saved, terms = self._kept(ctx, self.leading + self.saved)
+        slopes: Sequence[Tensor | None] = grads[:1]
+        if self.with_lse:
+            slopes = slopes_of(grads[0], grads[1], *saved[self.leading :])
+        needs = [wanted[i] for i in self.places]
+        found: list[Tensor | None] = [None] * self.count
+        results = operator(*slopes, *saved, *terms, needs)
+        for i, grad, needed in zip(self.places, results, needs, strict=True):
+            found[i] = grad if needed else None
+        return tuple(found)
+
+    def fake(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """What the operator of the gradients returns, on fake tensors."""
+        first = arguments[self.slopes]
+        grads = []
+        for number, (place, needed) in enumerate(zip(self.places, arguments[-1], strict=True)):
+            term = arguments[self.slopes + place]
+            layout = torch.preserve_format if number < self.like else torch.contiguous_format
+            absent = term is None or not needed
+            grads.append(
+                first.new_empty(0) if absent else torch.empty_like(term, memory_format=layout)
+            )
+        return tuple(grads)
+
+    def setup_twice(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        self._keep(ctx, inputs[: self.operands], inputs[self.operands :])
+
+    def twice(self, ctx: Any, *grads: Tensor) -> Grads:
+        """Second derivatives: the backward once more, recorded, with all its weights alive."""
+        again = self.again
+        if again is None:
+            raise RuntimeError(
+                f"elsa.{self.name} is differentiable once by torch.autograd; second derivatives "
+                "come from torch.func (torch.func.hessian, or torch.func.grad of torch.func.grad)"
+            )
+        given, terms = self._kept(ctx, self.operands)
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[: self.operands]) if needed]
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # Aliases, so that what is differentiated ends here and yet hangs on the caller's graph.
+            operands = [t.view_as(t) if i in wanted else t for i, t in enumerate(given)]
+            results = again(*operands, *terms)
+        ends = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
+        second = torch.autograd.grad(
+            [r for r, _ in ends], [operands[i] for i in wanted], [g for _, g in ends],
+            create_graph=create_graph, allow_unused=True,
+        )  # fmt: skip
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for i, grad in zip(wanted, second, strict=True):
+            found[i] = grad
+        return tuple(found)
+
+    def recorded(self) -> Any:
+        """A function of autograd for eager calls: by its first argument, its gradients by the
+        second, which take what the two operators take. See `dispatch.gradients.recorded`."""
+        formulas = self
+
+        class Eager(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, kernel: Any, backward: Any, *inputs: Any) -> Any:
+                out = kernel(*inputs)
+                formulas.setup(ctx, inputs, out)
+                ctx.compute = backward
+                return out
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor | None) -> Grads:
+                compute = ctx.compute
+                if calls.by_operator(*grads):
+                    # of a second derivative, which the operator has a formula for
+                    compute = getattr(torch.ops.elsa, f"{formulas.name}_backward").default
+                wanted = ctx.needs_input_grad[2:]
+                return None, None, *formulas._gradients(compute, ctx, wanted, grads)
+
+        return Eager
+
+
+def slopes_of(
+    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of out and lse as the operators of gradients take them."""
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    if grad_lse is None:
+        packed = lse.dim() == 2  # [H, T]
+        grad_lse = lse.new_zeros(0) if packed or lse.is_cuda else torch.zeros_like(lse)
+    return grad_out, grad_lse
+
+
+def needed(grads: Iterable[Tensor], needs: Iterable[bool]) -> Grads:
+    """The gradients that were wanted; None for the others."""
+    return tuple(grad if wanted else None for grad, wanted in zip(grads, needs, strict=True))
