@@ -1,4 +1,4 @@
-"""Packed alpha-entmax: what is refused, what is not computed, lengths that programs leave open."""
+"""Packed attention, most of it alpha-entmax: what is refused, what is not computed, open lengths."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 import elsa_core as elsa
 from elsa_core import ops
+from elsa_core.backends import native
 from elsa_core.errors import ArgumentError
 from elsa_core.ops.entmax import varlen as entmax_varlen
 from elsa_core.ops.varlen.api import Packed
@@ -38,6 +39,20 @@ def test_gradients_that_are_not_wanted_are_empty() -> None:
         [False, True, False, False],
     )  # fmt: skip
     assert [tuple(g.shape) for g in grads] == [(0,), tuple(k.shape), (0,), (0,)]
+
+
+@pytest.mark.compiler
+def test_gradients_of_softmax_that_are_not_wanted_are_empty() -> None:
+    if not native.load().ok:
+        pytest.skip(native.load().reason)
+    q, k, v, *ends = operands(torch.float32)
+    terms = (False, 1.0, "strict")
+    out, lse = ops.VARLEN_ATTENTION.overload(q, k, v, *ends, *terms)
+    backward = torch.ops.elsa.varlen_attention_backward.default
+    for needs in ([False, True, False], [True, False, True]):
+        grads = backward(out, torch.zeros_like(lse), q, k, v, *ends, out, lse, *terms, needs)
+        wanted = [t.shape if need else (0,) for t, need in zip((q, k, v), needs, strict=True)]
+        assert [tuple(g.shape) for g in grads] == [tuple(shape) for shape in wanted]
 
 
 def test_wrong_bounds_are_named() -> None:

@@ -5,7 +5,6 @@ Read against timm 1.0.20 to 1.0.31.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from timm.models.davit import SpatialBlock, WindowAttention
@@ -117,7 +116,7 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
         """The relative position bias."""
         attn = self.attn
         table, index = attn.attention_biases, attn.attention_bias_idxs
-        small = is_small(table, attn.num_heads, math.prod(attn.resolution))
+        small = is_small(table, attn.num_heads, attn.attention_bias_idxs.shape[-1])
         return Derivation(
             self, attn, _learnt_bias, (table, index), per_call=_learnt_table, keep=small
         )
@@ -151,9 +150,9 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
 
 def _learnt_table(attn: Any) -> Bias:
     table, index = attn.attention_biases.t(), attn.attention_bias_idxs
-    return as_table(table, index, math.prod(attn.resolution))
+    return as_table(table, index, attn.attention_bias_idxs.shape[-1])
 
 
 def _learnt_bias(attn: Any) -> Bias:
     table, index = attn.attention_biases.t(), attn.attention_bias_idxs
-    return read_bias(table, index, attn.num_heads, math.prod(attn.resolution))
+    return read_bias(table, index, attn.num_heads, attn.attention_bias_idxs.shape[-1])
