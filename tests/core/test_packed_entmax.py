@@ -1,4 +1,4 @@
-"""Packed attention, most of it alpha-entmax: what is refused, what is not computed, open lengths."""
+"""Packed attention, mostly alpha-entmax: what is refused, what is not computed, open lengths."""
 
 from __future__ import annotations
 
