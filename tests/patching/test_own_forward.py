@@ -173,17 +173,6 @@ def test_compiled_calls_of_the_operator_are_elsas(cls: type) -> None:
     assert not any("scaled_dot_product" in name for name in called)
 
 
-@torch.no_grad()
-def test_small_calls_on_a_cpu_are_the_originals() -> None:
-    """What they save is less than what it takes to recognise them."""
-    module = ByModule()
-    patch(module)
-    for tokens, named in ((5, False), (512, True)):
-        with torch.autograd.profiler.profile() as profile:
-            module(torch.randn(2, tokens, 16))
-        assert any(event.key == "elsa::attention" for event in profile.key_averages()) is named
-
-
 def test_a_traced_graph_is_refused() -> None:
     """Its class is its instance's own: a copy of it called itself without end."""
 

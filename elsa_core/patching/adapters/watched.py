@@ -27,7 +27,7 @@ from elsa_core.ops.attention.api import attention
 from elsa_core.patching.adapters.common import attend
 from elsa_core.patching.adapters.hooks import noted
 from elsa_core.patching.adapters.names import decoded, encoded
-from elsa_core.patching.recognition import FEW, Watch
+from elsa_core.patching.recognition import Watch
 
 _PREFIX = "Watched"
 _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]]
@@ -123,30 +123,21 @@ class _Traced(TorchFunctionMode):
 
 
 def _serves(site: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call is watched: not a small eager one, not by a tracer of symbols, and not within
-    a transform of `torch.func`."""
+    """Whether a call is watched: not a small eager one on a GPU, not by a tracer of symbols, and
+    not within a transform of `torch.func`."""
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
     if not tensors:
         given = tree_leaves((args, kwargs))
         if any(isinstance(one, torch.fx.Proxy) for one in given):
             return False
         tensors = [one for one in (*given, *site.parameters()) if isinstance(one, Tensor)]
-    if tensors and _are_small(site, tensors):  # the cheapest question: the host waits for it
+    if tensors and tensors[0].is_cuda and _are_small(site, tensors):  # the host waits for it
         return False
     return not (calls.differentiates_otherwise() or calls.transformed())
 
 
 def _are_small(site: Any, tensors: list[Tensor]) -> bool:
-    named = (site.elsa_precision, site.elsa_backend) != ("strict", "auto")
-    if named or calls.traced():
+    if (site.elsa_precision, site.elsa_backend) != ("strict", "auto") or calls.traced():
         return False
-    if tensors[0].is_cuda:
-        most = max(tensor.numel() for tensor in tensors)
-        return most < _LARGE and not torch.cuda.is_current_stream_capturing()
-    return all(_scores(tensor) < FEW for tensor in tensors)
-
-
-def _scores(x: Tensor) -> int:
-    """About how many scores attention in x [B, N, C] has, in heads of 32 channels; of images and
-    windows, where no dimension is known to be that of tokens, in windows of 16 x 16."""
-    return x.numel() * (x.shape[1] if x.dim() == 3 else 256) // 32
+    most = max(tensor.numel() for tensor in tensors)
+    return most < _LARGE and not torch.cuda.is_current_stream_capturing()

@@ -8,13 +8,12 @@ tensor, by the very calls that were made; from then on the same object is an ord
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from types import FunctionType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,8 +35,6 @@ from elsa_core.patching.recognition.scores import USED, WEIGHTS, RefusedError, S
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _TRACERS = ("FakeTensor", "FunctionalTensor")  # what stands for a tensor in a recorded program
-# Scores of a call: for fewer the host takes longer to recognise attention on a CPU than it saves.
-FEW: Final = 1 << 18
 _LISTED = 3  # references to a tensor that a list holds, when a loop over it asks
 
 
@@ -184,8 +181,6 @@ class Watch(TorchFunctionMode):
     ):
         self.precision, self.backend, self.observer = precision, backend, observer
         self.attend = attend
-        plain = observer is None and attend is attention
-        self._chooses = plain and (precision, backend) == ("strict", "auto")
         self._alive: list[Pending] = []
         self._memory: set[int] = set()  # addresses of attention's results
 
@@ -200,13 +195,6 @@ class Watch(TorchFunctionMode):
         if self._alive and rules.may_write(func, args, kwargs):
             self._before_write((*args, *(kwargs or {}).values()))
         return func(*args, **kwargs) if kwargs else func(*args)
-
-    def _leaves(self, like: Tensor, shape: Sequence[int]) -> bool:
-        """Whether a small eager call on a CPU stays as it is: of scores of this shape, by a caller
-        who named nothing."""
-        if not self._chooses or calls.traced() or not like.is_cpu:
-            return False
-        return math.prod(shape) < FEW
 
     def close(self, out: Any) -> Any:
         """Compute every pending tensor that outlives the block; returns what the block returned,
@@ -369,7 +357,7 @@ class Watch(TorchFunctionMode):
         kept = type(left.shape[0]) is int and torch._C._get_tracing_state() is None
         of = known_product if kept else product
         layout = of(labels, left.shape, right.shape, kept=kept)
-        if layout is None or self._leaves(left, layout.shape):
+        if layout is None:
             return func(*args, **kwargs)
         scores = Scores(left, right, layout, dtype, dtype)
         if func in rules.BADDBMM:
@@ -432,8 +420,6 @@ class Watch(TorchFunctionMode):
     def _sdpa(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _real(args), _real(kwargs)
         if not all(_is_plain(one) for one in args[:3]) or calls.differentiates_otherwise():
-            return func(*args, **kwargs)
-        if len(args) > 1 and self._leaves(args[0], (*args[0].shape[:-1], args[1].shape[-2])):
             return func(*args, **kwargs)
         out = self.attend(*args, **kwargs, precision=self.precision, backend=self.backend)
         given = dict(zip(("query", "key"), args, strict=False)) | kwargs
