@@ -31,6 +31,8 @@ _Args = Mapping[str, Any]
 _COMPARED = 8
 # Parts of names that attention has in the libraries that elsa reads, and in most others.
 _ATTENTION = re.compile(r"attn|attention|qkv|q_proj|in_proj|query|to_q|relative_position|rel_pos")
+# How the tensors of transformers' models begin.
+_TRANSFORMERS = ("vit.", "encoder.layer.", "vision_model.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +67,12 @@ def recognise(
             f"{where} has no attention: its {len(shapes)} tensors are convolutions, norms and"
             " linear layers, as of a ResNet; elsa has nothing to patch in it"
         )
+    if not found and any(name.startswith(_TRANSFORMERS) for name in shapes):
+        raise ModelError(f"{where}: its tensors have transformers' names: give its folder")
     if not found:
+        first = f"{len(shapes)} tensors, the first is {next(iter(shapes))[:60]!r}"
         raise ModelError(
-            f"{where}: no known architecture has these tensors{_look(shapes)}{search.closest()};"
+            f"{where}: no known architecture has these tensors ({first}){search.closest()};"
             " name it with arch (--arch) and what differs from it with --model-kwargs, or put its"
             " config.json beside the file"
         )
@@ -127,13 +132,6 @@ def _preference(recipe: Recipe) -> tuple[int, bool, int, str]:
     """Names of the fewest other arguments first, then of this image size, then the shortest."""
     usual = recipe_of(ModelSpec(recipe.library, recipe.name, recipe.name))
     return len(recipe.args), usual.size != recipe.size, len(recipe.name), recipe.name
-
-
-def _look(shapes: Shapes) -> str:
-    if any(name.startswith(("vit.", "encoder.layer.", "vision_model.")) for name in shapes):
-        return " (the names are those of transformers: give its folder)"
-    first = next(iter(shapes))
-    return f" ({len(shapes)} tensors, the first is {first[:60]!r})"
 
 
 def _is_convolutional(shapes: Shapes) -> bool:
