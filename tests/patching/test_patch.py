@@ -129,7 +129,7 @@ def test_copies_and_pickles(kind: str) -> None:
 
 
 def test_a_fresh_process_unpickles_without_patching_anything(with_torch: Warm, tmp_path) -> None:
-    """Redirected classes exist in no file: their module rebuilds them from the name."""
+    """Watched classes exist in no file: their module rebuilds them from the name."""
     model, x = unwritten(), images("vit")
     patch(model, precision="ieee", backend="eager")
     torch.save((model, x, model(x)), tmp_path / "model.pt")

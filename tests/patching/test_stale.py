@@ -356,6 +356,17 @@ def test_threads_share_a_model() -> None:
     assert not failures
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_weights_that_count_no_writes_are_read_at_each_call(kind: str) -> None:
+    """Tensors of inference mode have no version: the operator reads the table of biases itself, as
+    in eager calls on a GPU."""
+    model = make(kind)
+    patch(model)
+    assert_follows(model, images(kind))
+    assert not any(DERIVED.keeps(module) for module in model.modules())
+
+
 def test_weights_that_are_not_a_number_are_not_kept() -> None:
     model, x = make("swin"), images("swin")
     patch(model)
