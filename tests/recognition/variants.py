@@ -172,7 +172,7 @@ def where(m, q, k, v):
 
 @way
 def additive_mask(m, q, k, v):
-    mask = torch.zeros(TOKENS, TOKENS, dtype=q.dtype).masked_fill(m.hidden, INF)
+    mask = torch.zeros_like(m.hidden, dtype=q.dtype).masked_fill(m.hidden, INF)
     return (q @ k.mT * m.scale + mask).softmax(-1) @ v
 
 
@@ -261,7 +261,7 @@ def softmax_by_hand(m, q, k, v):
 
 @way
 def windows(m, q, k, v):
-    mask = torch.zeros(3, 4, 4, dtype=q.dtype)
+    mask = q.new_zeros(3, 4, 4)
     mask[1, :2, 2:] = -100.0
     q, k, v = (t.unflatten(2, (3, 4)).transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     attn = q * m.scale @ k.transpose(-2, -1)
