@@ -44,7 +44,7 @@ def _on_a_gpu(backend: str, case: Case, mode: str) -> bool:
     if "graph" in mode and not _captures(backend, case, mode):
         return False
     by_pytorch = backend == "auto" and mode in ("train", "train graph")
-    if operator == "attention" and case.mask == "nan infinity" and by_pytorch:
+    if operator in ("attention", "sparsity") and case.mask == "nan infinity" and by_pytorch:
         return False  # PyTorch adds to a hidden score
     if backend == "sdpa" and (precision != "strict" or ("graph" in mode and case.mask)):
         return False

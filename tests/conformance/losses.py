@@ -71,8 +71,9 @@ LOSSES = (
 
 def factors(case: Case, backend: str, mode: str, device: str) -> dict[str, float]:
     """How many times PyTorch's error results may have that may have more than twice it."""
+    found: dict[str, float] = {}
     for key, loss in LOSSES:
         there = key == (case.operator, case.name) and backend in loss.backends
         if there and loss.mode in ("", mode) and loss.device in ("", device):
-            return {name: 1.1 * factor for name, factor in loss.factors.items()}
-    return {}
+            found |= {name: 1.1 * factor for name, factor in loss.factors.items()}
+    return found
