@@ -108,7 +108,7 @@ class Graphs:
             raise RefusedError("hooks of all modules are set, and a replay calls none")
         if self._kind.backward:
             self._check_autograd()
-        key = (id(model), model.training, given.key(device))  # a graph keeps its model alive
+        key = self._key(model, given, device)
         with _LOCK:
             if key in self._refused:
                 raise RefusedError(self._refused[key])
@@ -126,7 +126,13 @@ class Graphs:
                 stale = [k for k, e in self._entries.items() if not e.holds()]
                 self._drop(*stale)  # they would keep what the model no longer has
             entry = self._captured(key, model, given, device)
+            # anew: PyTorch's first attention on a GPU sets the order of its kernels, which is in it
+            self._entries[self._key(model, given, device)] = entry
             return self._answered(entry, entry.run(given, self._copy_outputs))
+
+    @staticmethod
+    def _key(model: nn.Module, given: Given, device: torch.device) -> Hashable:
+        return id(model), model.training, given.key(device)  # a graph keeps its model alive
 
     def _answered(self, entry: Inference | Training, result: Any) -> Any:
         if isinstance(entry, Training):
@@ -183,7 +189,6 @@ class Graphs:
                 self._refused.clear()
             self._refused[key] = str(refusal)
             raise
-        self._entries[key] = entry
         if isinstance(entry, Training):
             self._gradients.append(entry.memory)
         return entry

@@ -119,6 +119,24 @@ def test_a_change_of_a_live_model(tape: Tape, name: str) -> None:
     agree(held, twin)
 
 
+def test_a_setting_that_the_first_call_makes(tape: Tape) -> None:
+    """As PyTorch's first attention on a Hopper GPU sets the order of its kernels."""
+
+    class Sets(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.backends.cudnn.benchmark = True
+            return super().forward(x)
+
+    model, before = Sets(), torch.backends.cudnn.benchmark
+    held, twin = elsa.graphed(model), copy.deepcopy(model)
+    try:
+        for _ in range(3):
+            agree(held, twin)
+    finally:
+        torch.backends.cudnn.benchmark = before
+    assert tape.captures == held.captures == 1
+
+
 def test_accumulation_moves_a_gradient_out_of_the_graph(tape: Tape) -> None:
     """A `grad` that lies in the graph's memory would be overwritten and then added to itself."""
     held, twin = pair()
