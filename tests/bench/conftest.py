@@ -8,8 +8,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from json_schema import document
 
-from elsa_cli.schema import document
 from elsa_core import dispatch
 from elsa_core.backends.support import Backend, Implementation, Support
 

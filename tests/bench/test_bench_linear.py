@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import json_schema
 import jsonschema
 import pytest
 import torch
 
-from elsa_cli import schema
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.profiling.bench.tune import linear
@@ -21,7 +21,7 @@ from elsa_core.backends.triton.linear import gate, usertable
 from elsa_core.backends.triton.shared import usertable as tiles
 
 GPU = "NVIDIA A100-SXM4-40GB"
-SCHEMA = schema.document()
+SCHEMA = json_schema.document()
 
 
 @pytest.fixture(autouse=True)

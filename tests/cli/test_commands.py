@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import json_schema
 import jsonschema
 import pytest
 import torch
 
 import elsa_core
-from elsa_cli import pipeline, schema
+from elsa_cli import pipeline
 from elsa_cli.options import CHECKED_ROWS
 from elsa_cli.proof_options import PATHS
 from elsa_core.patching.rewrite import patched_sites
@@ -25,7 +26,7 @@ from .conftest import TINY, Answer, Elsa
 # A check costs per site: two are enough wherever their number is not the point.
 FEW = (*TINY, "--model-kwargs", "depth=4", "--include", "blocks.[23].*")
 
-SCHEMA = schema.document()
+SCHEMA = json_schema.document()
 
 
 def document(answer: Answer, code: int = 0) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import json_schema
 import jsonschema
 import pytest
 import torch
 
-from elsa_cli import schema
 from elsa_core.patching.rewrite import patched_sites
 from elsa_core.profiling import sweep
 
@@ -23,7 +23,7 @@ MODEL = "vit_tiny_patch16_224"
 SMALL = "test_vit"  # for whatever does not look at sites
 FAST = ("--rounds", "3", "--budget", "0.2", "--no-errors")
 TINY = (MODEL, "--img", "32", *FAST)
-SCHEMA = schema.document()
+SCHEMA = json_schema.document()
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import json_schema
 import jsonschema
 import pytest
 import torch
 
-from elsa_cli import schema
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading.loader import load
 from elsa_core.patching.rewrite import patched_sites
@@ -22,7 +22,7 @@ from .conftest import Answer, Elsa
 
 MODEL = "test_vit"
 FAST = ("--train", "--rounds", "3", "--budget", "0.2", "--device", "cpu")
-SCHEMA = schema.document()
+SCHEMA = json_schema.document()
 PARTS = ["forward", "backward", "optimizer"]
 
 

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import json_schema
 import jsonschema
 import pytest
 import torch
 
-from elsa_cli import main, schema
+from elsa_cli import main
 
 from .ranks import ports
 
@@ -44,7 +45,7 @@ def profiled(*flags: str) -> dict[str, Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    jsonschema.validate(document, schema.document())
+    jsonschema.validate(document, json_schema.document())
     found: dict[str, Any] = document["results"]["scaling"]
     assert found["difference"] < 1e-5
     assert found["speedup"] == pytest.approx(found["seconds_one"] / found["seconds"])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import json_schema
 import jsonschema
 import pytest
 import timm
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import elsa_core as elsa
-from elsa_cli import console, schema
+from elsa_cli import console
 from elsa_cli.main import run
 from elsa_core.base.images import reader
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
@@ -175,7 +176,7 @@ def test_the_command(command: Elsa, trained: Path, digits: Path) -> None:
     assert not out.splitlines()[-1].startswith("top-1 9")
     code, out, err = command("eval", trained, "--images", digits, "--json", "--limit", "30")
     document: dict[str, Any] = json.loads(out)
-    jsonschema.validate(document, schema.document(), cls=jsonschema.Draft202012Validator)
+    jsonschema.validate(document, json_schema.document(), cls=jsonschema.Draft202012Validator)
     assert document["results"]["evaluation"]["images"] == 30
     assert document["results"]["evaluation"]["speed"] is None
     assert document["results"]["evaluation"]["changed"] == []

@@ -1,6 +1,6 @@
 """Writes the list of cases that kernel packs are built for: what sites of named models compute.
 
-    python -m elsa_core.proof.pack_cases timm:vit_base_patch16_224 ... > cases.json
+    python -m benchmarks.pack_cases timm:vit_base_patch16_224 ... > cases.json
 
 Models are built without weights, patched as a whole and run once, on PyTorch's meta device, with a
 backend that writes down each call. Needs the models' library, no GPU.
@@ -24,7 +24,7 @@ from elsa_core.patching import patch
 
 ABOUT = (
     "The calls of the sites of these models at their default size, one image. "
-    "Written by elsa_core/proof/pack_cases.py, read by elsa_core/backends/triton/pack/cases.py."
+    "Written by benchmarks/pack_cases.py, read by elsa_core/backends/triton/pack/cases.py."
 )
 
 

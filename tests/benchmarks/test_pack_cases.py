@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import elsa_core
+from benchmarks import pack_cases
 from elsa_core import dispatch
-from elsa_core.proof import pack_cases
 
 LIST = Path(elsa_core.__file__).parent / "backends/triton/pack/cases.json"
 
