@@ -224,8 +224,7 @@ def _packs() -> Iterator[Probe]:
     group, none = "kernel packs", True
     for pack in lookup.shipped():
         none = False
-        held = f" ({pack.kernels} kernels, {human(pack.bytes)}, Triton {pack.triton}"
-        held += ", PTX for newer GPUs)" if pack.ptx else ")"
+        held = f" ({pack.kernels} kernels, {human(pack.bytes)}, Triton {pack.triton})"
         value = f"{pack.folder}{held if pack.kernels else ''}"
         off = "" if lookup.wanted() else f"switched off: {lookup.VARIABLE} is 0"
         ok = False if pack.reason else (True if lookup.wanted() else None)

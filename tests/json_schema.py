@@ -156,7 +156,7 @@ TYPES: dict[str, Any] = {
         "seconds": "number|null", "loads": "boolean", "reason": "string", "isa": "string|null",
         "cuda_library?": either({"serves": "boolean", "reason": "string"}, "null")},
         {"packs": array({"folder": "string", "arch": "integer", "kernels": "integer",
-        "reused": "integer", "bytes": "integer", "ptx_bytes": "integer", "calls": "integer",
+        "reused": "integer", "bytes": "integer", "calls": "integer",
         "served": "number", "left_out": mapping("string"), "seconds": "number"})}),
     "bench_case": {"name": "string", "table": "string", "batch": "integer>=1",
         "heads": "integer>=1", "queries": "integer>=1", "keys": "integer>=1",

@@ -12,6 +12,7 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,7 +191,7 @@ def keys(stub: str) -> None:
     attend(k, k, k, mask=mask.clone())
     assert KERNELS.count == len(different)
     of_pack = compiled(shared=16)  # its PTX lies in a file of the pack
-    of_pack.asm, of_pack.parameters = {"cubin": CODE}, (8, 8, 4, 8, 8)
+    of_pack.asm, of_pack.folder = {"cubin": CODE}, Path("sm_90")
     number, kernel = loaded.number(of_pack)
     assert loaded.number(of_pack) == (number, kernel) and kernel.parameters == (8, 8, 4, 8, 8)
     PLANS.clear()

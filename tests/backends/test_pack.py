@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import inspect
 import logging
-import os
 import threading
 import time
 from pathlib import Path
@@ -21,9 +20,10 @@ import triton
 from elsa_core.backends.triton.attention import backward_tiling
 from elsa_core.backends.triton.attention.decode import decode
 from elsa_core.backends.triton.attention.merge import merge_states
-from elsa_core.backends.triton.pack import cases, lookup, sources, specialize, store
+from elsa_core.backends.triton.pack import cases, lookup, specialize, store
 from elsa_core.backends.triton.pack.build import build
-from elsa_core.backends.triton.pack.plan import Planner
+from elsa_core.backends.triton.pack.cases import Planner
+from elsa_core.backends.triton.pack.specialize import Compiler
 from elsa_core.backends.triton.shared import device, launch
 from elsa_core.backends.triton.shared.device import Described
 from elsa_core.backends.triton.shared.launch import Launch
@@ -35,14 +35,15 @@ pytestmark = pytest.mark.skipif(
 STREAM, FUNCTION = 77, 4711
 # one kernel, 2 s to compile
 ONLY = "attention/vit_base_patch16_siglip_224/12x1:196x64/b8-fp16"
+VERSION = triton.__version__
 H200 = Described("NVIDIA H200", (9, 0), 132)
 
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pack of one kernel for each of three architectures."""
+    """A pack of one kernel for each of two architectures."""
     out = tmp_path_factory.mktemp("packs")
-    for arch in (80, 90, 120):
+    for arch in (80, 90):
         build(arch, out, jobs=1, only=ONLY)
     return out
 
@@ -87,36 +88,24 @@ def test_planners_decide_what_is_compiled() -> None:
     """The Gluon kernels on sm_90 alone; what a call takes is what its pack serves."""
     only = "attention/vit_*_patch16_224/*"
     plans = {arch: planned(arch, only) for arch in (80, 90)}
-    names = {
-        arch: {specialize.name_of(job.kernel) for job in plan.jobs.values()}
-        for arch, plan in plans.items()
-    }
+    names = {arch: {job.name for job in plan.jobs.values()} for arch, plan in plans.items()}
     assert "attention.two_warpgroups:forward" in names[90]
     assert "attention.backward_kernels:gradients" in names[90]
     assert names[80] == {"attention.forward:forward", "attention.merge:merge_states",
                          "attention.split:split_ahead"}  # fmt: skip
     for plan in plans.values():
-        assert plan.served(plan.jobs) == 1.0
-        assert plan.served(list(plan.jobs)[1:]) < 1.0
-        assert plan.launches > len(plan.jobs)  # shapes share kernels
+        asked = [key for keys in plan.calls.values() for key in keys]
+        assert set(asked) == plan.jobs.keys() and len(asked) > len(plan.jobs)  # shapes share
 
 
 def key(
     found: Launch | None = None, tensors: tuple[Any, ...] | None = None, arch: int = 90,
-    source: str = "", **options: Any,
+    **options: Any,
 ) -> str:  # fmt: skip
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-
     first, given = recorded()
     found, tensors = found or first, given if tensors is None else tensors
-    backend = make_backend(GPUTarget("cuda", arch, 32))
-    kernel = found.kernel
-    special = specialize.specialize(
-        kernel, tensors, found.tail, {**found.options, **options}, backend,
-        specialize.binder_of(kernel, backend),
-    )  # fmt: skip
-    return specialize.key_of(kernel, special, source or sources.source_key(kernel), arch)
+    options = {**found.options, **options}
+    return Compiler(arch).job(found.kernel, tensors, found.tail, options).key
 
 
 def changed(**tail: Any) -> Launch:
@@ -147,11 +136,13 @@ def test_every_part_of_a_kernel_is_in_its_key(monkeypatch: pytest.MonkeyPatch) -
         "overlap": key(launch_pdl=True),
         "fusion": key(enable_fp_fusion=False),
         "architecture": key(arch=80),
-        "source": key(source="0" * 64),
         "kernel": key(Launch(merge_states, (1,), MERGE, found.options), tensors[:4]),
     }
     monkeypatch.setattr(triton, "__version__", "3.7.9")
     others["Triton"] = key()
+    monkeypatch.undo()
+    monkeypatch.setattr(specialize, "sources_digest", lambda: "0" * 64)
+    others["sources"] = key()
     assert first not in others.values() and len(set(others.values())) == len(others)
 
 
@@ -184,83 +175,21 @@ def test_knobs_of_the_compiler_turn_packs_away(monkeypatch: pytest.MonkeyPatch) 
     assert "add_stages_inspection_hook" in specialize.departs({})
 
 
-def test_sources_are_in_a_digest_of_their_own(tmp_path: Path, monkeypatch) -> None:
-    """Kept in the cache, by the sizes and times of the files."""
-    folder, found = tmp_path / "kernels", []
-    (folder / "shared").mkdir(parents=True)
-    monkeypatch.setattr(sources, "KERNELS", folder)
-    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path / "cache"))
-    read = sources.sources_digest.__wrapped__
-    names = [("a.py", "x = 1"), ("a.py", "x = 2"), ("b.py", "x = 2"), ("shared/b.py", "x = 2")]
-    for name, text in names:
-        (folder / name).write_text(text)
-        found.append(read())
-    assert len(set(found)) == len(names)
-    kept = tmp_path / "cache" / "packs" / "sources.json"
-    facts = json.loads(kept.read_text())
-    assert facts["digest"] == found[-1]
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_bytes", lambda _: pytest.fail("read"))
-        assert read() == found[-1]
-    for damaged in ("", "[]", "{", json.dumps({"files": facts["files"]}), json.dumps({"a": 1})):
-        kept.write_text(damaged)
-        assert read() == found[-1] and json.loads(kept.read_text()) == facts
-    before = os.umask(0o002)  # of systems on which each user has a group
-    try:
-        kept.unlink()
-        assert read() == found[-1] and not kept.stat().st_mode & 0o022
-    finally:
-        os.umask(before)
-    changed = folder / "shared" / "b.py"
-    facts_of = changed.stat()
-    changed.write_text("x = 3")
-    os.utime(changed, ns=(facts_of.st_atime_ns, facts_of.st_mtime_ns))  # as some copies do
-    assert read() not in found
-    changed.write_text("x = 2")
-    assert read() == found[-1]
-    facts = json.loads(kept.read_text())
-    kept.chmod(0o666)  # anybody may have written it
-    kept.write_text(json.dumps(facts | {"digest": "another"}))
-    assert read() == found[-1]
-
-
-def test_a_source_is_known_by_all_that_it_reaches(monkeypatch) -> None:
-    """A changed helper, a changed constant; and whatever was hashed before, by Triton too."""
-    from elsa_core.backends.triton.shared import helpers
-
-    def fresh() -> str:
-        sources._KNOWN.clear()
-        return sources.source_key(decode)
-
-    first = fresh()
-    merge_states.cache_key  # noqa: B018
-    decode.cache_key  # noqa: B018
-    assert fresh() == first
-    for helper in (helpers.times_power, helpers.power):  # of decode, and of that one
-        monkeypatch.setattr(helper, "_src", helper.src + "\n    # another\n")
-        assert fresh() != first
-        monkeypatch.undo()
-    monkeypatch.setitem(decode.fn.__globals__, "LN2", triton.language.constexpr(2.0))
-    assert fresh() != first
-    monkeypatch.undo()
-    assert fresh() == first
-    monkeypatch.setitem(decode.fn.__globals__, "LN2", object())
-    with pytest.raises(ValueError, match="decode reads LN2, which has no digest"):
-        fresh()
-
-
 def test_kernels_are_written_in_nothing_but_the_digested_files() -> None:
-    """What kernels reach beside Triton lies below `sources.KERNELS`."""
-    reached: set[str] = set()
+    """What kernels reach beside Triton lies below `specialize.KERNELS`."""
+    from triton.runtime.jit import JITCallable
+
+    reached: set[Any] = set()
     waiting = [job.kernel for job in planned(90, "*/b1-fp*").jobs.values()]
     while waiting:
         function = waiting.pop()
-        if f"{function.__module__}:{function.__qualname__}" not in reached:
-            reached.add(f"{function.__module__}:{function.__qualname__}")
+        if function.fn not in reached and not function.__module__.startswith("triton."):
+            reached.add(function.fn)
             assert function.__module__.startswith("elsa_core.backends.triton.")
-            assert Path(function.fn.__code__.co_filename).is_relative_to(sources.KERNELS)
-            found = [value for _, value in sources._read(function)]
-            waiting += [value for value in found if sources._is_function(value)]
+            assert Path(function.fn.__code__.co_filename).is_relative_to(specialize.KERNELS)
+            names = inspect.getclosurevars(function.fn)
+            found = [*names.globals.values(), *names.nonlocals.values()]
+            waiting += [value for value in found if isinstance(value, JITCallable)]
     assert len(reached) > 50
 
 
@@ -336,7 +265,7 @@ def test_a_first_call_takes_its_kernel_from_a_pack(gpu: Driver, packs: Path) -> 
     tensors = called(found)
     pack = store.read(packs / "sm_90")
     (entry,) = pack.entries.values()
-    assert gpu.loaded == [("decode", pack.cubin(entry.kernel), entry.kernel.shared)]
+    assert gpu.loaded == [("decode", pack.cubin(entry), entry.metadata["shared"])]
     found(*tensors)
     addresses = [t.data_ptr() for t in tensors]
     values = [found.tail[p.name] for p in found.kernel.params[len(tensors) :]]
@@ -401,11 +330,17 @@ def test_packs_are_not_used_unless_asked_for(gpu: Driver, monkeypatch) -> None:
     assert not lookup.COUNTS
 
 
-def test_another_triton_is_a_miss(gpu: Driver, monkeypatch, caplog) -> None:
+def test_another_triton_or_other_sources_are_a_miss(gpu: Driver, monkeypatch, caplog) -> None:
     monkeypatch.setattr(triton, "__version__", "3.8.7")
     with caplog.at_level(logging.WARNING, "elsa"):
         misses(recorded()[0])
     assert "needs Triton" in caplog.text and "this is 3.8.7" in caplog.text
+    monkeypatch.setattr(triton, "__version__", VERSION)
+    monkeypatch.setattr(specialize, "sources_digest", lambda: "0" * 64)
+    lookup.forget()
+    with caplog.at_level(logging.WARNING, "elsa"):
+        misses(recorded()[0])
+    assert "it is of another version of elsa" in caplog.text
 
 
 def test_settings_are_a_miss(gpu: Driver, monkeypatch, caplog) -> None:
@@ -417,13 +352,10 @@ def test_settings_are_a_miss(gpu: Driver, monkeypatch, caplog) -> None:
 
 def test_a_damaged_kernel_is_a_miss_in_one_line(gpu: Driver, packs: Path, tmp_path, monkeypatch,
                                                 caplog) -> None:  # fmt: skip
-    place = tmp_path / "sm_90"
-    place.mkdir()
-    for path in (packs / "sm_90").iterdir():
-        (place / path.name).write_bytes(path.read_bytes())
-    (data,) = place.glob("cubins-*")
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
+    data = tmp_path / "sm_90" / store.NAME
+    data.parent.mkdir()
+    content = bytearray((packs / "sm_90" / store.NAME).read_bytes())
+    content[-len(content) // 4] ^= 1
     data.write_bytes(content)
     monkeypatch.setenv(lookup.VARIABLE, str(tmp_path))
     with caplog.at_level(logging.WARNING, "elsa"):
@@ -444,9 +376,7 @@ def test_a_driver_that_refuses_is_a_miss(gpu: Driver, caplog) -> None:
 
 def test_a_pack_of_another_architecture_under_the_name(gpu: Driver, packs: Path, tmp_path,
                                                        monkeypatch, caplog) -> None:  # fmt: skip
-    (tmp_path / "sm_90").mkdir()
-    for path in (packs / "sm_80").iterdir():
-        (tmp_path / "sm_90" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "sm_90").symlink_to(packs / "sm_80")
     monkeypatch.setenv(lookup.VARIABLE, str(tmp_path))
     with caplog.at_level(logging.WARNING, "elsa"):
         misses(recorded()[0])
@@ -460,20 +390,14 @@ def test_what_doctor_and_explain_say(packs: Path, tmp_path, monkeypatch) -> None
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "packs").symlink_to(packs)
     found = list(lookup.shipped())
-    assert [(pack.arch, pack.kernels, pack.reason) for pack in found] == [
-        (120, 1, ""), (80, 1, ""), (90, 1, "")
-    ]  # fmt: skip
+    assert [(pack.arch, pack.kernels, pack.reason) for pack in found] == [(80, 1, ""), (90, 1, "")]
     said = f"kernel pack sm_90 (1 kernels, Triton {triton.__version__})"
-    older = said.replace("sm_90", "sm_80")
-    ptx = f"{older}, as PTX that the driver compiles for sm_89"
-    assert lookup.summary(90) == said
-    assert lookup.summary(89) == f"{ptx}, is not used: ELSA_PACK=1 asks for it"
+    assert lookup.summary(90) == said and lookup.summary(89) == ""
     assert [pack.arch for pack in lookup.packs_for(90)] == [90] and not lookup.packs_for(89)
     monkeypatch.setenv(lookup.VARIABLE, "0")
     assert lookup.summary(90) == f"{said} is not used: ELSA_PACK is 0"
     monkeypatch.setenv(lookup.VARIABLE, "1")
     assert lookup.summary(90) == said
-    assert lookup.summary(89) == f"{older}, as PTX that the driver compiles for sm_89"
-    assert lookup.summary(75) == "no kernel pack is here: Triton compiles"
+    assert lookup.summary(89) == "no kernel pack is here: Triton compiles"
     monkeypatch.setattr(triton, "__version__", "3.8.7")
     assert "this is 3.8.7" in lookup.summary(90)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
-import re
 import signal
 import struct
 import subprocess
@@ -15,7 +13,6 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +24,8 @@ import triton
 from elsa_core.backends.triton.pack import build as building
 from elsa_core.backends.triton.pack import cases, lookup, specialize, store
 from elsa_core.backends.triton.pack.build import build
-from elsa_core.backends.triton.pack.plan import Planner
+from elsa_core.backends.triton.pack.cases import Planner
 from elsa_core.backends.triton.shared import device
-from elsa_core.backends.triton.shared.launch import recording
 from elsa_core.errors import ArgumentError, UnavailableError
 
 pytestmark = pytest.mark.skipif(
@@ -42,11 +38,11 @@ ONLY = "attention/vit_base_patch16_siglip_224/12x1:196x64/b8-??16"
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pack of two kernels for sm_80, which holds PTX as well."""
+    """A pack of two kernels for sm_80."""
     out = tmp_path_factory.mktemp("packs")
     built = build(80, out, jobs=2, only=ONLY)
     assert (built.kernels, built.reused, built.calls, built.served) == (2, 0, 2, 1.0)
-    assert built.ptx_bytes > 0 and not built.left_out
+    assert not built.left_out
     return out
 
 
@@ -109,187 +105,30 @@ def code_of(cubin: bytes) -> dict[str, bytes]:
 
 
 def test_code_is_what_the_jit_compiles(packs: Path) -> None:
-    """Compiled here as the JIT does: the machine code and all that a launch needs are the same.
+    """Compiled here as the JIT does: the machine code and all that a launch needs are the same, and
+    the CUDA library takes both alike.
 
     Packs left lines of sources out from the start, and kernels came out with other registers.
     """
-    pack = store.read(packs / "sm_80")
-    plan = Planner(80).add(cases.expanded(ONLY))
-    for key, entry in pack.entries.items():
-        job = plan.jobs[key]
-        options = job.special.options.__dict__
-        compiled = triton.compile(job.special.source, target=job.target, options=options)
-        ours, theirs = code_of(pack.cubin(entry.kernel)), code_of(compiled.asm["cubin"])
-        assert any(name.startswith(".text") for name in ours)
-        assert ours == theirs
-        for name, value in entry.metadata.items():
-            assert getattr(compiled.metadata, name) == value
-        assert (entry.kernel.symbol, entry.kernel.shared, entry.kernel.warps) == (
-            compiled.metadata.name, compiled.metadata.shared, compiled.metadata.num_warps
-        )  # fmt: skip
-
-
-def test_the_cuda_library_takes_a_pack_for_a_compiled_kernel(packs: Path) -> None:
-    """By its record, as it takes the JIT's by the PTX."""
     from elsa_core.backends.cuda.kernels import kernel_of
 
     pack = store.read(packs / "sm_80")
-    planner = Planner(80)
-    plan = planner.add(cases.expanded(ONLY))
+    jobs = Planner(80).add(cases.expanded(ONLY)).jobs
     for key, entry in pack.entries.items():
-        job = plan.jobs[key]
-        ours = lookup.compiled(key, pack, entry, job.special, job.target, planner.backend)
-        options = job.special.options.__dict__
-        theirs = triton.compile(job.special.source, target=job.target, options=options)
+        ours, theirs = lookup.compiled(jobs[key], pack), jobs[key].compile()
+        first, second = code_of(pack.cubin(entry)), code_of(theirs.asm["cubin"])
+        assert any(name.startswith(".text") for name in first) and first == second
+        for name, value in theirs.metadata._asdict().items():
+            if name not in ("hash", "triton_version"):
+                assert getattr(ours.metadata, name) in (value, _plain(value)), name
+        assert ours.packed_metadata == theirs.packed_metadata
         first, second = kernel_of(ours), kernel_of(theirs)
         assert dataclasses.replace(first, code=b"") == dataclasses.replace(second, code=b"")
-        assert code_of(first.code) == code_of(second.code)
 
 
-class Driver:
-    """A driver as Triton asks it; what it is to load is kept."""
-
-    def __init__(self, arch: int, shared: int = 101376):
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", arch, 32)
-        self.loaded: list[tuple[str, bytes]] = []
-        self.utils = SimpleNamespace(
-            load_binary=lambda name, code, *_: (
-                self.loaded.append((name, code)) or (1, 2, 32, 0, 1024)
-            ),
-            get_device_properties=lambda _: {"max_shared_mem": shared},
-            unload_module=lambda module: None,
-        )
-        self.metadata: list[Any] = []
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        self.metadata.append(metadata)
-        return lambda *given: None
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
-
-
-@pytest.fixture
-def newer(packs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    """A GPU of sm_100 that has no pack of its own."""
-    from triton.compiler import compiler
-    from triton.runtime import driver
-
-    active = Driver(100)
-    monkeypatch.setattr(type(driver), "active", active, raising=False)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (10, 0))
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setenv(lookup.VARIABLE, str(packs))
-
-    def clear() -> None:
-        compiler.max_shared_mem.cache_clear()
-        lookup.forget()
-        lookup.COUNTS.clear()
-        lookup._warn.cache_clear()
-
-    clear()
-    yield active
-    for loaded in lookup._FOUND.values():
-        loaded.module = None  # no driver unloads it
-    clear()
-
-
-def first_launch(arch: int) -> tuple[Any, tuple[Any, ...]]:
-    """What a GPU of an architecture launches first for the first case."""
-    seen: list[tuple[Any, tuple[Any, ...]]] = []
-    facts = cases.gpus(arch)[0].facts
-    with device.describing(facts), recording(lambda *given: seen.append(given)):
-        next(cases.expanded(ONLY)).launch()
-    return seen[0]
-
-
-def test_a_newer_gpu_takes_the_ptx(packs: Path, newer: Driver, caplog) -> None:
-    """Its own kernel may overlap the launch before it, the older architecture's does not."""
-    from elsa_core.backends.cuda.kernels import kernel_of
-
-    launch, tensors = first_launch(100)
-    tail, options = {**launch.tail, "OVERLAP": True}, {**launch.options, "launch_pdl": True}
-    launch.kernel.device_caches.clear()
-    with caplog.at_level(logging.WARNING, "elsa"):
-        found = lookup.find(launch.kernel, tensors, tail, options)
-    assert lookup.load(found) and lookup.COUNTS == {"hits": 1}
-    ((name, code),) = newer.loaded
-    assert code.startswith(b"//") and code.endswith(b"\0") and b".target sm_80" in code
-    assert code.count(b"\0") == 1 and f".entry {name}(".encode() in code
-    assert b"griddepcontrol" not in code
-    (metadata,) = newer.metadata
-    assert not metadata.launch_pdl and metadata.target.arch == 80
-    (line,) = caplog.messages
-    assert line.startswith("no kernel pack is for sm_100: the driver compiles the PTX of ")
-    pack = store.read(packs / "sm_80")
-    texts = {pack.ptx_of(entry.kernel) for entry in pack.entries.values()}
-    assert code[:-1] in texts
-    kernel = kernel_of(found)  # for the CUDA library, which loads it by the same function
-    assert kernel.code == code and not kernel.overlap
-    launch.kernel.device_caches.clear()
-
-
-def test_a_newer_gpu_with_too_little_memory(newer: Driver, caplog) -> None:
-    newer.utils.get_device_properties = lambda _: {"max_shared_mem": 64}
-    launch, tensors = first_launch(100)
-    launch.kernel.device_caches.clear()
-    with caplog.at_level(logging.WARNING, "elsa"):
-        assert not lookup.load(lookup.find(launch.kernel, tensors, launch.tail, launch.options))
-    assert lookup.COUNTS["misses"] == 1 and lookup.COUNTS["hits"] == 0
-    assert "out of resource: shared memory" in caplog.messages[-1] and not newer.loaded
-    launch.kernel.device_caches.clear()
-
-
-def test_who_is_served_by_ptx(packs: Path, tmp_path: Path, monkeypatch) -> None:
-    """GPUs that are newer and without a pack of theirs, even a damaged one."""
-    monkeypatch.setenv(lookup.VARIABLE, str(tmp_path))
-    (tmp_path / "sm_80").mkdir()
-    for name, data in content(packs / "sm_80").items():
-        (tmp_path / "sm_80" / name).write_bytes(data)
-    for arch in (80, 86, 90, 100, 120):
-        assert [pack.arch for pack in lookup.packs_for(arch)] == [80]
-    assert lookup.packs_for(75) == ()
-    said = f"kernel pack sm_80 (2 kernels, Triton {triton.__version__})"
-    assert lookup.summary(100) == f"{said}, as PTX that the driver compiles for sm_100"
-    assert lookup.summary(80) == said
-    assert lookup.summary(75) == "no kernel pack is here: Triton compiles"
-    (found,) = lookup.shipped()
-    assert found.ptx and not found.reason
-    (tmp_path / "sm_100").mkdir()
-    (tmp_path / "sm_100" / "index.json").write_bytes(b"damaged")
-    assert lookup.packs_for(100) == ()
-    assert lookup.summary(100) == "no kernel pack is here: Triton compiles"
-    (data,) = (tmp_path / "sm_80").glob("ptx-*")
-    data.write_bytes(bytes(len(data.read_bytes())))
-    (pack,) = lookup.packs_for(120)
-    for entry in pack.entries.values():
-        with pytest.raises(UnavailableError, match="damaged"):
-            pack.ptx_of(entry.kernel)
-
-
-TYPES = {"i32": ".u32", "i64": ".u64", "fp32": ".f32"}
-
-
-def test_arguments_are_those_of_the_code(packs: Path) -> None:
-    """In order and by type, then two pointers for scratch memory: as the PTX lists them."""
-    pack = store.read(packs / "sm_80")
-    for entry in pack.entries.values():
-        ptx = pack.ptx_of(entry.kernel)
-        assert ptx is not None
-        listed = re.findall(r"\.param (\.\w+)", ptx.decode().partition(".entry")[2].split("{")[0])
-        arguments = entry.kernel.arguments
-        expected = [".u64" if kind[0] == "*" else TYPES[kind] for _, kind in arguments]
-        assert listed == [*expected, ".u64", ".u64"]
-        assert [8 if kind == ".u64" else 4 for kind in listed] == list(entry.kernel.parameters)
-        assert f".entry {entry.kernel.symbol}(" in ptx.decode()
+def _plain(value: Any) -> Any:
+    """A value of the options before it went through JSON."""
+    return tuple(map(_plain, value)) if isinstance(value, list) else value
 
 
 def test_no_path_of_this_machine_is_in_a_pack(packs: Path) -> None:
@@ -301,7 +140,7 @@ def test_every_default_case_is_planned_for_every_architecture() -> None:
     """None is refused by its planner, and each architecture has kernels of both operators."""
     for arch in cases.architectures():
         plan = Planner(arch).add(cases.expanded("*/b8-fp32"))
-        names = {specialize.name_of(job.kernel).split(".")[0] for job in plan.jobs.values()}
+        names = {job.name.split(".")[0] for job in plan.jobs.values()}
         assert names >= {"attention", "window"}
         assert ("linear" in names) is (arch == 90)
 
@@ -330,11 +169,9 @@ def test_a_compiler_set_up_otherwise_builds_nothing(monkeypatch) -> None:
         build(80, Path("out"), only=ONLY)
 
 
-def test_a_kernel_that_no_gpu_can_hold_is_left_out(packs: Path, tmp_path: Path) -> None:
-    path = tmp_path / "kernel.json"
-    path.write_text(json.dumps({"kernel": {"shared": 200000}}))
-    assert building._too_large(80, path) == "takes 200000 bytes of shared memory, sm_80 has 166912"
-    assert building._too_large(90, path) == ""
+def test_a_kernel_that_no_gpu_can_hold_is_left_out() -> None:
+    said = "takes 200000 bytes of shared memory, sm_80 has 166912"
+    assert building._too_large(80, 200000) == said and building._too_large(90, 200000) == ""
 
 
 def test_a_compiling_process_that_dies_is_one_line(monkeypatch) -> None:
@@ -409,10 +246,11 @@ import json
 import elsa_core
 from elsa_core.backends.triton.pack import lookup, store
 assert "site" in elsa_core.__file__, elsa_core.__file__
-(place,) = [place for place in lookup.places() if place.trusted]
-found = [(pack.folder.parent == place.folder, pack.arch, pack.kernels, pack.reason)
+(place,) = [place for place, trusted in lookup.places() if trusted]
+found = [(pack.folder.parent == place, pack.arch, pack.kernels, pack.reason)
          for pack in lookup.shipped()]
-store.read(place.folder / "sm_80", trusted=True).verify()
+pack = store.read(place / "sm_80", trusted=True)
+assert all(map(pack.cubin, pack.entries.values()))
 print(json.dumps([found, [pack.arch for pack in lookup.packs_for(80)]]))
 """
 
@@ -430,9 +268,8 @@ def test_a_wheel_with_packs(packs: Path, tmp_path: Path, capsys, monkeypatch) ->
     with zipfile.ZipFile(made) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
-    held = {name.removeprefix("elsa_core/packs/") for name in names if "/packs/" in name}
-    expected = {name for name in content(packs / "sm_80") if not name.endswith(".lock")}
-    assert held == {f"sm_80/{name}" for name in expected}
+    held = [name for name in names if "/packs/" in name]
+    assert held == [f"elsa_core/packs/sm_80/{store.NAME}"]
     assert not [name for name in names if "__pycache__" in name or "/results/" in name]
     assert {"elsa_cli/main.py", "elsa_core/csrc/cuda/driver.cpp"} <= set(names)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "ELSA_PACK": "1"}

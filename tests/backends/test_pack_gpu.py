@@ -112,14 +112,11 @@ def test_what_a_pack_lacks_is_compiled(packs: Path, arch: int, tmp_path: Path) -
     whole, _ = fresh(packs, tmp_path / "whole")
     out = tmp_path / "fewer"
     pack = store.read(packs / f"sm_{arch}")
-    entries = dict(list(pack.entries.items())[1:])
-    header = {
-        "arch": arch, "triton": pack.triton, "elsa": pack.elsa, "sources": pack.sources,
-        "source_keys": pack.source_keys,
-    }  # fmt: skip
+    kernels = {key: (entry.metadata, pack.cubin(entry)) for key, entry in pack.entries.items()}
+    kernels.pop(next(iter(kernels)))
+    header = {"arch": arch, "triton": pack.triton, "elsa": "0", "sources": pack.sources}
     out.mkdir()
-    code = {key: pack.cubin(entry.kernel) for key, entry in entries.items()}
-    store.write(out / f"sm_{arch}", header, entries, code, None)
+    store.write(out / f"sm_{arch}", header, kernels)
     fewer, _ = fresh(out, tmp_path / "cache")
     assert {**whole, "counts": 0} == {**fewer, "counts": 0}
     assert fewer["counts"].get("misses", 0) == len(compiled(tmp_path / "cache"))
@@ -127,9 +124,10 @@ def test_what_a_pack_lacks_is_compiled(packs: Path, arch: int, tmp_path: Path) -
 
 def test_a_flipped_byte_is_never_run(packs: Path, arch: int, tmp_path: Path) -> None:
     shutil.copytree(packs, tmp_path / "packs")
-    (data,) = (tmp_path / "packs" / f"sm_{arch}").glob("cubins-*")
+    data = tmp_path / "packs" / f"sm_{arch}" / store.NAME
     content = bytearray(data.read_bytes())
-    for position in range(0, len(content), 4096):
+    code = store.read(data.parent).bytes
+    for position in range(len(content) - code, len(content), 4096):
         content[position] ^= 1
     data.write_bytes(content)
     whole, _ = fresh(packs, tmp_path / "whole", "inference")

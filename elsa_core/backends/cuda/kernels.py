@@ -37,8 +37,6 @@ def kernel_of(compiled: Any) -> Kernel:
         if getattr(facts, f"{kind}_scratch_size", 0):
             raise PlanError(f"kernel {facts.name} takes {kind} scratch memory")
     code = compiled.asm.get("cubin")
-    if code is None and getattr(compiled, "parameters", None) is not None:
-        code = compiled.kernel  # PTX of a pack, which ends with a zero byte
     if not isinstance(code, bytes):
         raise PlanError(f"kernel {facts.name} has no cubin")
     threads = _WARP * facts.num_warps
@@ -53,12 +51,13 @@ def kernel_of(compiled: Any) -> Kernel:
 
 
 def _parameters(compiled: Any) -> tuple[int, ...]:
-    """The bytes of the kernel's parameters: of one from a pack as its record says, else as its PTX
-    declares them.
+    """The bytes of the kernel's parameters as its PTX declares them; one from a pack has none, and
+    what Triton compiled it from says them.
     """
-    recorded: tuple[int, ...] | None = getattr(compiled, "parameters", None)
-    if recorded is not None:
-        return recorded
+    if hasattr(compiled, "folder"):
+        kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+        sizes = [struct.calcsize(_FORMATS.get(kind, "<q")) for kind in kinds]
+        return (*sizes, *(8,) * _SCRATCH_POINTERS)
     entry = _ENTRY.search(compiled.asm.get("ptx") or "")
     if entry is None:
         raise PlanError(f"kernel {compiled.metadata.name} has no PTX that can be read")

@@ -59,14 +59,14 @@ def planned(
         UnavailableError: a call would do more there than launch kernels, or a kernel cannot be
             compiled or is too large for it.
     """
-    from elsa_core.backends.triton.pack.plan import Planner
+    from elsa_core.backends.triton.pack.cases import Planner
 
     planner, launches = Planner(gpu.arch), list[_Launch]()
     calls = [
         _called(name, words, gpu, kernels[name.removeprefix("elsa::")], planner, launches)
         for name, words, _ in found.layouts
     ]
-    compiled = _compiled(planner.plan.jobs, gpu, progress)
+    compiled = _compiled(planner.jobs, gpu, progress)
     numbers = {id(one): (n, kernel) for n, (one, kernel) in enumerate(compiled.values())}
     for launch in launches:
         launch.compiled = compiled[launch.compiled][0]
@@ -118,15 +118,12 @@ def _compiled(
     jobs: Mapping[str, Any], gpu: Any, progress: Progress
 ) -> dict[str, tuple[Any, Kernel]]:
     """What Triton compiles by key, and the library's record of it."""
-    import triton
-
     found: dict[str, tuple[Any, Kernel]] = {}
     for key, job in jobs.items():
         progress(len(found), len(jobs))
         where = f"kernel {job.kernel.__name__} for sm_{gpu.arch}"
         try:
-            options = job.special.options.__dict__
-            one = triton.compile(job.special.source, target=job.target, options=options)
+            one = job.compile()
             kernel = kernel_of(one)
         except Exception as error:  # a compiler may raise anything
             raise UnavailableError(f"{where} cannot be compiled: {first_line(error)}") from error

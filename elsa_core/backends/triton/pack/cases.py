@@ -1,16 +1,17 @@
 """The calls that packs are built for: a list of data, planned by the planners themselves.
 
 A case is one call of a model's site for one image. `cases.json` has those of model families at
-their default size; `expanded` multiplies them by batch sizes, dtypes and directions, and keeps what
-is routed to the kernels by default.
+their default size; `expanded` multiplies them by batch sizes, dtypes and directions. `Planner` has
+the kernels that such calls ask for.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from torch import Tensor
 from elsa_core.backends.triton.attention import backward as attention_backward
 from elsa_core.backends.triton.attention import backward_tiling
 from elsa_core.backends.triton.attention.tiling import Shape
+from elsa_core.backends.triton.pack.specialize import Compiler, Job
 from elsa_core.backends.triton.shared import device
-from elsa_core.backends.triton.shared.device import Described
+from elsa_core.backends.triton.shared.device import Described, describing
+from elsa_core.backends.triton.shared.launch import Launch, recording
 from elsa_core.backends.triton.window import backward as window_backward
 from elsa_core.backends.triton.window import planner as window_planner
 from elsa_core.backends.triton.window import tiling as window_tiling
@@ -68,24 +71,27 @@ class Gpu:
     shared_memory: int
 
 
-def gpus(arch: int) -> list[Gpu]:
-    """The GPUs of one architecture, as `devices.json` describes them; none for an unknown one."""
+@functools.cache
+def _devices() -> tuple[Gpu, ...]:
     rows = json.loads(DEVICES.read_text(encoding="utf-8"))["devices"]
-    return [
+    return tuple(
         Gpu(
-            arch,
-            Described(row["name"], divmod(arch, 10), row["multiprocessors"]),
+            row["arch"],
+            Described(row["name"], divmod(row["arch"], 10), row["multiprocessors"]),
             row["shared_memory"],
         )
         for row in rows
-        if row["arch"] == arch
-    ]
+    )
+
+
+def gpus(arch: int) -> list[Gpu]:
+    """The GPUs of one architecture, as `devices.json` describes them; none for an unknown one."""
+    return [gpu for gpu in _devices() if gpu.arch == arch]
 
 
 def architectures() -> list[int]:
     """Every architecture that packs can be built for."""
-    rows = json.loads(DEVICES.read_text(encoding="utf-8"))["devices"]
-    return sorted({row["arch"] for row in rows})
+    return sorted({gpu.arch for gpu in _devices()})
 
 
 def expanded(
@@ -210,3 +216,50 @@ def _linear(case: Case) -> None:
 
 
 _CALLS = {"attention": _attention, "window_attention": _window, "linear": _linear}
+
+
+class Planner:
+    """The kernels of one architecture that cases ask for; no GPU is asked.
+
+    Attributes:
+        jobs: kernels by key, in the order in which they were first asked for.
+        calls: keys of the launches of each case that is routed to these kernels, by its name and
+            the GPU's.
+    """
+
+    def __init__(self, arch: int):
+        self.arch = arch
+        self.jobs: dict[str, Job] = {}
+        self.calls: dict[str, tuple[str, ...]] = {}
+        self._compiler = Compiler(arch)
+        self._known: dict[Hashable, str] = {}
+
+    def add(self, cases: Iterable[Case]) -> Planner:
+        """Plan cases for every GPU of the architecture."""
+        listed, seen = list(cases), list[str]()
+        for gpu in gpus(self.arch):
+            with describing(gpu.facts), recording(lambda *given: seen.append(self.key(*given))):
+                for case in listed:
+                    case.launch()
+                    if seen:
+                        self.calls[f"{case.name} on {gpu.facts.name}"] = tuple(seen)
+                        seen.clear()
+        return self
+
+    def key(self, launch: Launch, tensors: tuple[Any, ...]) -> str:
+        """The key in `jobs` of what a launch compiles; calls that differ in runtime arguments alone
+        share it.
+        """
+        kernel, tail = launch.kernel, launch.tail
+        fixed = tuple(
+            (p.name, repr(tail[p.name]))
+            for p in kernel.params
+            if p.name in tail and (p.is_constexpr or not p.do_not_specialize)
+        )
+        given = tuple((t.dtype, t.data_ptr() % 16) for t in tensors)
+        seen = (id(kernel), fixed, given, repr(launch.options))
+        if seen not in self._known:
+            job = self._compiler.job(kernel, tensors, tail, launch.options)
+            self._known[seen] = job.key
+            self.jobs.setdefault(job.key, job)
+        return self._known[seen]

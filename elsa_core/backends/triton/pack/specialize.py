@@ -1,21 +1,24 @@
 """From a launch and its tensors to what Triton would compile, and the key of that in a pack.
 
-A key holds all that decides the code: the kernel's source with everything it calls (`sources`),
-types, constants, the alignment of pointers, every option of the compiler, the architecture and
-Triton's version. Where settings change what the compiler does, there is no key: see `departs`.
+A key holds all that decides the code: every file that kernels are written in, types, constants, the
+alignment of pointers, every option of the compiler, the architecture and Triton's version. Where
+settings change what the compiler does, there is no key: see `departs`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from elsa_core.backends.triton.shared.device import triton_version
 
+KERNELS = Path(__file__).parents[1]
 # the first and the last Triton whose JIT is read in their sources, and tested
 TRITON = ((3, 6), (3, 9))
 # Variables that begin so change code or Triton's stages, except for these.
@@ -41,11 +44,103 @@ _KNOBS = {
 }  # fmt: skip
 
 
-class Specialized(NamedTuple):
-    """What Triton compiles for one launch: its source object, and the compiler's options."""
+@dataclass(frozen=True)
+class Job:
+    """What Triton compiles for one launch: its source object, the compiler's options and target,
+    and the key in a pack.
+    """
 
+    kernel: Any
     source: Any
     options: Any
+    target: Any
+    key: str
+
+    @property
+    def name(self) -> str:
+        """`module:function` of the kernel, the module below `elsa_core.backends.triton`."""
+        module = self.kernel.__module__.removeprefix("elsa_core.backends.triton.")
+        return f"{module}:{self.kernel.__qualname__}"
+
+    def compile(self) -> Any:
+        """Triton's compiled kernel; no GPU is needed."""
+        import triton
+
+        return triton.compile(self.source, target=self.target, options=self.options.__dict__)
+
+
+class Compiler:
+    """Triton's compiler for one architecture, 90 for sm_90, up to the source that it compiles.
+
+    Triton's driver, which takes 20 ms to begin, is not asked.
+    """
+
+    def __init__(self, arch: int):
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+
+        self.arch = arch
+        self.target = GPUTarget("cuda", arch, 32)
+        self.backend = make_backend(self.target)
+        # by a kernel's identity: its hash is that of its source, which takes long
+        self._binders: dict[int, tuple[Any, Any]] = {}
+
+    def job(
+        self, kernel: Any, tensors: tuple[Any, ...], tail: dict[str, Any], options: dict[str, Any]
+    ) -> Job:
+        """As `JITFunction.run` does it; of tensors the dtype and the alignment of the address
+        count.
+
+        kernel: a `triton.jit` function; tensors, tail, options: its pointers, its other arguments
+        by name, and the compiler's options.
+        """
+        import triton
+        from triton import knobs
+        from triton.runtime.jit import create_function_from_signature
+
+        if id(kernel) not in self._binders:
+            binder = create_function_from_signature(kernel.signature, kernel.params, self.backend)
+            self._binders[id(kernel)] = kernel, binder
+        given = {**tail, **options, "debug": kernel.debug or knobs.runtime.debug}
+        for name in ("instrumentation_mode", "fpsan_homomorphic_casts"):
+            if hasattr(knobs.compilation, name):
+                given[name] = getattr(knobs.compilation, name)
+        bound, specialization, rest = self._binders[id(kernel)][1](*tensors, **given)
+        parsed, signature, constants, attributes = kernel._pack_args(
+            self.backend, given, bound, specialization, rest
+        )
+        source = _source_class(kernel)(kernel, signature, constants, attributes)
+        parts = [
+            triton.__version__, self.arch, sources_digest(), kernel.__module__,
+            kernel.__qualname__, list(source.signature.items()),
+            sorted((list(path), repr(value)) for path, value in source.constants.items()),
+            sorted((list(path), found) for path, found in source.attrs.items()), parsed.hash(),
+        ]  # fmt: skip
+        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return Job(kernel, source, parsed, self.target, key)
+
+
+def _source_class(kernel: Any) -> Any:
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
+
+
+@functools.cache
+def sources_digest() -> str:
+    """SHA-256 of every file that kernels are written in, which takes 5 ms."""
+    digest = hashlib.sha256()
+    own = Path(__file__).parent
+    for path in sorted(KERNELS.rglob("*.py")):
+        if path.parent != own:
+            content = path.read_bytes()
+            name = path.relative_to(KERNELS).as_posix()
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
 
 
 def known() -> bool:
@@ -68,74 +163,3 @@ def departs(environ: Mapping[str, str] = os.environ) -> str:
             if getattr(getattr(knobs, group, None), name, None):
                 return f"triton.knobs.{group}.{name}"
     return ""
-
-
-def binder_of(kernel: Any, backend: Any) -> Any:
-    """What Triton's JIT sorts a call's arguments with."""
-    from triton.runtime.jit import create_function_from_signature
-
-    return create_function_from_signature(kernel.signature, kernel.params, backend)
-
-
-def specialize(
-    kernel: Any, tensors: tuple[Any, ...], tail: dict[str, Any], options: dict[str, Any],
-    backend: Any, binder: Any,
-) -> Specialized:  # fmt: skip
-    """As `JITFunction.run` does it; of tensors the dtype and the alignment of the address count."""
-    from triton import knobs
-
-    given = {**tail, **options, "debug": kernel.debug or knobs.runtime.debug}
-    for name in ("instrumentation_mode", "fpsan_homomorphic_casts"):
-        if hasattr(knobs.compilation, name):
-            given[name] = getattr(knobs.compilation, name)
-    bound, specialization, rest = binder(*tensors, **given)
-    parsed, signature, constants, attributes = kernel._pack_args(
-        backend, given, bound, specialization, rest
-    )
-    return Specialized(_source_class(kernel)(kernel, signature, constants, attributes), parsed)
-
-
-def _source_class(kernel: Any) -> Any:
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        return GluonASTSource
-    from triton.compiler import ASTSource
-
-    return ASTSource
-
-
-def name_of(kernel: Any) -> str:
-    """`module:function` of a kernel, the module below `elsa_core.backends.triton`."""
-    module = kernel.__module__.removeprefix("elsa_core.backends.triton.")
-    return f"{module}:{kernel.__qualname__}"
-
-
-def facts_of(kernel: Any, special: Specialized) -> dict[str, Any]:
-    """What an index tells of a kernel beside its key: for people, and to find why a call misses."""
-    source = special.source
-    names = kernel.arg_names
-    aligned = [names[path[0]] for path, found in source.attrs.items() if found]
-    constants = {names[path[0]]: value for path, value in source.constants.items()}
-    chosen = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
-    return {
-        "name": name_of(kernel),
-        "constants": constants,
-        "aligned": aligned,
-        "options": {name: getattr(special.options, name, None) for name in chosen},
-    }
-
-
-def key_of(kernel: Any, special: Specialized, source_key: str, arch: int) -> str:
-    """The key of a kernel: 64 hexadecimal digits. source_key: see `sources`."""
-    import triton
-
-    source = special.source
-    parts = [
-        triton.__version__, arch, name_of(kernel), source_key,
-        list(source.signature.items()),
-        sorted((list(path), repr(value)) for path, value in source.constants.items()),
-        sorted((list(path), found) for path, found in source.attrs.items()),
-        special.options.hash(),
-    ]  # fmt: skip
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -17,19 +17,19 @@ from elsa_core.errors import UnavailableError
 _FOLDERS = ("elsa_core", "elsa_cli", "csrc")
 _FILES = ("pyproject.toml", "README.md", "LICENSE")
 # `packs` are those that someone put into the checkout.
-_NOT_COPIED = ("__pycache__", "*.py[co]", "*.so", ".*", "packs")
+_NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.py[co]", "*.so", ".*", "packs")
 _LONGEST_LINE = 300
 
 
-def require(root: Path | None = None) -> Path:
-    """The checkout that wheels are built from; `root` names another one.
+def require() -> Path:
+    """The checkout that this package lies in, of which wheels are built.
 
     Raises:
         UnavailableError: hatchling is not installed, or the package is no checkout.
     """
     if importlib.util.find_spec("hatchling") is None:
         raise UnavailableError("hatchling is not installed, and it builds wheels: install it")
-    root = root or Path(__file__).parents[4]
+    root = Path(__file__).parents[4]
     missing = [name for name in (*_FOLDERS, *_FILES) if not (root / name).exists()]
     if missing:
         raise UnavailableError(
@@ -38,7 +38,7 @@ def require(root: Path | None = None) -> Path:
     return root
 
 
-def wheel(packs: Sequence[Path], out: Path, *, root: Path | None = None) -> Path:
+def wheel(packs: Sequence[Path], out: Path) -> Path:
     """Build a wheel whose `elsa_core/packs` holds packs; every installation of it has them.
 
     The wheel appears in one step, in place of one with the same name.
@@ -46,42 +46,32 @@ def wheel(packs: Sequence[Path], out: Path, *, root: Path | None = None) -> Path
     Args:
         packs: folders of one architecture each, as `build` writes them.
         out: where the wheel goes.
-        root: the checkout; default: the one that this package lies in.
 
     Raises:
-        UnavailableError: as `require`; a pack is damaged, hatchling fails, or the wheel cannot be
-            written.
+        UnavailableError: as `require`; hatchling fails, or the wheel cannot be written.
     """
-    root = require(root)
+    root = require()
     try:
         with scratch(".elsa-wheel-") as place:
             copy = place / "source"
-            _copy(root, copy)
+            for name in _FOLDERS:
+                shutil.copytree(root / name, copy / name, ignore=_NOT_COPIED)
+            for name in _FILES:
+                shutil.copyfile(root / name, copy / name)
             for pack in packs:
-                _add(pack, copy / "elsa_core" / "packs" / pack.name)
-            return _put(_built(copy, place), out)
+                target = copy / "elsa_core" / "packs" / pack.name
+                target.mkdir(parents=True)
+                shutil.copyfile(pack / store.NAME, target / store.NAME)
+            made = _built(copy, place)
+            target = out / made.name
+            with parents_made(target), staged_file(target) as staging:
+                shutil.copyfile(made, staging)
+                flush(staging)
+            return target
     except OSError as error:
         raise UnavailableError(
             f"the wheel cannot be written to {out}: {error.strerror or error}"
         ) from None
-
-
-def _copy(root: Path, copy: Path) -> None:
-    copy.mkdir()
-    for name in _FOLDERS:
-        ignored = shutil.ignore_patterns(*_NOT_COPIED)
-        shutil.copytree(root / name, copy / name, ignore=ignored)
-    for name in _FILES:
-        shutil.copyfile(root / name, copy / name)
-
-
-def _add(pack: Path, place: Path) -> None:
-    """Copy a pack, and read the copy as an installed package reads it."""
-    shutil.copytree(pack, place, ignore=shutil.ignore_patterns(".*", "*.lock"))
-    try:
-        store.read(place, trusted=True).verify()
-    except FileNotFoundError:
-        raise UnavailableError(f"{pack} holds no kernel pack") from None
 
 
 def _built(copy: Path, place: Path) -> Path:
@@ -96,11 +86,3 @@ def _built(copy: Path, place: Path) -> Path:
         last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
         raise UnavailableError(f"hatchling builds no wheel: {last[:_LONGEST_LINE]}")
     return found[0]
-
-
-def _put(made: Path, out: Path) -> Path:
-    target = out / made.name
-    with parents_made(target), staged_file(target) as staging:
-        shutil.copyfile(made, staging)
-        flush(staging)
-    return target

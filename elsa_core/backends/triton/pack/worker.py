@@ -2,8 +2,8 @@
 
     python -m elsa_core.backends.triton.pack.worker FOLDER ARCH ONLY
 
-Reads a key a line. Leaves `<key>.cubin`, `<key>.ptx` and `<key>.json` in FOLDER and answers with
-one line: empty, or why the kernel cannot be compiled.
+Reads a key a line. Leaves `<key>.cubin` and `<key>.json` in FOLDER and answers with one line:
+empty, or why the kernel cannot be compiled.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from elsa_core.backends.triton.pack import sources
-from elsa_core.backends.triton.pack.cases import expanded
-from elsa_core.backends.triton.pack.plan import Job, Planner
+from elsa_core.backends.triton.pack.cases import Planner, expanded
+from elsa_core.backends.triton.pack.specialize import Job
 from elsa_core.base.messages import first_line
 
 
@@ -29,7 +28,10 @@ def main() -> None:
     for line in sys.stdin:
         key = line.strip()
         try:
-            _compile(jobs[key], folder / key)
+            compiled = jobs[key].compile()
+            (folder / f"{key}.cubin").write_bytes(compiled.asm["cubin"])
+            metadata = json.dumps(_added(jobs[key], compiled.metadata))
+            (folder / f"{key}.json").write_text(metadata, encoding="utf-8")
             answer = ""
         except Exception as error:  # a compiler may raise anything
             answer = f"{type(error).__name__}: {first_line(error)}"
@@ -60,55 +62,17 @@ def _without_debug_sections() -> None:
     knobs.runtime.add_stages_inspection_hook = changed
 
 
-def _named_neutrally(text: str) -> str:
-    """PTX that names files of sources below their packages instead of on this machine."""
-    import triton
-
-    for root in (sources.KERNELS.parents[2], Path(triton.__file__).parents[1]):
-        text = text.replace(f'"{root}/', '"')
-    return text
-
-
-def _compile(job: Job, stem: Path) -> None:
-    import triton
-
-    options = job.special.options.__dict__
-    compiled = triton.compile(job.special.source, target=job.target, options=options)
-    stem.with_suffix(".cubin").write_bytes(compiled.asm["cubin"])
-    stem.with_suffix(".ptx").write_text(_named_neutrally(compiled.asm["ptx"]), encoding="utf-8")
-    found = {"kernel": _kernel(job, compiled.metadata), "metadata": _added(job, compiled.metadata)}
-    stem.with_suffix(".json").write_text(json.dumps(found), encoding="utf-8")
-
-
-def _kernel(job: Job, metadata: Any) -> dict[str, Any]:
-    """`record.Kernel` as plain data, but for where its code will lie."""
-    signature = job.special.source.signature
-    return {
-        "symbol": metadata.name, "shared": metadata.shared, "warps": metadata.num_warps,
-        "cluster": getattr(metadata, "cluster_dims", (metadata.num_ctas, 1, 1)),
-        "scratch": (metadata.global_scratch_size, metadata.global_scratch_align),
-        "profile_scratch": (metadata.profile_scratch_size, metadata.profile_scratch_align),
-        "overlaps": metadata.launch_pdl, "cooperative": metadata.launch_cooperative_grid,
-        "arguments": [(name, kind) for name, kind in signature.items() if kind != "constexpr"],
-    }  # fmt: skip
-
-
 def _added(job: Job, metadata: Any) -> dict[str, Any]:
     """What the compiler wrote beside its options, or changed of them."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
-    options = job.special.options.__dict__
+    options = json.loads(json.dumps(job.options.__dict__, default=vars))  # as metadata went
     apart = {"hash", "target", "triton_version", *get_cache_invalidating_env_vars()}
     return {
         name: value
         for name, value in metadata._asdict().items()
-        if name not in apart and (name not in options or not _same(options[name], value))
+        if name not in apart and (name not in options or options[name] != value)
     }
-
-
-def _same(option: Any, value: Any) -> bool:
-    """Whether a value is an option that went through JSON."""
-    return bool(json.loads(json.dumps(option, default=vars)) == value)
 
 
 if __name__ == "__main__":
