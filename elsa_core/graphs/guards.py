@@ -2,9 +2,9 @@
 
 A replay reads the memory that the capture read and runs none of the model's Python. It follows
 writes to that memory; anything else that has changed must be noticed here: a tensor elsewhere, of
-another dtype, size or stride; another attribute, module, class or hook; training mode; what
-`elsa_core.freeze` keeps. Not noticed is what no module holds as an attribute, in a dict, list or
-deque: fields of other objects, class attributes and globals that are no tensors.
+another dtype, size or stride; another attribute, module, class or hook; training mode. Not
+noticed is what no module holds as an attribute, in a dict, list or deque: fields of other objects,
+class attributes and globals that are no tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.graphs.given import is_plain
-from elsa_core.patching import FrozenState
 
 _DTYPE = attrgetter("dtype")
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -73,7 +72,6 @@ class Guards:
         self._addresses = [*map(Tensor.data_ptr, self.tensors)]
         self._layouts = self._layout()
         self._fast = _tensor_guards(self.tensors)
-        self.frozen = FrozenState(self._modules)
 
     def _add(self, values: Iterable[Any], seen: set[int]) -> None:
         """Also the dicts, lists, tuples and deques within attributes, where models keep caches."""
@@ -117,7 +115,6 @@ class Guards:
                 and [*map(type, self._modules)] == self._types
                 and self._same_values()
                 and (self._fast(*self.tensors) or self._layout() == self._layouts)
-                and self.frozen.holds()
             )
         except (KeyError, RuntimeError):  # another thread changes a deque just now
             return False

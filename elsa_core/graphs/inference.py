@@ -43,7 +43,7 @@ class Inference:
                 raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
         # also what only the capture changes: its memory is the graph's
         check_state(self.guards, self._targets)
-        outer = (*self._targets, *self.guards.tensors, *self.guards.frozen.tensors)
+        outer = (*self._targets, *self.guards.tensors)
         if reads.outside(outer):
             raise RefusedError("it reads a tensor that is no attribute of its modules")
         self._results, self._tree = flat_results(result[0], device)

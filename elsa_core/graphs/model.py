@@ -34,9 +34,9 @@ def graphed(model: nn.Module, *, shapes: int = 8, copy_outputs: bool = True) -> 
 
     A replay reads the parameters where they lie, so it follows writes to them. Every call looks for
     what it would not follow, and captures anew: tensors, attributes, modules or hooks replaced, a
-    patch, `train()` and `eval()`, `requires_grad`, what `elsa_core.freeze` keeps. Autocast, grad
-    mode, PyTorch's settings of precision and determinism, and registered backends have graphs of
-    their own.
+    patch, `train()` and `eval()`, `requires_grad`. Autocast, grad mode,
+    PyTorch's settings of precision and determinism, and registered backends have graphs of their
+    own.
 
     Where a graph could be wrong, or cannot be, the call is the model's own, and one warning says
     why:

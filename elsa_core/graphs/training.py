@@ -130,7 +130,7 @@ class Training:
             except RuntimeError as error:
                 raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
         check_state(self.guards, self._targets)
-        held = (*self._targets, *self._slopes, *self.guards.tensors, *self.guards.frozen.tensors)
+        held = (*self._targets, *self._slopes, *self.guards.tensors)
         if reads.outside(held):
             raise RefusedError("it reads a tensor that is no attribute of its modules")
         self._saved = [each for each in self._params if storage_of(each) in saved]

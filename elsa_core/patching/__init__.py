@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         SWITCHES,
         register_adapter,
     )
-    from elsa_core.patching.frozen import FreezeReport, FrozenState, freeze, refresh, unfreeze
+    from elsa_core.patching.frozen import FreezeReport, freeze, refresh, unfreeze
     from elsa_core.patching.layers import (
         ATTENTION,
         AUTO,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "adapters": ("attention_within", "computes_otherwise", "entry"),
     "adapters.table": ("LAYERS", "SWITCHES", "register_adapter"),
-    "frozen": ("FreezeReport", "FrozenState", "freeze", "refresh", "unfreeze"),
+    "frozen": ("FreezeReport", "freeze", "refresh", "unfreeze"),
     "layers": ("ATTENTION", "AUTO", "MODEL", "is_layer", "patched_scope", "scope_of"),
     "page": ("write_page",),
     "report": ("PatchReport",),
@@ -75,7 +75,6 @@ __all__ = [
     "SWITCHES",
     "AttentionSite",
     "FreezeReport",
-    "FrozenState",
     "Inspection",
     "PatchReport",
     "attention_within",

@@ -20,8 +20,7 @@ from torch import nn
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.ops.sparse.api import checked
 from elsa_core.patching import adapters, globs, layers
-from elsa_core.patching.adapters import names
-from elsa_core.patching.adapters.derived import DERIVED
+from elsa_core.patching.adapters import derived, names
 from elsa_core.patching.adapters.offloaded import is_offloaded, may_offload, offloaded
 from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.patching.report import PatchReport
@@ -151,7 +150,7 @@ def unpatch(model: nn.Module) -> int:
     count = sum(not adapters.is_companion(module) for module in modules)
     for module, cls in zip(modules, own, strict=True):
         module.__class__ = cls
-        DERIVED.drop(module)
+        derived.drop(module)
         for name in _ATTRIBUTES:
             module.__dict__.pop(name, None)
     return count

@@ -23,7 +23,7 @@ from elsa_core.backends import processor
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.loading.plan import apply_plan, plan_of, read_plan
 from elsa_core.patching import adapters, layers
-from elsa_core.patching.adapters import common, halves, torch_layers
+from elsa_core.patching.adapters import common, torch_layers
 from elsa_core.patching.rewrite import original
 from elsa_core.patching.sites import find_sites
 
@@ -45,12 +45,10 @@ class Calls(list[tuple[int, str, bool, bool]]):
     """What layers ask `served` for: (columns, activation, residual given, scale given)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.halves: list[bool] = []
         inner = common.served
 
         def called(x, w, b, activation="none", residual=None, scale=None, *rest, **named):
             self.append((w.shape[0], activation, residual is not None, scale is not None))
-            self.halves.append(len(rest) >= 4 and rest[2] is not None)
             return inner(x, w, b, activation, residual, scale, *rest, **named)
 
         for module in (common, torch_layers):
@@ -440,72 +438,7 @@ def test_a_plan_of_attention_alone(tmp_path):
     torch.testing.assert_close(model(image()), wanted)
 
 
-@pytest.fixture
-def reads_halves(monkeypatch):
-    """As where a kernel reads halves: on sm_90."""
-    from elsa_core.patching.adapters import torch_multihead
-
-    for module in (halves, torch_multihead):
-        monkeypatch.setattr(module, "are_read", lambda site, weight: weight.dtype == torch.float32)
-
-
-def frozen(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each product of a forward, whether it was given halves."""
-    with monkeypatch.context() as patch, torch.no_grad():
-        seen = Calls(patch)
-        model(image())
-    return seen.halves
-
-
-def test_frozen_layers_keep_their_halves(reads_halves, monkeypatch):
-    model = vit()
-    elsa.patch(model, scope="model")
-    assert not any(frozen(model, monkeypatch))
-    with torch.no_grad():
-        wanted = model(image())
-    report = elsa.freeze(model)
-    matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    assert report.tensors == 2 * len(matrices)
-    powers = sum(4 * weight.shape[0] for weight in matrices)
-    assert report.nbytes == sum(4 * weight.numel() for weight in matrices) + powers
-    assert all(frozen(model, monkeypatch))
-    with torch.no_grad():
-        assert torch.equal(model(image()), wanted)
-    assert not any(frozen(copy.deepcopy(model), monkeypatch))
-    assert model.state_dict().keys() == vit().state_dict().keys()
-    assert elsa.unfreeze(model) == len(matrices)
-    assert not any(frozen(model, monkeypatch))
-
-
-@pytest.mark.parametrize(
-    "thaw",
-    [
-        lambda model: model.train().eval(),
-        lambda model: model.load_state_dict(model.state_dict()),
-        lambda model: model.double().float(),
-        lambda model: [p.data.mul_(1) for p in model.parameters()] and elsa.refresh(model),
-        lambda model: [p.detach().mul_(1) for p in model.parameters()],
-        lambda model: model(image()),  # wants gradients: an optimizer may follow
-        elsa.unpatch,
-    ],
-    ids=["train", "load", "cast", "refresh", "write", "gradients", "unpatch"],
-)
-def test_what_ends_a_freeze(reads_halves, monkeypatch, thaw):
-    model = vit()
-    elsa.patch(model, scope="model")
-    elsa.freeze(model)
-    assert all(frozen(model, monkeypatch))
-    thaw(model)
-    assert not any(frozen(model, monkeypatch))
-
-
-def test_a_cpu_has_no_halves_to_keep():
-    model = vit()
-    elsa.patch(model, scope="model")
-    assert elsa.freeze(model).tensors == 0
-
-
-def test_frozen_attention_of_pytorch(reads_halves, monkeypatch):
+def test_products_of_an_encoder_layer(monkeypatch):
     model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)).eval()
     x = torch.randn(2, 5, 16)
     with torch.no_grad():
@@ -515,11 +448,6 @@ def test_frozen_attention_of_pytorch(reads_halves, monkeypatch):
         torch.testing.assert_close(model(x), wanted)
         assert [call[:2] for call in seen] == [
             (48, "none"), (16, "none"), (32, "relu"), (16, "none")]  # fmt: skip
-        assert not any(seen.halves)
-        seen.halves.clear()
-        assert elsa.freeze(model).tensors == 8
-        torch.testing.assert_close(model(x), wanted)
-        assert len(seen.halves) == 4 and all(seen.halves)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", nn.SiLU(), nn.Tanh()])
@@ -536,14 +464,3 @@ def test_an_encoder_layer_of_pytorch(activation, norm_first):
     assert type(pickle.loads(pickle.dumps(model))[0]).__name__ == "ElsaTransformerEncoderLayer"
     elsa.unpatch(model)
     assert type(model[0]) is nn.TransformerEncoderLayer
-
-
-def test_a_model_of_linear_layers_alone_is_frozen(reads_halves) -> None:
-    model = nn.Sequential(nn.Linear(32, 64)).eval()
-    with pytest.raises(NothingPatchedError):
-        elsa.freeze(model)
-    elsa.patch(model, scope="model")
-    assert elsa.freeze(model).sites == 1
-    model.train()
-    with pytest.raises(ArgumentError, match="in training mode"):
-        elsa.freeze(model)

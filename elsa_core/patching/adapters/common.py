@@ -70,11 +70,9 @@ def project(
     """
     if not is_plain_linear(layer) or is_watched(layer) or not is_elsas(layer, x):
         return epilogue(layer(x), activation, residual, scale)
-    kept: Any = getattr(layer, "elsa_halves", None)
-    halves = (None, None) if kept is None else kept()
     return served(
         x, layer.weight, layer.bias, activation, residual, scale, site.elsa_precision,  # type: ignore[arg-type]
-        site.elsa_backend, *halves,
+        site.elsa_backend,
     )  # fmt: skip
 
 
@@ -89,18 +87,11 @@ def is_elsas(layer: nn.Module, x: Tensor) -> bool:
     return type(layer) is not nn.Linear and calls.keeps_products()
 
 
-def project_by(
-    site: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    halves: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Tensor:
+def project_by(site: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias, [..., K] -> [..., N], where the original reads a layer's weight and does
     not call the layer.
     """
-    given = ("none", None, None, site.elsa_precision, site.elsa_backend, *halves)
-    return served(x, weight, bias, *given)
+    return served(x, weight, bias, "none", None, None, site.elsa_precision, site.elsa_backend)
 
 
 # Activations by their class; of nn.GELU its argument decides.
@@ -292,10 +283,9 @@ def drop_p(module: Any) -> float:
     Its eager branch calls `attn_drop`, which has a mode of its own (Monte Carlo dropout keeps it in
     training) and may have been replaced by an identity; its fused branch uses the module's mode.
     """
-    drop = module.attn_drop
-    dropping = module.training if getattr(module, "fused_attn", False) else drop.training
+    drop: Any = getattr(module, "attn_drop", None)
     p: float = getattr(drop, "p", 0.0)
-    return p if dropping else 0.0
+    return p if p and (module if getattr(module, "fused_attn", False) else drop).training else 0.0
 
 
 def scale_of(module: Any) -> float | None:

@@ -172,13 +172,13 @@ _TIMM = (
     Row(
         "models.swin_transformer_v2.SwinTransformerV2Block",
         BLOCK,
-        "timm_swin_v2.ElsaSwinTransformerV2Block",
+        "timm_swin.ElsaSwinTransformerV2Block",
     ),
     Row("models.swin_transformer_v2.WindowAttention", WINDOW),
     Row(
         "models.swin_transformer_v2_cr.SwinTransformerV2CrBlock",
         BLOCK,
-        "timm_swin_v2.ElsaSwinTransformerV2CrBlock",
+        "timm_swin.ElsaSwinTransformerV2CrBlock",
     ),
     Row("models.swin_transformer_v2_cr.WindowMultiHeadAttention", WINDOW),
     Row("models.tiny_vit.Attention", WINDOW),

@@ -1,8 +1,10 @@
-"""timm's Swin block on `elsa_core.window_attention`.
+"""timm's Swin blocks, of the first version and both implementations of the second, on
+`elsa_core.window_attention`.
 
 Read against timm 1.0.20 to 1.0.31. Window, shift and table are read at each call, so that
 `set_input_size`, `always_partition` and a dynamic image size work on a patched model. The block's
 `attn_mask` stays a buffer and is not read: the operator knows the regions by their coordinates.
+Queries and keys of the second version are normalised inside the operator.
 """
 
 from __future__ import annotations
@@ -10,64 +12,139 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
+import torch
+from timm.models import swin_transformer, swin_transformer_v2
+from timm.models.swin_transformer import SwinTransformerBlock
+from timm.models.swin_transformer_v2 import SwinTransformerV2Block
+from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock, WindowMultiHeadAttention
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import project, scale_of
-from elsa_core.patching.adapters.derived import Derivation, Derives, derived
+from elsa_core.patching.adapters.common import project, project_by, scale_of
+from elsa_core.patching.adapters.derived import Derivation, derived
 from elsa_core.patching.adapters.windows import (
     Bias,
-    as_table,
+    CosineTerms,
+    WindowBlock,
     attend_windows,
-    is_small,
+    cosine_scale,
+    cosine_terms,
     keeps_original,
     must_call,
     of_padding,
-    read_bias,
-    why_not,
+    table_bias,
 )
 
 
-class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[misc]  # timm is untyped
-    """Swin's block, whose attention reads the projection of the whole image as it lies."""
+class _SwinBlock(WindowBlock):
+    """A Swin block, whose attention reads the projection of the whole image as it lies."""
+
+    def _elsa_terms(self: Any, x: Tensor) -> tuple[Tensor, Bias, dict[str, Any]]:
+        """The projection [B, H, W, 3 * C], the bias, and further terms of the operator."""
+        raise NotImplementedError
+
+    def _elsa_attended(self: Any, x: Tensor) -> Tensor | None:
+        """[B, H, W, C] -> [B, H, W, C]; None where the original runs."""
+        attn = self.attn
+        called = must_call(attn, self.elsa_expects) or _differs(self, x)
+        if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
+            return None
+        qkv, bias, terms = self._elsa_terms(x)
+        out = attend_windows(
+            self,
+            qkv,
+            bias,
+            num_heads=attn.num_heads,
+            window_size=self.window_size,
+            shift_size=self.shift_size,
+            **terms,
+        )
+        joined: Tensor = attn.proj_drop(project(self, attn.proj, out))
+        return joined
+
+
+class ElsaSwinTransformerBlock(_SwinBlock, SwinTransformerBlock):  # type: ignore[misc]  # timm is untyped
+    """Swin's block."""
 
     elsa_base = SwinTransformerBlock
-    elsa_attention = "attn"
+    elsa_expects = swin_transformer.WindowAttention
     elsa_entry = "_attn"
-    elsa_precision: str
-    elsa_backend: str
-
-    @staticmethod
-    def elsa_why_not(module: Any) -> str:
-        """Why this instance stays as it is; empty if it does not."""
-        return why_not(module.attn, WindowAttention)
 
     def elsa_derivation(self) -> Derivation:
-        """The relative position bias."""
         attn = self.attn
         table, index = attn.relative_position_bias_table, attn.relative_position_index
-        small = is_small(table, attn.num_heads, math.prod(attn.window_size))
-        return Derivation(self, attn, _bias, (table, index), per_call=_table, keep=small)
+        tokens = math.prod(attn.window_size)
+        return table_bias(self, attn, table, index, attn.num_heads, tokens)
 
-    def _attn(self, x: Tensor) -> Tensor:
-        """[B, H, W, C] -> [B, H, W, C]."""
+    def _elsa_terms(self, x: Tensor) -> tuple[Tensor, Bias, dict[str, Any]]:
         attn = self.attn
-        called = must_call(attn, WindowAttention) or differs(self, x)
-        if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
-            out: Tensor = super()._attn(x)
-            return out
-        bias: Bias = derived(self.elsa_derivation())
-        return attend_block(
-            self,
-            project(self, attn.qkv, x),
-            bias.bias,
-            bias_index=bias.bias_index,
-            scale=scale_of(attn),
-            pad_qkv=of_padding(attn.qkv, x, self.window_size),
+        pad = of_padding(attn.qkv, x, self.window_size)
+        terms = {"scale": scale_of(attn), "pad_qkv": pad}
+        return project(self, attn.qkv, x), derived(self.elsa_derivation()), terms
+
+    def _attn(self, x: Tensor) -> Any:
+        out = self._elsa_attended(x)
+        return super()._attn(x) if out is None else out
+
+
+class ElsaSwinTransformerV2Block(_SwinBlock, SwinTransformerV2Block):  # type: ignore[misc]
+    """Swin-V2's block."""
+
+    elsa_base = SwinTransformerV2Block
+    elsa_expects = swin_transformer_v2.WindowAttention
+    elsa_entry = "_attn"
+
+    def elsa_derivation(self) -> Derivation:
+        attn = self.attn
+        biases = (attn.q_bias, attn.k_bias, attn.v_bias)
+        return cosine_terms(
+            self, attn, lambda: None if attn.q_bias is None else torch.cat(biases), biases
         )
 
+    def _elsa_terms(self, x: Tensor) -> tuple[Tensor, Bias, dict[str, Any]]:
+        attn, terms = self.attn, derived(self.elsa_derivation())
+        bias = pad = terms.qkv_bias
+        if bias is not None and not attn.qkv_bias_separate:
+            qkv = project_by(self, x, attn.qkv.weight, bias)
+        else:
+            qkv, own = project(self, attn.qkv, x), of_padding(attn.qkv, x, self.window_size)
+            qkv = qkv if bias is None else qkv + bias
+            if own is not None:
+                pad = own if bias is None else own + bias
+        return qkv, terms.bias, {"pad_qkv": pad, "logit_scale": terms.scale}
 
-def differs(block: Any, x: Tensor) -> bool:
+    def _attn(self, x: Tensor) -> Any:
+        out = self._elsa_attended(x)
+        return super()._attn(x) if out is None else out
+
+
+class ElsaSwinTransformerV2CrBlock(_SwinBlock, SwinTransformerV2CrBlock):  # type: ignore[misc]
+    """The other implementation's block (Christoph Reich's): a bias for each pair of tokens."""
+
+    elsa_base = SwinTransformerV2CrBlock
+    elsa_expects = WindowMultiHeadAttention
+    elsa_entry = "_shifted_window_attn"
+
+    def elsa_derivation(self) -> Derivation:
+        attn = self.attn
+
+        def compute() -> CosineTerms:
+            pairs = attn._relative_positional_encodings().squeeze(0)  # [heads, T, T]
+            return CosineTerms(Bias(pairs.contiguous()), cosine_scale(attn.logit_scale), None)
+
+        tensors = (attn.relative_coordinates_log, attn.logit_scale)
+        return Derivation(self, attn, compute, tensors, (attn.meta_mlp,))
+
+    def _elsa_terms(self, x: Tensor) -> tuple[Tensor, Bias, dict[str, Any]]:
+        attn, terms = self.attn, derived(self.elsa_derivation())
+        pad = of_padding(attn.qkv, x, self.window_size)
+        return project(self, attn.qkv, x), terms.bias, {"pad_qkv": pad, "logit_scale": terms.scale}
+
+    def _shifted_window_attn(self, x: Tensor) -> Any:
+        out = self._elsa_attended(x)
+        return super()._shifted_window_attn(x) if out is None else out
+
+
+def _differs(block: Any, x: Tensor) -> bool:
     """Whether a Swin block, of any version, has other windows than its attention, or a mask of
     another shift or of other windows than those of x [B, H, W, C], which the original applies.
     """
@@ -86,32 +163,3 @@ def differs(block: Any, x: Tensor) -> bool:
     size = block.feat_size if hasattr(block, "feat_size") else block.input_resolution
     axes = zip(x.shape[1:3], size, block.window_size, strict=True)
     return any(-(-given // window) != -(-held // window) for given, held, window in axes)
-
-
-def _bias(attn: Any) -> Bias:
-    table, index = attn.relative_position_bias_table, attn.relative_position_index
-    return read_bias(table, index, attn.num_heads, math.prod(attn.window_size))
-
-
-def _table(attn: Any) -> Bias:
-    table, index = attn.relative_position_bias_table, attn.relative_position_index
-    return as_table(table, index, math.prod(attn.window_size))
-
-
-def attend_block(block: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:
-    """What a Swin block, of either version, makes of a projection [B, H, W, 3 * C]: [B, H, W, C].
-
-    Window, shift and heads are the block's and its attention's own, as is the last projection.
-    """
-    attn = block.attn
-    out = attend_windows(
-        block,
-        qkv,
-        bias,
-        num_heads=attn.num_heads,
-        window_size=block.window_size,
-        shift_size=block.shift_size,
-        **terms,
-    )
-    joined: Tensor = attn.proj_drop(project(block, attn.proj, out))
-    return joined

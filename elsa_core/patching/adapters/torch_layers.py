@@ -26,46 +26,32 @@ from elsa_core.patching.adapters.common import (
     is_small,
     passed,
     project,
+    project_by,
     why_no_weight,
 )
-from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives
-from elsa_core.patching.adapters.halves import NONE, Halves, of_layer
 from elsa_core.patching.adapters.hooks import has_hooks, is_watched
 
+_Module: Any = nn.Module  # untyped, as the classes are that stand beside it
 
-class ElsaLinear(Derives, nn.Linear):
+
+class ElsaLinear(nn.Linear):
     """A linear layer: [..., K] -> [..., N], any floating dtype."""
 
     elsa_base = nn.Linear
+    elsa_why_not = staticmethod(why_no_weight)
     elsa_precision: str
     elsa_backend: str
-
-    @staticmethod
-    def elsa_why_not(module: Any) -> str:
-        """Why this instance stays as it is; empty if it does not."""
-        return why_no_weight(module)
-
-    def elsa_derivation(self) -> Derivation | None:
-        """The halves of the weight, where a kernel reads them."""
-        return of_layer(self)
-
-    def elsa_halves(self) -> Halves:
-        """What `freeze` keeps of the weight, if it still holds."""
-        if DERIVED.keeps_nothing():
-            return NONE
-        return DERIVED.frozen(self, (self.weight,)) or NONE
 
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
         if _is_small(input, weight) or not is_elsas(self, input):
             return functional.linear(input, weight, self.bias)
         return served(
-            input, weight, self.bias, "none", None, None, self.elsa_precision,
-            self.elsa_backend, *self.elsa_halves(),
-        )  # fmt: skip
+            input, weight, self.bias, "none", None, None, self.elsa_precision, self.elsa_backend
+        )
 
 
-class ElsaPatchConv2d(Derives, nn.Conv2d):
+class ElsaPatchConv2d(nn.Conv2d):
     """A convolution whose stride is its kernel, as a product: [B, C, H, W] -> [B, N, H/h, W/w].
 
     The result lies in memory as [B, H/h, W/w, N], which is the tokens that embeddings make of it.
@@ -83,10 +69,6 @@ class ElsaPatchConv2d(Derives, nn.Conv2d):
             return reason
         return "its windows overlap, are padded or grouped"
 
-    def elsa_derivation(self) -> Derivation | None:
-        """The halves of the weight [N, C * h * w], where a kernel reads them."""
-        return of_layer(self)
-
     def forward(self, input: Tensor) -> Tensor:
         # its settings may have changed since `patch`
         if not isinstance(input, Tensor):  # of torch.fx
@@ -100,12 +82,7 @@ class ElsaPatchConv2d(Derives, nn.Conv2d):
         cut = input[:, :, : rows * height, : columns * width]
         tiles = cut.unflatten(3, (columns, width)).unflatten(2, (rows, height))
         patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)  # [B, H/h, W/w, C * h * w]
-        halves = DERIVED.frozen(self, (self.weight,)) or NONE
-        out = served(
-            patches, self.weight.flatten(1), self.bias, "none", None, None, self.elsa_precision,
-            self.elsa_backend, *halves,
-        )  # fmt: skip
-        return out.permute(0, 3, 1, 2)
+        return project_by(self, patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
 def _is_small(input: Tensor, weight: Tensor) -> bool:
@@ -132,25 +109,45 @@ def _cuts_patches(layer: nn.Conv2d) -> bool:
     )
 
 
-class ElsaSequential(nn.Sequential):
-    """Linear layers, each with the activation behind it in one call; the rest as it is."""
-
-    elsa_base = nn.Sequential
-    elsa_precision: str
-    elsa_backend: str
+class Chain(_Module):  # type: ignore[misc]
+    """Linear layers, each with the activation behind it in one call; the rest as it is: what the
+    adapters of sequences inherit."""
 
     @staticmethod
     def elsa_why_not(module: Any) -> str:
-        """Why this instance stays as it is; empty if it does not."""
-        return why_no_chain(module)
+        """Why a sequence is no MLP of plain linear layers, of which one is followed by an
+        activation that the operator knows; empty if it is."""
+        layers = list(module)
+        linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        if len(linears) < 2 or any(map(why_not_plain, linears)):
+            return "is no sequence of plain linear layers"
+        pairs = itertools.pairwise(layers)
+        fuses = any(isinstance(a, nn.Linear) and activation_of(b) for a, b in pairs)
+        return "" if fuses else "has no activation that the product takes"
 
     @staticmethod
-    def elsa_parts(module: Any) -> tuple[nn.Module, ...]:
+    def elsa_parts(module: nn.Module) -> tuple[nn.Module, ...]:
         """The linear layers that it computes."""
         return linear_parts(module)
 
     def forward(self, input: Tensor) -> Tensor:
-        return chained(self, input)
+        x, layers = input, list(self)
+        while layers:
+            layer = layers.pop(0)
+            if not is_plain_linear(layer):
+                x = passed(layer, x)
+                continue
+            activation = activation_of(layers[0]) if layers and not has_hooks(layers[0]) else ""
+            if activation:
+                layers.pop(0)
+            x = project(self, layer, x, activation=activation or "none")
+        return x
+
+
+class ElsaSequential(Chain, nn.Sequential):
+    """A sequence that is an MLP: [..., C] -> [..., N], any floating dtype."""
+
+    elsa_base = nn.Sequential
 
 
 _FUNCTIONS = {functional.relu: "relu", functional.gelu: "gelu"}
@@ -181,18 +178,6 @@ class ElsaTransformerEncoderLayer(nn.TransformerEncoderLayer):
         return passed(self.dropout2, project(self, self.linear2, x))
 
 
-def why_no_chain(module: Any) -> str:
-    """Why a sequence is no MLP of plain linear layers, of which one is followed by an activation
-    that the operator knows; empty if it is."""
-    layers = list(module)
-    linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    if len(linears) < 2 or any(map(why_not_plain, linears)):
-        return "is no sequence of plain linear layers"
-    pairs = itertools.pairwise(layers)
-    fuses = any(isinstance(a, nn.Linear) and activation_of(b) for a, b in pairs)
-    return "" if fuses else "has no activation that the product takes"
-
-
 def why_not_plain(layer: nn.Module) -> str:
     """Why a layer within an MLP is no plain linear one; empty if it is."""
     if not is_plain_linear(layer):
@@ -203,18 +188,3 @@ def why_not_plain(layer: nn.Module) -> str:
 def linear_parts(module: nn.Module) -> tuple[nn.Module, ...]:
     """The linear layers among a module's children."""
     return tuple(layer for layer in module.children() if is_plain_linear(layer))
-
-
-def chained(site: Any, x: Tensor) -> Tensor:
-    """What the layers of a sequence make of x, in as few calls as there are linear layers."""
-    layers = list(site)
-    while layers:
-        layer = layers.pop(0)
-        if not is_plain_linear(layer):
-            x = passed(layer, x)
-            continue
-        activation = activation_of(layers[0]) if layers and not has_hooks(layers[0]) else ""
-        if activation:
-            layers.pop(0)
-        x = project(site, layer, x, activation=activation or "none")
-    return x

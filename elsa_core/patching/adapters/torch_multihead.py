@@ -8,8 +8,6 @@ PyTorch reads before it takes that path.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,11 +20,9 @@ from elsa_core.patching.adapters.common import (
     split_heads,
     split_packed,
 )
-from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives
-from elsa_core.patching.adapters.halves import NONE, Halves, are_read, split
 
 
-class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
+class ElsaMultiheadAttention(nn.MultiheadAttention):
     """Multi-head attention of [B, N, E] (or [N, B, E], or [N, E]), any floating dtype.
 
     A call that wants the attention weights back goes to PyTorch's own function: the weights do not
@@ -84,7 +80,7 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
         drop = self.dropout if self.training else 0.0
         out = attend(self, q, k, v, mask, dropout_p=drop, is_causal=causal)
         last, heads = self.out_proj, join_heads(out)
-        joined = project_by(self, heads, last.weight, last.bias, self._elsa_halves()[1])
+        joined = project_by(self, heads, last.weight, last.bias)
         if query.dim() == 2:
             joined = joined.squeeze(0)
         elif not self.batch_first:
@@ -101,7 +97,7 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
         if weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         elif same_keys and same_queries:
-            packed = project_by(self, query, weight, bias, self._elsa_halves()[0])
+            packed = project_by(self, query, weight, bias)
             return split_packed(packed, self.num_heads)
         else:
             weights = weight.chunk(3)
@@ -115,19 +111,6 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
             for x, w, b in zip(inputs, weights, biases, strict=True)
         )
         return q, k, v
-
-    def elsa_derivation(self) -> Derivation | None:
-        """The halves of the projections' weights, where a kernel reads them."""
-        weight: Tensor | None = self.in_proj_weight
-        if weight is None or not are_read(self, weight) or not are_read(self, self.out_proj.weight):
-            return None
-        return Derivation(self, self, _split, (weight, self.out_proj.weight))
-
-    def _elsa_halves(self) -> tuple[Halves, Halves]:
-        """What `freeze` keeps of the first and of the last projection, if it still holds."""
-        if self.in_proj_weight is None:
-            return NONE, NONE
-        return DERIVED.frozen(self, (self.in_proj_weight, self.out_proj.weight)) or (NONE, NONE)
 
     def _elsa_batched(self, x: Tensor) -> Tensor:
         """[B, N, E] of an input in the module's layout."""
@@ -185,10 +168,6 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
             is_causal=is_causal,
         )
         return out.transpose(0, 1) if turn else out, weights
-
-
-def _split(module: Any) -> tuple[Halves, Halves]:
-    return split(module.in_proj_weight), split(module.out_proj.weight)
 
 
 def _merged_mask(

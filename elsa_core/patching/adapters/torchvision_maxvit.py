@@ -19,17 +19,14 @@ from torchvision.models.maxvit import (
 )
 
 from elsa_core.patching.adapters.common import project
-from elsa_core.patching.adapters.derived import Derivation, Derives, derived
+from elsa_core.patching.adapters.derived import Derivation, derived
 from elsa_core.patching.adapters.hooks import is_watched
 from elsa_core.patching.adapters.windows import (
-    Bias,
-    as_table,
+    WindowBlock,
     attend_windows,
-    is_hooked,
-    is_small,
     keeps_original,
-    read_bias,
-    why_not,
+    must_call,
+    table_bias,
 )
 
 # The modules that the layer's forward calls around the attention, as the library makes them.
@@ -42,46 +39,39 @@ _PARTS = {
 }
 
 
-class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ignore[misc]  # untyped
+class ElsaPartitionAttentionLayer(WindowBlock, PartitionAttentionLayer):  # type: ignore[misc]  # untyped
     """MaxViT's layer of attention and MLP: [B, C, H, W] -> [B, C, H, W]."""
 
     elsa_base = PartitionAttentionLayer
     elsa_attention = "attn_layer.1"
-    elsa_precision: str
-    elsa_backend: str
+    elsa_expects = RelativePositionalMultiHeadAttention
 
-    @staticmethod
-    def elsa_why_not(module: Any) -> str:
-        """Why this instance stays as it is; empty if it does not."""
+    @classmethod
+    def elsa_why_not(cls, module: Any) -> str:
         other = _other_part(module)
         if other:
             return f"its {other} is a {type(getattr(module, other)).__qualname__}"
-        return why_not(module.attn_layer[1], RelativePositionalMultiHeadAttention)
+        return super().elsa_why_not(module)
 
     def elsa_derivation(self) -> Derivation | None:
-        """The relative position bias, where the parts are the library's."""
         return None if _other_part(self) else _of_bias(self)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         if _other_part(self) or any(is_watched(self._modules[name]) for name in _PARTS):
-            own: Tensor = super().forward(x)
-            return own
+            return super().forward(x)
         norm, attn, drop = self.attn_layer
-        hooked = is_hooked(attn, RelativePositionalMultiHeadAttention)
+        hooked = must_call(attn, RelativePositionalMultiHeadAttention)
         hooked = hooked or tuple(x.shape[-2:]) != tuple(self.grid_size)
         grid = type(self.partition_swap) is SwapAxes
         rows, columns = (side // self.p for side in self.grid_size)
         window = (rows, columns) if grid else (self.p, self.p)
         if hooked or keeps_original(self, x, attn.to_qkv, attn.n_heads, window):
-            out: Tensor = super().forward(x)
-            return out
+            return super().forward(x)
         x = x.permute(0, 2, 3, 1)
-        bias: Bias = derived(_of_bias(self))
         out = attend_windows(
             self,
             project(self, attn.to_qkv, norm(x)),
-            bias.bias,
-            bias_index=bias.bias_index,
+            derived(_of_bias(self)),
             num_heads=attn.n_heads,
             window_size=window,
             scale=attn.scale_factor,
@@ -106,15 +96,4 @@ def _other_part(layer: Any) -> str:
 def _of_bias(layer: Any) -> Derivation:
     attn = layer.attn_layer[1]
     table, index = attn.relative_position_bias_table, attn.relative_position_index
-    small = is_small(table, attn.n_heads, attn.max_seq_len)
-    return Derivation(layer, attn, _bias, (table, index), per_call=_table, keep=small)
-
-
-def _bias(attn: Any) -> Bias:
-    table, index = attn.relative_position_bias_table, attn.relative_position_index
-    return read_bias(table, index, attn.n_heads, attn.max_seq_len)
-
-
-def _table(attn: Any) -> Bias:
-    table, index = attn.relative_position_bias_table, attn.relative_position_index
-    return as_table(table, index, attn.max_seq_len)
+    return table_bias(layer, attn, table, index, attn.n_heads, attn.max_seq_len)

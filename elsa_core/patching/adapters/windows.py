@@ -8,7 +8,8 @@ its class, its parameters and its place in the state dict; its forward is not ca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from elsa_core.patching.adapters.common import (
     other_part,
     wants_training,
 )
+from elsa_core.patching.adapters.derived import Derivation, Derives
 from elsa_core.patching.adapters.hooks import has_hooks
 
 # A dense bias of up to these bytes a block is kept: every window of 7x7 or 8x8, not those of 24x24,
@@ -32,32 +34,42 @@ DENSE_BYTES = 1 << 20
 _MAX_LOGIT_SCALE = math.log(1.0 / 0.01)  # of Swin-V2 (arXiv 2111.09883), Sec. 3.3
 
 
-def has_hooked_parts(module: nn.Module) -> bool:
-    """Whether a part of an attention must be called: it has hooks, which in the original see padded
-    windows, or another module has taken its place.
+class WindowBlock(Derives):
+    """A block whose adapter computes the attention within it.
+
+    Attributes:
+        elsa_attention: where that attention is.
+        elsa_expects: its class, the library's own.
     """
+
+    elsa_attention = "attn"
+    elsa_expects: type[nn.Module]
+
+    @classmethod
+    def elsa_why_not(cls, module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        attention = module.get_submodule(cls.elsa_attention)
+        if type(attention) is cls.elsa_expects:
+            return other_part(attention)
+        own, expected = type(attention).__qualname__, cls.elsa_expects.__qualname__
+        return f"its attention is a {own}, not a {expected}"
+
+    def elsa_derivation(self) -> Derivation | None:
+        return None
+
+
+def must_call(attention: nn.Module, expected: type[nn.Module] | None) -> bool:
+    """Whether the attention module within a block must run: its class is not the library's own, it
+    drops weights, or it or a part of it has hooks (which in the original see padded windows) or
+    another module has taken a part's place. `expected` is None where the module is the site."""
+    if expected is not None and (type(attention) is not expected or has_hooks(attention)):
+        return True
+    if drop_p(attention) > 0.0:
+        return True
     return any(
         part is not None and (has_hooks(part) or is_other(name, part))
-        for name, part in module._modules.items()
+        for name, part in attention._modules.items()
     )
-
-
-def is_hooked(attention: nn.Module, expected: type[nn.Module]) -> bool:
-    """Whether the attention module within a block must run: it or a part of it has hooks, or its
-    class is not the library's own."""
-    return type(attention) is not expected or has_hooks(attention) or has_hooked_parts(attention)
-
-
-def must_call(attention: nn.Module, expected: type[nn.Module]) -> bool:
-    """Whether the attention module within a block must run: as `is_hooked`, or it drops weights."""
-    return is_hooked(attention, expected) or drop_p(attention) > 0.0
-
-
-def why_not(attention: nn.Module, expected: type[nn.Module]) -> str:
-    """Why a block around another attention than its library's stays as it is."""
-    if type(attention) is expected:
-        return other_part(attention)
-    return f"its attention is a {type(attention).__qualname__}, not a {expected.__qualname__}"
 
 
 def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tensor | None:
@@ -83,10 +95,6 @@ def keeps_original(
     That is so on a GPU that no backend has kernels for, and where gradients are wanted and the
     shipped table says that the operator's forward and gradients together are slower than the
     original's; never where a backend was asked for by name.
-
-    Args:
-        site: the patched module. x: its input. projection: its first one, to 3 * C channels.
-        num_heads, window: of the attention.
     """
     if not isinstance(x, Tensor):  # torch.fx traces the original, and finds its names
         return True
@@ -112,7 +120,14 @@ def keeps_original(
     ))  # fmt: skip
 
 
-def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:
+class Bias(NamedTuple):
+    """A relative position bias as the operator takes it."""
+
+    bias: Tensor | None  # [heads, T, T], or a table [L, heads]; None for none
+    bias_index: Tensor | None = None  # None, or [T, T] into the table
+
+
+def attend_windows(site: Any, qkv: Tensor, bias: Bias | None, **terms: Any) -> Tensor:
     """The operator with the site's precision and backend: [B, H, W, 3 * C] -> [B, H, W, C].
 
     What a padded token would be is left out of eager calls without one if its dtype is another, as
@@ -123,46 +138,74 @@ def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) ->
         sizes = zip(qkv.shape[1:3], terms["window_size"], strict=True)
         if not any(n % w for n, w in sizes):
             terms["pad_qkv"] = None
+    added, index = (None, None) if bias is None else bias
     return window_attention(
-        qkv, bias, precision=site.elsa_precision, backend=site.elsa_backend, **terms
-    )
+        qkv, added, bias_index=index, precision=site.elsa_precision, backend=site.elsa_backend,
+        **terms,
+    )  # fmt: skip
 
 
-class Bias(NamedTuple):
-    """A relative position bias as the operator takes it."""
+def table_bias(
+    site: nn.Module,
+    attn: nn.Module,
+    weight: Tensor,
+    index: Tensor,
+    num_heads: int,
+    tokens: int,
+    table: Tensor | None = None,
+) -> Derivation:
+    """The bias of a learnt table, [L, heads] (`table` where the weight is another view of it), and
+    an index [T, T] or [T * T]: dense where small, which kernels read faster."""
+    table = weight if table is None else table
+    dense = _reads_dense(table, num_heads, tokens)
+    read = partial(read_bias, table, index, num_heads, tokens, dense)
+    as_table = partial(read_bias, table, index, num_heads, tokens, False)
+    return Derivation(site, attn, read, (weight, index), per_call=as_table, keep=dense)
 
-    bias: Tensor | None  # [heads, T, T], or a table [L, heads]; None for none
-    bias_index: Tensor | None  # None, or [T, T] into the table
 
-
-def read_bias(table: Tensor, index: Tensor, num_heads: int, tokens: int) -> Bias:
-    """The bias of a table [L, heads] and an index [T, T] or [T * T]: dense unless it is large.
-
-    Kernels read a dense bias faster than a table.
-    """
-    if not is_small(table, num_heads, tokens):
-        return as_table(table, index, tokens)
+def read_bias(table: Tensor, index: Tensor, num_heads: int, tokens: int, dense: bool) -> Bias:
+    """The bias of a table, dense or as the table, which the operator reads through the index."""
+    if not dense:
+        return Bias(table, index if index.dim() == 2 else index.view(tokens, tokens))
     pairs = table.t().index_select(1, index.flatten())
-    return Bias(pairs.view(num_heads, tokens, tokens), None)
+    return Bias(pairs.view(num_heads, tokens, tokens))
 
 
-def as_table(table: Tensor, index: Tensor, tokens: int) -> Bias:
-    """The same bias, which the operator itself reads through the index: nothing is derived."""
-    return Bias(table, index if index.dim() == 2 else index.view(tokens, tokens))
-
-
-def is_small(table: Tensor, num_heads: int, tokens: int) -> bool:
-    """Whether the dense bias of a table takes no more than DENSE_BYTES."""
+def _reads_dense(table: Tensor, num_heads: int, tokens: int) -> bool:
     return num_heads * tokens * tokens * table.element_size() <= DENSE_BYTES
+
+
+class CosineTerms(NamedTuple):
+    """What Swin-V2's attention derives from its weights."""
+
+    bias: Bias
+    scale: Tensor  # [heads], of the scores
+    qkv_bias: Tensor | None  # [3 * C]
+
+
+def cosine_terms(
+    site: nn.Module,
+    attn: Any,
+    qkv_bias: Callable[[], Tensor | None],
+    parts: Sequence[Tensor | None],
+) -> Derivation:
+    """The position network's bias, the factors of the scores, and the bias of the projection, which
+    `qkv_bias` makes of `parts`."""
+
+    def compute(dense: bool) -> CosineTerms:
+        tokens = math.prod(attn.window_size)
+        table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
+        table = 16 * torch.sigmoid(table)
+        dense = dense and _reads_dense(table, attn.num_heads, tokens)
+        bias = read_bias(table, attn.relative_position_index, attn.num_heads, tokens, dense)
+        return CosineTerms(bias, cosine_scale(attn.logit_scale), qkv_bias())
+
+    tensors = (attn.relative_coords_table, attn.relative_position_index, attn.logit_scale, *parts)
+    read, as_table = partial(compute, True), partial(compute, False)
+    return Derivation(site, attn, read, tensors, (attn.cpb_mlp,), per_call=as_table)
 
 
 def cosine_scale(logit_scale: Tensor) -> Tensor:
     """[heads] factors of Swin-V2's cosine scores from their logarithms, float32 or wider."""
     wide = logit_scale.flatten().to(torch.promote_types(logit_scale.dtype, torch.float32))
     return wide.clamp(max=_MAX_LOGIT_SCALE).exp()
-
-
-def cosine_table(attn: Any) -> Tensor:
-    """The biases [L, num_heads] of Swin v2's position network."""
-    table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
-    return 16 * torch.sigmoid(table)
