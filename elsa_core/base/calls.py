@@ -170,7 +170,11 @@ keeps_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def differentiates(*arguments: Any) -> bool:
     """Whether autograd would record a call of these arguments."""
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+    if not torch.is_grad_enabled():
+        return False
+    if is_compiling():  # PyTorch 2.11 cannot trace the question below
+        return any(isinstance(t, Tensor) and t.requires_grad for t in arguments)
+    return torch._C._any_requires_grad(*arguments)
 
 
 def wanted(**arguments: Tensor | None) -> tuple[str, ...]:

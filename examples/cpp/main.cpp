@@ -222,6 +222,14 @@ Asked parse_arguments(int count, char** given) {
   return asked;
 }
 
+// One line: TorchScript puts the reason behind a trace of the model.
+std::string reason(const std::string& said) {
+  const std::string mark = "RuntimeError: ";
+  const auto at = said.rfind(mark);
+  const auto begin = at == std::string::npos ? 0 : at + mark.size();
+  return said.substr(begin, std::min<std::size_t>(said.find('\n', begin) - begin, 300));
+}
+
 }  // namespace
 
 int main(int count, char** given) {
@@ -236,7 +244,7 @@ int main(int count, char** given) {
   try {
     run(asked);
   } catch (const std::exception& error) {
-    std::cerr << "error: " << std::string(error.what()).substr(0, 300) << '\n';
+    std::cerr << "error: " << reason(error.what()) << '\n';
     return 1;
   }
   return 0;

@@ -102,6 +102,9 @@ def one(r: random.Random, device: str) -> str:
     dtype = torch.float16 if half else torch.float32
     torch.manual_seed(r.randrange(1 << 30))
     original = timm.create_model(name, num_classes=8, **FAMILIES[name]).eval().to(device, dtype)
+    for p in original.parameters():
+        if p.dim() > 1 and not p.any():  # heads that start at zero show nothing
+            nn.init.normal_(p, std=0.02)
     patched = copy.deepcopy(original)
     elsa.patch(patched, scope=r.choice(("attention", "model")))
     side = FAMILIES[name].get("img_size", 224)
@@ -114,7 +117,11 @@ def one(r: random.Random, device: str) -> str:
             with torch.no_grad():
                 right = exact(x.double())
                 with torch.autocast(device, torch.bfloat16, enabled=cast):
-                    found, peer = ours(x), theirs(x)
+                    try:
+                        peer = theirs(x)
+                    except RuntimeError:  # batch norm of half weights on a GPU, say
+                        return ""
+                    found = ours(x)
             wrong = _differs(found, peer, right, torch.bfloat16 if cast else dtype)
             if wrong:
                 return f"{said}: {when}, batch {batch}: {wrong}"
