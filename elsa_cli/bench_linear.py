@@ -43,7 +43,7 @@ def _tune(session: Session, given: dict[str, Any]) -> None:
 
     from elsa_core.errors import UnavailableError
     from elsa_core.measuring import busy, environment
-    from elsa_core.profiling.bench.tune import linear
+    from elsa_core.profiling.bench import linear
 
     name = "cuda" if given["device"] == "auto" else given["device"]
     device = torch.device(name)
@@ -61,7 +61,7 @@ def _tune(session: Session, given: dict[str, Any]) -> None:
     if why and not given["allow_busy"]:
         raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
     with session.stage("measuring") as update:
-        products = linear.run(
+        products = linear.tune(
             device, rounds=given["rounds"], budget_seconds=given["budget"], progress=update
         )
     path = linear.save(products, device)

@@ -28,11 +28,10 @@ def run(
     import torch
 
     from elsa_core.errors import UnavailableError
-    from elsa_core.measuring import environment
-    from elsa_core.profiling.bench import models, training
-    from elsa_core.profiling.bench import products as linear_layers
+    from elsa_core.measuring import documents, environment
+    from elsa_core.profiling.bench import linear, models, runner, training
 
-    bench: Any = linear_layers if products else training if steps else models
+    bench = (linear if products else training if steps else models).RUNNER
     what = "products" if products else "models"
     # Listing what a GPU would measure needs none.
     listed = given["dry_run"] and given["device"] != "auto"
@@ -42,18 +41,18 @@ def run(
         dtype=given["dtype"],
     )  # fmt: skip
     if given["dry_run"]:
-        _list(session, cases, device, bench.COMMAND, what)
+        _list(session, cases, device, bench.command, what)
         return
     target: Path | None = given["output"]
     _check_target(target, device, given)
     settings = _settings(bench, cases, device, given)
     document = bench.started(settings, environment.describe(device))
     if given["resume"] and target is not None and target.exists():
-        document = models.read(target, document)
+        document = runner.read(target, document)
 
     def keep(document: Document) -> None:
         if target is not None:
-            models.write(document, target)
+            documents.write(document, target)
             if target not in session.written:
                 session.written.append(target)
 
@@ -72,7 +71,7 @@ def run(
     if given["backend"] != "auto" and done and not any(case["measurements"] for case in done):
         reason = next(iter(done[0]["left_out"].values()), "")
         raise UnavailableError(f"--backend {given['backend']} served no {what[:-1]}: {reason}")
-    left = models.left(cases, document)
+    left = runner.left(cases, document)
     if left:
         hint = f"; --resume -o {target} goes on" if target is not None else ""
         session.line(f"{len(left)} of {len(cases)} {what} are left{hint}")
@@ -89,7 +88,7 @@ def _settings(bench: Any, cases: Any, device: torch.device, given: dict[str, Any
 
     named = {"rounds": "rounds", "budget": "budget_seconds", "baselines": "baselines"}
     how = {key: given[name] for name, key in named.items()}
-    if bench is models:
+    if bench is models.RUNNER:
         plain = [key for name, key in named.items() if not typed((name,))]
         how |= families.protocol(device, cases, how | dict.fromkeys(plain))
     found: Document = bench.settings(device, **how, seed=given["seed"], backend=given["backend"])
@@ -137,14 +136,14 @@ def _list(
 def _show(session: Session, document: Document, published: Document | None) -> None:
     from elsa_core.base.messages import milliseconds
     from elsa_core.measuring import environment
-    from elsa_core.profiling.bench import products, summary
+    from elsa_core.profiling.bench import linear, summary
 
     results = document["results"] | bench_compare.added(document, published)
     session.document(document["command"], document["environment"], results)
     session.line(environment.label(document["environment"]), "bold")
-    if document["command"] == products.COMMAND:
-        session.table(*products.table_of(document["results"]["cases"]))
-        session.line(products.summary(document).partition(". ")[2], even_quiet=True)
+    if document["command"] == linear.RUNNER.command:
+        session.table(*linear.table_of(document["results"]["cases"]))
+        session.line(linear.summary(document).partition(". ")[2], even_quiet=True)
         return
     rows = []
     for case in document["results"]["cases"]:

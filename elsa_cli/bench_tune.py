@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from elsa_core.backends.triton.attention.tiling import Tile
     from elsa_core.profiling.bench.cases import Case
     from elsa_core.profiling.bench.results import Settings
-    from elsa_core.profiling.bench.tune.search import Tuned
+    from elsa_core.profiling.bench.tune import Tuned
 
 _SHOWN = 5
 
@@ -30,7 +30,7 @@ def run(
     """
     from elsa_core.errors import ArgumentError, UnavailableError
     from elsa_core.measuring import busy, environment
-    from elsa_core.profiling.bench.tune import search as tune
+    from elsa_core.profiling.bench import tune
 
     tune.check_device(device)
     # Chosen by name or by default, a table also holds calls of one query, which have no tiles.
@@ -65,7 +65,7 @@ def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None
     from torch.cuda import is_available
 
     from elsa_core.measuring import environment
-    from elsa_core.profiling.bench.tune import search as tune
+    from elsa_core.profiling.bench import tune
 
     there = is_available()
     table, multiprocessors, shared = tune.shipped_table(device if there else None)

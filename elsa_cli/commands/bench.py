@@ -247,7 +247,7 @@ def _chosen(device: torch.device, given: dict[str, Any]) -> tuple[Case, ...]:
     from elsa_core.profiling.bench import cases
 
     if given["tune"]:
-        from elsa_core.profiling.bench.tune import search as tune
+        from elsa_core.profiling.bench import tune
 
         tune.check_device(device)
     precision, dtype = given["precision"], given["dtype"]

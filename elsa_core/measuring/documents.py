@@ -1,9 +1,32 @@
-"""Plain data in result documents: numbers that JSON can hold."""
+"""Plain data in result documents: what JSON can hold."""
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
+
+from elsa_core.base.files import write_text
+
+
+class Plain:
+    """A dataclass that becomes plain data, with all that it holds."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}  # type: ignore[arg-type]
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if is_dataclass(value):
+        value = {each.name: getattr(value, each.name) for each in fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def finite(value: Any) -> Any:
@@ -13,3 +36,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write(document: dict[str, Any], path: Path) -> Path:
+    """Write a document, whole or not at all. Raises OSError where that cannot be done."""
+    return write_text(json.dumps(finite(document), indent=1, allow_nan=False) + "\n", path)

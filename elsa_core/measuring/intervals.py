@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+
+from elsa_core.measuring.documents import Plain
 
 CONFIDENCE: Final = 0.95
 FEWEST_ROUNDS: Final = 6
@@ -23,7 +25,7 @@ UNSURE: Final = "unsure"
 
 
 @dataclass(frozen=True)
-class Ratio:
+class Ratio(Plain):
     """How many times as fast one contender is as another, with its 95% interval.
 
     Attributes:
@@ -69,7 +71,7 @@ class Ratio:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return asdict(self) | {"verdict": self.verdict}
+        return super().to_dict() | {"verdict": self.verdict}
 
 
 def ratio(

@@ -28,7 +28,7 @@ def limited(device: torch.device, available: int | None = None) -> Iterator[None
         available: bytes; default: what the system says.
     """
     there = available_bytes("cpu") if available is None else available
-    size = _address_space()
+    size = kernel_bytes("/proc/self/status", "VmSize")  # None where there is no `resource`
     if device.type != "cpu" or size is None:
         yield
         return
@@ -50,11 +50,16 @@ def available_bytes(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    return kernel_bytes("/proc/meminfo", "MemAvailable") or 4 * 2**30
+
+
+def kernel_bytes(path: str, name: str) -> int | None:
+    """A size that Linux tells in a file of lines like `VmRSS:  1024 kB`; None elsewhere."""
     with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
+        for line in Path(path).read_text(encoding="ascii").splitlines():
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
-    return 4 * 2**30
+    return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -63,16 +68,6 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     words = ("DefaultCPUAllocator", "out of memory", "bad_alloc", "could not create a memory")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
-def _address_space() -> int | None:
-    with contextlib.suppress(OSError, ValueError, ImportError):
-        import resource  # noqa: F401  # absent on Windows
-
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmSize:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def release(device: torch.device) -> None:

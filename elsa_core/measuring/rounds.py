@@ -132,24 +132,6 @@ def take_samples(
     return timing.interleaved(contenders, _MOST_ROUNDS, sample, enough, order)
 
 
-def averaged(one: Samples, other: Samples) -> Samples:
-    """The means of two runs of the same contenders, round by round; further rounds are left out.
-
-    What their clocks saw is left out too.
-    """
-
-    def mean(a: float | None, b: float | None) -> float | None:
-        return None if a is None or b is None else (a + b) / 2
-
-    return {
-        name: [
-            Sample((a.seconds + b.seconds) / 2, mean(a.host, b.host), mean(a.device, b.device))
-            for a, b in zip(samples, other[name], strict=False)
-        ]
-        for name, samples in one.items()
-    }
-
-
 def _round_seconds(
     contenders: Sequence[Contender],
     device: torch.device,
@@ -175,21 +157,20 @@ def _once(call: Callable[[], object], device: torch.device, clock: Clock | None)
     """One call, awaited, and what its clock saw of it."""
     if clock is not None:
         clock.reset()
-    found = _once_cuda(call, device) if device.type == "cuda" else Sample(timing.timed(call, 1))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = time.perf_counter()
+        begin.record()
+        call()
+        end.record()
+        host = time.perf_counter() - start
+        torch.cuda.synchronize(device)
+        waited = time.perf_counter() - start
+        found = Sample(waited, host, float(begin.elapsed_time(end)) / 1e3)
+    else:
+        found = Sample(timing.timed(call, 1))
     return found if clock is None else replace(found, sites=clock.read())
-
-
-def _once_cuda(call: Callable[[], object], device: torch.device) -> Sample:
-    torch.cuda.synchronize(device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start = time.perf_counter()
-    begin.record()
-    call()
-    end.record()
-    host = time.perf_counter() - start
-    torch.cuda.synchronize(device)
-    waited = time.perf_counter() - start
-    return Sample(waited, host, float(begin.elapsed_time(end)) / 1e3)
 
 
 def _known(samples: Samples, reference: str, *, decide: bool) -> bool:
@@ -197,17 +178,6 @@ def _known(samples: Samples, reference: str, *, decide: bool) -> bool:
     base = [s.seconds for s in samples[reference]]
     found = (ratio(base, [s.seconds for s in own]) for n, own in samples.items() if n != reference)
     return all(each.narrow or (decide and each.decided) for each in found)
-
-
-def memory_bytes(contender: Contender, device: torch.device) -> int | None:
-    """Growth of memory at the peak of one call, its output included; weights are there before.
-
-    CUDA: PyTorch's allocator. CPU: the process's resident set, every allocator counted; None where
-    the system has no resettable peak.
-    """
-    if device.type == "cuda":
-        return timing.workspace_cuda(contender, 0)
-    return timing.workspace_cpu(contender, 0)
 
 
 def busy_seconds(contender: Contender, *, is_graph: bool) -> float | None:
@@ -221,18 +191,17 @@ def busy_seconds(contender: Contender, *, is_graph: bool) -> float | None:
             replay = contender.call if is_graph else capture.captured(contender.call)
         except RuntimeError:
             return None
-        return statistics.median(_replayed(replay) for _ in range(_BUSY_BATCHES))
-
-
-def _replayed(replay: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    replay()  # the host is ahead of the GPU from here on
-    begin.record()
-    for _ in range(_BUSY_REPLAYS):
-        replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / _BUSY_REPLAYS
+        batches = []
+        for _ in range(_BUSY_BATCHES):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            replay()  # the host is ahead of the GPU from here on
+            begin.record()
+            for _ in range(_BUSY_REPLAYS):
+                replay()
+            end.record()
+            torch.cuda.synchronize()
+            batches.append(float(begin.elapsed_time(end)) / 1e3 / _BUSY_REPLAYS)
+    return statistics.median(batches)
 
 
 def bound_by(latency: float, host: float | None, busy: float | None) -> str:

@@ -6,11 +6,10 @@ import contextlib
 import ctypes
 import gc
 import math
-import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from elsa_core.base.messages import first_line
 from elsa_core.graphs import capture
+from elsa_core.measuring.memory_limit import kernel_bytes
 
 SETTLE_SECONDS: Final = 0.02
 """Pause between two contenders. Worker threads of OpenMP and ONNX Runtime spin after their work and
@@ -64,12 +64,6 @@ class Contender:
         return returned
 
 
-def rotated(contenders: Sequence[Contender], start: int) -> list[Contender]:
-    """The contenders in a circle, another one first in each round."""
-    start %= len(contenders)
-    return [*contenders[start:], *contenders[:start]]
-
-
 def interleaved(
     contenders: Sequence[Contender],
     rounds: int,
@@ -81,12 +75,16 @@ def interleaved(
 
     In a circle everybody follows the same one in every round. Where what a call leaves in the
     caches matters to the next, `shuffle` makes each round's order a random one. Ends after
-    `rounds`, or as soon as `enough` says so of the samples so far.
+    `rounds`, or as soon as `enough` says so of the samples so far. Garbage is collected before.
     """
     samples: dict[str, list[Sample]] = {c.name: [] for c in contenders}
-    with _no_garbage_collection():
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
         for i in range(rounds):
-            order = rotated(contenders, i)
+            start = i % len(contenders)
+            order = [*contenders[start:], *contenders[:start]]
             if shuffle is not None:
                 shuffle.shuffle(order)
             for contender in order:
@@ -94,6 +92,9 @@ def interleaved(
                     samples[contender.name].append(sample(contender))
             if enough is not None and enough(samples):
                 break
+    finally:
+        if was_enabled:
+            gc.enable()
     return samples
 
 
@@ -113,6 +114,15 @@ def warmed_up(contender: Contender, budget_seconds: float = 5.0) -> float:
             if (i and quiet == 2) or time.perf_counter() > end:
                 break
     return best
+
+
+def time_all(
+    contenders: Sequence[Contender], device: torch.device, rounds: int, budget_seconds: float
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """`time_cuda` on a GPU, `time_cpu` elsewhere."""
+    if device.type == "cuda":
+        return time_cuda(contenders, rounds=rounds, budget_seconds=budget_seconds)
+    return time_cpu(contenders, rounds=rounds, budget_seconds=budget_seconds), {}
 
 
 def time_cpu(
@@ -196,38 +206,38 @@ def host_seconds(contender: Contender, gpu_seconds: float, limit: float = 0.3) -
     return statistics.median(batches)
 
 
-def workspace_cuda(contender: Contender, output_bytes: int) -> int:
-    """Bytes that a call allocates at its peak beyond its output."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with contender.context(), torch.inference_mode():
-        kept = contender.call()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    del kept
-    return max(0, peak - before - output_bytes)
+def workspace(contender: Contender, device: torch.device, output_bytes: int = 0) -> int | None:
+    """Bytes that a call takes at its peak beyond its output.
 
-
-def workspace_cpu(contender: Contender, output_bytes: int) -> int | None:
-    """Growth of the process's resident memory at a call's peak, beyond its output.
-
-    Counts every allocator, not PyTorch's alone. None where the system has no resettable peak
-    (Linux has one). Accurate to some hundred KiB.
+    CUDA: of PyTorch's allocator. CPU: growth of the process's resident memory, every allocator
+    counted, accurate to some hundred KiB; None where the system has no resettable peak (Linux has
+    one).
     """
-    _trim()
-    before = _resident("VmRSS")
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return None
+    cuda = device.type == "cuda"
+    before: int | None
+    peak: int | None
+    if cuda:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        gc.collect()  # and freed memory goes back, so that a call cannot hide behind it (glibc)
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        before = kernel_bytes("/proc/self/status", "VmRSS")
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            return None
     with contender.context(), torch.inference_mode():
         kept = contender.call()
-    peak = _resident("VmHWM")
+    if cuda:
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = kernel_bytes("/proc/self/status", "VmHWM")
     del kept
-    if before is None or peak is None:
-        return None
-    return max(0, peak - before - output_bytes)
+    return None if before is None or peak is None else max(0, peak - before - output_bytes)
 
 
 def timed(call: Callable[[], object], calls: int) -> float:
@@ -250,34 +260,6 @@ def _gpu_seconds(call: Callable[[], object], flush: Tensor, calls: int) -> float
         pairs.append((start, end))
     torch.cuda.synchronize()
     return statistics.median(float(start.elapsed_time(end)) for start, end in pairs) / 1e3
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _trim() -> None:
-    """Hand freed memory back to the system, so that a call cannot hide behind it (glibc)."""
-    gc.collect()
-    if os.name == "posix":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
-
-
-def _resident(field_name: str) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith(f"{field_name}:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def synchronize(device: torch.device) -> None:

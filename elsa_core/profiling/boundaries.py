@@ -28,7 +28,15 @@ def around(module: nn.Module, enter: Callable[[], None], leave: Callable[[], Non
     inner = attention_within(module)
     name = entry(module)
     if inner is not None and name != "forward":
-        setattr(module, name, _watched(getattr(module, name), enter, leave))
+        method = getattr(module, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            enter()
+            out = method(*args, **kwargs)
+            leave()
+            return out
+
+        setattr(module, name, called)
         return
     # A child may be a site of its own: whoever is inside leaves before another one enters.
     module.register_forward_pre_hook(lambda *_: enter())
@@ -36,18 +44,6 @@ def around(module: nn.Module, enter: Callable[[], None], leave: Callable[[], Non
         child.register_forward_pre_hook(lambda *_: leave(), prepend=True)
         child.register_forward_hook(lambda *_: enter())
     module.register_forward_hook(lambda *_: leave(), prepend=True)
-
-
-def _watched(
-    method: Callable[..., Any], enter: Callable[[], None], leave: Callable[[], None]
-) -> Callable[..., Any]:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        enter()
-        out = method(*args, **kwargs)
-        leave()
-        return out
-
-    return called
 
 
 def _others(module: nn.Module, inner: nn.Module) -> Iterator[nn.Module]:

@@ -4,52 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, SupportsIndex
+from dataclasses import replace
+from typing import SupportsIndex
 
 from torch import nn
 
 from elsa_core.base.inputs import ModelInput, as_cases
 from elsa_core.base.messages import shown
 from elsa_core.base.processes import environment_kept
-from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring.rounds import Settings
 from elsa_core.patching import plain_model
-from elsa_core.profiling.locate import Asked, locate
-from elsa_core.profiling.runs.runs import ModelRuns, Prepared, Progress, prepare, timed
+from elsa_core.profiling.locate import Asked, located
+from elsa_core.profiling.runs.runs import ProfileReport, Progress, prepare, timed
 from elsa_core.profiling.runs.variants import first_tensor, on_device
-from elsa_core.profiling.sites import SiteProfile
-from elsa_core.profiling.words import profile_summary
 
-
-@dataclass(frozen=True, repr=False)
-class ProfileReport(Summarised, ModelRuns):
-    """`ModelRuns`, and where the time goes.
-
-    Attributes:
-        sites: slowest first, the last one being the rest of the model; empty if not asked for.
-        cover: for the two runs whose sites were timed ("eager" and "patched", or both as CUDA
-            graphs), the time in which their sites were told apart over the run's own. Graphs: the
-            profiled replay over an undisturbed one.
-        notes: what else a reader should know.
-    """
-
-    sites: tuple[SiteProfile, ...]
-    cover: dict[str, float]
-    notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what was patched stands in the sites."""
-        return super().to_dict() | {
-            "sites": [site.to_dict() for site in self.sites],
-            "cover": dict(self.cover),
-            "notes": list(self.notes),
-        }
-
-    def summary(self) -> Summary:
-        """The verdict, a row for each run, and a row for each group of sites."""
-        return profile_summary(self.to_dict())
+__all__ = ["ProfileReport", "profile"]
 
 
 @environment_kept()
@@ -122,15 +92,7 @@ def profile(
         )  # fmt: skip
         if device.type == "cuda":  # compiling and capturing are not what the budget is for
             start = time.perf_counter()
-        return _measured(ready, Asked(sites, errors, settings, start + budget_seconds), tell)
-
-
-def _measured(ready: Prepared, asked: Asked, tell: Progress) -> ProfileReport:
-    """The verdict first, then the sites."""
-    budget = max(asked.left, asked.settings.budget_seconds / 2)
-    how = replace(asked.settings, budget_seconds=budget)
-    found, samples = timed(ready, how, tell, errors=asked.errors)
-    located = locate(ready, found, samples, asked, tell)
-    own = {each.name: getattr(found, each.name) for each in fields(ModelRuns)}
-    own["warnings"] += located.warnings
-    return ProfileReport(**own, sites=located.rows, cover=located.cover, notes=located.notes)
+        asked = Asked(sites, errors, settings, start + budget_seconds)
+        budget = max(asked.left, budget_seconds / 2)  # the verdict comes before the sites
+        found, samples = timed(ready, replace(settings, budget_seconds=budget), tell, errors=errors)
+        return located(ready, found, samples, asked, tell)

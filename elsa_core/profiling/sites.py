@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from elsa_core import dispatch, ops
 from elsa_core.errors import ElsaError
+from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import Ratio, digits, middle_means, ratio
 from elsa_core.measuring.rounds import Sample
 from elsa_core.ops.attention.api import explain
@@ -28,7 +29,7 @@ REST: Final = "rest of the model"
 
 
 @dataclass(frozen=True)
-class SiteProfile:
+class SiteProfile(Plain):
     """One attention site, or the rest of the model, before and after patching.
 
     Attributes:
@@ -68,11 +69,6 @@ class SiteProfile:
     precision: str
     within: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        lists = {"extra": list(self.extra), "within": list(self.within)}
-        return asdict(self) | lists | {"ratio": self.ratio.to_dict()}
-
 
 class SiteClock:
     """Sums the time that a model's forwards spend in the attention of the sites at some paths.
@@ -87,7 +83,9 @@ class SiteClock:
         self._events: list[tuple[str, Any, Any]] = []
         self._open: dict[str, list[Any]] = {path: [] for path in paths}
         for path in paths:
-            around(model.get_submodule(path), self._enterer(path), self._leaver(path))
+            around(
+                model.get_submodule(path), partial(self._enter, path), partial(self._leave, path)
+            )
 
     def reset(self) -> None:
         """Forget what was seen."""
@@ -101,18 +99,15 @@ class SiteClock:
             found[path] += float(begin.elapsed_time(end)) / 1e3
         return found
 
-    def _enterer(self, path: str) -> Callable[[], None]:
-        return lambda: self._open[path].append(self._mark())
+    def _enter(self, path: str) -> None:
+        self._open[path].append(self._mark())
 
-    def _leaver(self, path: str) -> Callable[[], None]:
-        def leave() -> None:
-            begin, end = self._open[path].pop(), self._mark()
-            if self._cuda:
-                self._events.append((path, begin, end))
-            else:
-                self._seconds[path] += end - begin
-
-        return leave
+    def _leave(self, path: str) -> None:
+        begin, end = self._open[path].pop(), self._mark()
+        if self._cuda:
+            self._events.append((path, begin, end))
+        else:
+            self._seconds[path] += end - begin
 
     def _mark(self) -> Any:
         if not self._cuda:
@@ -164,9 +159,18 @@ def served(patched: nn.Module, inputs: tuple[Any, ...], paths: Sequence[str]) ->
 
     A layer that calls no operator of elsa's is plain PyTorch's.
     """
-    watch = _Watch()
-    with watch.on(patched, paths), torch.inference_mode(), watch:
-        patched(*inputs)
+    watch, handles = _Watch(), []
+    for path in paths:
+        module = patched.get_submodule(path)
+        enter = partial(watch.enter, path)
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(watch.leave, with_kwargs=True))
+    try:
+        with torch.inference_mode(), watch:
+            patched(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
     return watch.found
 
 
@@ -180,26 +184,10 @@ class _Watch(TorchDispatchMode):
         self.found: dict[str, Served] = {}
         self._sites: list[tuple[str, nn.Module]] = []  # a projection lies within attention
 
-    @contextmanager
-    def on(self, model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
-        handles = []
-        for path in paths:
-            module = model.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(self._enterer(path)))
-            handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def enter(self, path: str, module: nn.Module, args: Any) -> None:
+        self._sites.append((path, module))
 
-    def _enterer(self, path: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any) -> None:
-            self._sites.append((path, module))
-
-        return enter
-
-    def _leave(self, module: nn.Module, args: Any, named: dict[str, Any], output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, named: dict[str, Any], output: Any) -> None:
         path, _ = self._sites.pop()
         if is_layer(module) and path not in self.found:
             input = next(each for each in (*args, *named.values()) if isinstance(each, Tensor))
@@ -240,35 +228,26 @@ def _route(
 ) -> Served:
     asked = str(vars(module).get("elsa_backend", "auto"))
     precision = str(given.get("precision", "strict"))
-    if record.kind == "attention":
-        query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
-        causal = bool(given["is_causal"]) and mask is None
-        try:
-            route = explain(
-                query, key, value, mask, 0.0, causal, given["scale"], True,
-                precision=precision, backend=asked,
-            )  # fmt: skip
-        except ElsaError:
-            pass  # a mask beside causality: the operator takes both, its public face does not
-        else:
-            return Served(route.backend, route.schedule, precision)
-    if record.kind == "window":
-        try:
+    chosen = {"precision": precision, "backend": asked}
+    # a mask beside causality, which the operator takes and its public face does not; or the backend
+    # that was asked for is gone
+    with contextlib.suppress(ElsaError):
+        route: Any = None
+        if record.kind == "attention":
+            query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
+            causal = bool(given["is_causal"]) and mask is None
+            route = explain(query, key, value, mask, 0.0, causal, given["scale"], True, **chosen)
+        elif record.kind == "window":
             route = explain_window_attention(**given, backend=asked)
-        except ElsaError:
-            pass  # the backend that was asked for is gone
-        else:
-            return Served(route.backend, route.schedule, precision)
-    if record.kind == "linear":
-        value = given.get("value")
-        with contextlib.suppress(ElsaError):  # the backend that was asked for is gone
+        elif record.kind == "linear":
+            value = given.get("value")
             route = explain_linear(
                 given["input"], given["weight"], given.get("bias"),
                 activation=given.get("activation", "none"), residual=given.get("residual"),
                 scale=given.get("scale"),
-                value=None if value is None else (value, given.get("value_bias")),
-                precision=precision, backend=asked,
+                value=None if value is None else (value, given.get("value_bias")), **chosen,
             )  # fmt: skip
+        if route is not None:
             return Served(route.backend, route.schedule, precision)
     tensor = next(value for value in given.values() if isinstance(value, Tensor))
     backend = dispatch.PLAIN
@@ -321,18 +300,15 @@ def profiles(
     ran = [site for site in sites if any(sample.sites.get(site.path, 0.0) for sample in before)]
     rows = [row(site, lambda sample, path=site.path: max(sample.sites[path], 1e-9)) for site in ran]  # type: ignore[misc]
     rows.sort(key=lambda each: -each.seconds_before)
-    return (*rows, row(_REST_SITE, _rest))
+    # Two clocks: between events that follow one another at once, nothing may be left.
+    left = row(_REST_SITE, lambda each: max(_whole(each) - sum(each.sites.values()), 1e-9))
+    return (*rows, left)
 
 
 def order_of(before: Sequence[Sample], after: Sequence[Sample]) -> list[float]:
     """A number for each round, the larger the slower it was; see `middle_means`."""
     pairs = zip(before, after, strict=True)
     return [math.log(_whole(old) * _whole(new)) for old, new in pairs]
-
-
-def _rest(sample: Sample) -> float:
-    # Two clocks: between events that follow one another at once, nothing may be left.
-    return max(_whole(sample) - sum(sample.sites.values()), 1e-9)
 
 
 def _whole(sample: Sample) -> float:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -55,17 +56,14 @@ class Marked:
         self.order: list[tuple[str, bool]] = []
         self.paths = tuple(paths)
         for path in paths:
-            enter, leave = (self._marker(path, entering) for entering in (True, False))
+            enter, leave = (partial(self._mark, path, entering) for entering in (True, False))
             around(model.get_submodule(path), enter, leave)
         self.replay, _ = variants.graphed(lambda: model(*inputs))
 
-    def _marker(self, path: str, entering: bool) -> Callable[[], None]:
-        def mark() -> None:
-            if torch.cuda.is_current_stream_capturing():
-                self.order.append((path, entering))
-            torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
-
-        return mark
+    def _mark(self, path: str, entering: bool) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            self.order.append((path, entering))
+        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
 
 
 def timelines(
@@ -94,7 +92,8 @@ def timelines(
         if all(seen):
             done += 1
             for each, replays, kept in zip(marked, seen, cuts, strict=True):
-                kept.append(_middle([cut(kernels, each.order, each.paths) for kernels in replays]))
+                found = [cut(kernels, each.order, each.paths) for kernels in replays]
+                kept.append(sorted(found, key=lambda one: one.whole)[len(found) // 2])
         each_took = (time.perf_counter() - start) / tried
         sessions = max(LEAST_SESSIONS, min(SESSIONS, int(budget_seconds / each_took)))
         if done >= sessions:
@@ -102,10 +101,6 @@ def timelines(
     if done < LEAST_SESSIONS:
         raise RuntimeError("the profiler did not see every kernel")
     return [tuple(kept) for kept in cuts]
-
-
-def _middle(found: Sequence[Cut]) -> Cut:
-    return sorted(found, key=lambda each: each.whole)[len(found) // 2]
 
 
 def cut(kernels: Sequence[Kernel], order: Sequence[tuple[str, bool]], paths: Sequence[str]) -> Cut:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
+from typing import Any
 
 from torch import nn
 
@@ -11,8 +10,7 @@ from elsa_core.base.inputs import ModelInput
 from elsa_core.base.processes import environment_kept
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring.rounds import Settings
-from elsa_core.profiling.profile import ProfileReport
-from elsa_core.profiling.runs.runs import ModelRuns, Progress
+from elsa_core.profiling.runs.runs import ProfileReport
 from elsa_core.profiling.runs.training import measure_training
 
 
@@ -21,17 +19,10 @@ def profile_training(
     model: nn.Module,
     inputs: ModelInput,
     *,
-    dtype: str = "fp32",
-    baselines: Sequence[str] | None = None,
-    precision: str = "strict",
-    backend: str = "auto",
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-    scope: str = "auto",
     rounds: int = 20,
     budget_seconds: float = 60.0,
     seed: int = 0,
-    progress: Progress | None = None,
+    **asked: Any,
 ) -> ProfileReport:
     """Measure what patching a model gains in training: forward, backward and AdamW.
 
@@ -41,15 +32,14 @@ def profile_training(
     Args:
         model: in float32, with attention sites that can be patched.
         inputs: a tensor [B, C, H, W], or a tuple of the model's arguments, on its device.
-        dtype: "fp32", or "fp16" or "bf16" for autocast (fp16 with a scaled loss).
-        baselines: "eager", "control", "sdpa", "compile", "eager+graph", "sdpa+graph" or "all";
-            default: "eager" on a CPU, with "eager+graph" and "compile" on CUDA. These two are also
-            measured patched.
-        precision, backend, include, exclude, scope: as for `elsa_core.patch`.
         rounds: samples of each at least; more until the intervals decide.
         budget_seconds: of warming up and rounds; under it there are fewer, but never under 3.
         seed: of the labels and of the bootstrap.
-        progress: called with (what, steps done, steps in all; 0 unknown).
+        asked: `dtype`, "fp32", or "fp16" or "bf16" for autocast (fp16 with a scaled loss);
+            `baselines`, of "eager", "control", "sdpa", "compile", "eager+graph", "sdpa+graph" or
+            "all" (default: "eager" on a CPU, with "eager+graph" and "compile" on CUDA; these two
+            are also measured patched); `precision`, `backend`, `include`, `exclude` and `scope` as
+            for `elsa_core.patch`; `progress`, called with (what, steps done, steps in all).
 
     Returns:
         The report: no sites, and runs whose `parts` are seconds of forward, backward and optimizer.
@@ -62,10 +52,6 @@ def profile_training(
     """
     if rounds < 1 or not budget_seconds > 0:
         raise ArgumentError("profile: rounds and budget_seconds must be positive")
-    found = measure_training(
-        model, inputs, Settings(rounds, budget_seconds, seed, decide=True), dtype=dtype,
-        baselines=baselines, precision=precision, backend=backend, include=include,
-        exclude=exclude, scope=scope, progress=progress,
-    )  # fmt: skip
-    own = {each.name: getattr(found, each.name) for each in fields(ModelRuns)}
-    return ProfileReport(**own, sites=(), cover={}, notes=())
+    return measure_training(
+        model, inputs, Settings(rounds, budget_seconds, seed, decide=True), **asked
+    )

@@ -17,7 +17,7 @@ from interpreted import Rows, rows_of
 from elsa_core.backends.triton.linear import launches, planner
 from elsa_core.backends.triton.pack import cases
 from elsa_core.backends.triton.shared.device import describing
-from elsa_core.profiling.bench.tune.linear import SHAPES
+from elsa_core.profiling.bench.linear import SHAPES
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from elsa_core.loading.libraries import default_recipe
 from elsa_core.loading.spec import parse
 from elsa_core.measuring import busy
 from elsa_core.profiling.bench import families, models, published
-from elsa_core.profiling.bench.model_cases import ModelCase
+from elsa_core.profiling.bench.runner import ModelCase
 from elsa_core.proof import catalogue
 
 ROOT = Path(__file__).parents[2]
@@ -48,16 +48,18 @@ def test_an_architecture_is_of_its_family_and_size(family: str, name: str, side:
 
 def test_the_first_pass_sees_every_family_where_they_are_named() -> None:
     count = len(families.FAMILIES)
-    cases = models.select("cuda", tables=["families"])
+    cases = models.RUNNER.select("cuda", tables=["families"])
     assert len(cases) == 4 * count == len({case.name for case in cases})
     for i, expected in enumerate([(1, "fp32"), (1, "fp16"), (8, "fp32"), (8, "fp16")]):
         part = cases[i * count : (i + 1) * count]
         assert {(case.batch, case.dtype) for case in part} == {expected}
         assert len({case.label for case in part}) == count
-    assert not any(case.table == "families" for case in models.select("cuda", patterns=["*"]))
-    [case] = models.select("cuda", patterns=["families/beit-224x1-fp16"])
+    assert not any(
+        case.table == "families" for case in models.RUNNER.select("cuda", patterns=["*"])
+    )
+    [case] = models.RUNNER.select("cuda", patterns=["families/beit-224x1-fp16"])
     assert case.label == "beit"
-    both = models.select("cpu", tables=["batch8", "families"])
+    both = models.RUNNER.select("cpu", tables=["batch8", "families"])
     with pytest.raises(ArgumentError, match="measure them alone"):
         families.protocol(torch.device("cpu"), both, {})
 

@@ -12,8 +12,8 @@ import torch
 
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.profiling.bench.tune import linear
-from elsa_core.profiling.bench.tune.linear import Product
+from elsa_core.profiling.bench import linear
+from elsa_core.profiling.bench.linear import Product
 
 pytest.importorskip("triton")
 from elsa_core.backends.support import Request
@@ -67,9 +67,9 @@ def test_without_a_gpu(capsys, monkeypatch):
     jsonschema.validate(document, SCHEMA)
     assert len(document["results"]["products"]) == len(linear.SHAPES)
     with pytest.raises(UnavailableError):
-        linear.run(torch.device("cuda"))
+        linear.tune(torch.device("cuda"))
     with pytest.raises(ArgumentError):
-        linear.run(torch.device("cpu"))
+        linear.tune(torch.device("cpu"))
 
 
 def written(text: str) -> Path:

@@ -18,8 +18,8 @@ from elsa_core.loading.imagesize import with_image_size
 from elsa_core.loading.libraries import default_recipe
 from elsa_core.loading.spec import parse
 from elsa_core.measuring import busy
-from elsa_core.profiling.bench import compare, models, published
-from elsa_core.profiling.bench.model_cases import ModelCase
+from elsa_core.profiling.bench import compare, models, published, runner
+from elsa_core.profiling.bench.runner import ModelCase
 
 TINY = {
     "cpu": {
@@ -42,17 +42,17 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_papers_models_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for device in ("cpu", "cuda"):
-        cases = models.select(device)
+        cases = models.RUNNER.select(device)
         assert len({case.name for case in cases}) == len(cases)
         labels = {case.label for case in cases if case.table == "batch8"}
         assert {"ViT-T", "ViT-S", "ViT-M", "ViT-B", "Swin-T W8", "Swin-S W16", "SAM B"} <= labels
         assert {"CLIP B/32", "CLIP B/16", "CLIP L/14", "CLIP L/14@336"} <= labels
-        assert 1 < len(models.select(device, quick=True)) <= 10
-    assert {case.batch for case in models.select("cuda", tables=["batch8"])} == {8}
+        assert 1 < len(models.RUNNER.select(device, quick=True)) <= 10
+    assert {case.batch for case in models.RUNNER.select("cuda", tables=["batch8"])} == {8}
     with pytest.raises(ArgumentError, match="no table 'x'"):
-        models.select("cpu", tables=["x"])
+        models.RUNNER.select("cpu", tables=["x"])
     with pytest.raises(ArgumentError, match="--dry-run"):
-        models.select("cpu", patterns=["x"])
+        models.RUNNER.select("cpu", patterns=["x"])
 
 
 @pytest.mark.parametrize("case", models.TABLES["cpu"]["batch8"], ids=lambda case: case.name)
@@ -142,7 +142,7 @@ def test_a_limit_leaves_models_for_later(capsys: pytest.CaptureFixture[str]) -> 
         monotonic = staticmethod(lambda: next(clock))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "time", Time)
+        patch.setattr(runner, "time", Time)
         assert run(["bench", "models", *SHORT, "-o", "m.json", "--limit", "1"]) == 0
     out = capsys.readouterr().out
     assert "1 of 2 models are left; --resume -o m.json goes on" in out

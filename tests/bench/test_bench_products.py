@@ -14,8 +14,8 @@ from torch.nn import functional
 from elsa_cli.main import run
 from elsa_core.dispatch import measured
 from elsa_core.measuring import busy
-from elsa_core.profiling.bench import products
-from elsa_core.profiling.bench.products import ProductCase
+from elsa_core.profiling.bench import linear
+from elsa_core.profiling.bench.linear import ProductCase
 
 from .conftest import Offered
 
@@ -30,14 +30,14 @@ TINY = {
 def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(busy, "reason", lambda _: "")
-    monkeypatch.setitem(products.TABLES, "cpu", TINY)
+    monkeypatch.setitem(linear.TABLES, "cpu", TINY)
 
 
 def test_the_products_that_goals_are_set_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    shapes = [(c.rows, c.channels, c.columns) for c in products.select("cuda")]
+    shapes = [(c.rows, c.channels, c.columns) for c in linear.RUNNER.select("cuda")]
     assert shapes == [(1576, 768, 2304), (1576, 3072, 768), (32800, 768, 3072)]
-    small = products.select("cuda", tables=["swin"])
+    small = linear.RUNNER.select("cuda", tables=["swin"])
     assert len({case.name for case in small}) == len(small) == 24
     rows = [row for row in measured._table()["rows"] if row["operator"] == "linear"]
     for row in (row for row in rows if row["mode"] == "infer"):  # left to PyTorch: measured again

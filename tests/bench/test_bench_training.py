@@ -14,7 +14,7 @@ from benchmarks import tables
 from elsa_cli.main import run
 from elsa_core.measuring import busy
 from elsa_core.profiling.bench import published, training
-from elsa_core.profiling.bench.model_cases import ModelCase
+from elsa_core.profiling.bench.runner import ModelCase
 
 from .conftest import Offered
 
@@ -36,14 +36,14 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_papers_table_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    cases = training.select("cuda", tables=["paper"])
+    cases = training.RUNNER.select("cuda", tables=["paper"])
     assert {(case.label, case.dtype) for case in cases} == {
         (label, dtype) for label in ("ViT-T", "Swin-T") for dtype in ("fp32", "fp16")
     }
     for device in ("cpu", "cuda"):
-        cases = training.select(device)
+        cases = training.RUNNER.select(device)
         assert len({case.name for case in cases}) == len(cases)
-        assert len(training.select(device, quick=True)) >= 2
+        assert len(training.RUNNER.select(device, quick=True)) >= 2
 
 
 def test_steps_are_kept_resumed_and_rendered(

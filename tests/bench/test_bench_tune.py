@@ -18,9 +18,9 @@ from elsa_core.backends.triton.attention.tiling import Shape, Tile
 from elsa_core.backends.triton.shared import device, usertable
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.measuring import environment
+from elsa_core.profiling.bench import tune
 from elsa_core.profiling.bench.cases import Case
-from elsa_core.profiling.bench.tune import search as tune
-from elsa_core.profiling.bench.tune.search import Timed
+from elsa_core.profiling.bench.tune import Timed
 
 CASE = Case("t", 8, 12, 197, 197, 64)
 TABLE = tiling.load_table("h200")

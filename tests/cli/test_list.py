@@ -96,7 +96,7 @@ def test_help(elsa: Elsa) -> None:
 
 
 def test_offered_names_are_those_of_the_core() -> None:
-    from elsa_core.profiling.bench import cases, models, products, training
+    from elsa_core.profiling.bench import cases, linear, models, training
     from elsa_core.profiling.runs.variants import BASELINES
 
     assert (*BASELINES, "all") == completion.BASELINES
@@ -104,7 +104,7 @@ def test_offered_names_are_those_of_the_core() -> None:
     assert tuple(dict.fromkeys(f"sm_{row['arch']}" for row in rows)) == completion.ARCHS
     measured = {
         "attention": cases.all_tables(), "models": models.TABLES, "training": training.TABLES,
-        "linear": products.TABLES,
+        "linear": linear.TABLES,
     }  # fmt: skip
     for kind, by_device in measured.items():
         named = {name for tables in by_device.values() for name in tables}

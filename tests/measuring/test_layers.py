@@ -188,7 +188,7 @@ def test_a_wheel_holds_the_code_and_no_results(wheel: Path) -> None:
         "elsa_core/dispatch/losses.json",
         "elsa_core/measuring/timing.py",
         "elsa_core/profiling/bench/published.py",
-        "elsa_core/profiling/bench/tune/search.py",
+        "elsa_core/profiling/bench/tune.py",
         "elsa_core/csrc/elsa/attention.cpp",
         "elsa_cli/main.py",
     } <= names

@@ -91,8 +91,8 @@ def test_memory_is_what_a_call_really_takes() -> None:
     def call() -> Any:
         return torch.ones(64, 2**20)  # 256 MiB, written
 
-    grown = rounds.memory_bytes(Contender("big", call), CPU)
-    nothing = rounds.memory_bytes(Contender("none", lambda: None), CPU)
+    grown = timing.workspace(Contender("big", call), CPU)
+    nothing = timing.workspace(Contender("none", lambda: None), CPU)
     if grown is None or nothing is None:
         pytest.skip("the peak of resident memory cannot be reset on this system")
     assert 256 * 2**20 <= grown < 280 * 2**20

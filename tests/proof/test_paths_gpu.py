@@ -11,6 +11,7 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from elsa_core.errors import ModelError
+from elsa_core.patching import shared_copy, unpatch
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 from elsa_core.profiling.runs import variants
 from elsa_core.proof.checking import check
@@ -118,7 +119,8 @@ def test_a_graph_of_the_compiled_model() -> None:
 def test_a_compiled_graph_is_the_one_that_is_profiled() -> None:
     """`variants` and `check` replay the same program: their outputs are equal to the last bit."""
     model, images = vit().cuda(), torch.randn(2, 3, 32, 32, device="cuda")
-    plain = variants.unpatched_copy(model)
+    plain = shared_copy(model)
+    unpatch(plain)
     names = ("eager", "patched", "patched+compile+graph")
     built = variants.build(plain, model, (images,), names)
     assert not built.left_out

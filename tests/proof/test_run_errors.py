@@ -11,7 +11,7 @@ from torch import Tensor
 from elsa_core.backends import eager
 from elsa_core.measuring.rounds import Settings
 from elsa_core.profiling.profile import profile
-from elsa_core.profiling.runs.runs import ModelRuns, measure_runs
+from elsa_core.profiling.runs.runs import ProfileReport, measure_runs
 
 from .test_blind_spots import kernel, vit
 from .test_paths import WrongCompiled
@@ -20,7 +20,7 @@ SHORT = Settings(3, 0.5, 0)
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def errors(found: ModelRuns) -> dict[str, Any]:
+def errors(found: ProfileReport) -> dict[str, Any]:
     return {run.name: run.error for run in found.runs}
 
 

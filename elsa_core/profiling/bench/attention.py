@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -87,24 +86,42 @@ def measure(
     contenders, left_out = field_of(case, tensors, backend=settings.backend, flex=settings.flex)
     if not contenders:
         return CaseResult(case, (), None, left_out, None)
-    judge = bench_of(case).error or _distance
+    judge = bench_of(case).error or (lambda _, output, exact: reference.relative_l2(output, exact))
     errors = {c.name: judge(case, pick(c.output()), expected) for c in contenders}
     del expected
     output_bytes = case.batch * case.heads * case.queries * case.head_dim
     output_bytes *= case.torch_dtype.itemsize
-    how = {"rounds": settings.rounds, "budget_seconds": settings.budget_seconds}
-    remarks: dict[str, str] = {}
-    if device.type == "cuda":
-        samples, remarks = timing.time_cuda(contenders, **how)  # type: ignore[arg-type]
-    else:
-        samples = timing.time_cpu(contenders, **how)  # type: ignore[arg-type]
-    found = [
-        _measurement(case, c, samples[c.name], errors[c.name], limits, remarks.get(c.name, ""))
-        for c in contenders
-    ]
-    for i, contender in enumerate(contenders):
-        memory, host = _costs(contender, device, settings, output_bytes, found[i].seconds)
-        found[i] = replace(found[i], workspace_bytes=memory, host_seconds=host)
+    samples, remarks = timing.time_all(contenders, device, settings.rounds, settings.budget_seconds)
+    found = []
+    for contender in contenders:
+        seconds = samples[contender.name]
+        median = statistics.median(seconds)
+        rate, ceiling = case.flops / median, limits.get(f"gemm_{case.dtype}")
+        remark = remarks.get(contender.name)
+        memory = host = None
+        if settings.memory and not contender.pools:
+            memory = timing.workspace(contender, device, output_bytes)
+        if device.type == "cuda":
+            host = digits(timing.host_seconds(contender, median))
+        found.append(
+            Measurement(
+                contender=contender.name,
+                precision=contender.precision,
+                seconds=digits(median),
+                seconds_p10=digits(percentile(seconds, 0.1)),
+                seconds_p90=digits(percentile(seconds, 0.9)),
+                samples=tuple(digits(s) for s in seconds),
+                flops_per_second=digits(rate),
+                ceiling_share=digits(rate / ceiling) if ceiling else None,
+                bytes_per_second=digits(case.key_value_bytes / median)
+                if case.queries == 1
+                else None,
+                error=errors[contender.name],
+                workspace_bytes=memory,
+                host_seconds=host,
+                notes=contender.notes | ({"timing": remark} if remark else {}),
+            )
+        )
     return compare(case, found, left_out)
 
 
@@ -112,67 +129,34 @@ def ceilings(device: torch.device, dtypes: Sequence[str], settings: Settings) ->
     """What this machine reaches at most: matrix products in FLOP/s, and a copy in bytes/s."""
     size = _GEMM_SIZE[device.type]
     budget = min(settings.budget_seconds, 2.0)
-    found = {name: _gemm_rate(device, DTYPES[name], size, budget) for name in dtypes}
-    found = {f"gemm_{name}": rate for name, rate in found.items()}
-    if device.type == "cpu" and torch.get_num_threads() > 1 and "fp32" in dtypes:
-        found["gemm_fp32_one_thread"] = _one_thread_rate(size, budget)
+
+    def seconds(call: Callable[[], object]) -> float:
+        samples, _ = timing.time_all([Contender("call", call)], device, 10, budget)
+        return statistics.median(samples["call"])
+
+    def rate(dtype: torch.dtype) -> float:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        return 2 * size**3 / seconds(lambda: a @ b)
+
+    found = {f"gemm_{name}": rate(DTYPES[name]) for name in dtypes}
+    threads = torch.get_num_threads()
+    if device.type == "cpu" and threads > 1 and "fp32" in dtypes:
+        # whether the threads have cores of their own: virtual ones often share a core
+        torch.set_num_threads(1)
+        try:
+            found["gemm_fp32_one_thread"] = rate(torch.float32)
+        finally:
+            torch.set_num_threads(threads)
     if device.type == "cuda":
         if "fp32" in dtypes:
             torch.set_float32_matmul_precision("high")
-            found["gemm_tf32"] = _gemm_rate(device, torch.float32, size, budget)
+            found["gemm_tf32"] = rate(torch.float32)
             torch.set_float32_matmul_precision("highest")
         source = torch.zeros(2**29, device=device)
         target = torch.empty_like(source)
         # A kernel rather than copy_(): under a graph that is a memory-copy node, which is slower.
-        copy = Contender("copy", lambda: torch.neg(source, out=target))
-        found["copy"] = 2 * source.nbytes / _seconds(copy, device, budget)
+        found["copy"] = 2 * source.nbytes / seconds(lambda: torch.neg(source, out=target))
     return found
-
-
-def _measurement(
-    case: Case,
-    contender: Contender,
-    seconds: Sequence[float],
-    error: float,
-    limits: dict[str, float],
-    remark: str,
-) -> Measurement:
-    median = statistics.median(seconds)
-    rate = case.flops / median
-    ceiling = limits.get(f"gemm_{case.dtype}")
-    return Measurement(
-        contender=contender.name,
-        precision=contender.precision,
-        seconds=digits(median),
-        seconds_p10=digits(percentile(seconds, 0.1)),
-        seconds_p90=digits(percentile(seconds, 0.9)),
-        samples=tuple(digits(s) for s in seconds),
-        flops_per_second=digits(rate),
-        ceiling_share=digits(rate / ceiling) if ceiling else None,
-        bytes_per_second=digits(case.key_value_bytes / median) if case.queries == 1 else None,
-        error=error,
-        workspace_bytes=None,
-        host_seconds=None,
-        notes=contender.notes | ({"timing": remark} if remark else {}),
-    )
-
-
-def _costs(
-    contender: Contender, device: torch.device, settings: Settings, output: int, seconds: float
-) -> tuple[int | None, float | None]:
-    """Workspace in bytes, and host time in seconds."""
-    memory: int | None = None
-    host: float | None = None
-    if settings.memory and not contender.pools:
-        workspace = timing.workspace_cuda if device.type == "cuda" else timing.workspace_cpu
-        memory = workspace(contender, output)
-    if device.type == "cuda":
-        host = digits(timing.host_seconds(contender, seconds))
-    return memory, host
-
-
-def _distance(case: Case, output: Tensor, expected: Tensor) -> float:
-    return reference.relative_l2(output, expected)
 
 
 def _oracle(case: Case, tensors: Inputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -194,26 +178,3 @@ def _oracle(case: Case, tensors: Inputs) -> tuple[Tensor, Callable[[Tensor], Ten
     exact = bench_of(case).exact
     expected = exact(pick(query), key[batch, heads], value[batch, heads], part)
     return expected, pick
-
-
-def _one_thread_rate(size: int, budget: float) -> float:
-    """What says whether the threads have cores of their own: virtual ones often share a core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _gemm_rate(torch.device("cpu"), torch.float32, size, budget)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _gemm_rate(device: torch.device, dtype: torch.dtype, size: int, budget: float) -> float:
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _seconds(Contender("gemm", lambda: a @ b), device, budget)
-
-
-def _seconds(contender: Contender, device: torch.device, budget: float) -> float:
-    if device.type == "cuda":
-        samples, _ = timing.time_cuda([contender], rounds=10, budget_seconds=budget)
-    else:
-        samples = timing.time_cpu([contender], rounds=10, budget_seconds=budget)
-    return statistics.median(samples[contender.name])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from elsa_core.measuring.documents import Plain
 
 Document = dict[str, Any]
 
@@ -19,7 +21,7 @@ _MACHINE: Final = ("cpu", "threads", "gpu")
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Plain):
     """One case of both runs.
 
     Attributes:
@@ -45,13 +47,9 @@ class Row:
     published_seconds: float | None
     note: str
 
-    def to_dict(self) -> Document:
-        """Plain data for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Plain):
     """All cases that both runs have. Ratios against peers of the same run compare machines that
     differ; times do only where `same_machine`."""
 
@@ -63,14 +61,6 @@ class Comparison:
     def regressions(self) -> tuple[Row, ...]:
         """What became worse."""
         return tuple(row for row in self.rows if row.verdict == REGRESSION)
-
-    def to_dict(self) -> Document:
-        """Plain data for JSON."""
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "same_machine": self.same_machine,
-            "missing": list(self.missing),
-        }
 
 
 def compare(own: Document, published: Document) -> Comparison:
@@ -95,8 +85,7 @@ def compare(own: Document, published: Document) -> Comparison:
     return Comparison(tuple(rows), same, tuple(missing))
 
 
-@dataclass(frozen=True)
-class _Figures:
+class _Figures(NamedTuple):
     ratio: float
     low: float
     high: float
@@ -130,10 +119,9 @@ def _row(name: str, own: _Figures, published: _Figures, same: bool) -> Row:
         verdict = REGRESSION
     elif own.low > published.high * (1 + _MARGIN):
         verdict = BETTER
-    known = own.error is not None and published.error is not None
-    if known and not own.error <= _ERRORS * published.error:  # type: ignore[operator]
-        verdict = REGRESSION
-        note = f"error {own.error:.1e}, published {published.error:.1e}"
+    here, there = own.error, published.error
+    if here is not None and there is not None and not here <= _ERRORS * there:
+        verdict, note = REGRESSION, f"error {here:.1e}, published {there:.1e}"
     return Row(
         name, own.ratio, own.low, own.high, published.ratio, published.low, published.high,
         verdict, own.seconds if same else None, published.seconds if same else None, note,

@@ -1,11 +1,9 @@
-"""`elsa bench models --table families`: one architecture of every family, few rounds each.
+"""One architecture of every family, for `elsa bench models --table families`.
 
 The families are those of docs/coverage.md of which something is patched; a test compares the two.
 Runs of one kind stand beside each other: the model as it was loaded and patched, and both as CUDA
-graphs; compiled ones where --baselines names them (compile, compile+graph), and then also the gain
-of the fastest patched run over the fastest of the original's. Cases come in passes (batch 1 in fp32
-first), so that a run that is cut short has seen every family. Weights are random, filled where the
-model runs.
+graphs; compiled ones where --baselines names them (compile, compile+graph). Cases come in passes
+(batch 1 in fp32 first), so that a run that is cut short has seen every family.
 """
 
 from __future__ import annotations
@@ -16,16 +14,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from elsa_core.base.messages import first_line
-from elsa_core.errors import ArgumentError, ElsaError
-from elsa_core.measuring.memory_limit import limited
-from elsa_core.measuring.rounds import Settings
-from elsa_core.measuring.timing import Contender
-from elsa_core.patching import patch, unpatch
-from elsa_core.precision import DTYPES
-from elsa_core.profiling.bench.model_cases import Document, ModelCase, empty, images, result
-from elsa_core.profiling.runs import variants
-from elsa_core.profiling.runs.runs import Prepared, Progress, prepare, timed
+from elsa_core.errors import ArgumentError
+
+Document = dict[str, Any]
 
 TABLE: Final = "families"
 GOAL: Final = 0.99
@@ -105,16 +96,16 @@ def rows(device_type: str) -> Iterator[tuple[str, str, int, int, str]]:
             yield from ((*each, batch, dtype) for each in FAMILIES)
 
 
-def protocol(device: torch.device, cases: Sequence[ModelCase], asked: Document) -> Document:
-    """What `models.settings` takes: this table's protocol where it is alone.
+def protocol(device: torch.device, cases: Sequence[Any], asked: Document) -> Document:
+    """How to measure these cases: this table has a protocol of its own.
 
     Args:
         device: where the models run.
-        cases: from `elsa_core.profiling.bench.models.select`.
+        cases: those that were selected.
         asked: rounds, budget_seconds and baselines; None where the user named none.
 
     Raises:
-        ArgumentError: families and other cases together, whose protocols differ.
+        ArgumentError: families and other cases together.
     """
     kinds = {case.table == TABLE for case in cases}
     if len(kinds) > 1:
@@ -124,63 +115,8 @@ def protocol(device: torch.device, cases: Sequence[ModelCase], asked: Document) 
     return {**own, **given}
 
 
-def measure(case: ModelCase, device: torch.device, settings: Document, tell: Progress) -> Document:
-    """One case as plain data, see `elsa_core.profiling.bench.model_cases.result`.
-
-    Half of the rounds run with the copies exchanged, see `runs.timed`. Memory,
-    energy and the GPU's share are not measured. Errors against float64 are those of batch 1
-    in fp32; coverage proves every family anyway.
-    """
-    variants.forget_compiled()
-    try:
-        with limited(device), variants.on_device(device):
-            tell("building", 0, 0)
-            model = built(case, device, settings["seed"])
-            given = images(case, device, settings["seed"])
-            ready = prepare(
-                model, (given,), settings["baselines"], tell, precision=case.precision,
-                backend=settings["backend"],
-            )  # fmt: skip
-            how = Settings(settings["rounds"], settings["budget_seconds"], settings["seed"])
-            errors = case.batch == 1 and case.dtype == "fp32"
-            found, _ = timed(
-                ready, how, tell, errors=errors, costs=False,
-                exchanged=lambda: _exchanged(ready, settings["backend"], tell),
-            )  # fmt: skip
-            return result(case, found, [])
-    except (ElsaError, RuntimeError, MemoryError) as error:
-        return empty(case, first_line(error))
-
-
-def _exchanged(ready: Prepared, backend: str, tell: Progress) -> tuple[Contender, ...]:
-    """The contenders once the unpatched copy is patched and the patched one is not; graphs stay."""
-    unpatch(ready.patched)
-    patch(ready.plain, precision=ready.report.precision, backend=backend)
-    eager = variants.build(
-        ready.patched, ready.plain, ready.arguments, ("eager", "patched"), tell
-    ).contenders
-    by_name = {contender.name: contender for contender in (*ready.built.contenders, *eager)}
-    return tuple(by_name.values())
-
-
-def built(case: ModelCase, device: torch.device, seed: int) -> nn.Module:
-    """The model of a case at its default size, filled on its device; of a CLIP the image tower.
-
-    Raises:
-        ElsaError: its library is missing or cannot build it.
-    """
-    from elsa_core.loading import UninitialisedParameters, load
-
-    with UninitialisedParameters():
-        model = load(case.model, dtype=DTYPES[case.dtype])
-    tower: Any = model.visual if case.model.startswith("open_clip:") else model
-    tower = tower.eval().to(device)
-    _fill(tower, torch.Generator(device).manual_seed(seed))
-    return tower  # type: ignore[no-any-return]
-
-
-def _fill(model: nn.Module, generator: torch.Generator) -> None:
-    """Weights that keep activations near one: gains near one, no bias at zero."""
+def fill(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw weights that keep activations near one: gains near one, no bias at zero."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             fan_in = weight[0].numel() if weight.ndim > 1 else 100

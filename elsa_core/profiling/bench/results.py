@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from elsa_core.base.files import write_text
 from elsa_core.base.version import __version__
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.measuring.documents import finite
+from elsa_core.measuring.documents import Plain, finite, write
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.profiling.bench.cases import Case
 
@@ -80,7 +78,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class CaseResult:
+class CaseResult(Plain):
     """All contenders of one case.
 
     `best_peer` is the fastest exact one; `left_out` says why others did not take part; `wrong`
@@ -104,13 +102,12 @@ class CaseResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; non-finite numbers are None."""
-        found = asdict(self) | {"case": self.case.to_dict(), "wrong": list(self.wrong)}
-        found["measurements"] = [finite(asdict(m)) for m in self.measurements]
+        found: dict[str, Any] = finite(super().to_dict())
         return found
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Plain):
     """What one run measured, and where.
 
     `ceilings` holds `gemm_<dtype>` in FLOP/s and, for CUDA, `gemm_tf32` and `copy` in bytes/s
@@ -126,12 +123,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The `results` of the document: plain data for JSON."""
-        return {
-            "settings": asdict(self.settings),
-            "ceilings": self.ceilings,
-            "busy": self.busy,
-            "cases": [case.to_dict() for case in self.cases],
-        }
+        return {name: each for name, each in super().to_dict().items() if name != "environment"}
 
 
 def compare(
@@ -149,25 +141,32 @@ def compare(
     exact = [m for m in peers if m.error <= 10 * least + 4 * ulp]
     allowed = 2 * max((m.error for m in exact), default=0.0) + 4 * ulp
     limits = {"turbo": max(allowed, 4 * TURBO_ULP)}
-    wrong = tuple(
-        m.contender
-        for m in measurements
-        # Not `error > limit`: NaN is wrong.
-        if (
-            m not in exact
-            if m.precision is None
-            else not m.error <= limits.get(m.precision, allowed)
-        )
-    )
+
+    def is_wrong(m: Measurement) -> bool:
+        if m.precision is None:
+            return m not in exact
+        return not m.error <= limits.get(m.precision, allowed)  # not `>`: NaN is wrong
+
+    wrong = tuple(m.contender for m in measurements if is_wrong(m))
     best = min(exact, key=lambda m: m.seconds, default=None)
-    related = tuple(
-        m if m.precision is None or best is None else _related(m, best) for m in measurements
-    )
-    first = next((m for m in related if m.precision == case.precisions[0]), None)
+
+    def related(own: Measurement) -> Measurement:
+        if own.precision is None or best is None:
+            return own
+        pairs = [b / a for a, b in zip(own.samples, best.samples, strict=True)]
+        return replace(
+            own,
+            ratio=digits(best.seconds / own.seconds),
+            ratio_p10=digits(percentile(pairs, 0.1)),
+            ratio_p90=digits(percentile(pairs, 0.9)),
+        )
+
+    found = tuple(map(related, measurements))
+    first = next((m for m in found if m.precision == case.precisions[0]), None)
     reached: bool | None = None
     if case.goal is not None and first is not None and first.ratio is not None:
         reached = first.ratio >= case.goal and first.contender not in wrong
-    return CaseResult(case, related, best.contender if best else None, left_out, reached, wrong)
+    return CaseResult(case, found, best.contender if best else None, left_out, reached, wrong)
 
 
 def document(report: Report) -> dict[str, Any]:
@@ -200,14 +199,4 @@ def publish(report: Report, path: Path, *, force: bool = False, allow_busy: bool
         )
     if path.exists() and not force:
         raise ArgumentError(f"{path} exists; use --force to replace it")
-    return write_text(json.dumps(document(report), indent=1, allow_nan=False) + "\n", path)
-
-
-def _related(own: Measurement, best: Measurement) -> Measurement:
-    pairs = [b / a for a, b in zip(own.samples, best.samples, strict=True)]
-    return replace(
-        own,
-        ratio=digits(best.seconds / own.seconds),
-        ratio_p10=digits(percentile(pairs, 0.1)),
-        ratio_p90=digits(percentile(pairs, 0.9)),
-    )
+    return write(document(report), path)

@@ -1,32 +1,26 @@
 """`elsa bench training`: training steps of whole models, patched against the original.
 
-The models and sizes of the ELSA paper's training table and a table of steps at larger batches. Each
-case is one `runs.training.measure_training`: forward, backward and AdamW. Documents
-have the form of `elsa bench models`, with the parts of a step beside each time, and the errors are
-those of the gradients.
+The models and sizes of the ELSA paper's training table and a table of steps at larger batches:
+forward, backward and AdamW. Documents have the form of `elsa bench models`, with the parts of a
+step beside each time, and the errors are those of the gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError
-from elsa_core.measuring.memory_limit import limited
 from elsa_core.measuring.rounds import Settings
 from elsa_core.patching import patch, shared_copy
 from elsa_core.profiling.bench import models
-from elsa_core.profiling.bench.model_cases import Document, ModelCase, empty, result
-from elsa_core.profiling.bench.models import Tables
-from elsa_core.profiling.runs import training, variants
+from elsa_core.profiling.bench.runner import Document, ModelCase, Runner, images, result
+from elsa_core.profiling.runs import training
 from elsa_core.profiling.runs.runs import Progress
-
-COMMAND: Final = "bench training"
 
 _MODELS: Final = {
     "ViT-T": "timm:vit_tiny_patch16_224",
@@ -66,90 +60,49 @@ def _steps(device_type: str) -> Iterable[ModelCase]:
 
 
 def _paper(device_type: str) -> Iterable[ModelCase]:
+    cuda = device_type == "cuda"
     for label, dtype, sides in _PAPER:
-        for side in sides:
-            if device_type == "cuda":
-                yield ModelCase("paper", label, _MODELS[label], side, 8, dtype)
-            elif dtype == "fp32":
-                yield ModelCase("paper", label, _MODELS[label], side, 1, dtype)
+        for side in sides if cuda or dtype == "fp32" else ():
+            yield ModelCase("paper", label, _MODELS[label], side, 8 if cuda else 1, dtype)
 
 
-TABLES: Final[Tables] = {
+TABLES: Final = {
     device_type: {"steps": tuple(_steps(device_type)), "paper": tuple(_paper(device_type))}
     for device_type in ("cpu", "cuda")
 }
 """Cases by device type and table. dtype "fp16" (with a scaled loss) and "bf16" are autocast."""
 
 
-def select(device_type: str, **chosen: Any) -> tuple[ModelCase, ...]:
-    """The cases of a device; arguments and errors as of `models.select`."""
-    return models.select(device_type, **chosen, among=TABLES)
-
-
-def settings(
-    device: torch.device, *, baselines: Sequence[str] | None = None, **chosen: Any
-) -> Document:
-    """How to measure, as plain data; see `elsa_core.profiling.bench.models.settings`.
-
-    Raises:
-        ArgumentError: as `elsa_core.profiling.runs.training.chosen`.
-    """
-    return models.settings(device, baselines=training.chosen(baselines, device), **chosen)
-
-
-def started(chosen: Document, described: Document) -> Document:
-    """An empty document, as `elsa_core.profiling.bench.models.started`."""
-    return models.started(chosen, described, COMMAND)
-
-
-def run(
-    cases: Sequence[ModelCase],
-    document: Document,
-    *,
-    device: torch.device,
-    keep: Callable[[Document], None] = lambda document: None,
-    limit_seconds: float | None = None,
-    progress: Progress | None = None,
-) -> Document:
-    """Measure the cases that the document does not hold yet, as `models.run`."""
-    return models.run(
-        cases, document, device=device, keep=keep, limit_seconds=limit_seconds, progress=progress,
-        measured=measure,
-    )  # fmt: skip
-
-
 def measure(case: ModelCase, device: torch.device, settings: Document, tell: Progress) -> Document:
-    """One case as plain data; see `elsa_core.profiling.bench.model_cases.result`."""
-    variants.forget_compiled()
-    try:
-        with limited(device):
-            tell("building", 0, 0)
-            model = models.build(replace(case, dtype="fp32"), device, settings["seed"])
-            generator = torch.Generator().manual_seed(settings["seed"])
-            shape = (case.batch, 3, case.image_size, case.image_size)
-            images = torch.randn(shape, generator=generator).to(device)
-            how = Settings(settings["rounds"], settings["budget_seconds"], settings["seed"])
-            found = training.measure_training(
-                model, images, how, dtype=case.dtype, baselines=settings["baselines"],
-                precision=case.precision, backend=settings["backend"], progress=tell,
-            )  # fmt: skip
-            tell("checking", 0, 0)
-            errors, failures = _checked(model, images, case, settings["backend"])
-            return result(case, found, failures) | {"errors": errors}
-    except (ElsaError, RuntimeError, MemoryError) as error:
-        return empty(case, first_line(error))
+    """One case as plain data."""
+    tell("building", 0, 0)
+    wide = replace(case, dtype="fp32")
+    model = models.build(wide, device, settings["seed"])
+    given = images(wide, device, settings["seed"])
+    found = training.measure_training(
+        model, given, Settings(settings["rounds"], settings["budget_seconds"], settings["seed"]),
+        dtype=case.dtype, baselines=settings["baselines"], precision=case.precision,
+        backend=settings["backend"], progress=tell,
+    )  # fmt: skip
+    tell("checking", 0, 0)
+    errors, failures = _checked(model, given, case, settings["backend"])
+    return result(case, found, failures) | {"errors": errors}
 
 
 def _checked(
-    model: nn.Module, images: torch.Tensor, case: ModelCase, backend: str
+    model: nn.Module, given: Tensor, case: ModelCase, backend: str
 ) -> tuple[tuple[float, float] | None, list[str]]:
-    """Relative errors of all gradients, elsa's and the original's, of the batch that was timed."""
+    """Relative errors of all gradients, elsa's and the original's, of the batch that was timed: a
+    smaller one may be computed in another way."""
     patched = shared_copy(model)
     patch(patched, precision=case.precision, backend=backend)
-    try:  # of the calls that were timed: a smaller batch may be computed in another way
-        found = training.gradient_comparison(model, patched, images, case.dtype)
+    try:
+        found = training.gradient_comparison(model, patched, given, case.dtype)
     except (ElsaError, RuntimeError, MemoryError):
         return None, []
     reason = found.reason()
     errors = (found.patched_error, found.original_error)
     return errors, [f"gradients: {reason}"] if reason else []
+
+
+RUNNER: Final = Runner("bench training", TABLES, measure, baselines=training.chosen)

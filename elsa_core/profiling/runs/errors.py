@@ -64,18 +64,15 @@ def run_errors(
     """
     try:
         with torch.inference_mode():
-            outputs = {c.name: _outputs(c) for c in contenders}
-        exact = _exact(copy.deepcopy(plain).double(), arguments, outputs[REFERENCE])
-        return _judged(exact, outputs, precision)
+            outputs = {}
+            for contender in contenders:
+                with contender.context():
+                    outputs[contender.name] = floating_outputs(contender.call())
+        reference = outputs[REFERENCE]
+        exact = _exact(copy.deepcopy(plain).double(), arguments, reference)
     except (ElsaError, RuntimeError, TypeError, ValueError, MemoryError, KeyError) as error:
         return RunErrors({}, {}, f"the errors of the runs are not known: {first_line(error)}")
-
-
-def _judged(
-    exact: dict[str, Tensor], outputs: dict[str, dict[str, Tensor]], precision: str
-) -> RunErrors:
     errors, wrong = {}, {}
-    reference = outputs[REFERENCE]
     turbo = precision == "turbo" and all(x.dtype == torch.float32 for x in reference.values())
     for name, found in outputs.items():
         eps = TURBO_EPS if turbo and name.startswith("patched") else None
@@ -84,30 +81,22 @@ def _judged(
             each.add(exact[place], reference[place], found[place])
         worst = max(comparisons.values(), key=lambda each: each.excess)
         errors[name] = worst.patched_error
-        if worst.patched_error > worst.allowed:
+        if worst.patched_error > worst.allowed and name != REFERENCE:
             wrong[name] = worst.reason()
-    wrong.pop(REFERENCE, None)
     return RunErrors(errors, wrong)
-
-
-def _outputs(contender: Contender) -> dict[str, Tensor]:
-    with contender.context():
-        return floating_outputs(contender.call())
 
 
 def _exact(
     oracle: nn.Module, arguments: tuple[Any, ...], like: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """What the oracle returns: of one row at a time where every output has the batch's rows."""
-    batch = next(x.shape[0] for x in arguments if isinstance(x, Tensor) and x.ndim)
+    batch, device = next(
+        (x.shape[0], x.device) for x in arguments if isinstance(x, Tensor) and x.ndim
+    )
     by_row = all(out.ndim and out.shape[0] == batch for out in like.values())
-    with torch.inference_mode(), torch.autocast(_device(arguments).type, enabled=False):
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
         parts = [
             floating_outputs(oracle(*map_floating(rows, torch.float64)))
             for rows in chunks(arguments, 1 if by_row else batch)
         ]
         return {place: torch.cat([part[place] for part in parts]) for place in like}
-
-
-def _device(arguments: tuple[Any, ...]) -> torch.device:
-    return next(x.device for x in arguments if isinstance(x, Tensor))

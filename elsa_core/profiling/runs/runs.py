@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from elsa_core.base.inputs import ModelInput, as_cases
+from elsa_core.base.summary import Summarised, Summary
 from elsa_core.measuring import energy, rounds
 from elsa_core.measuring.busy import Watch
+from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import Ratio, digits, paired_times, percentile, ratio
 from elsa_core.measuring.rounds import Samples, Settings
-from elsa_core.measuring.timing import Contender
-from elsa_core.patching import PatchReport
+from elsa_core.measuring.timing import workspace
+from elsa_core.patching import (
+    PatchReport,
+    find_sites,
+    patch,
+    patched_scope,
+    patched_sites,
+    shared_copy,
+    unpatch,
+)
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.errors import UNKNOWN, RunErrors, run_errors
-from elsa_core.profiling.runs.pair import both
 from elsa_core.profiling.runs.variants import first_tensor, on_device
+from elsa_core.profiling.words import profile_summary
+
+if TYPE_CHECKING:
+    from elsa_core.profiling.sites import SiteProfile
 
 Progress = Callable[[str, int, int], None]
 
@@ -29,7 +42,7 @@ _SLOW: Final = 0.05  # of the budget, that a call takes whose memory is not meas
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Plain):
     """One way to run the model. Times are seconds a call; None is "not measured".
 
     Attributes:
@@ -74,17 +87,9 @@ class Run:
     ratio: Ratio | None
     ratio_to_best: Ratio | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        plain = asdict(self) | {"samples": list(self.samples)}
-        for name in ("ratio", "ratio_to_best"):
-            found: Ratio | None = getattr(self, name)
-            plain[name] = None if found is None else found.to_dict()
-        return plain
 
-
-@dataclass(frozen=True)
-class ModelRuns:
+@dataclass(frozen=True, repr=False)
+class ProfileReport(Summarised, Plain):
     """What patching gained for one model, one input size, one dtype and one precision.
 
     Attributes:
@@ -101,6 +106,12 @@ class ModelRuns:
         patched, kept: numbers of sites.
         warnings: reasons to doubt the figures.
         wrong: the runs whose error is more than twice "eager"'s and a rounding band.
+        patch: what was patched.
+        sites: slowest first, the last one being the rest of the model; empty if not asked for.
+        cover: for the two runs whose sites were timed ("eager" and "patched", or both as CUDA
+            graphs), the time in which their sites were told apart over the run's own. Graphs: the
+            profiled replay over an undisturbed one.
+        notes: what else a reader should know.
     """
 
     device: str
@@ -121,6 +132,9 @@ class ModelRuns:
     warnings: tuple[str, ...]
     wrong: tuple[str, ...]
     patch: PatchReport
+    sites: tuple[SiteProfile, ...] = ()
+    cover: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def run(self, name: str) -> Run:
         """The run of this name.
@@ -128,32 +142,17 @@ class ModelRuns:
         Raises:
             KeyError: it did not take part.
         """
-        found = next((run for run in self.runs if run.name == name), None)
-        if found is None:
-            raise KeyError(name)
-        return found
+        return {run.name: run for run in self.runs}[name]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, without `patch`."""
-        return {
-            "device": self.device,
-            "dtype": self.dtype,
-            "batch": self.batch,
-            "image_size": None if self.image_size is None else list(self.image_size),
-            "precision": self.precision,
-            "backend": self.backend,
-            "rounds": self.rounds,
-            "weight_bytes": self.weight_bytes,
-            "runs": [run.to_dict() for run in self.runs],
-            "left_out": dict(self.left_out),
-            "best_baseline": self.best_baseline,
-            "best_patched": self.best_patched,
-            "gain": self.gain.to_dict(),
-            "patched": self.patched,
-            "kept": self.kept,
-            "warnings": list(self.warnings),
-            "wrong": list(self.wrong),
-        }
+        """Plain data for JSON; what was patched stands in the sites."""
+        found = super().to_dict()
+        del found["patch"]
+        return found
+
+    def summary(self) -> Summary:
+        """The verdict, a row for each run, and a row for each group of sites."""
+        return profile_summary(self.to_dict())
 
 
 @dataclass(frozen=True)
@@ -186,28 +185,15 @@ def measure_runs(
     precision: str = "strict",
     backend: str = "auto",
     progress: Progress | None = None,
-) -> ModelRuns:
-    """Measure a model patched against the ways one would otherwise run it.
-
-    All of them take turns in the same rounds, in inference mode, on copies of the model's modules
-    over the same weights; the model itself is not changed.
-
-    Args:
-        model: any module with attention sites that can be patched.
-        inputs: a tensor [B, C, H, W], or a tuple of the model's arguments, on its device.
-        settings: rounds and budget.
-        baselines: names of `variants.BASELINES`, or "all"; None for the device's defaults.
-        precision, backend: as for `elsa_core.patch`.
-        progress: called with (what, steps done, steps in all; 0 unknown).
-
-    Raises:
-        ElsaError: as `prepare`.
-    """
+    errors: bool = True,
+    costs: bool = True,
+) -> ProfileReport:
+    """`profile` without sites; `errors` and `costs` as of `timed`."""
     tell = progress or (lambda what, done, total: None)
     arguments = next(iter(as_cases(inputs).values()))
     with on_device(first_tensor(arguments).device):
         ready = prepare(model, arguments, baselines, tell, precision=precision, backend=backend)
-        return timed(ready, settings, tell)[0]
+        return timed(ready, settings, tell, errors=errors, costs=costs)[0]
 
 
 def prepare(
@@ -236,7 +222,25 @@ def prepare(
     first = first_tensor(arguments)
     names = variants.chosen(baselines, first.device)
     tell("patching", 0, 0)
-    plain, patched, report = both(model, precision, backend, include, exclude, scope)
+    plain = shared_copy(model)
+    unpatch(plain)
+    plain.eval()
+    already = patched_sites(model)
+    if already:
+        patched, one = shared_copy(model).eval(), vars(next(iter(already.values())))
+        scope = patched_scope(patched)
+        sites = find_sites(patched, scope)
+        report = PatchReport(
+            tuple(site for site in sites if site.patched),
+            tuple(site for site in sites if not site.patched),
+            str(one["elsa_precision"]), str(one["elsa_backend"]), scope=scope,
+        )  # fmt: skip
+    else:
+        patched = shared_copy(plain)
+        report = patch(
+            patched, precision=precision, backend=backend, include=include, exclude=exclude,
+            scope=scope,
+        )  # fmt: skip
     built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell, step)
     return Prepared(plain, patched, arguments, first, report, built, step is not None)
 
@@ -244,42 +248,36 @@ def prepare(
 def timed(
     ready: Prepared, settings: Settings, tell: Progress,
     clocks: Mapping[str, rounds.Clock] | None = None, *, errors: bool = True, costs: bool = True,
-    exchanged: Callable[[], Sequence[Contender]] | None = None,
-) -> tuple[ModelRuns, Samples]:  # fmt: skip
+) -> tuple[ProfileReport, Samples]:  # fmt: skip
     """The runs of what was prepared, their errors, and the samples that they were made of.
 
     Without `costs` memory, energy and the GPU's share of a call stay unknown, which saves time.
-    `exchanged` makes the same contenders of other copies of the model: half of the time goes to
-    them, and each sample is the mean of the two, because a copy can be a twentieth slower than
-    another only by where it lies in the host's memory.
     """
     first, built, report = ready.first, ready.built, ready.report
     watch = Watch(first.device)
-
-    def sampled(contenders: Sequence[Contender], share: float) -> Samples:
-        tell("rounds", 0, 0)
-        return rounds.take_samples(
-            contenders, first.device,
-            replace(settings, budget_seconds=share * settings.budget_seconds), clocks,
-            progress=lambda done, total: tell("rounds", done, total),
-            first=built.first_seconds if first.device.type == "cpu" else {},
-        )  # fmt: skip
-
-    samples = sampled(built.contenders, 1.0 if exchanged is None else 0.5)
+    tell("rounds", 0, 0)
+    samples = rounds.take_samples(
+        built.contenders, first.device, settings, clocks,
+        progress=lambda done, total: tell("rounds", done, total),
+        first=built.first_seconds if first.device.type == "cpu" else {},
+    )  # fmt: skip
     tell("errors", 0, 0)
-    calls, how = built.contenders, report.precision
     known = UNKNOWN
     if errors and not ready.trains:
-        known = run_errors(ready.plain, calls, ready.arguments, how)
-    if exchanged is not None:
-        samples = rounds.averaged(samples, sampled(exchanged(), 0.5))
-    spreads = {name: _spread(_seconds(samples, name)) for name in samples}
-    warnings = watch.warnings(spreads)
+        known = run_errors(ready.plain, built.contenders, ready.arguments, report.precision)
     judge = _Judge(samples, settings)
+    warnings = watch.warnings({name: _spread(own) for name, own in judge.seconds.items()})
     tell("memory", 0, 0)
     runs = _runs(ready, judge, known, costs=costs)
-    best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
-    found = ModelRuns(
+    best, own = (
+        min(
+            (r for r in runs if r.patched is patched and r.name != variants.CONTROL),
+            key=lambda run: run.seconds,
+        ).name
+        for patched in (False, True)
+    )
+    weights = [*ready.plain.parameters(), *ready.plain.buffers()]
+    found = ProfileReport(
         device=str(first.device),
         dtype=str(first.dtype if first.is_floating_point() else "").removeprefix("torch."),
         batch=first.shape[0],
@@ -287,7 +285,7 @@ def timed(
         precision=report.precision,
         backend=report.backend,
         rounds=len(samples["eager"]),
-        weight_bytes=_weight_bytes(ready.plain),
+        weight_bytes=sum(each.numel() * each.element_size() for each in weights),
         runs=runs,
         left_out=built.left_out,
         best_baseline=best,
@@ -302,16 +300,11 @@ def timed(
     return found, samples
 
 
-def _fastest(runs: Sequence[Run], *, patched: bool) -> str:
-    fit = (run for run in runs if run.patched is patched and run.name != variants.CONTROL)
-    return min(fit, key=lambda run: run.seconds).name
-
-
 class _Judge:
     """Times and ratios of one set of rounds: a ratio is the quotient of the two times."""
 
     def __init__(self, samples: Samples, settings: Settings) -> None:
-        self.seconds = {name: _seconds(samples, name) for name in samples}
+        self.seconds = {name: [s.seconds for s in own] for name, own in samples.items()}
         self.hosts = {name: [s.host or 0.0 for s in own] for name, own in samples.items()}
         self.times = paired_times(self.seconds, "eager")
         self._settings = settings
@@ -330,8 +323,7 @@ def _runs(
 ) -> tuple[Run, ...]:
     built, device, batch = ready.built, ready.first.device, ready.first.shape[0]
     counter = energy.meter(device) if costs and not ready.trains else None
-    names = [contender.name for contender in built.contenders]
-    baselines = [name for name in names if not name.startswith("patched")]
+    baselines = [c.name for c in built.contenders if not c.name.startswith("patched")]
     fit = (name for name in baselines if name != variants.CONTROL)
     fastest = min(fit, key=lambda name: judge.times[name])
     runs = []
@@ -341,7 +333,7 @@ def _runs(
         seconds, time = judge.seconds[name], judge.times[name]
         memory = built.graph_bytes.get(name)
         if costs and memory is None and not judge.is_slow(name):
-            memory = rounds.memory_bytes(contender, device)
+            memory = workspace(contender, device)
         host = busy = joules = None
         if device.type == "cuda":
             host = digits(statistics.median(judge.hosts[name]))
@@ -349,7 +341,9 @@ def _runs(
                 replay = replace(contender, call=built.replays.get(name, contender.call))
                 busy = rounds.busy_seconds(replay, is_graph=name.endswith(variants.GRAPH))
             if counter is not None:
-                joules = _joules(counter, contender)
+                with contender.context(), torch.inference_mode():
+                    joules = energy.per_call(counter, contender.call, torch.cuda.synchronize)
+        thin = -(-len(seconds) // _KEPT_SAMPLES)
         runs.append(
             Run(
                 name=name,
@@ -358,7 +352,7 @@ def _runs(
                 seconds_p10=digits(percentile(seconds, 0.1)),
                 seconds_p90=digits(percentile(seconds, 0.9)),
                 spread=_spread(seconds),
-                samples=_thinned(seconds),
+                samples=tuple(digits(each) for each in seconds[::thin]),
                 images_per_second=digits(batch / time),
                 memory_bytes=memory,
                 host_seconds=host,
@@ -374,27 +368,7 @@ def _runs(
     return tuple(runs)
 
 
-def _thinned(seconds: Sequence[float]) -> tuple[float, ...]:
-    """At most `_KEPT_SAMPLES` of the samples, evenly spread over the rounds."""
-    step = -(-len(seconds) // _KEPT_SAMPLES)
-    return tuple(digits(each) for each in seconds[::step])
-
-
-def _joules(counter: energy.Meter, contender: Contender) -> float | None:
-    with contender.context(), torch.inference_mode():
-        return energy.per_call(counter, contender.call, torch.cuda.synchronize)
-
-
 def _spread(seconds: Sequence[float]) -> float:
     """Distance of the 10th and 90th percentile over the median."""
     width = percentile(seconds, 0.9) - percentile(seconds, 0.1)
     return digits(width / statistics.median(seconds))
-
-
-def _seconds(samples: Samples, name: str) -> list[float]:
-    return [sample.seconds for sample in samples[name]]
-
-
-def _weight_bytes(model: nn.Module) -> int:
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elsa_core.distributed.groups import by_name, name_of
+from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.timing import synchronize
 from elsa_core.patching import require_shardable, shard
 from elsa_core.reference import relative_l2
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(Plain):
     """The forward of a model on one rank and on all ranks of a group; equal on every rank.
 
     Attributes:
@@ -48,10 +50,6 @@ class Scaling:
     memory_one: int | None
     difference: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
-
 
 def scaling(
     model: nn.Module,
@@ -78,41 +76,40 @@ def scaling(
     """
     require_shardable(model)
     group = by_name(name_of(mesh))
-    alone: tuple[list[float], Tensor] | None = None
+    cuda = images.is_cuda
+    seconds_one, memory_one, out_one = None, None, None
     if group.rank() == 0:
         progress("one rank")
-        alone = _if_it_fits(model, images, rounds, budget_seconds)
-    memory_one = _peak(images.device)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            seconds_one, memory_one, out_one = _timed(model, images, rounds, budget_seconds)
+    if cuda:
+        torch.cuda.empty_cache()
     dist.barrier(group)
     shard(model, group)
     progress(f"{group.size()} ranks")
-    times, out = _timed(model, images, rounds, budget_seconds, group)
-    seconds_one = statistics.median(alone[0]) if alone is not None else None
-    difference = relative_l2(out, alone[1]) if alone is not None else None
+    median, peak, out = _timed(model, images, rounds, budget_seconds, group)
+    difference = None if out_one is None else relative_l2(out, out_one)
     plan = model.elsa_plan(images)  # type: ignore[operator]
-    found = (seconds_one, difference, memory_one)
     told: list[Any] = [None] * group.size()
-    mine = (statistics.median(times), plan.bytes_sent, _peak(images.device), found)
+    mine = (median, plan.bytes_sent, peak, (seconds_one, difference, memory_one))
     dist.all_gather_object(told, mine, group=group)
     seconds, sent, memories, firsts = zip(*told, strict=True)
-    slowest, first = max(seconds), firsts[0]
-    speedup = first[0] / slowest if first[0] is not None else None
+    slowest, (seconds_one, difference, memory_one) = max(seconds), firsts[0]
+    speedup = None if seconds_one is None else seconds_one / slowest
     return Scaling(
-        group.size(), plan.queries, plan.method, plan.why, slowest, first[0], speedup,
-        speedup / group.size() if speedup is not None else None,
-        max(sent),
-        None if memories[0] is None else max(memories), first[2], first[1],
-    )  # fmt: skip
-
-
-def _if_it_fits(
-    model: nn.Module, images: Tensor, rounds: int, budget: float
-) -> tuple[list[float], Tensor] | None:
-    try:
-        return _timed(model, images, rounds, budget)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return None
+        ranks=group.size(),
+        tokens=plan.queries,
+        method=plan.method,
+        why=plan.why,
+        seconds=slowest,
+        seconds_one=seconds_one,
+        speedup=speedup,
+        efficiency=None if speedup is None else speedup / group.size(),
+        bytes_sent=max(sent),
+        memory=max(memories) if cuda else None,
+        memory_one=memory_one,
+        difference=difference,
+    )
 
 
 def _timed(
@@ -121,10 +118,11 @@ def _timed(
     rounds: int,
     budget: float,
     group: dist.ProcessGroup | None = None,
-) -> tuple[list[float], Tensor]:
-    """Seconds of forwards after a first one, begun together; and what the model gives."""
+) -> tuple[float, int | None, Tensor]:
+    """The median of forwards after a first one, begun together; peak bytes, and the output."""
+    device = images.device
     if images.is_cuda:
-        torch.cuda.reset_peak_memory_stats(images.device)
+        torch.cuda.reset_peak_memory_stats(device)
     times: list[float] = []
     with torch.inference_mode():
         out: Tensor = model(images)
@@ -132,16 +130,13 @@ def _timed(
         while len(times) < rounds and left.item():
             if group is not None:
                 dist.barrier(group)
-            synchronize(images.device)
+            synchronize(device)
             begun = time.perf_counter()
             model(images)
-            synchronize(images.device)
+            synchronize(device)
             times.append(time.perf_counter() - begun)
-            left = torch.tensor([int(sum(times) < budget)], device=images.device)
+            left = torch.tensor([int(sum(times) < budget)], device=device)
             if group is not None:  # all ranks stop in the same round
                 dist.all_reduce(left, dist.ReduceOp.MIN, group=group)
-    return times, out
-
-
-def _peak(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    peak = torch.cuda.max_memory_allocated(device) if images.is_cuda else None
+    return statistics.median(times), peak, out

@@ -1,7 +1,7 @@
 """A model's training step in several ways in the same rounds: forward, backward and optimizer.
 
-The ways are those of `variants` without graphs of compiled models. They share
-one copy of the model's weights and one AdamW, so that they differ in what computes alone.
+The ways are those of `variants` without graphs of compiled models. They share one copy of the
+model's weights and one AdamW, so that they differ in what computes alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from elsa_core.base.inputs import ModelInput, as_cases
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring.intervals import digits, middle_means
-from elsa_core.measuring.rounds import Samples, Settings
+from elsa_core.measuring.rounds import Settings
 from elsa_core.profiling.runs import variants
-from elsa_core.profiling.runs.runs import ModelRuns, Progress, Run, prepare, timed
+from elsa_core.profiling.runs.runs import ProfileReport, Progress, Run, prepare, timed
 from elsa_core.profiling.runs.variants import first_tensor, on_device
 from elsa_core.proof import Comparison, floating_outputs, map_floating
 
@@ -164,7 +164,7 @@ def measure_training(
     exclude: str | Sequence[str] | None = None,
     scope: str = "auto",
     progress: Progress | None = None,
-) -> ModelRuns:
+) -> ProfileReport:
     """Measure training steps of a model, patched against the ways one would otherwise train it.
 
     A step is a forward in training mode, a backward, and a fused AdamW over all parameters that
@@ -182,8 +182,8 @@ def measure_training(
         progress: called with (what, steps done, steps in all; 0 unknown).
 
     Returns:
-        `ModelRuns` whose runs are `TrainingRun`; `memory_bytes` is the growth at the peak of a
-        step, beyond weights and the optimizer's state.
+        The report: no sites, and runs that are `TrainingRun`; `memory_bytes` is the growth at the
+        peak of a step, beyond weights and the optimizer's state.
 
     Raises:
         ArgumentError: an argument is wrong, no parameter wants a gradient, or the model cannot be
@@ -211,8 +211,18 @@ def measure_training(
         )  # fmt: skip
         clocks = {c.name: c.call.clock for c in ready.built.contenders if isinstance(c.call, Step)}
         found, samples = timed(ready, settings, tell, clocks)
-    runs = tuple(_with_parts(run, samples) for run in found.runs)
-    return ModelRuns(**_fields(found) | {"runs": runs})
+    runs = []
+    for run in found.runs:
+        taken = samples[run.name]
+        spans = middle_means(
+            [sample.seconds for sample in taken],
+            [[sample.sites[part] for sample in taken] for part in PARTS],
+        )
+        own_fields = {each.name: getattr(run, each.name) for each in fields(run)}
+        runs.append(
+            TrainingRun(**own_fields, parts=dict(zip(PARTS, map(digits, spans), strict=True)))
+        )
+    return replace(found, runs=tuple(runs))
 
 
 def own_copy(model: nn.Module) -> nn.Module:
@@ -246,13 +256,11 @@ def loss_for(batch: int, seed: int) -> Callable[[object], Tensor]:
         parts = floating_outputs(output).values()
         if not parts:
             raise ArgumentError("training: the model's output has no floating tensor")
-        return torch.stack([part.square().mean(dtype=_wide(part)) for part in parts]).sum()
+        wide = [torch.promote_types(part.dtype, torch.float32) for part in parts]
+        pairs = zip(parts, wide, strict=True)
+        return torch.stack([part.square().mean(dtype=dtype) for part, dtype in pairs]).sum()
 
     return loss
-
-
-def _wide(part: Tensor) -> torch.dtype:
-    return torch.float64 if part.dtype == torch.float64 else torch.float32
 
 
 def gradient_comparison(
@@ -280,18 +288,3 @@ def gradient_comparison(
         if oracle is not None and None not in others:
             comparison.add(oracle, *others)
     return comparison
-
-
-def _with_parts(run: Run, samples: Samples) -> TrainingRun:
-    taken = samples[run.name]
-    parts = middle_means(
-        [sample.seconds for sample in taken],
-        [[sample.sites[part] for sample in taken] for part in PARTS],
-    )
-    named = {part: digits(seconds) for part, seconds in zip(PARTS, parts, strict=True)}
-    return TrainingRun(**_fields(run) | {"parts": named})
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """A dataclass's fields as they are: what a class that adds one is made of."""
-    return {each.name: getattr(value, each.name) for each in fields(value)}

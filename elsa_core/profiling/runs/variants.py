@@ -22,7 +22,7 @@ from elsa_core.graphs.model import GraphedModel
 from elsa_core.graphs.model import graphed as elsa_graphed
 from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.measuring.timing import Contender
-from elsa_core.patching import SWITCHES, shared_copy, unpatch
+from elsa_core.patching import SWITCHES, shared_copy
 
 GRAPH: Final = "+graph"
 CONTROL: Final = "control"
@@ -35,13 +35,12 @@ BASELINES: Final = {
     "sdpa+graph": "sdpa, through elsa.graphed",
     "compile+graph": "compile, replayed as a CUDA graph",
 }
-_PATCH: Final = "elsa.patch(model)"
 
 
 def how_to(name: str) -> str:
     """What a user writes to run a model in the way `name`."""
     base = name.removesuffix(GRAPH)
-    steps = [_PATCH] if base.startswith("patched") else []
+    steps = ["elsa.patch(model)"] if base.startswith("patched") else []
     if base.endswith("compile"):
         mode = ', mode="reduce-overhead"' if name.endswith(GRAPH) else ""
         steps.append(f"model = torch.compile(model{mode})")
@@ -158,37 +157,42 @@ def build(
     graph_bytes: dict[str, int] = {}
     first_seconds: dict[str, float] = {}
     replays: dict[str, Callable[[], object]] = {}
-    eager_parts: dict[str, Callable[[], object]] = {}
+    compiled: dict[str, Callable[[], object]] = {}
     calling = calling or (lambda module: lambda: module(*inputs))
+    tell = progress or (lambda *_: None)
     for i, name in enumerate(names):
-        if progress is not None:
-            progress(name, i, len(names))
-        start = time.perf_counter()
+        tell(name, i, len(names))
+        start, base = time.perf_counter(), name.removesuffix(GRAPH)
         try:
-            if name.endswith(GRAPH) and "compile" not in name:
-                module = _module(name.removesuffix(GRAPH), model, patched)
-                held = elsa_graphed(cast("nn.Module", module))
+            if base != name and "compile" not in name:
+                held = elsa_graphed(cast("nn.Module", _module(base, model, patched)))
                 call = calling(held)
                 graph_bytes[name] = _first(call, held)
                 replays.update(zip((name,), held.replays(), strict=False))
             else:
-                call = _part(name.removesuffix(GRAPH), model, patched, calling, eager_parts)
-                if name.endswith(GRAPH):
+                if base not in compiled:
+                    compiled[base] = calling(_module(base, model, patched))
+                call = compiled[base]
+                if base != name:
                     call, graph_bytes[name] = graphed(call)
                 with torch.inference_mode():
                     call()
-            contender = Contender(name, call)
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # an asynchronous failure must show here
         except _NotDifferentError as reason:
             left_out[name] = str(reason)
         except Exception as error:
             # Compilers fail in many ways, and a baseline that fails ends nothing.
-            if name in ("eager", "patched") or isinstance(error, ElsaError):
-                raise _explained(name, error) from error
+            if isinstance(error, ElsaError):
+                raise
+            if name in ("eager", "patched"):
+                if is_out_of_memory(error):
+                    raise
+                why = f"profile: {name} does not run on these inputs: {first_line(error)}"
+                raise ModelError(why) from error
             left_out[name] = first_line(error)
         else:
-            found.append(contender)
+            found.append(Contender(name, call))
             first_seconds[name] = time.perf_counter() - start
     return Built(tuple(found), left_out, graph_bytes, first_seconds, replays)
 
@@ -199,44 +203,24 @@ def _first(call: Callable[[], object], held: GraphedModel) -> int:
     Raises:
         RuntimeError: no graph holds the call.
     """
-    before = _reserved()
+
+    def reserved() -> int:
+        if not torch.cuda.is_initialized():
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    before = reserved()
     with torch.inference_mode():
         call()
     if not held.captures:
         raise RuntimeError(held.reasons[-1] if held.reasons else "no graph was captured")
-    return max(0, _reserved() - before)
-
-
-def _reserved() -> int:
-    if not torch.cuda.is_initialized():
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
-
-
-def _explained(name: str, error: Exception) -> Exception:
-    """What the failure of a run that cannot be left out is raised as."""
-    if isinstance(error, ElsaError) or is_out_of_memory(error):
-        return error
-    return ModelError(f"profile: {name} does not run on these inputs: {first_line(error)}")
+    return max(0, reserved() - before)
 
 
 class _NotDifferentError(Exception):
     """A way to run the model that is the same as another one; the message says which."""
-
-
-def _part(
-    name: str,
-    model: nn.Module,
-    patched: nn.Module,
-    calling: Calling,
-    made: dict[str, Callable[[], object]],
-) -> Callable[[], object]:
-    """The call for a name without its graph, made once."""
-    if name not in made:
-        made[name] = calling(_module(name, model, patched))
-    return made[name]
 
 
 def _module(name: str, model: nn.Module, patched: nn.Module) -> Callable[..., object]:
@@ -298,10 +282,3 @@ def forget_compiled() -> None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
-
-
-def unpatched_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model with its own classes, over the same weights, in eval mode."""
-    plain = shared_copy(model)
-    unpatch(plain)
-    return plain.eval()

@@ -1,0 +1,302 @@
+"""What `elsa bench models`, `training` and `linear` share: cases, documents, runs that go on.
+
+Each result goes into the document at once, so that a long run can be stopped and resumed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+
+from elsa_core.base.messages import first_line
+from elsa_core.base.reading import RESULT_BYTES, read_text
+from elsa_core.base.version import __version__
+from elsa_core.errors import ArgumentError, ElsaError, ModelError
+from elsa_core.measuring import busy, environment
+from elsa_core.measuring.documents import Plain
+from elsa_core.measuring.memory_limit import limited, release
+from elsa_core.precision import DTYPES
+from elsa_core.profiling.runs import variants
+from elsa_core.profiling.runs.runs import ProfileReport, Progress
+
+SCHEMA_VERSION: Final = 1
+Document = dict[str, Any]
+
+
+class Case(Protocol):
+    """What is measured at once; its name is unique among its device's."""
+
+    @property
+    def table(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def quick(self) -> bool: ...
+    @property
+    def name(self) -> str: ...
+    def to_dict(self) -> Document: ...
+
+
+@dataclass(frozen=True)
+class ModelCase(Plain):
+    """One model at one size.
+
+    Attributes:
+        table: "batch8" (the paper's tables), "resolution" (sweeps) or "families".
+        label: what the tables call the model.
+        model: `timm:...` or `open_clip:...` (its image tower).
+        image_size: side in pixels.
+        window: window size of a Swin, None for its own.
+        quick: whether --quick includes it.
+    """
+
+    table: str
+    label: str
+    model: str
+    image_size: int
+    batch: int
+    dtype: str = "fp32"
+    precision: str = "strict"
+    window: int | None = None
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique in its device's tables: `batch8/ViT-B-224x8-fp32`."""
+        label = self.label.replace(" ", "-")
+        return f"{self.table}/{label}-{self.image_size}x{self.batch}-{self.dtype}"
+
+    def to_dict(self) -> Document:
+        """Plain data for JSON."""
+        return {"name": self.name, **super().to_dict()}
+
+
+Tables = Mapping[str, Mapping[str, tuple[Case, ...]]]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One kind of bench.
+
+    Attributes:
+        command: as documents name it.
+        tables: cases by device type and table, in the order in which they are measured.
+        measure: one case as plain data, of (case, device, settings, progress).
+        aside: a table that is measured only where it is named.
+        baselines: those of a device by what the user named; None: the bench has none.
+    """
+
+    command: str
+    tables: Tables
+    measure: Callable[[Any, torch.device, Document, Progress], Document]
+    aside: str = ""
+    baselines: Callable[[Sequence[str] | None, torch.device], Sequence[str]] | None = None
+
+    def select(
+        self, device_type: str, *, tables: Sequence[str] = (), patterns: Sequence[str] = (),
+        quick: bool = False, dtype: str | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The cases of a device; arguments as of `elsa_core.profiling.bench.cases.select`.
+
+        The table aside is chosen by its name, or by it in every pattern.
+
+        Raises:
+            ArgumentError: a table that does not exist, or nothing matches.
+        """
+        of_device = self.tables.get(device_type, {})
+        for table in tables:
+            if table not in of_device:
+                raise ArgumentError(f"table: no table {table!r}; use one of {', '.join(of_device)}")
+        named = bool(patterns) and all(each.startswith(f"{self.aside}/") for each in patterns)
+        chosen = tuple(
+            case
+            for name, cases in of_device.items()
+            for case in cases
+            if (name in tables if tables else name != self.aside or named)
+            and (not quick or case.quick)
+            and dtype in (None, case.dtype)
+            and (not patterns or any(fnmatch.fnmatchcase(case.name, glob) for glob in patterns))
+        )
+        if not chosen:
+            raise ArgumentError(
+                "cases: nothing matches the selection; --dry-run lists what there is"
+            )
+        return chosen
+
+    def settings(
+        self, device: torch.device, *, baselines: Sequence[str] | None = None, rounds: int = 20,
+        budget_seconds: float = 20.0, seed: int = 0, backend: str = "auto",
+    ) -> Document:  # fmt: skip
+        """How to measure, as plain data.
+
+        Raises:
+            ArgumentError, UnavailableError: a baseline that is unknown, or that the device lacks.
+        """
+        own: Document = {}
+        if self.baselines is not None:
+            own["baselines"] = list(self.baselines(baselines, device))
+        return own | {
+            "rounds": rounds, "budget_seconds": budget_seconds, "seed": seed, "backend": backend,
+        }  # fmt: skip
+
+    def started(self, chosen: Document, described: Document) -> Document:
+        """An empty document: `settings`, and the environment from `environment.describe`."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "elsa_version": __version__,
+            "command": self.command,
+            "environment": described,
+            "results": {"settings": chosen, "busy": "", "complete": False, "cases": []},
+        }
+
+    def run(
+        self,
+        cases: Sequence[Case],
+        document: Document,
+        *,
+        device: torch.device,
+        keep: Callable[[Document], None] = lambda document: None,
+        limit_seconds: float | None = None,
+        progress: Progress | None = None,
+    ) -> Document:
+        """Measure the cases that the document does not hold yet.
+
+        A case that fails is a row with its reason. None begins after `limit_seconds`.
+
+        Args:
+            cases: from `select`.
+            document: from `started` or `read`; changed in place.
+            device: where it is measured.
+            keep: called with the document after each case.
+            limit_seconds: of the whole run; None for no limit.
+            progress: called with (what, index, number of cases).
+        """
+        results, missing = document["results"], left(cases, document)
+        places = {case.name: i for i, case in enumerate(cases)}
+        results["complete"] = not missing
+        end = None if limit_seconds is None else time.monotonic() + limit_seconds
+        matmul = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")  # no peer may compute fp32 in TF32
+        try:
+            for i, case in enumerate(missing):
+                if end is not None and time.monotonic() > end:
+                    break
+                # after a case, the GPU's utilisation would be that case's
+                whole = device.type == "cpu" or i == 0
+                occupied = busy.reason(device) if whole else busy.gpu_others(device)
+                results["busy"] = results["busy"] or occupied
+
+                def tell(what: str, *_: int, i: int = i, name: str = case.name) -> None:
+                    if progress is not None:
+                        progress(f"{name}: {what}", i, len(missing))
+
+                variants.forget_compiled()
+                try:
+                    with limited(device), variants.on_device(device):
+                        found = self.measure(case, device, results["settings"], tell)
+                except (ElsaError, RuntimeError, MemoryError) as error:
+                    found = empty(case, first_line(error))
+                results["cases"].append(found)
+                results["cases"].sort(
+                    key=lambda each: places.get(each["case"]["name"], len(places))
+                )
+                results["complete"] = not left(cases, document)
+                keep(document)
+                release(device)
+        finally:
+            torch.set_float32_matmul_precision(matmul)
+        return document
+
+
+def left(cases: Sequence[Case], document: Document) -> list[Case]:
+    """The cases that the document does not hold yet; it may hold others."""
+    present = {result["case"]["name"] for result in document["results"]["cases"]}
+    return [case for case in cases if case.name not in present]
+
+
+def read(path: Path, fresh: Document) -> Document:
+    """The document that a run left in `path`, to go on with it.
+
+    Args:
+        path: the file.
+        fresh: what `started` gives now; the file must be of the same machine, versions and
+            settings.
+
+    Raises:
+        ArgumentError: it is of another machine, of other versions or of other settings.
+        ModelError: it cannot be read, or is no such document.
+    """
+    alien = f"{path} is no result of `elsa {fresh['command']}`"
+    try:
+        document: Document = json.loads(read_text(path, RESULT_BYTES))
+        found = document["results"]
+        right = document["command"] == fresh["command"] and isinstance(found["busy"], str)
+        right = right and isinstance(document["environment"], dict)
+        names = [str(each["case"]["name"]) for each in found["cases"]]
+        held = {key: found["settings"].get(key) for key in fresh["results"]["settings"]}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(alien) from error
+    if not right or len(set(names)) < len(names):
+        raise ModelError(alien)
+    if held != fresh["results"]["settings"]:
+        raise ArgumentError(f"{path} was measured with other settings; use another file or --force")
+    differs = environment.difference(document, fresh)
+    if differs:
+        raise ArgumentError(
+            f"{path} was measured on another machine or with other versions ({differs}); "
+            "use another file or --force"
+        )
+    return document
+
+
+def images(case: ModelCase, device: torch.device, seed: int) -> torch.Tensor:
+    """The batch of a case, [batch, 3, image_size, image_size]: normal numbers from `seed`."""
+    shape = (case.batch, 3, case.image_size, case.image_size)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(device, DTYPES[case.dtype])
+
+
+def result(case: ModelCase, found: ProfileReport, failures: list[str]) -> Document:
+    """The plain data of a measured case.
+
+    `measurements` are runs (`elsa_core.profiling.runs.runs.Run`) by `contender`; `errors` are (the
+    fastest elsa run's, "eager"'s) relative errors against float64 of the very calls that were
+    timed, None where they are not known; `wrong` are the elsa runs whose error is too large, and
+    "patched" where a site failed its check.
+    """
+    own, original = (found.run(name).error for name in (found.best_patched, "eager"))
+    wrong = ["patched"] if failures else []
+    wrong += [run.name for run in found.runs if run.patched and run.name in found.wrong]
+    runs = []
+    for run in found.runs:
+        plain = run.to_dict()
+        plain["contender"] = plain.pop("name")
+        plain["precision"] = case.precision if plain.pop("patched") else None
+        runs.append(plain)
+    return {
+        "case": case.to_dict(),
+        "measurements": runs,
+        "best_peer": found.best_baseline,
+        "best_own": found.best_patched,
+        "gain": found.gain.to_dict(),
+        "sites": [found.patched, found.patched + found.kept],
+        "errors": None if original is None else [own, original],
+        "wrong": list(dict.fromkeys(wrong)),
+        "left_out": dict(found.left_out),
+        "warnings": [*found.warnings, *failures],
+    }
+
+
+def empty(case: Case, reason: str) -> Document:
+    """The plain data of a case that was not measured."""
+    return {
+        "case": case.to_dict(), "measurements": [], "best_peer": "", "best_own": "", "gain": None,
+        "sites": [0, 0], "errors": None, "wrong": [], "left_out": {"all": reason}, "warnings": [],
+    }  # fmt: skip

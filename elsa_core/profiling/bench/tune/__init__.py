@@ -1,1 +1,0 @@
-"""Tiles measured on the GPU at hand, for `elsa bench --tune`."""
