@@ -27,9 +27,7 @@ from timm.models import (
     gcvit,
     levit,
     mvitv2,
-    nest,
     shvit,
-    tnt,
     visformer,
     vision_transformer_sam,
     volo,
@@ -73,22 +71,9 @@ CASES: dict[str, Case] = {
         lambda: BottleneckAttn(16, feat_size=(4, 6), num_heads=2, stride=2, qk_ratio=0.5),
         (16, 4, 6),
     ),
-    "bottleneck-scaled": Case(
-        lambda: BottleneckAttn(16, 32, (4, 5), num_heads=2, scale_pos_embed=True, qkv_bias=True),
-        (16, 4, 5),
-    ),
     "halo": Case(
         lambda: HaloAttn(16, 32, num_heads=2, block_size=4, halo_size=1, dim_head=8), (16, 8, 12)
     ),
-    "halo-stride": Case(
-        lambda: HaloAttn(16, num_heads=2, block_size=4, halo_size=2, stride=2), (16, 8, 4)
-    ),
-    "halo-pool": Case(
-        lambda: HaloAttn(16, num_heads=2, block_size=4, stride=2, avg_down=True), (16, 8, 8)
-    ),
-    "levit": Case(lambda: levit.Attention(24, 8, 3, 2.0, (3, 5)), (15, 24)),
-    "levit-conv": Case(lambda: levit.Attention(24, 8, 3, 2.0, (3, 5), use_conv=True), (24, 3, 5)),
-    "levit-down": Case(lambda: levit.AttentionDownsample(24, 32, 8, 3, 4.0, 2, (3, 5)), (15, 24)),
     "levit-down-conv": Case(
         lambda: levit.AttentionDownsample(24, 32, 8, 3, 4.0, 2, (3, 5), use_conv=True), (24, 3, 5)
     ),
@@ -98,24 +83,16 @@ CASES: dict[str, Case] = {
     ),
     "crossvit": Case(lambda: crossvit.CrossAttention(24, 3, qkv_bias=True), (9, 24)),
     "volo": Case(lambda: volo.ClassAttention(24, 3, qkv_bias=True), (9, 24)),
-    "volo-head-dim": Case(lambda: volo.ClassAttention(24, 3, head_dim=5), (9, 24)),
-    "tnt": Case(lambda: tnt.Attention(24, 12, 3), (9, 24)),
     "convit": Case(lambda: convit.MHSA(24, 3, qkv_bias=True), (9, 24)),
-    "nest": Case(lambda: nest.Attention(24, 3, qkv_bias=True), (4, 9, 24)),
     "gcvit": Case(
         lambda: gcvit.WindowAttentionGlobal(24, 3, (3, 4), use_global=False), (12, 24)
     ),
     "shvit": Case(lambda: shvit.SHSA(24, 4, 8), (24, 3, 5)),
     "visformer": Case(lambda: visformer.Attention(24, 3), (24, 3, 5)),
-    "visformer-narrow": Case(lambda: visformer.Attention(24, 3, head_dim_ratio=0.5), (24, 3, 5)),
 }  # fmt: skip
 
 
-# One of each adapter, for the compiler takes seconds.
-COMPILED = (
-    *("sam", "mvit", "bottleneck", "halo", "levit", "levit-down-conv", "efficientformer"),
-    *("efficientvit", "crossvit", "volo", "tnt", "nest", "gcvit", "shvit", "visformer"),
-)
+COMPILED = ("sam", "mvit", "levit-down-conv", "shvit")  # the compiler takes seconds
 
 
 def randomised(module: nn.Module) -> nn.Module:
@@ -205,18 +182,18 @@ def test_global_queries_stay_with_their_image() -> None:
 
 
 def test_decomposed_positions_need_no_mask() -> None:
-    for case, masked in (("sam", False), ("mvit", False), ("halo", False)):
+    for case in ("sam", "mvit"):
         module = randomised(CASES[case].make())
         patch(module)
         with torch.no_grad(), Calls() as calls:
             module(torch.randn(2, *CASES[case].shape), *CASES[case].further(2))
-        assert (calls.elsa[0][0][3] is not None) is masked
+        assert calls.elsa[0][0][3] is None
 
 
 @torch.no_grad()
 def test_positions_too_many_for_the_head_dim_become_a_mask(monkeypatch) -> None:
     monkeypatch.setattr(decomposed, "_WIDEST", 16)
-    for name in ("sam", "mvit", "mvit-no-token", "halo", "bottleneck-scaled"):
+    for name in ("sam", "mvit", "mvit-no-token"):
         module = randomised(CASES[name].make())
         inputs = (torch.randn(2, *CASES[name].shape), *CASES[name].further(2))
         assert_same(module, torch.float32, *inputs)
@@ -226,8 +203,7 @@ def test_positions_too_many_for_the_head_dim_become_a_mask(monkeypatch) -> None:
         assert calls.elsa[0][0][3] is not None
 
 
-@pytest.mark.parametrize("name", ["crossvit", "volo", "tnt", "convit", "nest", "sam", "gcvit",
-                                  "visformer"])  # fmt: skip
+@pytest.mark.parametrize("name", ["crossvit", "volo", "sam", "visformer"])
 @torch.no_grad()
 def test_dropout_stays_dropout(name: str) -> None:
     module = randomised(CASES[name].make())
@@ -250,11 +226,9 @@ def test_open_clip_attention_pool() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", [(3, 4), (1, 5), (7, 7)])
 @pytest.mark.parametrize(("more", "prefix"), [(0, 0), (3, 0), (0, 1), (5, 2)])
-def test_places_and_tables_in_few_launches(keys, more, prefix):
+def test_places_in_few_launches(keys, more, prefix):
     """On a GPU they are built in another way, to the same numbers."""
-    like, rel = torch.randn(2, 2, 5, 6, dtype=torch.float16), torch.randn(2 * keys[1] - 1, 3)
+    like = torch.randn(2, 2, 5, 6, dtype=torch.float16)
     expected = decomposed._places(keys, more, prefix, like)
-    table = decomposed.table_ahead(rel, keys[1], keys[1])
     found = decomposed._places(keys, more, prefix, like.cuda()).cpu()
     assert torch.equal(found, expected) and found.dtype == expected.dtype
-    assert torch.equal(decomposed.table_ahead(rel.cuda(), keys[1], keys[1]).cpu(), table)

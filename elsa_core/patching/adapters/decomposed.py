@@ -124,13 +124,3 @@ def table(rel: Tensor, queries: int, keys: int) -> Tensor:
     i = torch.arange(queries, device=rel.device)[:, None] * q_step
     j = torch.arange(keys, device=rel.device)[None, :] * k_step
     return rel[(i - j + (keys - 1) * k_step).long()]
-
-
-def table_ahead(rel: Tensor, queries: int, keys: int) -> Tensor:
-    """[queries, keys, D] from relative embeddings [2 * keys - 1, D], as bottleneck and halo
-    attention count them: entry (i, j) is of j - i."""
-    if rel.is_cuda and queries == keys and not calls.traced():  # one launch
-        return rel.unfold(0, keys, 1).flip(0).transpose(1, 2)
-    i = torch.arange(queries, device=rel.device)[:, None]
-    j = torch.arange(keys, device=rel.device)[None, :]
-    return rel[j - i + keys - 1]

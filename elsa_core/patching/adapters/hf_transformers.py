@@ -6,15 +6,13 @@
     model = AutoModel.from_pretrained(name, attn_implementation="elsa")
 
 Read against transformers 5.23. `patch` is not involved: transformers itself calls what is
-registered, and makes the masks that its "sdpa" takes. On a CPU keys that such a mask hides of all
-queries of a sequence (padding of an encoder) are left out.
+registered, and makes the masks that its "sdpa" takes.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from torch.overrides import _get_current_function_mode
 
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.ops.attention.api import attention
-from elsa_core.patching.adapters import padding
 from elsa_core.patching.adapters.names import check_names
 from elsa_core.patching.recognition import Watch
 
@@ -107,11 +104,6 @@ def attention_forward(
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     if position_bias is not None:
         attention_mask, causal = _with_bias(position_bias, attention_mask, causal), False
-    if not dropout:
-        site = SimpleNamespace(elsa_precision=precision, elsa_backend=backend)
-        rest = padding.without_hidden_keys(site, query, key, value, attention_mask, scaling)
-        if rest is not None:
-            return rest.transpose(1, 2), None
     out: Any = attention(
         query,
         key,

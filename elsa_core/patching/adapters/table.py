@@ -79,10 +79,10 @@ _TIMM = (
     Row("layers.attention_pool.AttentionPoolPrr", POOLING),
     Row("layers.attention_pool2d.AttentionPool2d", POOLING),
     Row("layers.attention_pool2d.RotAttentionPool2d", POOLING),
-    Row("layers.bottleneck_attn.BottleneckAttn", GLOBAL, "timm_bottleneck.ElsaBottleneckAttn"),
+    Row("layers.bottleneck_attn.BottleneckAttn", GLOBAL),
     Row("layers.diff_attention.DiffAttention", GLOBAL),
     Row("layers.global_context.GlobalContext", NONE),
-    Row("layers.halo_attn.HaloAttn", WINDOW, "timm_bottleneck.ElsaHaloAttn"),
+    Row("layers.halo_attn.HaloAttn", WINDOW),
     Row(
         "layers.lambda_layer.LambdaLayer",
         "linear",

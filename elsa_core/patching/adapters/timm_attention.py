@@ -31,7 +31,7 @@ from elsa_core.patching.adapters.common import (
     trains_by_pytorch,
     weights_are_hooked,
 )
-from elsa_core.patching.adapters.padding import is_packed, padding_of, without_padding
+from elsa_core.patching.adapters.padding import Packed, attend_packed
 
 
 class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
@@ -57,7 +57,7 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         """Whether the original forward has to run, or is the cheaper one."""
         if not isinstance(x, Tensor):  # torch.fx traces the original, and finds its names
             return True
-        if attn_mask is not None and is_packed(attn_mask):  # which the original cannot read
+        if isinstance(attn_mask, Packed):  # which the original cannot read
             return False
         # in half precision PyTorch computes the layers
         alone = x.dtype != torch.float32 or not computes_layers(self)
@@ -145,13 +145,13 @@ def attended(
 
     `residual` and `scale` are terms of `project`, for calls without dropout.
     """
-    own_scale, dropout_p = scale_of(module), drop_p(module)
-    padding = padding_of(attn_mask) if not is_causal and dropout_p == 0.0 else None
-    out = without_padding(module, q, k, v, padding, own_scale) if padding else None
-    if out is None:
+    if isinstance(attn_mask, Packed):
+        out = attend_packed(module, q, k, v, attn_mask, scale_of(module))
+    else:
         out = attend(
-            module, q, k, v, attn_mask, scale=own_scale, dropout_p=dropout_p, is_causal=is_causal
-        )
+            module, q, k, v, attn_mask, scale=scale_of(module), dropout_p=drop_p(module),
+            is_causal=is_causal,
+        )  # fmt: skip
     x = module.norm(join_heads(out))
     if gate is not None:
         x = x * gate

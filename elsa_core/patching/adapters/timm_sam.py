@@ -11,11 +11,11 @@ from timm.models.vision_transformer_sam import Attention
 from torch import Tensor
 
 from elsa_core.patching.adapters.common import (
-    all_pixels,
     attend,
     drop_p,
     join_heads,
     project,
+    runs_original,
     scale_of,
     split_packed,
 )
@@ -29,7 +29,7 @@ class ElsaSamAttention(Attention):  # type: ignore[misc]  # timm is untyped
     elsa_precision: str
     elsa_backend: str
 
-    @all_pixels(1, 2)
+    @runs_original(lambda site, x: x.numel() * x.shape[1] * x.shape[2])
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[1:3]
         q, k, v = split_packed(project(self, self.qkv, x.flatten(1, 2)), self.num_heads)

@@ -7,7 +7,6 @@ layers within it.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,38 +19,15 @@ from transformers.models.siglip2.modeling_siglip2 import (
 )
 
 from elsa_core import dispatch
-from elsa_core.ops.varlen.api import varlen_attention
 from elsa_core.patching.adapters import hf_transformers, padding
 from elsa_core.patching.adapters.common import attend, join_heads, split_heads
 from elsa_core.patching.adapters.hooks import is_watched
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Where the tokens of a padded batch [B, N] are, one padded token of each image among them.
-
-    Attributes:
-        rows: [T] the places of those tokens among B * N.
-        places: [B * N] which of them stands for each place.
-        queries: [B + 1] int32, cumulative: tokens and padded ones.
-        keys: [B + 1] int32, cumulative: tokens alone.
-        seen: [Tk] the keys among the T tokens.
-        longest: the most queries of an image, or more.
-    """
-
-    rows: Tensor
-    places: Tensor
-    queries: Tensor
-    keys: Tensor
-    seen: Tensor
-    longest: int
-
-
 class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transformers is untyped
     """SigLIP 2's attention: [B, N, C] -> [B, N, C] and no weights; any floating dtype.
 
-    On a CPU a mask that hides the same keys of all queries is not read: the keys are left out. On a
-    GPU that is so within an encoder that packs its tokens.
+    Within an encoder that packs its tokens keys are those of the same image.
     """
 
     elsa_base = Siglip2Attention
@@ -71,12 +47,9 @@ class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transform
         layers = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (split_heads(layer(hidden_states), self.num_heads) for layer in layers)
         dropout_p = self.dropout if self.training else 0.0
-        out: Tensor | None = None
-        if isinstance(attention_mask, Packed):
-            out = _among_tokens(self, q, k, v, attention_mask)
-        elif dropout_p == 0.0:
-            out = padding.without_hidden_keys(self, q, k, v, attention_mask, self.scale)
-        if out is None:
+        if isinstance(attention_mask, padding.Packed):
+            out = padding.attend_packed(self, q, k, v, attention_mask, self.scale)
+        else:
             out = attend(self, q, k, v, attention_mask, scale=self.scale, dropout_p=dropout_p)
         return self.out_proj(join_heads(out)), None
 
@@ -88,7 +61,7 @@ class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
     and no key of any query: then they stay equal through all layers. So the layers take the tokens
     of all images one after another, and one padded token of each image that has some; its results
     stand at all of that image's padded places, where the original has the same. Padded tokens that
-    differ stay in the batch, and attention alone leaves them out as keys.
+    differ stay in the batch.
     """
 
     elsa_base = Siglip2Encoder
@@ -108,27 +81,34 @@ class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
         return tuple(layer.self_attn for layer in module.layers)
 
     def forward(self, inputs_embeds: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-        if not kwargs and _may_pack(self, inputs_embeds):
-            packed = None
-            if all(map(_is_plain, self.layers)):
-                valid = padding.hidden_keys(attention_mask, on_gpu=True)
-                packed = None if valid is None else _packed(inputs_embeds, valid)
-            if packed is not None:
-                return self._through_layers(inputs_embeds, packed)
-        return super().forward(inputs_embeds, attention_mask, **kwargs)
-
-    def _through_layers(self, x: Tensor, packed: Packed) -> Any:
-        tokens = x.flatten(0, 1)[packed.rows].unsqueeze(0)  # [1, T, C]
-        found = super().forward(tokens, packed)
-        whole = found.last_hidden_state.squeeze(0)[packed.places]
-        found.last_hidden_state = whole.unflatten(0, x.shape[:2])
-        return found
+        found = None
+        if not kwargs and _may_pack(self, inputs_embeds) and all(map(_is_plain, self.layers)):
+            found = _packed(inputs_embeds, attention_mask)
+        if found is None:
+            return super().forward(inputs_embeds, attention_mask, **kwargs)
+        rows, places, packed = found
+        out = super().forward(inputs_embeds.flatten(0, 1)[rows].unsqueeze(0), packed)
+        whole = out.last_hidden_state.squeeze(0)[places]
+        out.last_hidden_state = whole.unflatten(0, inputs_embeds.shape[:2])
+        return out
 
 
-def _packed(x: Tensor, valid: Tensor) -> Packed | None:
-    """The tokens of a batch x [B, N, C] of which valid [B, N] are there; None where the padded ones
-    of an image are not equal."""
-    if x.shape[:2] != valid.shape:
+def _packed(x: Tensor, mask: Any) -> tuple[Tensor, Tensor, padding.Packed] | None:
+    """Of a batch x [B, N, C] the places of its tokens and of one padded token of each image, [T],
+    and which of them stands for each place, [B * N]; what the layers get for a mask [B, 1, N, N].
+
+    None where the mask hides keys of some queries alone, leaving tokens out does not pay, or the
+    padded tokens of an image are not equal.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
+        return None
+    if mask.shape[1] != 1 or not mask.numel():
+        return None
+    row = mask[:, :, :1]
+    valid = row[:, 0, 0]
+    if x.shape[:2] != valid.shape or not padding.longest(valid):
+        return None
+    if not torch.equal(mask, row.expand_as(mask)):
         return None
     first = valid.int().argmin(1)  # of the padded ones, where there are any
     image, place = (~valid).nonzero(as_tuple=True)
@@ -138,23 +118,10 @@ def _packed(x: Tensor, valid: Tensor) -> Packed | None:
     kept[image, first[image]] = True
     rows = kept.flatten().nonzero().squeeze(1)
     order = (kept.flatten().cumsum(0) - 1).view_as(valid)
-    places = torch.where(valid, order, order.gather(1, first[:, None]))
-    return Packed(
-        rows, places.flatten(), padding.bounds(kept.sum(1)), padding.bounds(valid.sum(1)),
-        valid.flatten()[rows].nonzero().squeeze(1), valid.shape[1],
-    )  # fmt: skip
-
-
-def _among_tokens(site: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
-    """[1, H, T, D] -> [1, H, T, D]: the queries of an image to its keys."""
-    queries, keys, values = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))  # [T, H, D]
-    out: Any = varlen_attention(
-        queries, keys[packed.seen], values[packed.seen], packed.queries, packed.keys,
-        packed.longest, packed.longest, scale=site.scale, precision=site.elsa_precision,
-        backend=site.elsa_backend,
-    )  # fmt: skip
-    heads_first: Tensor = out.transpose(0, 1).unsqueeze(0)
-    return heads_first
+    places = torch.where(valid, order, order.gather(1, first[:, None])).flatten()
+    seen = valid.flatten()[rows].nonzero().squeeze(1)
+    bounds = padding.bounds(kept.sum(1)), padding.bounds(valid.sum(1))
+    return rows, places, padding.Packed(bounds[0], valid.shape[1], bounds[1], seen)
 
 
 def _may_pack(encoder: Any, x: Tensor) -> bool:
