@@ -226,7 +226,7 @@ def entmax_backward_cuda(*arguments: Any) -> Any:
 
 def entmax_varlen_backward_cuda(*arguments: Any) -> Any:
     """`elsa::entmax_varlen_attention_backward` on CUDA: Triton's kernels."""
-    from elsa_core.backends.triton.attention.entmax_varlen import entmax_varlen_backward
+    from elsa_core.backends.triton.attention.entmax import entmax_varlen_backward
 
     with _without_autocast("cuda"):
         return entmax_varlen_backward(*arguments)

@@ -243,7 +243,7 @@ KERNELS_ON_CUDA = {
     "attention_dropout": _late("triton.attention.dropout", "attention_dropout"),
     "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
     "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
-    "entmax_varlen_attention": _late("triton.attention.entmax_varlen", "entmax_varlen_forward"),
+    "entmax_varlen_attention": _late("triton.attention.entmax", "entmax_varlen_forward"),
     "sparse_attention": _late("triton.attention.sparse", "sparse_attention"),
     "window_attention": _late("triton.window.planner", "window_attention"),
     "linear": _late("triton.linear.gate", "kernel"),
@@ -282,7 +282,7 @@ _TRITON = {
         state=_late("triton", "attention_state"),
     ),
     "varlen_attention": Implementation(
-        support=_late("triton.attention.varlen", "support"),
+        support=_late("triton", "support"),
         run=ops.VARLEN_ATTENTION.overload,
         schedule=_late("triton.attention.varlen", "schedule"),
         arithmetic=_split,

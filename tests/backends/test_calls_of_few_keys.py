@@ -63,7 +63,7 @@ def test_turbo_of_few_keys_is_strict_in_one_launch() -> None:
 
 def test_one_launch_without_workspace() -> None:
     call = planned(197, 197, 64, 64, 256)
-    assert list(call.every_launch()) == ["fold"] and call.workspace == 0
+    assert list(call.launches) == ["fold"] and call.workspace == 0
     assert call.fold.tail["KEYS"] == 256 and call.fold.tail["TOGETHER"]
     assert planned(50, 50, 64, 64, 64).fold.tail["KEYS"] == 64
     # a lane holds eight channels at least, so 16 warps take 128 rows of 32

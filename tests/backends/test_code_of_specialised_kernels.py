@@ -109,7 +109,7 @@ def test_states_with_lse_in_float64_compile(parts: int) -> None:
     for one in (
         call.fold,
         call.launches["fma_fallback"],
-        *([call.merge.launch] if call.merge else []),
+        call.launches["merge"],
     ):
         assert compile_launch(one, torch.float32, "cuda", 90, lse="fp64").asm["cubin"]
 

@@ -22,7 +22,6 @@ from elsa_core.backends.triton.attention import (
     backward,
     dropout,
     entmax,
-    entmax_varlen,
     sparse,
     varlen,
 )
@@ -49,7 +48,7 @@ def meta(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 def attention(dtype: torch.dtype, precision: str = "strict", **more: Any) -> list[Any]:
-    return list(planned_call((1, 4, 300, 64), dtype, precision, **more).every_launch().values())
+    return list(planned_call((1, 4, 300, 64), dtype, precision, **more).launches.values())
 
 
 def gradients(
@@ -78,15 +77,9 @@ def alpha_entmax(dtype: torch.dtype, packed: bool = False) -> list[Any]:
         (forward, None, ()), (trained, heads, (True, True, True, False, True)),
     ):  # fmt: skip
         number = 1.5 if alpha is None else 0.0
-        options = entmax.Options(number, packed, dim**-0.5, "strict", needs)
-        if packed:
-            packing = entmax_varlen.Packing(5, 100, 120)
-            call = entmax_varlen.plan_call(operands, alpha, options, packing)
-        else:
-            call = entmax.plan_call(operands, None, alpha, options)
-        parts = (call.forward, call.by_rows, call.by_columns, call.query, call.key,
-                 getattr(call, "alpha", None))  # fmt: skip
-        found += [launch for launch in parts if launch is not None]
+        packing = entmax.Packing(5, 100, 120) if packed else None
+        options = entmax.Options(number, packed, dim**-0.5, "strict", needs, packing)
+        found += entmax.plan_call(operands, None, alpha, options).values()
     return found
 
 

@@ -14,7 +14,6 @@ from elsa_core.backends.triton.attention import (
     backward,
     dropout,
     entmax,
-    entmax_varlen,
     sparse,
     varlen,
 )
@@ -93,17 +92,6 @@ def test_grid_holds_every_tile() -> None:
     assert first[8] == launch.tail["slots"]
 
 
-def planned_entmax(dtype, alpha=1.5, *, needs=(), mask=None, causal=False, dim=64, heads=None):
-    """The launches of a call of 4 heads on a machine without a GPU."""
-    q, k = (torch.empty((1, 4, n, dim), dtype=dtype, device="meta") for n in (300, 333))
-    options = entmax.Options(alpha, causal, dim**-0.5, "strict", needs)
-    operands = {"q": q, "k": k, "v": k}
-    operands |= {"o": q, **({"g": q, "dq": q, "dk": k, "dv": k} if needs else {})}
-    call = entmax.plan_call(operands, mask, heads, options)
-    found = (call.forward, call.by_rows, call.by_columns, call.query, call.key)
-    return [launch for launch in found if launch is not None]
-
-
 def test_float32_on_an_amd_gpu_is_refused_but_for_ieee(monkeypatch):
     """Triton has no products of three TF32 ones there, and `auto` asks `support` alone."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
@@ -124,32 +112,22 @@ def test_support_says_why_not():
         elsa.entmax_attention(q, q, q, backend="triton")
 
 
-def planned_packed_entmax(
-    dtype, alpha=1.5, *, needs=(), causal=False, dim=64, heads=None, longest=(100, 120)
-):
-    """The launches of 5 sequences of 4 heads on a machine without a GPU."""
-    q, k = (torch.empty((1, 4, n, 64), dtype=dtype, device="meta") for n in (300, 333))
-    options = entmax.Options(1.5, False, 0.125, "strict", needs)
-    operands = {"q": q, "k": k, "v": k}
-    operands |= {"o": q, **({"g": q, "dq": q, "dk": k, "dv": k} if needs else {})}
-    packing = entmax_varlen.Packing(5, *longest)
-    call = entmax_varlen.plan_call(operands, None, options, packing)
-    found = (call.forward, call.by_rows, call.by_columns, call.query, call.key, call.alpha)
-    return [launch for launch in found if launch is not None]
-
-
 def test_grids_need_no_length() -> None:
     """Sized by tokens and sequences alone: longest lengths are for the workspace."""
-    needs = (True, True, True, False, False)
-    for some_needs in ((), needs):
+    q, k = (torch.empty((1, 4, n, 64), dtype=torch.float16, device="meta") for n in (300, 333))
+    operands = {"q": q, "k": k, "v": k, "o": q}
+    trained = operands | {"g": q, "dq": q, "dk": k, "dv": k}
+    for given, needs in ((operands, ()), (trained, (True, True, True, False, False))):
         one, other = (
-            planned_packed_entmax(torch.float16, needs=some_needs, longest=longest)
+            entmax.plan_call(given, None, None, entmax.Options(
+                1.5, False, 0.125, "strict", needs, entmax.Packing(5, *longest)
+            ))
             for longest in ((100, 120), (300, 333))
-        )
-        assert [x.grid for x in one] == [x.grid for x in other]
-    (forward,) = planned_packed_entmax(torch.float16)
-    block = forward.tail["BM"]
-    assert forward.grid[0] == 4 * (300 // block + 5)
+        )  # fmt: skip
+        assert [x.grid for x in one.values()] == [x.grid for x in other.values()]
+        if not needs:
+            forward = one["forward"]
+            assert forward.grid[0] == 4 * (300 // forward.tail["BM"] + 5)
 
 
 def test_dense_calls_take_nothing_of_packed_ones() -> None:
@@ -157,8 +135,7 @@ def test_dense_calls_take_nothing_of_packed_ones() -> None:
     q = torch.empty((1, 4, 300, 64), dtype=torch.float16, device="meta")
     options = entmax.Options(1.5, False, 0.125, "strict")
     call = entmax.plan_call({"q": q, "k": q, "v": q, "o": q}, None, None, options)
-    assert call.forward is not None
-    tail = call.forward.tail
+    tail = call["forward"].tail
     assert tail["StartsQ"] is tail["StartsK"] is None and not tail["PACKED"]
 
 

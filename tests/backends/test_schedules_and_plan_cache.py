@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +15,6 @@ from elsa_core.backends.triton.attention.tiling import Shape, Tile
 from elsa_core.backends.triton.shared import layout, usertable
 from elsa_core.backends.triton.shared.plans import PlanCache
 from elsa_core.backends.triton.window import tiling as window_tiling
-
-sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import run
 
 TABLE = tiling.load_table("h200")
 
@@ -57,11 +52,11 @@ CALLS = [
 @pytest.mark.parametrize(("shape", "precision", "specialized", "name", "launches"), CALLS, ids=str)
 def test_the_schedule_of_a_call(shape, precision, specialized, name, launches):
     call = planned(Shape(*shape), precision, specialized=specialized)
-    assert call.schedule.name == name and list(call.every_launch()) == launches
+    assert call.schedule.name == name and list(call.launches) == launches
     b, h, _, n, _, _, dv, *_ = shape
-    assert call.out_shape == (b, h, n, dv) and call.lse_shape == (b, h, n)
+    assert call.out_shape == (b, h, n, dv)
     assert bool(call.workspace) == ("ahead" in launches)
-    assert (call.merge is not None) == ("split keys" in call.words or launches[1:] == ["merge"])
+    assert (call.states is not None) == ("split keys" in call.words or launches[1:] == ["merge"])
 
 
 def test_every_schedule_serves_some_call():
@@ -88,47 +83,6 @@ def test_a_plan_holds_no_tensor():
     del q
     gc.collect()
     assert watched() is None and call.schedule is schedules.EMPTY
-
-
-# a list of key tiles instead of all of them
-
-
-@pytest.fixture(scope="module")
-def sparse() -> dict[str, dict]:
-    """Every case of sparse_interpreted.py, run once in a process of its own."""
-    pytest.importorskip("triton")
-    rows = run("sparse_interpreted.py")
-    return {row["name"]: row for row in rows}
-
-
-def test_listed_tiles_are_folded_and_no_others(sparse):
-    from sparse_interpreted import CASES
-
-    assert list(sparse) == list(CASES)
-    for name, (_, dtype, _, options) in CASES.items():
-        row = sparse[name]
-        assert row["error"] < (6e-4 if dtype == torch.float16 else 6e-7), name
-        assert row["lse"] < 1e-6 and row["hidden"], name
-        if options.get("none"):
-            assert row["hidden_rows"] == 64
-
-
-@pytest.mark.parametrize(("dtype", "precision"), [("float16", "strict"), ("float32", "lean")])
-def test_listed_tiles_compile(dtype, precision):
-    pytest.importorskip("triton")
-    from sparse_interpreted import sparse as schedule
-    from triton_compile import compile_launch
-
-    kind = getattr(torch, dtype)
-    q = torch.empty(1, 2, 300, 64, dtype=kind, device="meta")
-    mode = "half" if kind == torch.float16 else "split"
-    tile = Tile(mode, 256, None, None, 64, 64, 4, 2, False)
-    shape = Shape(1, 2, 2, 300, 300, 64, 64)
-    problem = schedules.record.Problem(
-        q, q, q, None, True, 0.125, precision, mode, shape, tiling.Plan(tile, 1, 320)
-    )
-    call = planner.planned_by(schedule(torch.zeros(10, 6, dtype=torch.int32)), problem)
-    assert "cubin" in compile_launch(call.fold, kind, "cuda", 90).asm
 
 
 # directions of tile tables

@@ -33,7 +33,7 @@ def launched() -> tuple[Launch, CompiledKernel, list[tuple[Any, ...]]]:
     compiled.name, compiled._module_pid, compiled.src = "kernel", -1, None
     compiled._run = lambda *arguments: seen.append(arguments)
     names = ("Q", "Out", "n", "BLOCK")
-    kernel = SimpleNamespace(params=[SimpleNamespace(name=name) for name in names])
+    kernel = SimpleNamespace(params=[SimpleNamespace(name=n) for n in names], arg_names=names)
     launch = Launch(kernel, (3, 2), {"n": 5, "BLOCK": 64}, {"num_warps": 4})
     launch._keep(compiled, (torch.zeros(1), torch.zeros(1)))
     launch._bind()
@@ -76,6 +76,7 @@ class Jit:
     def __init__(self, compiled: CompiledKernel):
         names = ("Q", "Out", "n", "BLOCK")
         self.params = [SimpleNamespace(name=name) for name in names]
+        self.arg_names = names
         self.compiled = compiled
         self.calls: list[tuple[Any, dict[str, Any]]] = []
 

@@ -16,7 +16,7 @@ from elsa_core.backends.triton.shared.launch import Launch
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 POINTERS = {
-    "W": "fp16", "Tiles": "i32", "LSE": "fp32", "PO": "fp32", "PL": "fp32", "Index": "i64",
+    "W": "fp16", "LSE": "fp32", "PO": "fp32", "PL": "fp32", "Index": "i64",
     "Logit": "fp32", "Left": "fp16", "Right": "fp16", "InputHalves": "fp16", "WeightHalves": "fp16",
     "ValueHalves": "fp16", "Halves": "fp16", "Maxima": "i32", "Tickets": "i32", "StartsQ": "i32",
     "StartsK": "i32",

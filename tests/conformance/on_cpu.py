@@ -91,7 +91,7 @@ def _direct(name: str) -> Callable[..., Any] | None:
 
 def _triton() -> dict[str, Callable[..., Any]]:
     assert os.environ.get("TRITON_INTERPRET") == "1"
-    from elsa_core.backends.triton.attention import backward, dropout, entmax, entmax_varlen
+    from elsa_core.backends.triton.attention import backward, dropout, entmax
     from elsa_core.backends.triton.attention.schedules import forward as chains
     from elsa_core.backends.triton.window import backward as windows
     from elsa_core.dispatch import table
@@ -114,7 +114,7 @@ def _triton() -> dict[str, Callable[..., Any]]:
         "attention_dropout_backward": _with_slope(dropout.attention_dropout_backward),
         "window_attention_backward": windows.window_attention_backward,
         "entmax_attention_backward": lambda *a: _with_mask(entmax.entmax_backward(*a), a),
-        "entmax_varlen_attention_backward": entmax_varlen.entmax_varlen_backward,
+        "entmax_varlen_attention_backward": entmax.entmax_varlen_backward,
     }  # fmt: skip
 
 

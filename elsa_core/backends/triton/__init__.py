@@ -84,12 +84,6 @@ def schedule(
     return planner.planned(*operands, attn_mask, is_causal, 1.0, precision).words
 
 
-@lru_cache(maxsize=1)
-def _several() -> bool:
-    """Whether a call may be for another device than the current one."""
-    return torch.cuda.device_count() > 1
-
-
 def attention_forward(
     query: Tensor,
     key: Tensor,
@@ -126,10 +120,8 @@ def attention_forward(
     """
     query, key, value = layout.in_rows(query, key, value)
     call = planner.planned(query, key, value, attn_mask, is_causal, scale, precision, plan)
-    if _several() and query.is_cuda and query.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(query.device):
-            return planner.execute(call, query, key, value, attn_mask)
-    return planner.execute(call, query, key, value, attn_mask)
+    with layout.on_device(query):
+        return planner.execute(call, query, key, value, attn_mask)
 
 
 def attention_state(*arguments: Any) -> tuple[Tensor, Tensor]:

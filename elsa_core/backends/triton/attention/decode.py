@@ -61,6 +61,41 @@ def fold_keys(
     return m_new, z, acc
 
 
+@triton.jit
+def fold_row(
+    p_q, p_k, p_v, p_mask, lo, hi, n_k, q_d, k_n, k_d, v_n, v_d, mask_k, shift, scale_exp, scale,
+    MASK: tl.constexpr, UNIT_D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """The keys [lo, hi) of n_k folded for one query: the output [VP] and base 2 log-sum-exp."""
+    o_d = tl.arange(0, DP)
+    q = tl.load(p_q + o_d * q_d, mask=o_d < D, other=0.0).to(tl.float32)
+    # the scaled query stays below 2**-9: its product with any finite key is finite
+    e_q = exponent(tl.max(tl.abs(q), 0)) - 24
+    q = times_power(q, e_q) * scale
+    e_s = tl.minimum(tl.maximum(scale_exp - e_q, -252), 254)
+    # weights carry 2**-shift <= 1 / n_k, so that no sum of values overflows
+    weight = power(-shift)
+    full = lo + tl.maximum(hi - lo, 0) // BN * BN
+    m = tl.full([], -float("inf"), tl.float32)
+    z = tl.zeros([BN], tl.float32)
+    acc = tl.zeros([BN, VP], tl.float32)
+    for n0 in tl.range(lo, full, BN, num_stages=STAGES):
+        m, z, acc = fold_keys(
+            q, e_s, m, z, acc, p_k, p_v, p_mask, n0, n_k, k_n, k_d, v_n, v_d, mask_k, weight,
+            MASK, False, UNIT_D, BN, D, DP, DV, VP,
+        )  # fmt: skip
+    for n0 in tl.range(full, hi, BN, num_stages=1):
+        m, z, acc = fold_keys(
+            q, e_s, m, z, acc, p_k, p_v, p_mask, n0, n_k, k_n, k_d, v_n, v_d, mask_k, weight,
+            MASK, True, UNIT_D, BN, D, DP, DV, VP,
+        )  # fmt: skip
+    total = tl.sum(z, 0)
+    empty = total == 0.0
+    out = tl.sum(acc, 0) / (tl.where(empty, 1.0, total) * weight)
+    return out, tl.where(empty, -float("inf"), m + tl.log2(total))
+
+
 @triton.jit(
     do_not_specialize=[
         "heads", "group", "n_k", "chunk", "shift", "scale_exp", "batch",
@@ -88,41 +123,17 @@ def decode(
     i_b = (i_bh // heads).to(tl.int64)
     i_h = (i_bh % heads).to(tl.int64)
     i_kv = i_h // group
-    o_d = tl.arange(0, DP)
-    o_v = tl.arange(0, VP)
-    p_q = Q + (i_b * q_b + i_h * q_h) * UNIT + o_d * q_d
-    q = tl.load(p_q, mask=o_d < D, other=0.0).to(tl.float32)
-    # the scaled query stays below 2**-9: its product with any finite key is finite
-    e_q = exponent(tl.max(tl.abs(q), 0)) - 24
-    q = times_power(q, e_q) * (scale * flip)
-    e_s = tl.minimum(tl.maximum(scale_exp - e_q, -252), 254)
-    p_k = K + (i_b * k_b + i_kv * k_h) * UNIT
-    p_v = V + (i_b * v_b + i_kv * v_h) * UNIT
     p_mask = Mask
     if MASK:
         p_mask = Mask + i_b * mask_b + i_h * mask_h
-    # weights carry 2**-shift <= 1 / n_k, so that no sum of values overflows
-    weight = power(-shift)
     lo = i_part * chunk
-    hi = tl.minimum(n_k, lo + chunk)
-    full = lo + tl.maximum(hi - lo, 0) // BN * BN
-    m = tl.full([], -float("inf"), tl.float32)
-    z = tl.zeros([BN], tl.float32)
-    acc = tl.zeros([BN, VP], tl.float32)
-    for n0 in tl.range(lo, full, BN, num_stages=STAGES):
-        m, z, acc = fold_keys(
-            q, e_s, m, z, acc, p_k, p_v, p_mask, n0, n_k, k_n * UNIT, k_d, v_n * UNIT, v_d, mask_k,
-            weight, MASK, False, UNIT_D, BN, D, DP, DV, VP,
-        )  # fmt: skip
-    for n0 in tl.range(full, hi, BN, num_stages=1):
-        m, z, acc = fold_keys(
-            q, e_s, m, z, acc, p_k, p_v, p_mask, n0, n_k, k_n * UNIT, k_d, v_n * UNIT, v_d, mask_k,
-            weight, MASK, True, UNIT_D, BN, D, DP, DV, VP,
-        )  # fmt: skip
-    total = tl.sum(z, 0)
-    empty = total == 0.0
-    out = tl.sum(acc, 0) / (tl.where(empty, 1.0, total) * weight)
-    lse = tl.where(empty, -float("inf"), m + tl.log2(total))
+    out, lse = fold_row(
+        Q + (i_b * q_b + i_h * q_h) * UNIT, K + (i_b * k_b + i_kv * k_h) * UNIT,
+        V + (i_b * v_b + i_kv * v_h) * UNIT, p_mask, lo, tl.minimum(n_k, lo + chunk), n_k, q_d,
+        k_n * UNIT, k_d, v_n * UNIT, v_d, mask_k, shift, scale_exp, scale * flip,
+        MASK, UNIT_D, BN, STAGES, D, DP, DV, VP,
+    )  # fmt: skip
+    o_v = tl.arange(0, VP)
     if PARTIAL:
         i_state = i_part.to(tl.int64) * batch * heads + i_bh
     else:

@@ -15,13 +15,11 @@ from torch import Tensor
 
 from elsa_core.backends import philox
 from elsa_core.backends.support import Request, Support
-from elsa_core.backends.triton.attention import backward, planner
+from elsa_core.backends.triton.attention import backward, planner, tiling
 from elsa_core.backends.triton.attention.schedules import EMPTY
 from elsa_core.backends.triton.attention.schedules.forward import FORWARD, SPLIT_AHEAD
 from elsa_core.backends.triton.attention.schedules.record import Call, Problem
-from elsa_core.backends.triton.attention.tiling import Shape
 from elsa_core.backends.triton.shared import device, layout
-from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 
 
@@ -30,28 +28,21 @@ def plan_call(
     precision: str, dropout_p: float,
 ) -> Call:  # fmt: skip
     """The planned call; its fold takes a seed."""
-    widths = q.shape[3], v.shape[3]
-    shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], *widths,
-                  layout.has_rows(mask))  # fmt: skip
-    mode = device.mode_of(q.dtype, precision)
+    mode, shape = device.mode_of(q.dtype, precision), tiling.shape_of(q, k, v, mask)
     problem = Problem(q, k, v, mask, causal, scale, precision, mode, shape)
     if EMPTY.serves(problem):
         return planner.planned_by(EMPTY, problem)
     problem = replace(problem, tiles=planner.tiles_of(problem, specialized=False))
     call = planner.planned_by(SPLIT_AHEAD if SPLIT_AHEAD.serves(problem) else FORWARD, problem)
-    fold = call.fold
-    tail = {name: value for name, value in fold.tail.items() if name not in ("Tiles", "Seed")}
+    tail = call.fold.tail
+    del tail["Seed"]  # it is a pointer of the call
     tail |= {"threshold": philox.threshold(dropout_p), "kept": philox.kept_factor(dropout_p)}
-    call.launches["fold"] = Launch(fold.kernel, fold.grid, tail, fold.options)
     return call
 
 
 def _planned(*terms: Any) -> Call:
     q, k, v, mask, *rest = terms
-    layouts = tuple(
-        None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16)
-        for t in (q, k, v, mask)
-    )
+    layouts = tuple(layout.key_of(t) for t in (q, k, v, mask))
     key = ("attention_dropout", q.get_device(), layouts, *rest)
     found: Call = PLANS.get(key, plan_call, *terms)
     return found
@@ -86,20 +77,9 @@ def attention_dropout(
         `elsa_core.backends.philox`.
     """
     call = _planned(query, key, value, attn_mask, is_causal, scale, precision, dropout_p)
-    if query.is_cuda and query.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(query.device):
-            return _execute(call, query, key, value, attn_mask, seed)
-    return _execute(call, query, key, value, attn_mask, seed)
-
-
-def _execute(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor
-) -> tuple[Tensor, Tensor]:
-    if call.schedule is EMPTY:
-        return planner.execute(call, q, k, v, mask)
-    m = q if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    # in the place of a list of tiles, which the kernel does not read, and as itself
-    return call.schedule.run(call, q, k, v, m, seed, seed)
+    drawn = () if call.schedule is EMPTY else (seed,)
+    with layout.on_device(query):
+        return planner.execute(call, query, key, value, attn_mask, *drawn)
 
 
 def support_gradient(request: Request) -> Support:

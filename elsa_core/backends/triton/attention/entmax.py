@@ -1,7 +1,10 @@
-"""alpha-entmax attention on a GPU: one launch forward; lists of tiles and two launches backward.
+"""alpha-entmax attention on a GPU: one launch forward; lists of tiles and two launches backward,
+and one more where sequences are packed and alpha has a gradient.
 
-The workspace is a number for each tile of 64 queries and 64 keys. Nothing is added by atomics:
-equal arguments give equal bits. The gradient of an additive mask is not computed here.
+The workspace is a number for each tile of 64 queries and 64 keys. Packed sequences are found by the
+programs themselves: the host reads no length, grids are sized by tokens and sequences, and the
+workspace by the longest lengths that the call names. Nothing is added by atomics: equal arguments
+give equal bits. The gradient of an additive mask is not computed here.
 
 Source: AdaSplash, arXiv 2502.12082 (passes over tiles, tiles that are skipped).
 """
@@ -11,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,18 +32,17 @@ MODES = {"strict": 1, "lean": 1, "ieee": 2}
 LARGEST_WIDE, LARGEST_HALF = 64, 128
 _FOLDED = 2.0**-100  # scales between this and its inverse are a part of the slope
 _SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))  # a program has 99 KiB of shared memory there
-CHUNK = 128
+CHUNK, TOKENS = 128, 1024  # tiles that a list reads at once, and numbers that a sum does
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """How the forward runs.
 
     rows, keys: of a block, multiples of 64. groups: of keys, of each of which the two largest
-    scores of a row are kept; keys, or a half or a quarter of it. registers: of a thread at most, 0:
-    as the compiler likes. stages: loads in flight in the pass for maxima, in steps and in the
-    output. count, close, within: at alpha = 1.5, see `entmax_forward.forward`; a step of the size
-    `close` leaves an error of the order of its cube (count) or between that and its square.
+    scores of a row are kept; keys, or a half or a quarter of it. stages: loads in flight in the
+    pass for maxima, in steps and in the output. count, close, within: at alpha = 1.5, see
+    `entmax_forward.forward`; a step of the size `close` leaves an error of the order of its cube
+    (count) or between that and its square.
     """
 
     rows: int
@@ -51,7 +53,6 @@ class Tuning:
     count: bool
     close: float
     within: float
-    registers: int = 0
 
 
 FORWARD = {
@@ -59,50 +60,31 @@ FORWARD = {
     "wide half": Tuning(64, 64, 4, 32, (2, 2, 2), False, 2.0**-6, 2.0**-13),
     "float32": Tuning(64, 64, 4, 64, (1, 1, 1), True, 2.0**-11, 2.0**-18),
 }
+GRADIENTS = {"half": (4, 3), "wide half": (8, 1), "float32": (4, 1)}  # warps and stages
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """How a kernel of the gradients runs: queries or keys of a block, a multiple of 64."""
+class Packing(NamedTuple):
+    """How many packed sequences there are, and the most queries and keys of one."""
 
-    block: int
-    warps: int
-    stages: int
-    registers: int = 0
-
-
-# of the query, and of key and value
-GRADIENTS = {
-    "half": (Gradient(64, 4, 3), Gradient(64, 4, 3)),
-    "wide half": (Gradient(64, 8, 1), Gradient(64, 8, 1)),
-    "float32": (Gradient(64, 4, 1), Gradient(64, 4, 1)),
-}
+    sequences: int
+    longest_q: int
+    longest_k: int
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a plan depends on beside the tensors' layouts. alpha: 0 where heads have their own."""
+    """What a plan depends on beside the tensors' layouts.
+
+    alpha: 0 where heads have their own. needs: of query, key, value, mask and alpha; none for the
+    forward.
+    """
 
     alpha: float
     is_causal: bool
     scale: float
     precision: str
     needs: tuple[bool, ...] = ()
-
-
-# what the kernels take where sequences are not packed
-_NOT_PACKED = {"StartsQ": None, "StartsK": None, "longest": 0, "steps": 0, "PACKED": False}
-
-
-@dataclass
-class Call:
-    """The launches of a call."""
-
-    forward: Launch | None = None
-    by_rows: Launch | None = None
-    by_columns: Launch | None = None
-    query: Launch | None = None
-    key: Launch | None = None
+    packing: Packing | None = None
 
 
 def support(request: Request) -> Support:
@@ -149,23 +131,66 @@ def entmax_forward(
     query, key and value are float32, float16 or bfloat16, of any strides.
     """
     batch, heads, queries, _ = query.shape
-    keys, value_dim = value.shape[2:]
-    out = query.new_empty((batch, queries, heads, value_dim)).transpose(1, 2)
+    out = query.new_empty((batch, queries, heads, value.shape[3])).transpose(1, 2)
     rows = query.new_empty((3, batch, heads, queries), dtype=torch.float32)
-    grid = (batch, heads, _tiles(queries), _tiles(keys))
-    tiles = query.new_zeros(grid, dtype=torch.uint8)
-    if not (out.numel() and keys):
-        return out.zero_(), rows.fill_(-math.inf), tiles
+    sizes = (batch, heads, _tiles(queries), _tiles(key.shape[2]))
+    tiles = query.new_zeros(sizes, dtype=torch.uint8)
     options = Options(0.0 if head_alpha is not None else alpha, is_causal, scale, precision)
     operands = {"q": query, "k": key, "v": value, "o": out}
-    call = _planned(operands, attn_mask, head_alpha, options)
-    lists = query.new_empty(grid, dtype=torch.int32)
-    of_heads = query if head_alpha is None else head_alpha
-    assert call.forward is not None
-    with _device(query):
-        mask = _mask(attn_mask, query)
-        call.forward(query, key, value, mask, of_heads, out, rows, tiles, lists)
+    _forward(operands, attn_mask, head_alpha, rows, tiles, options)
     return out, rows, tiles
+
+
+def entmax_varlen_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    head_alpha: Tensor | None,
+    longest_q: int,
+    longest_k: int,
+    alpha: float,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The CUDA kernel of `elsa::entmax_varlen_attention`; arguments and results are the operator's.
+
+    Cumulative lengths that leave the tokens are cut to them, and keys beyond `longest_k` are not
+    seen; rows that no sequence has are not written.
+    """
+    tokens, heads, _ = query.shape
+    packing = Packing(cu_seqlens_q.shape[0] - 1, longest_q, longest_k)
+    out = query.new_empty((tokens, heads, value.shape[2]))
+    rows = query.new_empty((3, heads, tokens), dtype=torch.float32)
+    sizes = (heads, tokens // TILE + packing.sequences, _tiles(longest_k))
+    tiles = query.new_zeros(sizes, dtype=torch.uint8)
+    alpha = 0.0 if head_alpha is not None else alpha
+    options = Options(alpha, is_causal, scale, precision, packing=packing)
+    bounds = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    operands = _of_one_batch(q=query, k=key, v=value, o=out)
+    _forward(operands, None, head_alpha, rows, tiles, options, *bounds)
+    return out, rows, tiles
+
+
+def _forward(
+    operands: dict[str, Tensor], mask: Tensor | None, head_alpha: Tensor | None, rows: Tensor,
+    tiles: Tensor, options: Options, *bounds: Tensor,
+) -> None:  # fmt: skip
+    """Write `o`, rows and tiles. bounds: cumulative lengths of packed sequences."""
+    q, k, v, out = operands.values()
+    sequences = options.packing is None or options.packing.sequences
+    if not (out.numel() and k.shape[2] and sequences and tiles.numel()):
+        out.zero_()
+        rows.fill_(-math.inf)
+        return
+    launches = _planned(operands, mask, head_alpha, options, bounds)
+    lists = torch.empty_like(tiles, dtype=torch.int32)
+    of_heads = q if head_alpha is None else head_alpha
+    with layout.on_device(q):
+        pointer = layout.mask_pointer(mask, q)
+        launches["forward"](q, k, v, pointer, of_heads, out, rows, tiles, lists, *bounds)
 
 
 def entmax_backward(
@@ -188,140 +213,193 @@ def entmax_backward(
 
     Arguments and results are those of `elsa::entmax_attention_backward`.
     """
-    wants = tuple(bool(x) for x in needs)
-    grads = [
-        torch.empty_like(t) if wanted else t.new_empty(0)
-        for t, wanted in zip((query, key, value), wants[:3], strict=True)
-    ]
-    none = query.new_empty(0)
-    grad_alpha = none
-    if wants[4] and head_alpha is not None:
+    alpha = 0.0 if head_alpha is not None else alpha
+    options = Options(alpha, is_causal, scale, precision, tuple(bool(x) for x in needs))
+    grads = _empty((query, key, value), options.needs)
+    operands = {"q": query, "k": key, "v": value, "g": grad_out, "o": out}
+    of_alpha = _backward(operands, grads, attn_mask, head_alpha, rows, tiles, options)
+    return grads[0], grads[1], grads[2], query.new_empty(0), of_alpha
+
+
+def entmax_varlen_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    head_alpha: Tensor | None,
+    out: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    longest_q: int,
+    longest_k: int,
+    alpha: float,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and head_alpha.
+
+    Arguments and results are those of `elsa::entmax_varlen_attention_backward`; gradients of tokens
+    that no sequence has are not written.
+    """
+    *wants, wants_alpha = (bool(x) for x in needs)
+    packing = Packing(cu_seqlens_q.shape[0] - 1, longest_q, longest_k)
+    alpha = 0.0 if head_alpha is not None else alpha
+    dense = (*wants, False, wants_alpha)  # of a mask there is no gradient
+    options = Options(alpha, is_causal, scale, precision, dense, packing)
+    bounds = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    grads = _empty((query, key, value), options.needs)
+    operands = _of_one_batch(q=query, k=key, v=value, g=grad_out, o=out)
+    of_alpha = _backward(operands, grads, None, head_alpha, rows, tiles, options, *bounds)
+    return grads[0], grads[1], grads[2], of_alpha
+
+
+def _backward(
+    operands: dict[str, Tensor], grads: list[Tensor], mask: Tensor | None,
+    head_alpha: Tensor | None, rows: Tensor, tiles: Tensor, options: Options, *bounds: Tensor,
+) -> Tensor:  # fmt: skip
+    """Write `grads`, empty where none is wanted; returns the gradient of head_alpha, or nothing."""
+    q, k, v, g, _ = operands.values()
+    packing, wants_alpha = options.packing, options.needs[4] and head_alpha is not None
+    grad_alpha = q.new_empty(0)
+    if head_alpha is not None and wants_alpha:
         grad_alpha = torch.zeros_like(head_alpha, memory_format=torch.contiguous_format)
-    if not (grad_out.numel() and key.shape[2]):  # without channels of queries all keys weigh alike
-        return grads[0].zero_(), grads[1].zero_(), grads[2].zero_(), none, grad_alpha
-    if not (any(wants[:3]) or wants[4]):
-        return grads[0], grads[1], grads[2], none, grad_alpha
-    options = Options(0.0 if head_alpha is not None else alpha, is_causal, scale, precision, wants)
-    written = [g if g.dim() == 4 else t for g, t in zip(grads, (query, key, value), strict=True)]
-    operands = {
-        "q": query, "k": key, "v": value, "g": grad_out, "o": out,
-        "dq": written[0], "dk": written[1], "dv": written[2],
-    }  # fmt: skip
-    call = _planned(operands, attn_mask, head_alpha, options)
-    by_row = torch.empty_like(rows[0]) if wants[4] else query
-    with _device(query):
-        _execute(call, operands, attn_mask, head_alpha, rows, tiles, by_row)
-    if wants[4] and head_alpha is not None:
-        of_heads = by_row.sum(-1)[..., None, None]
-        grad_alpha = of_heads.sum_to_size(head_alpha.shape).to(head_alpha.dtype)
-    return grads[0], grads[1], grads[2], none, grad_alpha
+    sequences = packing is None or (packing.sequences and packing.longest_q)
+    if not (g.numel() and k.shape[2] and sequences and tiles.numel()):
+        for grad in grads:
+            grad.zero_()
+        return grad_alpha
+    if not (any(options.needs[:3]) or options.needs[4]):
+        return grad_alpha
+    written = [w.transpose(0, 1)[None] if w.dim() == 3 else w for w in grads]
+    names = zip(("dq", "dk", "dv"), written, (q, k, v), strict=True)
+    operands = operands | {name: t if w.dim() == 1 else w for name, w, t in names}
+    launches = _planned(operands, mask, head_alpha, options, bounds)
+    by_row = torch.empty_like(rows[0]) if options.needs[4] else q
+    with layout.on_device(q):
+        _launch_gradients(
+            launches, operands, mask, head_alpha, rows, tiles, by_row, packing, bounds
+        )
+        if head_alpha is None or not wants_alpha:
+            return grad_alpha
+        if packing is None:
+            sums = by_row.sum(-1)
+        else:
+            sums = rows.new_empty((packing.sequences, rows.shape[1]))
+            launches["alpha"](by_row, sums, bounds[0])
+        return sums[..., None, None].sum_to_size(head_alpha.shape).to(head_alpha.dtype)
 
 
-def _execute(
-    call: Call, operands: dict[str, Tensor], attn_mask: Tensor | None, head_alpha: Tensor | None,
-    rows: Tensor, tiles: Tensor, by_row: Tensor,
+def _launch_gradients(
+    launches: dict[str, Launch], operands: dict[str, Tensor], attn_mask: Tensor | None,
+    head_alpha: Tensor | None, rows: Tensor, tiles: Tensor, by_row: Tensor,
+    packing: Packing | None, bounds: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
-    q, k, v, g = (operands[name] for name in "qkvg")
-    batch, heads, q_tiles, k_tiles = tiles.shape
-    mask, of_heads = _mask(attn_mask, q), q if head_alpha is None else head_alpha
+    q, k, v, g, out, dq, dk, dv = operands.values()
+    q_tiles, k_tiles = tiles.shape[-2:]
+    heads = tiles.numel() // (q_tiles * k_tiles)
+    columns, per_column = k_tiles, q_tiles
+    if packing is not None:
+        columns, per_column = k.shape[2] // TILE + packing.sequences, _tiles(packing.longest_q)
+    mask, of_heads = layout.mask_pointer(attn_mask, q), q if head_alpha is None else head_alpha
     delta = rows.new_empty((4, *rows.shape[1:]))
     # as many lists as blocks of one tile would have
-    by_rows = q.new_empty((batch * heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
+    by_rows = q.new_empty((heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
     by_columns, norms = by_rows, rows  # where nothing reads them
-    if call.by_columns is not None:
-        by_columns = q.new_empty((batch * heads * k_tiles, 1 + q_tiles), dtype=torch.int32)
-        norms = rows.new_empty((batch * heads, k_tiles))
-        call.by_columns(tiles, by_columns, v, norms)
-    assert call.by_rows is not None and call.query is not None
-    call.by_rows(tiles, by_rows, v, norms)
-    call.query(
-        q, k, v, g, operands["o"], mask, of_heads, rows, by_rows, norms, delta, operands["dq"],
-        by_row,
-    )  # fmt: skip
-    if call.key is not None:
-        of_keys = operands["dk"], operands["dv"]
-        call.key(q, k, v, g, mask, of_heads, rows, by_columns, delta, *of_keys)
+    if "by_columns" in launches:
+        by_columns = q.new_empty((heads * columns, 1 + per_column), dtype=torch.int32)
+        norms = rows.new_empty((heads, columns))
+        launches["by_columns"](tiles, by_columns, v, norms, *bounds)
+    launches["by_rows"](tiles, by_rows, v, norms)
+    launches["query"](
+        q, k, v, g, out, mask, of_heads, rows, by_rows, norms, delta, dq, by_row, *bounds
+    )
+    if "key" in launches:
+        launches["key"](q, k, v, g, mask, of_heads, rows, by_columns, delta, dk, dv, *bounds)
+
+
+def _empty(inputs: Sequence[Tensor], wants: Sequence[bool]) -> list[Tensor]:
+    return [
+        torch.empty_like(t) if wanted else t.new_empty(0)
+        for t, wanted in zip(inputs, wants[:3], strict=True)
+    ]
+
+
+def _of_one_batch(**packed: Tensor) -> dict[str, Tensor]:
+    """[T, H, D] as [1, H, T, D]."""
+    return {name: t.transpose(0, 1)[None] for name, t in packed.items()}
 
 
 def _tiles(length: int) -> int:
     return -(-length // TILE)
 
 
-def _mask(attn_mask: Tensor | None, query: Tensor) -> Tensor:
-    if attn_mask is None:
-        return query
-    return attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
-
-
-def _device(query: Tensor) -> Any:
-    return torch.cuda.device(query.device if query.is_cuda else -1)
-
-
-def _layout(t: Tensor | None) -> tuple[Any, ...] | None:
-    return None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16)
-
-
 def _planned(
-    operands: dict[str, Tensor], mask: Tensor | None, head_alpha: Tensor | None, options: Options
-) -> Call:
+    operands: dict[str, Tensor], mask: Tensor | None, head_alpha: Tensor | None, options: Options,
+    bounds: tuple[Tensor, ...],
+) -> dict[str, Launch]:  # fmt: skip
     """The plan of a call, cached by layout."""
-    key = (
-        "entmax", operands["q"].get_device(), options, _layout(mask), _layout(head_alpha),
-        *(_layout(t) for t in operands.values()),
-    )  # fmt: skip
-    return PLANS.get(key, plan_call, operands, mask, head_alpha, options)
+    layouts = tuple(layout.key_of(t) for t in (mask, head_alpha, *bounds, *operands.values()))
+    key = ("entmax", operands["q"].get_device(), options, layouts)
+    found: dict[str, Launch] = PLANS.get(key, plan_call, operands, mask, head_alpha, options)
+    return found
 
 
 def plan_call(
     operands: dict[str, Tensor], mask: Tensor | None, head_alpha: Tensor | None, options: Options
-) -> Call:
-    """The launches of a call; everything here depends on layouts, never on data.
+) -> dict[str, Launch]:
+    """The launches of a call by name; everything here depends on layouts, never on data.
 
-    operands: q, k, v and o, with g (grad_out), dq, dk and dv for gradients.
+    operands: [B, H, N, D], B = 1 of packed sequences; q, k, v and o, with g (grad_out), dq, dk and
+    dv for gradients.
     """
     from elsa_core.backends.triton.attention import entmax_forward, entmax_gradients
 
-    tail = _tail(operands, mask, head_alpha, options)
-    batch, heads, queries, _ = operands["q"].shape
-    kind = _kind(tail)
+    tail, packing = _tail(operands, mask, head_alpha, options), options.packing
+    queries, keys = tail["n_q"], tail["n_k"]
+    heads = operands["q"].shape[0] * tail["heads"]
+    kind = "wide half" if max(tail["D0"], tail["V0"]) > 64 else "half"
+    if tail["MODE"]:
+        kind = "float32"
+
+    def blocks(length: int, block: int = TILE) -> int:
+        """Of a head; a packed sequence has one more than its tokens fill at most."""
+        return -(-length // block) if packing is None else length // block + packing.sequences
+
     if not options.needs:
         tuning = FORWARD[kind]
-        grid = (batch * heads * -(-queries // tuning.rows),)
-        chosen = tail | _forward_tail(tuning, options)
-        return Call(
-            forward=_launch(entmax_forward.forward, grid, chosen, tuning.warps, tuning.registers)
-        )
-    of_query, of_key = GRADIENTS[kind]
-    q_tiles, k_tiles = _tiles(queries), _tiles(tail["n_k"])
-    rows = batch * heads * -(-queries // of_query.block)
-    columns = batch * heads * -(-tail["n_k"] // of_key.block)
-    own = tail | {"SPAN": of_query.block // TILE, "NORMS": False}
-    own |= {"length": k_tiles, "others": q_tiles, "own_step": k_tiles, "step": 1}
-    by_rows = _launch(entmax_gradients.list_tiles, (rows,), own, 4)
-    chosen = tail | {"BM": of_query.block, "STAGES": of_query.stages}
-    query = _launch(
-        entmax_gradients.query_gradient, (rows,), chosen, of_query.warps, of_query.registers
-    )
-    call = Call(by_rows=by_rows, query=query)
+        tail |= _forward_tail(tuning, options)
+        grid = (heads * blocks(queries, tuning.rows),)
+        return {"forward": _launch(entmax_forward.forward, grid, tail, tuning.warps)}
+    warps, tail["STAGES"] = GRADIENTS[kind]
+    rows, columns = blocks(queries), blocks(keys)
+    width = _tiles(keys if packing is None else packing.longest_k)
+    own = {"NORMS": False, "length": width, "others": rows, "own_step": width, "step": 1}
+    launches = {
+        "by_rows": _launch(entmax_gradients.list_tiles, (heads * rows,), tail | own, 4),
+        "query": _launch(entmax_gradients.query_gradient, (heads * rows,), tail, warps),
+    }
+    if packing is not None:
+        tail["longest"] = packing.longest_q
     of_keys = options.needs[1] or options.needs[2]
     if of_keys or tail["RANGE"]:
-        own = tail | {"SPAN": of_key.block // TILE, "NORMS": tail["RANGE"]}
-        own |= {"length": q_tiles, "others": k_tiles, "own_step": 1, "step": k_tiles}
-        call.by_columns = _launch(entmax_gradients.list_tiles, (columns,), own, 4)
-    if of_keys:
-        grid = (columns // heads * operands["k"].shape[1],)
-        chosen = tail | {"BN": of_key.block, "STAGES": of_key.stages}
-        call.key = _launch(
-            entmax_gradients.key_gradient, grid, chosen, of_key.warps, of_key.registers
+        by_columns = (
+            entmax_gradients.list_tiles if packing is None else entmax_gradients.list_columns
         )
-    return call
-
-
-def _kind(tail: dict[str, Any]) -> str:
-    """The row of `FORWARD` and `GRADIENTS`."""
-    if tail["MODE"]:
-        return "float32"
-    return "wide half" if max(tail["D0"], tail["V0"]) > 64 else "half"
+        own = {"NORMS": tail["RANGE"], "length": rows, "others": columns, "own_step": 1}
+        own |= {"step": columns, "width": width}
+        launches["by_columns"] = _launch(by_columns, (heads * columns,), tail | own, 4)
+    if of_keys:
+        grid = (heads // tail["group"] * columns,)
+        launches["key"] = _launch(entmax_gradients.key_gradient, grid, tail, warps)
+    if packing is not None and options.needs[4]:
+        grid = (heads * packing.sequences,)
+        summed = tail | {"CHUNK": TOKENS}
+        launches["alpha"] = _launch(entmax_gradients.sum_of_sequences, grid, summed, 4)
+    return launches
 
 
 def _forward_tail(tuning: Tuning, options: Options) -> dict[str, Any]:
@@ -335,13 +413,8 @@ def _forward_tail(tuning: Tuning, options: Options) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _launch(
-    kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], warps: int, registers: int = 0
-) -> Launch:
-    settings = {"num_warps": warps, "num_stages": 1}
-    if registers:
-        settings["maxnreg"] = registers
-    return Launch(kernel, grid, {n: tail[n] for n in kernel.arg_names if n in tail}, settings)
+def _launch(kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], warps: int) -> Launch:
+    return Launch(kernel, grid, tail, {"num_warps": warps, "num_stages": 1})
 
 
 def _tail(
@@ -363,7 +436,7 @@ def _tail(
         "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "batch": q.shape[0],
         "n_q": q.shape[2], "n_k": k.shape[2], "scale": float(options.scale),
         "alpha": float(options.alpha), "log_keys": math.log(k.shape[2]),
-        "alpha_b": alpha_b, "alpha_h": alpha_h, **layout.mask_strides(mask), **_NOT_PACKED,
+        "alpha_b": alpha_b, "alpha_h": alpha_h, **layout.mask_strides(mask),
         "MODE": 0 if half else MODES[options.precision],
         "POWER": 0 if head_alpha is not None else powers.get(options.alpha, 0),
         "OF_HEADS": head_alpha is not None, "MASK": layout.mask_kind(mask),
@@ -374,11 +447,15 @@ def _tail(
     }  # fmt: skip
     for name, t in operands.items():
         tail |= layout.strides(name, t, step if name in "qkvg" else 1)
+    if options.packing is None:
+        tail |= {"StartsQ": None, "StartsK": None, "longest": 0, "steps": 0, "PACKED": False}
+    else:
+        sequences, _, longest = options.packing
+        tail |= {"batch": sequences, "longest": longest}
+        tail |= {"steps": sequences.bit_length(), "PACKED": True}
     if options.needs:
-        wants = dict(
-            zip(("WANT_Q", "WANT_K", "WANT_V", "", "WANT_ALPHA"), options.needs, strict=True)
-        )
-        tail |= {name: wanted for name, wanted in wants.items() if name}
+        names = ("WANT_Q", "WANT_K", "WANT_V", "WANT_MASK", "WANT_ALPHA")
+        tail |= dict(zip(names, options.needs, strict=True))
         tail["RANGE"] = q.dtype == torch.float16 and tail["POWER"] == 2
         tail["CHUNK"] = CHUNK
     return tail

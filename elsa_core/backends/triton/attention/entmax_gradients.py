@@ -63,29 +63,25 @@ def list_tiles(
     Tiles, Lists, V, Norms, length: tl.int32, others: tl.int32, own_step: tl.int64, step: tl.int64,
     heads: tl.int32, group: tl.int32, n_k: tl.int32,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
-    CHUNK: tl.constexpr, SPAN: tl.constexpr, NORMS: tl.constexpr,
-    STEP: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
+    CHUNK: tl.constexpr, NORMS: tl.constexpr, STEP: tl.constexpr,
+    DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (lists): the number of tiles that hold a weight, then which, of each SPAN rows of tiles
-    (others = query tiles, own_step = key tiles, step = 1) or columns of tiles.
+    """Grid (lists): the number of tiles that hold a weight, then which, of each row of tiles
+    (others = query tiles, own_step = key tiles, step = 1) or column of tiles.
 
     Tiles: of each head [query tiles, key tiles]. Lists: [programs, 1 + length]. NORMS: of columns;
     the largest norm of a value of each tile, of each head [key tiles].
     """
     program = tl.program_id(0)
-    blocks = tl.cdiv(others, SPAN)
-    i_bh = program // blocks
-    own = (program - i_bh * blocks) * SPAN
+    i_bh = program // others
+    own = program - i_bh * others
     p_tiles = Tiles + wide(i_bh) * others * length + own * own_step
     p_list = Lists + wide(program) * (length + 1)
     o = tl.arange(0, CHUNK)
     count = 0
     for start in range(0, length, CHUNK):
         at = start + o
-        held = tl.zeros([CHUNK], tl.int32)
-        for i in tl.static_range(SPAN):
-            there = (at < length) & (own + i + 0 * at < others)
-            held |= tl.load(p_tiles + i * own_step + at * step, mask=there, other=0).to(tl.int32)
+        held = tl.load(p_tiles + at * step, mask=at < length, other=0).to(tl.int32)
         place = count + tl.cumsum(held, 0)
         tl.store(p_list + place, at, mask=held != 0)
         count += tl.sum(held, 0)
@@ -94,13 +90,10 @@ def list_tiles(
         p_v = V + (i_bh // heads).to(tl.int64) * v_b * STEP
         p_v += (i_bh % heads // group).to(tl.int64) * v_h * STEP
         o_c = tl.arange(0, TILE)
-        for i in tl.static_range(SPAN):
-            row0 = wide(own + i) * TILE
-            v = load_part(
-                p_v + row0 * v_n * STEP, o_c, n_k - row0, v_n * STEP, v_d, 0, V0, DV, UNIT_D, True
-            )
-            p = Norms + wide(i_bh) * others + own + i
-            tl.store(p, tl.max(norms(v), 0), mask=own + i < others)
+        row0 = wide(own) * TILE
+        p_v += row0 * v_n * STEP
+        v = load_part(p_v, o_c, n_k - row0, v_n * STEP, v_d, 0, V0, DV, UNIT_D, True)
+        tl.store(Norms + wide(i_bh) * others + own, tl.max(norms(v), 0))
 
 
 @triton.jit(do_not_specialize=INTEGERS)

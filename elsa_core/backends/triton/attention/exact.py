@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from elsa_core.backends.triton.attention.fold import advance, key_of
+from elsa_core.backends.triton.attention.fold import advance
 from elsa_core.backends.triton.shared.helpers import (
     add_scaled,
     apply_mask,
@@ -22,16 +22,14 @@ from elsa_core.backends.triton.shared.philox import keep
 
 @triton.jit
 def fold_exact(
-    p_q, p_k, p_v, p_mask, p_tiles, lo, hi, n_k, q_n, q_d, k_n, k_d, v_n, v_d, mask_q, mask_k,
+    p_q, p_k, p_v, p_mask, lo, hi, n_k, q_n, q_d, k_n, k_d, v_n, v_d, mask_q, mask_k,
     row0, rows, scale, scale_exp, weight,
     drop, head,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr, BX: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, UNIT_D: tl.constexpr,
-    BN: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Every key in [lo, hi), as `fold.key_of` numbers them, with float32 FMA; no finite input
-    overflows.
+    """Every key in [lo, hi) with float32 FMA; no finite input overflows.
 
     Queries are scaled per row and keys per tile by powers of two, a score beyond float32 is
     clamped, and weights carry 2**-shift <= 1 / n_k, so that no sum of values overflows: z returns
@@ -52,8 +50,7 @@ def fold_exact(
     z = tl.zeros([BM, 8], tl.float32)
     acc0 = tl.zeros([BM, V0], tl.float32)
     acc1 = tl.zeros([BM, V1 if V1 else 1], tl.float32)
-    for n in tl.range(lo, hi, BX, num_stages=1):
-        n0 = key_of(n, p_tiles, BN, LISTED)
+    for n0 in tl.range(lo, hi, BX, num_stages=1):
         n0_wide = wide(n0)
         columns = n_k - n0
         k0 = load_part(p_k + n0_wide * k_n, o_x, columns, k_n, k_d, 0, D0, D, UNIT_D, True)

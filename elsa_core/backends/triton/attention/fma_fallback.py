@@ -62,9 +62,9 @@ def fma_fallback(
                         Q + (i_b * q_b + i_h * q_h) * UNIT + row0 * (q_n * UNIT),
                         K + (i_b * k_b + i_h // group * k_h) * UNIT,
                         V + (i_b * v_b + i_h // group * v_h) * UNIT,
-                        Q, Q, lo, hi, n_k, q_n * UNIT, q_d, k_n * UNIT, k_d, v_n * UNIT, v_d, 0, 0,
+                        Q, lo, hi, n_k, q_n * UNIT, q_d, k_n * UNIT, k_d, v_n * UNIT, v_d, 0, 0,
                         row0, rows, scale * flip, scale_exp, power(-shift), None, 0,
-                        0, CAUSAL, ROWS, BX, D, D0, 0, DV, V0, 0, UNIT_D, BX, 0,
+                        0, CAUSAL, ROWS, BX, D, D0, 0, DV, V0, 0, UNIT_D,
                     )  # fmt: skip
                     z = tl.sum(z, 1)
                     offset = shift.to(tl.float32)

@@ -232,40 +232,23 @@ def merged(m0, z0, x0, y0, m1, z1, x1, y1):
 
 @triton.jit
 def key_tiles(
-    p_tiles, lo, chunk, n_k, row0,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, LISTED: tl.constexpr,
+    lo, chunk, n_k, row0, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """(lo, full, hi): a program's loops over keys run through [lo, hi), and up to `full` tiles are
-    whole and seen by every row.
-
-    All keys from `lo` on, up to the partition's end or the causal limit; or, where tiles are
-    LISTED, places of the list, BN to a tile, and `key_of` says which keys those are.
+    """(full, hi): a program's loops over keys run from `lo` to `hi`, the partition's end or the
+    causal limit, and up to `full` tiles are whole and seen by every row.
     """
-    if LISTED:
-        lo = 0
-        hi = tl.load(p_tiles) * BN
-        full = 0
-    else:
-        hi = tl.minimum(n_k, lo + chunk)
-        full = lo + (hi - lo) // BN * BN
-        if CAUSAL:
-            hi = tl.minimum(hi, row0 + BM)
-            full = tl.minimum(full, lo + tl.maximum(row0 + 1 - lo, 0) // BN * BN)
-    return lo, full, hi
-
-
-@triton.jit
-def key_of(n, p_tiles, BN: tl.constexpr, LISTED: tl.constexpr):
-    """The key at n of a program's range; BN of them are a tile."""
-    if LISTED:
-        n = tl.load(p_tiles + 1 + n // BN) * BN + n % BN
-    return n
+    hi = tl.minimum(n_k, lo + chunk)
+    full = lo + (hi - lo) // BN * BN
+    if CAUSAL:
+        hi = tl.minimum(hi, row0 + BM)
+        full = tl.minimum(full, lo + tl.maximum(row0 + 1 - lo, 0) // BN * BN)
+    return full, hi
 
 
 @triton.jit
 def fold_range(
     qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
-    p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, p_tiles, lo, full, hi, n_k,
+    p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, lo, full, hi, n_k,
     k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
     drop, head,
     MODE: tl.constexpr, PRE: tl.constexpr, FRESH: tl.constexpr, MASK: tl.constexpr,
@@ -274,7 +257,6 @@ def fold_range(
     DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     UNIT_D: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
     ONE_LOOP: tl.constexpr, STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr,
-    LISTED: tl.constexpr,
 ):  # fmt: skip
     """Tiles in [lo, full) untested, those in [full, hi) tested for length and causality.
 
@@ -292,8 +274,7 @@ def fold_range(
                 MODE, PRE, FRESH, MASK, False, 0, BM, BN,
                 D, D0, D1, DV, V0, V1, UNIT_D, SHIFT, LIMIT,
             )  # fmt: skip
-    for n in tl.range(full, hi, BN, num_stages=TAIL_STAGES):
-        n0 = key_of(n, p_tiles, BN, LISTED)
+    for n0 in tl.range(full, hi, BN, num_stages=TAIL_STAGES):
         m, z, acc0, acc1, bad, e_k, e_v = fold_tile(
             qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
             p_k, p_v, p_mask, WK, WV, p_e + n0 // BN * 2, region_k, region_v,

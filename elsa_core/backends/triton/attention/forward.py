@@ -63,70 +63,28 @@ def store_rows(
         store_tile(p1, acc1 * inverse[:, None], inside, o_v1 < DV, True)
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
-def forward(
-    Q, K, V, Mask, W, Out, LSE, Tiles, Seed,
-    heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, chunk: tl.int32,
-    tiles: tl.int32, shift: tl.int32, scale_exp: tl.int32, scale: tl.float32, flip: tl.float32,
-    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
-    k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
-    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
-    mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64, batch: tl.int32,
-    threshold: tl.int32, kept: tl.float32,
+@triton.jit
+def fold_rows(
+    p_q, p_k, p_v, p_mask, W, key_rows, row, tiles, lo, chunk, n_k, row0, rows,
+    q_n, q_d, k_n, k_d, v_n, v_d, mask_q, mask_k, shift, scale_exp, scale, flip, once, drop, head,
     MODE: tl.constexpr, PRE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, FLIP: tl.constexpr,
-    OVERLAP: tl.constexpr, UNIT: tl.constexpr, UNIT_D: tl.constexpr, UNIT_K: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, FLIP: tl.constexpr, OVERLAP: tl.constexpr,
+    UNIT_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, CHAIN: tl.constexpr, SHIFT: tl.constexpr,
-    STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr, LISTED: tl.constexpr,
+    STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query tiles x batch x heads, key partitions).
+    """The keys [lo, lo + chunk) of n_k folded for BM queries from `row0` on, `rows` of which are
+    there: the base 2 reference m, what to add to it, and the sums z [BM], acc0 and acc1 that are
+    relative to both.
 
-    Strides of batch, head and row come in units of UNIT elements (so that their divisibility is
-    known without compiling per length); `chunk` keys a partition, a multiple of BN. `scale` and
-    `scale_exp`: |scale| * log2(e) = scale * 2**scale_exp with scale in [1, 2) (MODE 0: scale
-    alone). FLIP: queries are multiplied by `flip` (-1 for a negative scale, 0 for scale 0). CHAIN:
-    a multiple of BN, after which keys are folded into a fresh state, merged later; 0: one state.
-    LISTED: 0, every tile of keys is folded and Tiles is None; else int32 Tiles [batch x heads x
-    query tiles, 1 + LISTED] says how many tiles of BN keys each program folds, and then which (not
-    with PRE, CHAIN or several partitions). Seed: None, or int64 [2] of dropout, with its
-    `threshold` and the factor `kept` (`elsa_core.backends.philox`).
+    W, key_rows, row, tiles: of keys that were split ahead (PRE): the workspace, tiles of all heads,
+    the first tile, and tiles of a head. once: 1, which the compiler does not know, or None (see
+    below). The other arguments as `forward` has them.
     """
-    drop = drawn(Seed, threshold, kept)
-    q_tiles = tl.cdiv(n_q, BM)
-    if PARTIAL and OVERLAP:
-        gdc_launch_dependents()
-    pid = tl.program_id(0)
-    i_part = tl.program_id(1)
-    i_bh = pid // q_tiles
-    i_m = pid - i_bh * q_tiles
-    if CAUSAL:
-        # the longest rows first
-        i_m = q_tiles - 1 - i_m
-    i_b = (i_bh // heads).to(tl.int64)
-    i_h = (i_bh % heads).to(tl.int64)
-    i_kv = i_h // group
-    row0 = i_m * BM
-    rows = n_q - row0
-    q_n = q_n * UNIT
-    k_n = k_n * UNIT
-    v_n = v_n * UNIT
-    p_q = Q + (i_b * q_b + i_h * q_h) * UNIT + row0 * q_n
-    p_k = K + (i_b * k_b + i_kv * k_h) * UNIT
-    p_v = V + (i_b * v_b + i_kv * v_h) * UNIT
-    p_mask = Mask
-    if MASK:
-        if UNIT_K:
-            mask_k = tl.full([], 1, tl.int64)
-        p_mask = Mask + i_b * mask_b + i_h * mask_h + row0 * mask_q
-
-    # keys this program folds: whole tiles seen by every row in [lo, full), the others in [full, hi)
-    p_tiles = Q
-    if LISTED:
-        tl.static_assert(not (PRE or CHAIN or PARTIAL))
-        p_tiles = Tiles + (i_bh * q_tiles + i_m).to(tl.int64) * (LISTED + 1)
-    lo, full, hi = key_tiles(p_tiles, i_part * chunk, chunk, n_k, row0, BM, BN, CAUSAL, LISTED)
+    # whole tiles seen by every row in [lo, full), the others in [full, hi)
+    full, hi = key_tiles(lo, chunk, n_k, row0, BM, BN, CAUSAL)
     LIMIT: tl.constexpr = SPLIT_LIMIT if MODE == 1 else SINGLE_LIMIT
 
     m = tl.full([BM], -float("inf"), tl.float32)
@@ -171,8 +129,6 @@ def forward(
                 # the launch that split keys and values may still be running
                 gdc_wait()
             # as `split.split_ahead` lays it out
-            key_rows = batch.to(tl.int64) * (heads // group) * tiles
-            row = (i_b * (heads // group) + i_kv) * tiles
             E = W.to(tl.pointer_type(tl.int32))
             region_k = key_rows * BN * (D0 + D1)
             region_v = key_rows * BN * (V0 + V1)
@@ -187,14 +143,14 @@ def forward(
             of_values = tl.load(p_guard + key_rows + o_t, mask=o_t < tiles, other=0)
             e_k = tl.load(p_e + lo // BN * 2)
             e_v = tl.load(p_e + lo // BN * 2 + 1)
-        if MODE == 0:
+        if MODE == 0 or (once is None and not CHAIN):
             m, z, acc0, acc1, bad = fold_range(
                 qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
-                p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, p_tiles, lo, full, hi, n_k,
+                p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, lo, full, hi, n_k,
                 k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-                drop, i_bh,
+                drop, head,
                 MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
-                UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, LISTED,
+                UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES,
             )  # fmt: skip
         elif CHAIN:
             for c0 in tl.range(lo, hi, CHAIN, num_stages=1):
@@ -205,25 +161,25 @@ def forward(
                 m1, z1, x1, y1, bad = fold_range(
                     qh0, ql0, qh1, ql1, f, e_q, tl.full([BM], -float("inf"), tl.float32),
                     tl.zeros_like(z), tl.zeros_like(acc0), tl.zeros_like(acc1), bad, e_k, e_v,
-                    p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, p_tiles,
+                    p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v,
                     c0, tl.maximum(c0, tl.minimum(full, end)), end, n_k,
                     k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-                    drop, i_bh,
+                    drop, head,
                     MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
-                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, LISTED,
+                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES,
                 )  # fmt: skip
                 m, z, acc0, acc1 = merged(m, z, acc0, acc1, m1, z1, x1, y1)
         else:
             # one pass: queries that arrive as a loop's argument stay in shared memory, not in
             # registers
-            for _ in tl.range(0, tl.minimum(heads, 1), num_stages=1):
+            for _ in tl.range(0, once, num_stages=1):
                 m, z, acc0, acc1, bad = fold_range(
                     qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
-                    p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, p_tiles, lo, full, hi, n_k,
+                    p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, lo, full, hi, n_k,
                     k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-                    drop, i_bh,
+                    drop, head,
                     MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
-                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, LISTED,
+                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES,
                 )  # fmt: skip
                 qh0 = tl.zeros_like(qh0)
                 ql0 = tl.zeros_like(ql0)
@@ -244,19 +200,81 @@ def forward(
     offset = tl.full([], 0.0, tl.float32)
     if MODE != 0:  # noqa: SIM102 (one is decided at compile time, the other by the data)
         if bad != 0:
-            if not LISTED:
-                hi = tl.minimum(n_k, lo + chunk)
-                if CAUSAL:
-                    hi = tl.minimum(hi, row0 + BM)
             m, z, acc0, acc1 = fold_exact(
-                p_q, p_k, p_v, p_mask, p_tiles, lo, hi, n_k, q_n, q_d, k_n, k_d, v_n, v_d,
+                p_q, p_k, p_v, p_mask, lo, hi, n_k, q_n, q_d, k_n, k_d, v_n, v_d,
                 mask_q, mask_k, row0, rows, scale * flip, scale_exp, power(-shift),
-                drop, i_bh,
-                MASK, CAUSAL, BM, BX, D, D0, D1, DV, V0, V1, UNIT_D, BN, LISTED,
+                drop, head,
+                MASK, CAUSAL, BM, BX, D, D0, D1, DV, V0, V1, UNIT_D,
             )  # fmt: skip
             offset = shift.to(tl.float32)
+    return m, offset, tl.sum(z, 1), acc0, acc1
 
-    z = tl.sum(z, 1)
+
+@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+def forward(
+    Q, K, V, Mask, W, Out, LSE, Seed,
+    heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, chunk: tl.int32,
+    tiles: tl.int32, shift: tl.int32, scale_exp: tl.int32, scale: tl.float32, flip: tl.float32,
+    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
+    k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
+    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
+    mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64, batch: tl.int32,
+    threshold: tl.int32, kept: tl.float32,
+    MODE: tl.constexpr, PRE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, FLIP: tl.constexpr,
+    OVERLAP: tl.constexpr, UNIT: tl.constexpr, UNIT_D: tl.constexpr, UNIT_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, CHAIN: tl.constexpr, SHIFT: tl.constexpr,
+    STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+):  # fmt: skip
+    """Grid (query tiles x batch x heads, key partitions).
+
+    Strides of batch, head and row come in units of UNIT elements (so that their divisibility is
+    known without compiling per length); `chunk` keys a partition, a multiple of BN. `scale` and
+    `scale_exp`: |scale| * log2(e) = scale * 2**scale_exp with scale in [1, 2) (MODE 0: scale
+    alone). FLIP: queries are multiplied by `flip` (-1 for a negative scale, 0 for scale 0). CHAIN:
+    a multiple of BN, after which keys are folded into a fresh state, merged later; 0: one state.
+    Seed: None, or int64 [2] of dropout, with its `threshold` and the factor `kept`
+    (`elsa_core.backends.philox`).
+    """
+    drop = drawn(Seed, threshold, kept)
+    q_tiles = tl.cdiv(n_q, BM)
+    if PARTIAL and OVERLAP:
+        gdc_launch_dependents()
+    pid = tl.program_id(0)
+    i_part = tl.program_id(1)
+    i_bh = pid // q_tiles
+    i_m = pid - i_bh * q_tiles
+    if CAUSAL:
+        # the longest rows first
+        i_m = q_tiles - 1 - i_m
+    i_b = (i_bh // heads).to(tl.int64)
+    i_h = (i_bh % heads).to(tl.int64)
+    i_kv = i_h // group
+    row0 = i_m * BM
+    rows = n_q - row0
+    q_n = q_n * UNIT
+    k_n = k_n * UNIT
+    v_n = v_n * UNIT
+    p_q = Q + (i_b * q_b + i_h * q_h) * UNIT + row0 * q_n
+    p_k = K + (i_b * k_b + i_kv * k_h) * UNIT
+    p_v = V + (i_b * v_b + i_kv * v_h) * UNIT
+    p_mask = Mask
+    if MASK:
+        if UNIT_K:
+            mask_k = tl.full([], 1, tl.int64)
+        p_mask = Mask + i_b * mask_b + i_h * mask_h + row0 * mask_q
+
+    heads_k = heads // group
+    key_rows = batch.to(tl.int64) * heads_k * tiles
+    m, offset, z, acc0, acc1 = fold_rows(
+        p_q, p_k, p_v, p_mask, W, key_rows, (i_b * heads_k + i_kv) * tiles, tiles,
+        i_part * chunk, chunk, n_k, row0, rows, q_n, q_d, k_n, k_d, v_n, v_d, mask_q, mask_k,
+        shift, scale_exp, scale, flip, tl.minimum(heads, 1), drop, i_bh,
+        MODE, PRE, ONE_LOOP, FRESH, MASK, CAUSAL, FLIP, OVERLAP, UNIT_D, BM, BN, BX, CHAIN, SHIFT,
+        STAGES, TAIL_STAGES, D, D0, D1, DV, V0, V1,
+    )  # fmt: skip
     if Seed is None:
         kept = 1.0
     if PARTIAL:

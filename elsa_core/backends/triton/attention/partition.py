@@ -42,39 +42,32 @@ def partition(
     queries, keys, constants = query.shape[2], key.shape[2], call.fold.tail
     rows = constants.get("BM", 1)  # one query has no tile of queries
     key_tile = constants["BN"] if "BN" in constants else constants["KEYS"]  # or all are one tile
-    states = () if call.merge is None else call.merge.shape
     whole = -(-keys // key_tile) * key_tile
     split_keys = min(constants.get("chunk", whole), whole)
+    splits, table = 1, device.device_table(device.index_of(query.device))
+    states = RoundTrip("registers", "m, S, W in float32", 0, 0, 0, 0)
+    if call.states is not None:
+        splits, of_splits, value_dim = call.states
+        count = splits * of_splits
+        size = count * (value_dim + 1) * STATE_BYTES
+        # A state (m, S, W) and (m + ln S, 1, W / S) are the same element: this is how it travels.
+        states = RoundTrip("memory", "lse, W / S in float32", count, size, size, size)
+    how = "" if table[0].measured else ", tiles not measured"
+    here = "" if query.is_cuda else ", planned without it"
     return Partition(
         backend="triton",
         schedule=call.words,
-        machine=_gpu(query),
+        machine=f"{table[0].gpu}, {table[1]} multiprocessors{how}{here}",
         queries=queries,
         keys=keys,
         query_tile=rows,
         query_tiles=-(-queries // rows),
         key_tile=key_tile,
         key_tiles=-(-keys // key_tile),
-        splits=states[0] if states else 1,
+        splits=splits,
         split_keys=split_keys,
         chain_keys=constants.get("CHAIN") or split_keys,
         programs=call.fold.grid[0] * call.fold.grid[1],
         ahead_bytes=call.workspace * torch.float16.itemsize,
-        states=_partial_states(states, call.out_shape[-1]),
+        states=states,
     )
-
-
-def _partial_states(shape: tuple[int, ...], value_dim: int) -> RoundTrip:
-    if not shape:
-        return RoundTrip("registers", "m, S, W in float32", 0, 0, 0, 0)
-    splits, rows = shape[:2]
-    size = splits * rows * (value_dim + 1) * STATE_BYTES
-    # A state (m, S, W) and (m + ln S, 1, W / S) are the same element: this is how it travels.
-    return RoundTrip("memory", "lse, W / S in float32", splits * rows, size, size, size)
-
-
-def _gpu(query: Tensor) -> str:
-    table, multiprocessors = device.device_table(device.index_of(query.device))
-    how = "" if table.measured else ", tiles not measured"
-    here = "" if query.is_cuda else ", planned without it"
-    return f"{table.gpu}, {multiprocessors} multiprocessors{how}{here}"

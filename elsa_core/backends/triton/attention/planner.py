@@ -11,18 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core.backends.triton.attention import tiling
-from elsa_core.backends.triton.attention.schedules import (
-    EMPTY,
-    FORWARD,
-    HOPPER,
-    SPLIT_AHEAD,
-    forward,
-    schedule_of,
-)
+from elsa_core.backends.triton.attention import schedules, tiling
+from elsa_core.backends.triton.attention.schedules import EMPTY, FORWARD, HOPPER, SPLIT_AHEAD
+from elsa_core.backends.triton.attention.schedules.forward import CHAIN_TILES
 from elsa_core.backends.triton.attention.schedules.record import Call, Problem, Schedule
-from elsa_core.backends.triton.attention.tiling import Plan, Shape
+from elsa_core.backends.triton.attention.tiling import Plan
 from elsa_core.backends.triton.shared import device, layout
+from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 
 
@@ -43,9 +38,7 @@ def plan_call(
     specialized: whether a kernel of sm_90 may serve it; default: if they can, where the tensors
     are. tiles: these instead of those that the device's table gives (two queries or more).
     """
-    widths = q.shape[3], v.shape[3]
-    shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], *widths,
-                  layout.has_rows(mask))  # fmt: skip
+    shape = tiling.shape_of(q, k, v, mask)
     if causal and shape.queries == 1 and shape.keys:
         # one causal query sees the first key only
         shape, causal = shape._replace(keys=1), False
@@ -53,41 +46,64 @@ def plan_call(
     problem = Problem(q, k, v, mask, causal, scale, precision, mode, shape)
     if not (shape.queries == 1 or EMPTY.serves(problem)):
         problem = replace(problem, tiles=tiles or tiles_of(problem, specialized))
-    return planned_by(schedule_of(problem), problem)
+    schedule = next(each for each in schedules.SCHEDULES if each.serves(problem))
+    return planned_by(schedule, problem)
 
 
 def plan_state(*arguments: Any) -> Call:
     """As `plan_call`, with lse in float64 where the kernels that fold in tiles serve."""
     call = plan_call(*arguments)
-    if call.schedule not in (HOPPER, SPLIT_AHEAD, FORWARD):
-        return call
-    merge = call.merge and replace(call.merge, lse_dtype=torch.float64)
-    return replace(call, merge=merge, lse_dtype=torch.float64)
+    folded = call.schedule in (HOPPER, SPLIT_AHEAD, FORWARD)
+    return replace(call, lse_dtype=torch.float64) if folded else call
 
 
 def planned_by(schedule: Schedule, problem: Problem) -> Call:
     """The call as one schedule plans it, whether or not it is the first that serves it."""
     b, heads, n_q, _ = problem.query.shape
+    launches, workspace = schedule.plan(problem)
+    states = None
+    if launches and launches["fold"].grid[1] > 1:
+        fold = launches["fold"]
+        states = fold.grid[1], b * heads * n_q, problem.value.shape[3]
+        launches["merge"] = _merge(heads, n_q, *states, overlap=fold.tail["OVERLAP"])
     return Call(
-        schedule, (b, heads, n_q, problem.value.shape[3]), (b, heads, n_q),
-        schedule.words(problem), *schedule.plan(problem),
+        schedule, (b, heads, n_q, problem.value.shape[3]), schedule.words(problem), launches,
+        workspace, states,
     )  # fmt: skip
+
+
+def _merge(
+    heads: int, queries: int, parts: int, states: int, width: int, *, overlap: bool
+) -> Launch:
+    """The launch that merges the states of so many partitions; overlap: it may start during the
+    fold.
+    """
+    from elsa_core.backends.triton.attention.merge import merge_states
+
+    wide, deep = layout.padded(width), layout.padded(parts, 1)
+    # 4096 numbers a program, but a program a row while rows are few
+    rows = 1 if states < 1024 else max(1, 4096 // (wide * deep))
+    tail = {
+        "parts": parts, "heads": heads, "n_q": queries, "states": states,
+        "ROWS": rows, "PARTS": deep, "DV": width, "VP": wide, "OVERLAP": overlap,
+    }  # fmt: skip
+    options: dict[str, Any] = {"num_warps": 4 if rows * deep >= 16 else 1}
+    if overlap:
+        options["launch_pdl"] = True
+    return Launch(merge_states, (-(-states // rows),), tail, options)
 
 
 def tiles_of(problem: Problem, specialized: bool | None) -> Plan:
     """The tiles of the device's table, for the kernels of sm_90 if those may serve."""
-    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
-    table, multiprocessors = device.device_table(device.index_of(q.device))
+    operands = problem.query, problem.key, problem.value, problem.mask
+    gpu = problem.query.device
+    table, multiprocessors = device.device_table(device.index_of(gpu))
+    if specialized is None:
+        specialized = device.specializes(gpu) and fits_specialized(*operands)
     return tiling.plan(
         problem.shape, problem.mode, table, workspace=problem.precision != "lean",
-        multiprocessors=multiprocessors,
-        specialized=may_specialize(q, k, v, mask) if specialized is None else specialized,
+        multiprocessors=multiprocessors, specialized=specialized,
     )  # fmt: skip
-
-
-def may_specialize(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether a kernel of sm_90 takes a call with such operands, on their device."""
-    return device.specializes(q.device) and fits_specialized(q, k, v, mask)
 
 
 def fits_specialized(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -96,7 +112,7 @@ def fits_specialized(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bo
     `tiling.Tile` knows their sizes.
     """
     one_block = all(tiling.blocks(t.shape[3])[1] == 0 for t in (q, v))
-    one_chain = k.shape[2] <= forward.CHAIN_TILES * 64
+    one_chain = k.shape[2] <= CHAIN_TILES * 64
     return mask is None and one_block and one_chain and layout.row_unit((q, k, v))[0] > 1
 
 
@@ -111,20 +127,27 @@ def planned(
     plan: Callable[..., Call] = plan_call,
 ) -> Call:
     """The plan of a call, cached by layout."""
-    extra = None
-    aligned = (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16)
-    if mask is not None:
-        extra = (mask.dtype, mask.shape, mask.stride(), mask.data_ptr() % 16)
-    key = (
-        "attention", plan, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype,
-        q.get_device(), aligned, extra, causal, scale, precision,
-    )  # fmt: skip
+    layouts = tuple(layout.key_of(t) for t in (q, k, v, mask))
+    key = ("attention", plan, layouts, q.get_device(), causal, scale, precision)
     return PLANS.get(key, plan, q, k, v, mask, causal, scale, precision)
 
 
 def execute(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *drawn: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Allocate the results and launch."""
-    m = q if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    return call.schedule.run(call, q, k, v, m)
+    """Allocate the results, out [B, H, N, Dv] in the memory of [B, N, H, Dv] and lse, and launch;
+    drawn: the seed of a call that was planned with dropout.
+    """
+    m = layout.mask_pointer(mask, q)
+    _, h, n, d = shape = call.out_shape
+    out = q.new_empty_strided(shape, (n * h * d, d, h * d, 1))
+    lse = q.new_empty(shape[:3], dtype=call.lse_dtype)
+    if call.states is None:
+        call.schedule.run(call, q, k, v, m, out, lse, *drawn)
+        return out, lse
+    # outputs and base 2 log-sum-exp of each partition
+    outputs = q.new_empty(call.states, dtype=torch.float32)
+    logs = q.new_empty(call.states[:2], dtype=call.lse_dtype)
+    call.schedule.run(call, q, k, v, m, outputs, logs, *drawn)
+    call.launches["merge"](outputs, logs, out, lse)
+    return out, lse

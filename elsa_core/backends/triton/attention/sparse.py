@@ -89,16 +89,12 @@ def sparse_attention(
     if attn_mask is not None:
         relief &= ~SUMMARIES  # a mask may hide the keys of summaries
     options = Options(is_causal, scale, precision, limit, relief)
-    layouts = tuple(
-        None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16)
-        for t in (query, key, value, attn_mask)
-    )
+    layouts = tuple(layout.key_of(t) for t in (query, key, value, attn_mask))
     cached = ("sparse", query.get_device(), layouts, options)
     launch = PLANS.get(cached, plan_call, query, key, value, attn_mask, options)
-    mask = query if attn_mask is None else attn_mask
-    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    with torch.cuda.device(query.device if query.is_cuda else -1):
+    with layout.on_device(query):
         index = summaries(key) if relief & SUMMARIES else counts
+        mask = layout.mask_pointer(attn_mask, query)
         launch(query, key, value, mask, index, out, lse, counts)
     return out, lse, counts
 
@@ -143,5 +139,4 @@ def plan_call(
     wide = max(tail["D0"], tail["V0"]) > 64
     grid = (batch * heads * -(-queries // rows),)
     settings = {"num_warps": 8 if wide and half else 4, "num_stages": 1}
-    kernel = sparse_kernels.forward
-    return Launch(kernel, grid, {n: tail[n] for n in kernel.arg_names if n in tail}, settings)
+    return Launch(sparse_kernels.forward, grid, tail, settings)

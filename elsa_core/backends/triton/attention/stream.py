@@ -132,6 +132,49 @@ def sequence_at(
 
 
 @triton.jit
+def share_of(StartsQ, StartsK, lines, sequences, n_q, n_k, least, BN: tl.constexpr,
+             CAUSAL: tl.constexpr):  # fmt: skip
+    """(units, programs with a share, program, its first unit, and that behind its last) of a call
+    whose sequences have `lines` heads each; `least` units a program, if there are as many.
+    """
+    units = all_units(StartsQ, StartsK, sequences, n_q, n_k, BN, CAUSAL) * lines
+    programs = tl.maximum(tl.minimum(wide(tl.num_programs(0)), units // least), 1)
+    program = wide(tl.program_id(0))
+    unit = tl.minimum(first_unit(program, units, programs), units)
+    end = tl.minimum(first_unit(program + 1, units, programs), units)
+    return units, programs, program, unit, end
+
+
+@triton.jit
+def tile_of(
+    StartsQ, StartsK, unit, end, i_s, base, until, lines, sequences, n_q, n_k,
+    BN: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The query tile that holds a unit of a share that ends at `end`.
+
+    i_s, base, until: the sequence of the unit before, its first unit, and the one behind its last;
+    returned as those of this unit. Then: head, token of the query, first token and length of the
+    keys that it sees, its key tiles, that of the unit, and the one behind the share's last.
+    """
+    if unit >= until:
+        i_s, base = sequence_at(StartsQ, StartsK, unit, sequences, lines, n_q, n_k, BN, CAUSAL)
+    first_q, len_q = bounds_of(StartsQ, i_s, n_q)
+    first_k, len_k = bounds_of(StartsK, i_s, n_k)
+    tokens, tiles, of_head = shape_of(len_q, len_k, BN, CAUSAL)
+    until = base + of_head * lines
+    i_h = (unit - base) // of_head
+    within = unit - base - i_h * of_head
+    i_q = query_of(within, tokens, tiles, BN, CAUSAL)
+    count = key_tiles_of(i_q, tiles, BN, CAUSAL)
+    tile = within - units_before(i_q, tiles, BN, CAUSAL)
+    stop = tl.minimum(count, tile + end - unit)
+    seen = len_k.to(tl.int32)
+    if CAUSAL:
+        seen = tl.minimum(seen, i_q.to(tl.int32) + 1)
+    return i_s, base, until, i_h, first_q + i_q, first_k, seen, count, tile, stop
+
+
+@triton.jit
 def arrive(Tickets, i_ticket):
     """How many have arrived before at this ticket. What all threads stored before it is seen by
     programs that arrive later.

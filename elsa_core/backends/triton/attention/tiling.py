@@ -10,6 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from elsa_core.backends.triton.shared import layout
+
 TABLES = Path(__file__).parents[1] / "tuning"
 DIRECTIONS = ("forward", "backward")
 # what `one_launch.py` and `two_warpgroups.py` take: keys, and the widths that a head dimension is
@@ -35,6 +39,13 @@ class Shape(NamedTuple):
     head_dim: int
     value_dim: int
     masked: bool = False
+
+
+def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Shape:
+    """Of operands [B, H, N, D] and a 4-D mask."""
+    widths = query.shape[3], value.shape[3]
+    rows = layout.has_rows(mask)
+    return Shape(*query.shape[:2], key.shape[1], query.shape[2], key.shape[2], *widths, rows)
 
 
 @dataclass(frozen=True)

@@ -7,22 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from elsa_core.backends.support import Request, Support
-from elsa_core.backends.triton import support as support_of_attention
 from elsa_core.backends.triton.attention import tiling
 from elsa_core.backends.triton.attention.schedules import stream
 from elsa_core.backends.triton.attention.schedules.forward import fold_options, fold_tail
-from elsa_core.backends.triton.attention.schedules.record import Problem, known
-from elsa_core.backends.triton.attention.tiling import Shape
-from elsa_core.backends.triton.shared import device
+from elsa_core.backends.triton.attention.schedules.record import Problem
+from elsa_core.backends.triton.shared import device, layout
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
-
-
-def support(request: Request) -> Support:
-    """As the kernels of attention."""
-    return support_of_attention(request)
-
 
 # Keys of a sequence, on average, from which single queries go by equal shares: an H200 took 0.09 of
 # the time in float32 and 0.26 in float16 for 32 sequences of 1024 to 65536 keys, 8 heads of 128.
@@ -49,9 +40,9 @@ def problem_of(
 ) -> Problem:
     """The call as one of dense attention, tokens [1, H, T, D]."""
     mode = device.mode_of(q.dtype, precision)
-    shape = Shape(1, q.shape[1], k.shape[1], q.shape[0], k.shape[0], q.shape[2], v.shape[2])
-    alone = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
-    return Problem(*alone, None, causal, scale, precision, mode, shape)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    shape = tiling.shape_of(q, k, v)
+    return Problem(q, k, v, None, causal, scale, precision, mode, shape)
 
 
 def plan(
@@ -64,24 +55,15 @@ def plan(
     problem = problem_of(q, k, v, causal, scale, precision)
     if _streams(q, k, starts):
         return stream.streamed(problem, sequences)
-    shape, mode = problem.shape, problem.mode
-    table, multiprocessors = device.device_table(device.index_of(q.device))
-    # tiles of one product are for operands split ahead alone
-    usual = shape._replace(keys=max(1, -(-shape.keys // max(1, sequences))))
-    tiles = tiling.plan(
-        usual, "split" if mode == "single" else mode, table, workspace=False,
-        multiprocessors=multiprocessors, specialized=False,
-    )  # fmt: skip
+    shape = problem.shape
     # no sequence has more keys than there are
-    tiles = replace(tiles, partitions=1, chunk=max(1, shape.keys))
+    tiles = replace(stream.usual_tiles(problem, sequences), partitions=1, chunk=max(1, shape.keys))
     problem = replace(problem, tiles=tiles)
     slots = shape.queries // tiles.tile.block_m + sequences
-    tail = {
-        **fold_tail(problem), "shift": max(0, shape.keys - 1).bit_length(),
+    tail = fold_tail(problem) | {
         "sequences": sequences, "steps": sequences.bit_length(), "slots": slots,
     }  # fmt: skip
-    options = fold_options(problem, tail)
-    return Launch(varlen_forward, (slots * shape.heads,), known(varlen_forward, tail), options)
+    return Launch(varlen_forward, (slots * shape.heads,), tail, fold_options(problem, tail))
 
 
 def varlen_attention(
@@ -107,16 +89,9 @@ def varlen_attention(
     if not key.shape[0] or not key.shape[1] or cu_seqlens_q.shape[0] < 2:
         return out.zero_(), lse.fill_(-torch.inf)
     starts, others = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    layouts = tuple(
-        (t.shape, t.stride(), t.dtype, t.data_ptr() % 16)
-        for t in (query, key, value, starts, others)
-    )
+    layouts = tuple(layout.key_of(t) for t in (query, key, value, starts, others))
     key_of_plan = ("varlen_attention", *layouts, query.get_device(), is_causal, scale, precision)
     launch = PLANS.get(key_of_plan, plan, query, key, value, starts, is_causal, scale, precision)
-    given = (query, key, value, starts, others, out, lse)
-    if query.is_cuda and query.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(query.device):
-            launch(*given)
-    else:
-        launch(*given)
+    with layout.on_device(query):
+        launch(query, key, value, starts, others, out, lse)
     return out, lse

@@ -13,16 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from elsa_core.backends.triton.attention.exact import fold_exact
-from elsa_core.backends.triton.attention.fold import fold_range, key_tiles, merged, split_tile
-from elsa_core.backends.triton.attention.forward import store_rows
-from elsa_core.backends.triton.shared.helpers import (
-    SINGLE_LIMIT,
-    SPLIT_LIMIT,
-    load_part,
-    power,
-    row_before,
-)
+from elsa_core.backends.triton.attention.forward import fold_rows, store_rows
 
 RUNTIME_INTEGERS = [
     "heads", "group", "n_q", "n_k", "sequences", "steps", "slots", "shift", "scale_exp",
@@ -87,77 +78,14 @@ def varlen_forward(
     p_q = Q + i_h * q_h * UNIT + (first_q + row0) * q_n
     p_k = K + i_kv * k_h * UNIT + first_k * k_n
     p_v = V + i_kv * v_h * UNIT + first_k * v_n
-    lo, full, hi = key_tiles(Q, 0, len_k, len_k, row0, BM, BN, CAUSAL, 0)
-    LIMIT: tl.constexpr = SPLIT_LIMIT if MODE == 1 else SINGLE_LIMIT
-
-    m = tl.full([BM], -float("inf"), tl.float32)
-    z = tl.zeros([BM, 8], tl.float32)
-    acc0 = tl.zeros([BM, V0], tl.float32)
-    acc1 = tl.zeros([BM, V1 if V1 else 1], tl.float32)
-    bad = tl.full([], 1 if MODE == 3 else 0, tl.int32)
-    if MODE != 3:
-        o_m = tl.arange(0, BM)
-        f = scale
-        e_q = 0
-        # what operands split ahead would need, and a mask
-        e_k = 0
-        e_v = 0
-        no_region = 0
-        no_mask = 0
-        q0 = load_part(p_q, o_m, rows, q_n, q_d, 0, D0, D, UNIT_D, True)
-        q1 = q0
-        if D1:
-            q1 = load_part(p_q, o_m, rows, q_n, q_d, D0, D1, D, UNIT_D, True)
-        if MODE == 0:
-            if FLIP:
-                q0 = (q0.to(tl.float32) * flip).to(q0.dtype)
-                q1 = (q1.to(tl.float32) * flip).to(q1.dtype)
-            qh0 = q0
-            ql0 = q0
-            qh1 = q1
-            ql1 = q1
-        else:
-            before0 = row_before(p_q, row0, q_n, q_d, 0, D0, D, UNIT_D)
-            before1 = before0
-            if D1:
-                before1 = row_before(p_q, row0, q_n, q_d, D0, D1, D, UNIT_D)
-            qh0, ql0, qh1, ql1, e, bad = split_tile(
-                q0, q1, before0, before1, scale * flip, D1, LIMIT
-            )
-            e_q = scale_exp - e
-        if CHAIN:
-            for c0 in tl.range(lo, hi, CHAIN, num_stages=1):
-                end = tl.minimum(hi, c0 + CHAIN)
-                m1, z1, x1, y1, bad = fold_range(
-                    qh0, ql0, qh1, ql1, f, e_q, tl.full([BM], -float("inf"), tl.float32),
-                    tl.zeros_like(z), tl.zeros_like(acc0), tl.zeros_like(acc1), bad, e_k, e_v,
-                    p_k, p_v, Q, Q, Q, Q, no_region, no_region, Q,
-                    c0, tl.maximum(c0, tl.minimum(full, end)), end, len_k,
-                    k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
-                    MODE, False, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
-                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
-                )  # fmt: skip
-                m, z, acc0, acc1 = merged(m, z, acc0, acc1, m1, z1, x1, y1)
-        else:
-            m, z, acc0, acc1, bad = fold_range(
-                qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
-                p_k, p_v, Q, Q, Q, Q, no_region, no_region, Q, lo, full, hi, len_k,
-                k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
-                MODE, False, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
-                UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
-            )  # fmt: skip
-    offset = tl.full([], 0.0, tl.float32)
-    if MODE != 0:  # noqa: SIM102 (one is decided at compile time, the other by the data)
-        if bad != 0:
-            m, z, acc0, acc1 = fold_exact(
-                p_q, p_k, p_v, Q, Q, lo, hi, len_k, q_n, q_d, k_n, k_d, v_n, v_d,
-                0, 0, row0, rows, scale * flip, scale_exp, power(-shift), None, 0,
-                0, CAUSAL, BM, BX, D, D0, D1, DV, V0, V1, UNIT_D, BN, 0,
-            )  # fmt: skip
-            offset = shift.to(tl.float32)
-
+    m, offset, z, acc0, acc1 = fold_rows(
+        p_q, p_k, p_v, Q, Q, 0, 0, 0, 0, len_k, len_k, row0, rows, q_n, q_d, k_n, k_d, v_n, v_d,
+        0, 0, shift, scale_exp, scale, flip, None, None, 0,
+        MODE, False, ONE_LOOP, FRESH, 0, CAUSAL, FLIP, False, UNIT_D, BM, BN, BX, CHAIN, SHIFT,
+        STAGES, TAIL_STAGES, D, D0, D1, DV, V0, V1,
+    )  # fmt: skip
     token = first_q + row0
     store_rows(
-        acc0, acc1, tl.sum(z, 1), m, offset, Out, LSE, (token * heads + i_h) * DV,
+        acc0, acc1, z, m, offset, Out, LSE, (token * heads + i_h) * DV,
         heads.to(tl.int64) * DV, i_h * n_q + token, rows, 1.0, BM, DV, V0, V1, False,
     )  # fmt: skip

@@ -76,7 +76,8 @@ class Launch:
     ):
         self.kernel = kernel
         self.grid = (*grid, 1, 1)[:3]
-        self.tail = tail
+        # arguments and constants that the kernel has, of what its call knows
+        self.tail = {name: tail[name] for name in kernel.arg_names if name in tail}
         # Triton 3.10 stops fusing multiply and add by default
         self.options = {"enable_fp_fusion": True, **options}
         self.loaded = False  # whether the kernel is compiled and on the device

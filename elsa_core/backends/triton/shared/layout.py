@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,23 @@ LOG2E = 1.4426950408889634
 def padded(size: int, least: int = 16) -> int:
     """The power of two, at least `least`, that holds `size`."""
     return max(least, 1 << (size - 1).bit_length())
+
+
+def key_of(t: Tensor | None) -> tuple[Any, ...] | None:
+    """What plans know of a tensor."""
+    return None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16)
+
+
+def on_device(t: Tensor) -> torch.cuda.device:
+    """The context in which a tensor's GPU is the current one."""
+    return torch.cuda.device(t.device if t.is_cuda else -1)
+
+
+def mask_pointer(mask: Tensor | None, query: Tensor) -> Tensor:
+    """What kernels get for a mask: a boolean one as uint8, for None anything, which is not read."""
+    if mask is None:
+        return query
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
 def row_unit(tensors: tuple[Tensor, ...]) -> tuple[int, bool]:

@@ -11,28 +11,23 @@ import math
 
 from torch import Tensor
 
-from elsa_core.backends.triton.attention.schedules.decode import DECODE
-from elsa_core.backends.triton.attention.schedules.few_keys import ONE_LAUNCH, TWO_WARPGROUPS
-from elsa_core.backends.triton.attention.schedules.forward import FORWARD, SPLIT_AHEAD
-from elsa_core.backends.triton.attention.schedules.hopper import HOPPER
-from elsa_core.backends.triton.attention.schedules.record import Call, Parts, Problem, Schedule
+from elsa_core.backends.triton.attention.schedules.few import DECODE, ONE_LAUNCH, TWO_WARPGROUPS
+from elsa_core.backends.triton.attention.schedules.forward import FORWARD, HOPPER, SPLIT_AHEAD
+from elsa_core.backends.triton.attention.schedules.record import Call, Problem, Schedule
 
 
 def _is_empty(problem: Problem) -> bool:
     return not (problem.query.numel() and problem.key.numel() and problem.value.numel())
 
 
-def _zeros(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = call.results(q)
-    return out.zero_(), lse.fill_(-math.inf)
+def _zeros(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    out.zero_()
+    lse.fill_(-math.inf)
 
 
 EMPTY = Schedule(
-    "empty", _is_empty, lambda problem: Parts(), _zeros, lambda problem: "nothing to compute: zeros"
+    "empty", _is_empty, lambda problem: ({}, 0), _zeros, lambda problem: "nothing to compute: zeros"
 )
 SCHEDULES = (EMPTY, DECODE, TWO_WARPGROUPS, ONE_LAUNCH, HOPPER, SPLIT_AHEAD, FORWARD)
-
-
-def schedule_of(problem: Problem) -> Schedule:
-    """The first schedule that serves a problem."""
-    return next(schedule for schedule in SCHEDULES if schedule.serves(problem))

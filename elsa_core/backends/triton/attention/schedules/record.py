@@ -1,19 +1,14 @@
 """What a schedule is: one way to serve a call with launches of kernels.
 
-A schedule is a record of four functions. `serves` and `plan` see layouts alone, never data, so a
-plan is made once for each layout; `run` allocates and launches; `words` is what `explain` says.
+A schedule is a record of functions. `serves` and `plan` see layouts alone, never data, so a plan is
+made once for each layout; `run` makes the launches; `words` is what `explain` says.
 `schedules.SCHEDULES` holds them in order: the first that serves a call plans and runs it.
-
-A sparse pattern needs a record and no kernel of its own: `forward.forward` folds a list of key
-tiles for each program where it is planned with LISTED and launched with the list behind its other
-pointers (`fold.key_tiles` and `fold.key_of`; `tests/backends/sparse_interpreted.py` has one).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,50 +47,21 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Merge:
-    """The merge of partial states, a part of every schedule that splits keys.
-
-    launch: reads them and writes the results. shape: (partitions, states, value dimension).
-    lse_dtype: of the call that it is a part of.
-    """
-
-    launch: Launch
-    shape: tuple[int, int, int]
-    lse_dtype: torch.dtype = torch.float32
-
-    def states(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for the partial outputs, float32, and their base 2 log-sum-exp."""
-        partitions, states, _ = self.shape
-        outputs = like.new_empty(self.shape, dtype=torch.float32)
-        return outputs, like.new_empty((partitions, states), dtype=self.lse_dtype)
-
-
-class Parts(NamedTuple):
-    """What a schedule plans.
-
-    launches: by name, in the order in which `run` makes them; `fold` is the one that folds keys.
-    workspace: float16 elements that a launch ahead of the fold fills.
-    """
-
-    launches: dict[str, Launch] = {}  # noqa: RUF012 (never written to)
-    merge: Merge | None = None
-    workspace: int = 0
-
-
-@dataclass(frozen=True)
 class Call:
-    """A planned call: its schedule, the shapes of its results, and what it launches.
+    """A planned call: its schedule, the shape of its results, and what it launches.
 
-    lse_dtype: float64 for calls whose results are merged with others (`planner.plan_state`).
+    launches: by name, in their order; `fold` folds keys, `merge` merges the states of split keys,
+    which are (partitions, rows, value dimension). workspace: float16 elements that a launch ahead
+    of the fold fills. lse_dtype: float64 for calls whose results are merged with others
+    (`planner.plan_state`).
     """
 
     schedule: Schedule
     out_shape: tuple[int, int, int, int]
-    lse_shape: tuple[int, int, int]
     words: str
     launches: dict[str, Launch] = field(default_factory=dict)
-    merge: Merge | None = None
     workspace: int = 0
+    states: tuple[int, int, int] | None = None
     lse_dtype: torch.dtype = torch.float32
 
     @property
@@ -107,39 +73,20 @@ class Call:
         """
         return self.launches["fold"]
 
-    def every_launch(self) -> dict[str, Launch]:
-        """All launches by name, in their order, with the merge."""
-        if self.merge is None:
-            return self.launches
-        return {**self.launches, "merge": self.merge.launch}
-
-    def results(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for out, [B, H, N, Dv] in the memory of [B, N, H, Dv], and for lse."""
-        _, h, n, d = self.out_shape
-        out = query.new_empty_strided(self.out_shape, (n * h * d, d, h * d, 1))
-        return out, query.new_empty(self.lse_shape, dtype=self.lse_dtype)
-
-
-Run = Callable[..., tuple[Tensor, Tensor]]
-
 
 @dataclass(frozen=True)
 class Schedule:
     """One way to serve a call.
 
-    name: unique among schedules. serves: whether it takes a problem. plan: its launches. run: from
-    (call, query, key, value, mask) to (out, lse); where there is no mask it is the query again,
-    which kernels then do not read, and a boolean one comes as uint8. words: the schedule in the
-    words of `explain`.
+    name: unique among schedules. serves: whether it takes a problem. plan: its launches, and the
+    float16 elements of its workspace. run: launch for (call, query, key, value, mask, out, lse, and
+    where there is dropout its seed); without a mask it is the query again, which kernels then do
+    not read, and a boolean one comes as uint8; where keys are split, out and lse are of their
+    states. words: the schedule in the words of `explain`.
     """
 
     name: str
     serves: Callable[[Problem], bool]
-    plan: Callable[[Problem], Parts]
-    run: Run
+    plan: Callable[[Problem], tuple[dict[str, Launch], int]]
+    run: Callable[..., None]
     words: Callable[[Problem], str]
-
-
-def known(kernel: Any, tail: dict[str, Any]) -> dict[str, Any]:
-    """Of `tail`, what a kernel that takes less has arguments for."""
-    return {name: tail[name] for name in kernel.arg_names if name in tail}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends.triton.attention import tiling
-from elsa_core.backends.triton.attention.schedules.decode import key_tile
+from elsa_core.backends.triton.attention.schedules.few import decode_tail
 from elsa_core.backends.triton.attention.schedules.forward import fold_options, fold_tail
-from elsa_core.backends.triton.attention.schedules.record import Problem, known
+from elsa_core.backends.triton.attention.schedules.record import Problem
 from elsa_core.backends.triton.shared import device, layout
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.tickets import tickets
@@ -54,6 +54,18 @@ class Streamed:
         self.fold(q, k, v, starts, others, outputs, logs, counters, out, lse)
 
 
+def usual_tiles(problem: Problem, sequences: int) -> tiling.Plan:
+    """The tiles of a call whose sequences all have the same number of keys."""
+    table, multiprocessors = device.device_table(device.index_of(problem.query.device))
+    keys = max(1, -(-problem.shape.keys // max(1, sequences)))
+    # tiles of one product are for operands split ahead alone
+    mode = "split" if problem.mode == "single" else problem.mode
+    return tiling.plan(
+        problem.shape._replace(keys=keys), mode, table, workspace=False,
+        multiprocessors=multiprocessors, specialized=False,
+    )  # fmt: skip
+
+
 def streamed(
     problem: Problem, sequences: int, programs: int | None = None, least: int | None = None
 ) -> Streamed:
@@ -63,83 +75,32 @@ def streamed(
     programs: of the whole grid; None: as many as the GPU holds. least: units of a program, if there
     are as many; None: as measured.
     """
-    shape = problem.shape
-    packed = 1 < shape.heads // shape.key_heads <= MOST_PACKED and problem.mode != "exact"
-    return (_heads if packed else _rows)(problem, sequences, programs, least)
+    from elsa_core.backends.triton.attention import stream_decode, stream_forward
 
-
-def _shares(problem: Problem, sequences: int) -> dict[str, Any]:
-    shape = problem.shape
-    return {
-        "sequences": sequences, "lse_h": shape.queries, "CAUSAL": problem.causal,
-    }  # fmt: skip
-
-
-def _programs(problem: Problem, resident: int) -> int:
-    """Programs of the grid."""
-    _, multiprocessors = device.device_table(device.index_of(problem.query.device))
-    return resident * multiprocessors
-
-
-def _rows(
-    problem: Problem, sequences: int, programs: int | None, least: int | None
-) -> Streamed:  # fmt: skip
-    """Single queries, each with the keys of its own head."""
-    from elsa_core.backends.triton.attention.stream_decode import stream_decode
-
-    q, k, v, shape = problem.query, problem.key, problem.value, problem.shape
-    knobs = device.device_table(device.index_of(q.device))[0].decode
-    unit, unit_d = layout.row_unit((k, v))
-    if any(s % unit for s in q.stride()[:3]):
-        unit = 1
-    factors = layout.score_scale(problem.scale, "exact")
-    width = max(16, 1 << (shape.value_dim - 1).bit_length())
-    block = key_tile(knobs, problem)
-    tail: dict[str, Any] = {
-        "heads": shape.heads, "group": shape.heads // shape.key_heads, "n_q": shape.queries,
-        "n_k": shape.keys, "least": least or knobs["least_tiles"],
-        "shift": (shape.keys - 1).bit_length(),
-        "scale_exp": factors["scale_exp"], "scale": factors["scale"], "flip": factors["flip"],
-        **layout.strides("q", q, unit), **layout.strides("k", k, unit),
-        **layout.strides("v", v, unit), **_shares(problem, sequences),
-        "UNIT": unit, "UNIT_D": unit_d, "BN": block, "STAGES": knobs["stages"],
+    q, shape = problem.query, problem.shape
+    table, multiprocessors = device.device_table(device.index_of(q.device))
+    group = shape.heads // shape.key_heads
+    kernel: Any
+    if 1 < group <= MOST_PACKED and problem.mode != "exact":
+        # one query of all heads that share a head of the keys is a tile
+        tile, block = usual_tiles(problem, sequences).tile, max(FEW, 1 << (group - 1).bit_length())
+        # `RESIDENT` programs have all registers that a thread can have
+        tile = replace(tile, block_m=min(block, tile.block_m), warps=4, registers=0)
+        # a program may fold all keys of a query
+        problem = replace(problem, tiles=tiling.Plan(tile, 1, max(1, shape.keys)))
+        tail, rows, kernel = fold_tail(problem), tile.block_m, stream_forward.stream_forward
+        options, resident, width = fold_options(problem, tail), RESIDENT, rows * tail["V0"]
+        least = least or LEAST
+    else:
+        unit, unit_d = layout.row_unit((problem.key, problem.value))
+        if any(s % unit for s in q.stride()[:3]):
+            unit = 1
+        tail, rows, kernel = decode_tail(problem, unit, unit_d), 1, stream_decode.stream_decode
+        options, resident = {"num_warps": table.decode["warps"]}, table.decode["resident"]
+        width, least = tail["VP"], least or table.decode["least_tiles"]
+    tail |= {
+        "sequences": sequences, "lse_h": shape.queries, "CAUSAL": problem.causal, "least": least,
         "PARTS": max(1, 4096 // width),
-        "D": shape.head_dim, "DP": max(16, 1 << (shape.head_dim - 1).bit_length()),
-        "DV": shape.value_dim, "VP": width,
     }  # fmt: skip
-    programs = programs or _programs(problem, knobs["resident"])
-    fold = Launch(stream_decode, (programs,), tail, {"num_warps": knobs["warps"]})
-    return Streamed(fold, 1, shape.value_dim)
-
-
-def _heads(
-    problem: Problem, sequences: int, programs: int | None, least: int | None
-) -> Streamed:  # fmt: skip
-    """One query of all heads that share a head of the keys is a tile."""
-    from elsa_core.backends.triton.attention.stream_forward import stream_forward
-
-    shape = problem.shape
-    tile = _tile(problem, sequences)
-    # a program may fold all keys of a query
-    problem = replace(problem, tiles=tiling.Plan(tile, 1, max(1, shape.keys)))
-    tail = fold_tail(problem) | _shares(problem, sequences)
-    own = known(stream_forward, tail | {
-        "least": least or LEAST, "PARTS": max(1, 4096 // (tile.block_m * tail["V0"])),
-    })  # fmt: skip
-    programs = programs or _programs(problem, RESIDENT)
-    fold = Launch(stream_forward, (programs,), own, fold_options(problem, tail))
-    return Streamed(fold, tile.block_m, shape.value_dim)
-
-
-def _tile(problem: Problem, sequences: int) -> tiling.Tile:
-    shape, rows = problem.shape, problem.shape.heads // problem.shape.key_heads
-    # tiles of one product are for operands split ahead alone
-    mode = "split" if problem.mode == "single" else problem.mode
-    usual = shape._replace(keys=max(1, -(-shape.keys // sequences)))
-    table, multiprocessors = device.device_table(device.index_of(problem.query.device))
-    tile = tiling.plan(
-        usual, mode, table, workspace=False, multiprocessors=multiprocessors, specialized=False
-    ).tile
-    block = max(FEW, 1 << (rows - 1).bit_length())
-    # `RESIDENT` programs have all registers that a thread can have
-    return replace(tile, block_m=min(block, tile.block_m), warps=4, registers=0)
+    grid = (programs or resident * multiprocessors,)
+    return Streamed(Launch(kernel, grid, tail, options), rows, shape.value_dim)
