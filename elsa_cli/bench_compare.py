@@ -55,7 +55,7 @@ def files(session: Session, own: Path, other: Document | None) -> None:
     if document["command"] != other["command"]:
         raise ArgumentError(f"{own} holds {document['command']}, not {other['command']}")
     found = document["results"] | added(document, other)
-    session.document(document["command"], document["environment"], found)
+    session.document(document["command"], found, document["environment"])
     judge(session, document, other)
 
 

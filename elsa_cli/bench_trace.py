@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from elsa_cli import bench_common
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 
@@ -20,16 +21,12 @@ def run(
     session: Session, cases: Sequence[Case], device: torch.device, *, backend: str, seed: int
 ) -> None:
     """Trace `cases`, show them, and fail where a claim fails."""
-    from torch.cuda import is_available
-
-    from elsa_core.measuring import environment
     from elsa_core.profiling.bench import trace
 
     with session.stage("tracing") as update:
         traces = trace.run(cases, device=device, backend=backend, seed=seed, progress=update)
-    there = device.type == "cpu" or is_available()
-    described = environment.describe(device if there else "cpu")
-    session.document("bench attention", described, {"traces": [t.to_dict() for t in traces]})
+    found = {"traces": [each.to_dict() for each in traces]}
+    session.document("bench attention", found, bench_common.described(device))
     for each in traces:
         _show(session, each)
     failed = [t.case.name for t in traces if not t.ok]
@@ -57,14 +54,23 @@ def _show(session: Session, trace: Trace) -> None:
 
 
 def _structure(part: Partition) -> list[list[str]]:
-    last = part.spans()[-1]
+    last, states = part.spans()[-1], part.states
+    trip = "none: states stay on chip from the first key to the output"
+    if states.states:
+        written, read, alive = map(
+            _size, (states.written_bytes, states.read_bytes, states.resident_bytes)
+        )
+        trip = (
+            f"{states.states} states ({states.form}) through {states.where}: {written} written, "
+            f"{read} read, {alive} alive"
+        )
     splits = f"{part.splits} of {part.split_keys} keys (the last: {last[1] - last[0]})"
     rows = [
         ["query tiles", f"{part.query_tiles} a head, up to {part.query_tile} rows each"],
         ["key leaves", f"{part.key_tiles} a row, up to {part.key_tile} keys each"],
         ["key splits", "none: one fold over all keys" if part.splits == 1 else splits],
         ["programs", f"{part.programs} that can run at once"],
-        ["round trip", _round_trip(part)],
+        ["round trip", trip],
         [
             "merge depth",
             f"{part.depth} = {part.leaf_levels} in a leaf + {part.chain_merges} in a chain + "
@@ -76,17 +82,6 @@ def _structure(part: Partition) -> list[list[str]]:
     if part.ahead_bytes:
         rows.insert(4, ["operands ahead", f"{_size(part.ahead_bytes)} written, read by each tile"])
     return rows
-
-
-def _round_trip(part: Partition) -> str:
-    states = part.states
-    if not states.states:
-        return "none: states stay on chip from the first key to the output"
-    return (
-        f"{states.states} states ({states.form}) through {states.where}: "
-        f"{_size(states.written_bytes)} written, {_size(states.read_bytes)} read, "
-        f"{_size(states.resident_bytes)} alive"
-    )
 
 
 def _size(count: int) -> str:

@@ -1,11 +1,15 @@
-"""`elsa bench attention --tune`: choose tiles for a user's shapes on the user's GPU."""
+"""`elsa bench --tune`: tiles for a user's shapes on the user's GPU, and whether split float32
+products gain there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elsa_cli import bench_common
 from elsa_cli.console import Session
+from elsa_cli.options import Options
 
 if TYPE_CHECKING:
     import torch
@@ -18,9 +22,9 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 
-def run(
+def tune_tiles(
     session: Session, cases: Sequence[Case], device: torch.device, settings: Settings,
-    *, dry_run: bool, allow_busy: bool,
+    options: Options,
 ) -> None:  # fmt: skip
     """Tune `cases` and write the user's table, or only list the candidates.
 
@@ -28,8 +32,8 @@ def run(
         ArgumentError: no case has tiles.
         UnavailableError: no GPU, or one that others use: what is measured there is kept for long.
     """
-    from elsa_core.errors import ArgumentError, UnavailableError
-    from elsa_core.measuring import busy, environment
+    from elsa_core.errors import ArgumentError
+    from elsa_core.measuring import environment
     from elsa_core.profiling.bench import tune
 
     tune.check_device(device)
@@ -37,52 +41,46 @@ def run(
     tiled = [case for case in cases if case.queries > 1 and case.dtype != "fp64"]
     if not tiled:
         raise ArgumentError("--tune: none of these calls has tiles; one query is streamed without")
-    if dry_run:
+    if options.dry_run:
         _list(session, tiled, device)
         return
     tune.check_device(device, measuring=True)
-    why = busy.reason(device)
-    if why and not allow_busy:
-        raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
+    bench_common.require_free(device, options)
     with session.stage("tuning") as update:
         tuned = tune.run(tiled, device=device, settings=settings, progress=update)
-    path = tune.save(tuned, device)
-    if path is not None:
-        session.written.append(path)
-    found = {
-        "tuned": [each.to_dict() for each in tuned],
-        "table": None if path is None else str(path),
-    }
-    session.document("bench attention", environment.describe(device), found)
+    path, where = _written(session, tune.save(tuned, device))
+    found = {"tuned": [each.to_dict() for each in tuned], "table": path}
+    session.document("bench attention", found, environment.describe(device))
     for each in tuned:
         _show(session, each)
     better = sum(each.chosen is not None for each in tuned)
-    where = f"; written to {path}" if path is not None else "; nothing was written"
     session.line(f"{better} of {len(tuned)} calls get another tile{where}", even_quiet=True)
+
+
+def _written(session: Session, path: Path | None) -> tuple[str | None, str]:
+    """The user's table as text, and what to say of it."""
+    if path is None:
+        return None, "; nothing was written"
+    session.written.append(path)
+    return str(path), f"; written to {path}"
 
 
 def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None:
     from torch.cuda import is_available
 
-    from elsa_core.measuring import environment
     from elsa_core.profiling.bench import tune
 
-    there = is_available()
-    table, multiprocessors, shared = tune.shipped_table(device if there else None)
+    here = device if is_available() else None
+    table, multiprocessors, shared = tune.shipped_table(here)
     listed: list[dict[str, Any]] = []
     for case, precision in tune.tasks_of(cases):
         plans = tune.candidates(
             case, precision, table, multiprocessors=multiprocessors, shared=shared,
-            specialized=tune.may_specialize(case, device if there else None),
+            specialized=tune.may_specialize(case, here),
         )  # fmt: skip
         found = [tune.Timed(plan.tile, plan.partitions, shipped) for plan, shipped in plans]
-        listed.append(
-            {
-                "case": case.to_dict(),
-                "precision": precision,
-                "candidates": [each.to_dict() for each in found],
-            }
-        )
+        candidates = [each.to_dict() for each in found]
+        listed.append({"case": case.to_dict(), "precision": precision, "candidates": candidates})
         session.line(f"{case.name} · {precision}", "bold")
         rows = [
             [tile_words(each.tile), str(each.partitions), "shipped" if each.shipped else ""]
@@ -90,8 +88,8 @@ def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None
         ]
         session.table(("tile", ">splits", ""), rows)
         session.line()
-    described = environment.describe(device if there else "cpu")
-    session.document("bench attention", described, {"dry_run": True, "tune": listed})
+    results = {"dry_run": True, "tune": listed}
+    session.document("bench attention", results, bench_common.described(device))
     count = sum(len(each["candidates"]) for each in listed)
     session.line(f"{count} candidates for {table.gpu}; nothing was measured", even_quiet=True)
 
@@ -128,3 +126,50 @@ def _show(session: Session, tuned: Tuned) -> None:
         if each.reason:
             session.log(f"{tile_words(each.tile)}: {each.reason}")
     session.line()
+
+
+def tune_linear(session: Session, options: Options) -> None:
+    """Measure the products and write the user's table, or only list them.
+
+    Raises:
+        ArgumentError: the device is no GPU.
+        UnavailableError: no GPU, or one that others use: what is measured there is kept for long.
+    """
+    import torch
+
+    from elsa_core.measuring import environment
+    from elsa_core.profiling.bench import linear
+
+    device = torch.device("cuda" if options.device == "auto" else options.device)
+    linear.check_device(device)
+    columns = (">rows", ">channels", ">columns")
+    if options.dry_run:
+        listed = [linear.Product(*shape).to_dict() for shape in linear.SHAPES]
+        results: dict[str, Any] = {"dry_run": True, "products": listed}
+        session.document("bench linear", results, bench_common.described(device))
+        session.table(columns, [[*map(str, shape)] for shape in linear.SHAPES])
+        session.line(f"{len(listed)} products; nothing was measured", even_quiet=True)
+        return
+    linear.check_device(device, measuring=True)
+    bench_common.require_free(device, options)
+    with session.stage("measuring") as update:
+        products = linear.tune(
+            device, rounds=options.rounds, budget_seconds=options.budget, progress=update
+        )
+    path, where = _written(session, linear.save(products, device))
+    least = linear.least_work(products)
+    found = [product.to_dict() for product in products]
+    results = {"products": found, "least_work": least, "table": path}
+    session.document("bench linear", results, environment.describe(device))
+    rows = [
+        [str(p.rows), str(p.channels), str(p.columns), _ms(p.peer_seconds), _ms(p.seconds),
+         p.reason or f"{p.gain:.2f}"]
+        for p in products
+    ]  # fmt: skip
+    session.table((*columns, ">PyTorch, ms", ">elsa, ms", ">gain"), rows)
+    said = "no product" if least is None else f"products of {least / 1e6:.4g} million multiply-adds"
+    session.line(f"{said} and more gain on this GPU{where}", even_quiet=True)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.3g}"

@@ -10,6 +10,7 @@ import errno
 import io
 import json
 import logging
+import math
 import os
 import shlex
 import sys
@@ -23,9 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elsa_cli import signals
-from elsa_cli.errors import INTERRUPTED, OutputError, cut, one_line, printable
+from elsa_cli.errors import INTERRUPTED, PlaceError, cut, one_line, printable
 from elsa_cli.lazy_imports import uncollected
-from elsa_cli.plain import jsonable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 Update = Callable[[str, int, int], None]
-_Words = tuple[str, ...]
 
 # For terminals and files whose encoding lacks a character that elsa's own texts use.
 _ASCII = {"·": "-", "→": "->", "…": "...", "✓": "ok", "✗": "no", "≤": "<=", "—": "-"}
@@ -47,6 +46,20 @@ _BEAT_SECONDS = 10.0
 
 # Keeps a mark and what follows on one line; no white space to Rich, which breaks at all others.
 _GLUE = "\u2800"
+
+
+def jsonable(value: Any) -> Any:
+    """`value` as plain JSON data: paths and other objects as text, non-finite floats as null,
+    because JSON has no such numbers."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(item) for item in value]
+    return str(value)
 
 
 class _Closed(io.StringIO):
@@ -88,9 +101,16 @@ class Session:
 
     # The result, on stdout
 
-    def document(self, command: str, environment: dict[str, Any], results: Any) -> None:
-        """Print the one JSON document of `command`; only with --json."""
-        self._document({"command": command, "environment": environment, "results": results})
+    def document(
+        self, command: str, results: Any, environment: dict[str, Any] | None = None
+    ) -> None:
+        """Print the one JSON document of `command`; only with --json. `environment`: what the
+        results depend on, if it is more than what every command knows."""
+        if self.json:
+            from elsa_cli.probes import environment as known
+
+            place = known() if environment is None else environment
+            self._document({"command": command, "environment": place, "results": results})
 
     def _document(self, content: dict[str, Any]) -> None:
         """Print one JSON document, unless one has been printed; only with --json."""
@@ -116,7 +136,9 @@ class Session:
         # A file or a pipe gets the line whole, so that it can be searched.
         self._draw(console, Text(self.fit(text), style=style), whole=not console.is_terminal)
 
-    def again(self, command: str, *added: str, without: _Words = (), valued: _Words = ()) -> str:
+    def again(
+        self, command: str, *added: str, without: Sequence[str] = (), valued: Sequence[str] = ()
+    ) -> str:
         """A next step: this command line as `command`, with words added and flags left out, those
         that are `valued` with their values."""
         words = [
@@ -140,60 +162,52 @@ class Session:
         """
         if self.json or self.quiet or not rows:
             return
-        console = self._console()
-        shown = list(range(len(columns)))
-        table = self._table(columns, rows, shown)
+        console, shown, folded = self._console(), list(range(len(columns))), set[int]()
+
+        def made() -> Table:
+            return self._table(columns, rows, shown, folded)
 
         def is_wide() -> bool:
-            return _least_width(console, table) > console.width
+            return _least_width(console, made()) > console.width
 
         if wrap is not None and is_wide():
-            table.columns[wrap].no_wrap = False
+            folded.add(wrap)
         for index in reversed(range(len(columns))):
             if columns[index].startswith("~") and is_wide():
                 shown.remove(index)
-                table = self._table(columns, rows, shown)
-                if wrap is not None and wrap in shown:
-                    table.columns[shown.index(wrap)].no_wrap = False
-        texts = [place for place, index in enumerate(shown) if ">" not in columns[index][:2]]
-        for place in (*texts[1:], *texts[:1]) if wrap is not None else ():
+        texts = [index for index in shown if ">" not in columns[index][:2]]
+        for index in (*texts[1:], *texts[:1]) if wrap is not None else ():
             if is_wide():
-                table.columns[place].no_wrap = False
+                folded.add(index)
+        table = made()
         console.width = max(console.width, _least_width(console, table))
         self._draw(console, table)
 
     def _table(
-        self, columns: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[int]
-    ) -> Table:
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], shown: list[int],
+        folded: set[int],
+    ) -> Table:  # fmt: skip
         from rich import box
         from rich.table import Table
+        from rich.text import Text
 
-        table = Table(
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-            pad_edge=False,
-            header_style="bold",
-            show_edge=False,
-        )
+        def cell(text: str) -> Text:
+            fitted = self.fit(text)
+            if text[:1] in "✓✗" and text:
+                return Text(fitted.replace(" ", _GLUE, 1), "green" if text[0] == "✓" else "red")
+            return Text(fitted, "red" if text.startswith(("FAIL", "no:")) else "")
+
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+                      header_style="bold", show_edge=False)  # fmt: skip
         for index in shown:
             title = columns[index].removeprefix("~")
             table.add_column(
-                self.fit(title.lstrip(">")),
-                justify="right" if title.startswith(">") else "left",
-                overflow="fold",
-                no_wrap=True,
-            )
+                self.fit(title.lstrip(">")), justify="right" if title.startswith(">") else "left",
+                overflow="fold", no_wrap=index not in folded,
+            )  # fmt: skip
         for row in rows:
-            table.add_row(*(self._cell(row[index]) for index in shown))
+            table.add_row(*(cell(row[index]) for index in shown))
         return table
-
-    def _cell(self, text: str) -> Any:
-        from rich.text import Text
-
-        shown = self.fit(text)
-        if text[:1] in "✓✗" and text:
-            return Text(shown.replace(" ", _GLUE, 1), style="green" if text[0] == "✓" else "red")
-        return Text(shown, style="red" if text.startswith(("FAIL", "no:")) else "")
 
     def fit(self, text: str) -> str:
         """`text`, printable, with elsa's own symbols in ASCII where stdout cannot show them."""
@@ -227,7 +241,7 @@ class Session:
             self._sink()
         except OSError as error:
             self._sink()
-            raise OutputError(f"cannot write the result: {error.strerror}") from error
+            raise PlaceError(f"cannot write the result: {error.strerror}") from error
 
     def _sink(self) -> None:
         self._sunk = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
@@ -275,13 +289,9 @@ class Session:
         bar = progress.Progress(
             progress.SpinnerColumn("dots" if utf else "line"),
             progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=20),
-            progress.TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
+            progress.BarColumn(bar_width=20), progress.TimeElapsedColumn(),
+            console=console, transient=True, redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
         with bar:
             task = bar.add_task(one_line(text), total=None)
 
@@ -314,7 +324,9 @@ class Session:
 
     def log(self, text: str, mark: str = "", colour: str = "") -> None:
         """Print one line on stderr, begun by `mark` in a terminal's colour."""
-        start = f"{self._coloured(mark, colour)} " if mark else ""
+        if mark and self._interactive() and not os.environ.get("NO_COLOR"):
+            mark = f"\x1b[{colour}m{mark}\x1b[0m"
+        start = f"{mark} " if mark else ""
         with contextlib.suppress(OSError):
             self._stderr.write(start + one_line(text) + "\n")
             self._stderr.flush()
@@ -348,7 +360,7 @@ class Session:
         elif line:
             self.log(line, "error:", "1;31")
         if line:
-            with contextlib.suppress(OutputError):
+            with contextlib.suppress(PlaceError):
                 self._document({"error": line, "exit_code": code})
 
     def _leave(self, code: int) -> None:
@@ -362,16 +374,17 @@ class Session:
     def _interactive(self) -> bool:
         return self._stderr.isatty() and os.environ.get("TERM") != "dumb"
 
-    def _coloured(self, text: str, code: str) -> str:
-        plain = os.environ.get("NO_COLOR") or not self._interactive()
-        return text if plain else f"\x1b[{code}m{text}\x1b[0m"
-
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """While it lasts, whatever a library prints, warns or logs cannot reach stdout.
 
         Warnings and log lines of other packages show with --verbose alone.
         """
+
+        def show(message: Warning | str, category: Any, filename: str, *_: Any, **__: Any) -> None:
+            if self.verbose or "elsa_" in filename:
+                self.warn(str(message))
+
         root = logging.getLogger()
         handler = _Relay(self)
         if not self._interactive():
@@ -379,22 +392,10 @@ class Session:
         root.addHandler(handler)
         try:
             with contextlib.redirect_stdout(self._stderr), warnings.catch_warnings():
-                warnings.showwarning = self._show_warning
+                warnings.showwarning = show
                 yield
         finally:
             root.removeHandler(handler)
-
-    def _show_warning(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if self.verbose or "elsa_" in filename:
-            self.warn(str(message))
 
 
 def _described(text: str, label: str, done: int, total: int) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import resource
 import sys
-from pathlib import Path
 
 import click
 
@@ -54,7 +53,7 @@ class CommandError(Exception):
 
 
 class ModelFileError(CommandError):
-    """A file or folder that a command is to read is not there."""
+    """A file, a folder or a model that a command is to read is not there."""
 
     exit_code = MODEL
 
@@ -70,26 +69,15 @@ class TargetError(CommandError):
 
 
 class PlaceError(CommandError):
-    """The current directory is gone, or cannot be entered."""
+    """What is around the process: the current directory, stdout, memory, a package."""
 
     exit_code = ENVIRONMENT
 
 
-class OutputError(CommandError):
-    """stdout cannot take the result: a full disk, a closed device."""
-
-    exit_code = ENVIRONMENT
-
-
-def check_text(output: Path) -> None:
-    """Refuse a target whose name is no text: safetensors and TorchScript could not read it.
-
-    Raises: TargetError.
-    """
-    try:
-        str(output.absolute()).encode()
-    except UnicodeEncodeError:
-        raise TargetError(f"{output}: this name is no UTF-8 text; give another -o") from None
+def first_of(failures: tuple[str, ...]) -> str:
+    """The first failure, and how many more there are."""
+    more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+    return (failures[0] if failures else "no reason given") + more
 
 
 def printable(text: str) -> str:
@@ -118,42 +106,32 @@ def cut(line: str, longest: int = LONGEST_LINE - len("warning: ")) -> str:
 
 def describe(error: BaseException) -> tuple[int, str]:
     """The exit code and the one line for `error`. An empty line means that nothing is said."""
-    code, line = _described(error)
-    return code, cut(line)
-
-
-def _described(error: BaseException) -> tuple[int, str]:
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code, ""
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED, "interrupted"
     if isinstance(error, click.UsageError):
-        return USAGE, _usage(error)
-    if isinstance(error, CommandError):
-        return error.exit_code, one_line(error)
-    return _core(error) or _system(error) or _internal(error)
+        found = USAGE, _usage(error)
+    elif isinstance(error, CommandError):
+        found = error.exit_code, one_line(error)
+    else:
+        found = _core(error) or _system(error) or _internal(error)
+    return found[0], cut(found[1])
 
 
 def _usage(error: click.UsageError) -> str:
+    """The message, and where a bad value came from if it was not typed on the command line."""
     message = one_line(error.format_message()).rstrip(".")
     if isinstance(error, click.MissingParameter) and "MODEL" in message:
         message += "; `elsa list` names models"
-    source = _source(error)
-    hint = f" (see {error.ctx.command_path} --help)" if error.ctx and not source else ""
-    return f"{message}{source}{hint}"
-
-
-def _source(error: click.UsageError) -> str:
-    """Where a bad value came from, when it was not typed on the command line."""
     param, ctx = getattr(error, "param", None), error.ctx
-    if param is None or ctx is None or param.name is None:
-        return ""
-    origin = ctx.get_parameter_source(param.name)
-    if origin is click.core.ParameterSource.ENVIRONMENT:
-        return f" (from the variable {param.envvar})"
-    if origin is click.core.ParameterSource.DEFAULT_MAP:
-        return f" (from {ctx.meta.get('elsa.config', 'the config file')})"
-    return ""
+    if param is not None and ctx is not None and param.name is not None:
+        origin = ctx.get_parameter_source(param.name)
+        if origin is click.core.ParameterSource.ENVIRONMENT:
+            return f"{message} (from the variable {param.envvar})"
+        if origin is click.core.ParameterSource.DEFAULT_MAP:
+            return f"{message} (from {ctx.meta.get('elsa.config', 'the config file')})"
+    return message + (f" (see {ctx.command_path} --help)" if ctx else "")
 
 
 def _core(error: BaseException) -> tuple[int, str] | None:
@@ -166,7 +144,8 @@ def _core(error: BaseException) -> tuple[int, str] | None:
 def _system(error: BaseException) -> tuple[int, str] | None:
     if out_of_memory(error):
         detail = one_line(error).split(". ")[0][:160]
-        line = f"out of memory: {_memory_hint()}" + (f" ({detail})" if detail else "")
+        limit = "raise this process's limit (ulimit -v), " * _limited()
+        line = f"out of memory: {limit}{_MEMORY_HINT}" + (f" ({detail})" if detail else "")
         return ENVIRONMENT, line
     if isinstance(error, ImportError) and not str(error.name).startswith("elsa"):
         hint = "install it again; `elsa doctor` shows what is there"
@@ -190,10 +169,6 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, ImportError):  # without a limit a library is not mapped for other reasons
         return said and _limited()
     return said and isinstance(error, RuntimeError | OSError)
-
-
-def _memory_hint() -> str:
-    return "raise this process's limit (ulimit -v), " * _limited() + _MEMORY_HINT
 
 
 def _limited() -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elsa_cli import completion
-from elsa_cli.errors import MODEL, CommandError, ModelFileError
+from elsa_cli.errors import ModelFileError
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 # What can only be meant as a file, as the loader sees it, though it is none of a model.
@@ -63,16 +63,10 @@ _PLACES = ("hf-hub", "local-dir", "python")
 LIBRARIES = {spelling.library: spelling for spelling in _SPELLINGS}
 
 
-class ModelNameError(CommandError):
-    """No file and no installed library has this name."""
-
-    exit_code = MODEL
-
-
 def check(text: str) -> None:
     """Refuse a MODEL that is no file and no name of an installed library.
 
-    Raises: ModelNameError with close names.
+    Raises: ModelFileError with close names.
     """
     given = text.strip()
     if not given or "\0" in given:
@@ -81,7 +75,7 @@ def check(text: str) -> None:
     library = prefix.replace("-", "_")
     if colon and (library in LIBRARIES or prefix in _PLACES) and not rest:
         hint = f"; `elsa list '{library}:*'` names them" if library in LIBRARIES else ""
-        raise ModelNameError(f"{given!r} names no model after the colon{hint}")
+        raise ModelFileError(f"{given!r} names no model after the colon{hint}")
     if colon:
         if library in LIBRARIES and not rest.startswith("hf-hub:"):
             _check_name(library, rest, given)
@@ -100,7 +94,7 @@ def _check_path(given: str) -> None:
     hub = ""
     if _HUB_ID.fullmatch(given) and not given.startswith(".") and not given.endswith(_WEIGHTS):
         hub = f"; for a model of the Hugging Face hub write hf-hub:{given}"
-    raise ModelNameError(f"no such file or directory: {given}{hub}")
+    raise ModelFileError(f"no such file or directory: {given}{hub}")
 
 
 def check_file(path: Path | None, what: str) -> None:
@@ -148,7 +142,7 @@ def _check_name(library: str, name: str, given: str) -> None:
     hint = f"close names: {close}" if close else f"`elsa list '{library}:*'` names them"
     if given == name and not close and _SUFFIX.fullmatch(Path(given).suffix):
         hint = f"{_EXPECTED}; `elsa list` names models"
-    raise ModelNameError(f"{what} model is named {given[:80]!r}; {hint}")
+    raise ModelFileError(f"{what} model is named {given[:80]!r}; {hint}")
 
 
 def close_names(name: str, library: str | None = None) -> list[str]:

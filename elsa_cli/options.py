@@ -1,30 +1,36 @@
-"""The options that commands share, the class of every command, and how their values are read."""
+"""The options that commands share, and the class of every command."""
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
-from click.shell_completion import CompletionItem
 
-from elsa_cli import completion, config, examples, file_options
+from elsa_cli import completion, config, examples
 from elsa_cli.console import Session
 from elsa_cli.errors import PlaceError
+from elsa_cli.values import (
+    DEVICE,
+    DTYPES,
+    IMAGE_SIZE,
+    KEY_VALUE,
+    NUMBERS,
+    SHAPE,
+    SPARSITY,
+    DtypeName,
+    FilePath,
+    Listed,
+)
 
 if TYPE_CHECKING:
     import torch
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]
 
-DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
-DTYPES = ("fp32", "fp16", "bf16")
-LONG_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 PRECISIONS = ("strict", "ieee", "turbo", "lean")
 # As `elsa_core.dispatch.names()`, which a command line that only helps does not import: it needs
 # torch. A test compares them. --help and `elsa doctor` show the words.
@@ -36,10 +42,10 @@ BACKENDS = {
     "sdpa": "PyTorch's own attention",
     "eager": "plain PyTorch operations",
 }
+# As `elsa_core.proof.paths.PATHS`; a test compares them too.
+PATHS = ("eager", "graph", "compile", "compile+graph")
 # Rows of a checked batch: more than one, or nothing is known of the later ones, and an odd number.
 CHECKED_ROWS = 3
-# Far above any image a model meets, far below where arithmetic on sizes overflows.
-LARGEST_SIDE = 32768
 LARGEST_BATCH = 65536
 
 # Click folds it to the terminal.
@@ -48,223 +54,25 @@ shown), open_clip:NAME[/TAG], torchvision:NAME, hf-hub:OWNER/NAME, a .safetensor
 a .pth, .pt, .bin or .ckpt file, or a directory that `elsa patch -o`, `elsa export`
 or transformers' `save_pretrained` wrote."""
 
-pass_session = click.make_pass_decorator(Session, ensure=True)
 
+class Options(SimpleNamespace):
+    """The values of a command's options by name; a shared one that it lacks has its default."""
 
-class Command(click.Command):
-    """A command whose defaults may come from a config file and from `ELSA_<OPTION>` variables:
-    ELSA_IMG_SIZE for --img-size."""
+    SHARED: ClassVar[dict[str, Any]] = {
+        "img_size": None, "batch_size": CHECKED_ROWS, "seed": 0, "dtype": "fp32", "device": "auto",
+        "pretrained": False, "arch": None, "weights": None, "model_kwargs": (), "mean": None,
+        "std": None, "crop_pct": None, "interpolation": None, "precision": "strict",
+        "backend": "auto", "include": (), "exclude": (), "scope": "auto", "images": None,
+        "inputs": None, "input_size": None, "paths": None, "grad": False, "sparsity": None,
+        "sparsity_bound": 0.0, "offload": None,
+    }  # fmt: skip
 
-    def __init__(self, *args: Any, **attributes: Any) -> None:
-        if any(param.name == "model" for param in attributes.get("params", ())):
-            attributes["help"] = f"{inspect.cleandoc(attributes['help'])}\n\n{MODEL_HELP}"
-        for param in attributes.get("params", ()):
-            if isinstance(param, click.Option) and not config.is_command_line_only(param):
-                # Named after the flag, which is what a user knows, not after the parameter.
-                flag = max(param.opts, key=len).lstrip("-")
-                param.envvar = f"ELSA_{flag.upper().replace('-', '_')}"
-        attributes.setdefault("epilog", examples.of(args[0] if args else attributes["name"]))
-        settings = {"help_option_names": ["-h", "--help"]}
-        attributes["context_settings"] = settings | attributes.get("context_settings", {})
-        super().__init__(*args, **attributes)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**(self.SHARED | given))
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # Asking for help must work whatever the config file holds.
-        asks = {"-h", "--help"}.intersection(args)
-        if not asks and not ctx.resilient_parsing:
-            self._read_config(ctx)
-        return super().parse_args(ctx, args)
-
-    def _read_config(self, ctx: click.Context) -> None:
-        from elsa_cli.main import all_commands
-
-        session = ctx.find_object(Session) or ctx.ensure_object(Session)
-        try:
-            found = config.find(_here(), session.warn)
-            if found is None:
-                return
-            path, table = found
-            ctx.meta["elsa.config"] = str(path)
-            ctx.default_map = config.defaults(path, table, self, all_commands(), session.warn)
-        except (config.ConfigError, OSError) as error:
-            # `doctor` reports the file instead of failing because of it.
-            if self.name != "doctor":
-                raise
-            ctx.meta["elsa.config.error"] = str(error)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        session = ctx.find_object(Session) or ctx.ensure_object(Session)
-        with session.guarded():
-            return super().invoke(ctx)
-
-
-def _here() -> Path:
-    try:
-        return Path.cwd()
-    except OSError as error:
-        raise PlaceError(
-            f"the current directory cannot be used: {error.strerror}; change into one that is there"
-        ) from None
-
-
-class ImageSize(click.ParamType):  # type: ignore[type-arg]  # generic in new Clicks only
-    """`384`, or `HEIGHTxWIDTH`."""
-
-    name = "size"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return "PIXELS|HxW"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        """The size as (height, width); a usage error for anything else."""
-        text = str(value).strip().lower()
-        if not re.fullmatch(r"[+-]?\d{1,20}(x[+-]?\d{1,20})?", text):
-            self.fail(f"{text[:60]!r} is not a size in pixels (like 224 or 224x320)", param, ctx)
-        sides = [int(side) for side in text.split("x")]
-        if not all(1 <= side <= LARGEST_SIDE for side in sides):
-            self.fail(f"{value} is outside 1 to {LARGEST_SIDE} pixels", param, ctx)
-        return sides[0], sides[-1]
-
-
-class DtypeName(click.Choice):  # type: ignore[type-arg]
-    """fp32, fp16 or bf16; PyTorch's own names are understood too."""
-
-    def __init__(self) -> None:
-        super().__init__(DTYPES)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The short name; a usage error for any other."""
-        return super().convert(LONG_DTYPES.get(str(value), value), param, ctx)
-
-
-class DeviceName(click.ParamType):  # type: ignore[type-arg]
-    """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`: the form alone; whether it exists needs torch."""
-
-    name = "device"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The name in lower case; a usage error where it cannot be a device."""
-        text = str(value).strip().lower()
-        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", text):
-            self.fail(f"{value!r} is no device; use auto, cpu, cuda, cuda:N or mps", param, ctx)
-        return text
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[str]]:
-        return completion.starting(DEVICES, incomplete)
-
-
-class FilePath(click.Path):
-    """A path with "~" expanded, which can be looked up, whether it exists or not.
-
-    A directory is refused unless `folder`.
-    """
-
-    def __init__(self, *, folder: bool = False) -> None:
-        super().__init__(path_type=Path, dir_okay=folder)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path; a usage error for an unknown user's home, a name too long, a loop of links."""
-        try:
-            path = Path(str(super().convert(value, param, ctx))).expanduser()
-            with suppress(FileNotFoundError, NotADirectoryError):
-                path.stat()
-        except (OSError, RuntimeError, ValueError) as error:
-            self.fail(
-                f"{str(value)[:120]}: {getattr(error, 'strerror', None) or error}", param, ctx
-            )
-        return path
-
-
-class Listed(click.ParamType):  # type: ignore[type-arg]
-    """Several values of one type with commas between them: `224,384`. Gives a tuple without
-    repetitions."""
-
-    def __init__(self, each: click.ParamType, shown: str = "") -> None:  # type: ignore[type-arg]
-        self.each = each
-        self.name = f"{each.name} list"
-        self.shown = shown or each.name.upper()
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return f"{self.shown}[,...]"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Any, ...]:
-        """The values in the order given; a usage error where one is none of the type."""
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in str(value).split(",")]
-        return tuple(dict.fromkeys(self.each.convert(part, param, ctx) for part in parts))
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[str]]:
-        """What the last of the values may continue as, without those that stand before it."""
-        last = incomplete.rpartition(",")[2]
-        offered = self.each.shell_complete(ctx, param, last)
-        return completion.among([item.value for item in offered], incomplete)
-
-
-class Shape(click.ParamType):  # type: ignore[type-arg]
-    """Sizes with an x between them: `1x96x96x96`. Gives a tuple."""
-
-    name = "shape"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return "NxNx..."
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """The sizes; a usage error where one is no positive whole number."""
-        if isinstance(value, tuple):
-            return value
-        parts = str(value).split("x")
-        if not all(part.isascii() and part.isdigit() and 0 < int(part) < 2**20 for part in parts):
-            self.fail(f"{str(value)[:60]!r} is no shape (like 1x96x96x96)", param, ctx)
-        return tuple(int(part) for part in parts)
-
-
-@dataclass(frozen=True)
-class Options:
-    """The shared options as one value; a command without one of them sees its default."""
-
-    img_size: tuple[int, int] | None = None
-    batch_size: int = CHECKED_ROWS
-    seed: int = 0
-    dtype: str = "fp32"
-    device: str = "auto"
-    pretrained: bool = False
-    arch: str | None = None
-    weights: str | None = None
-    model_kwargs: tuple[tuple[str, Any], ...] = ()
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    crop_pct: float | None = None
-    interpolation: str | None = None
-    precision: str = "strict"
-    backend: str = "auto"
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    scope: str = "auto"
-    images: Path | None = None
-    inputs: Path | None = None
-    input_size: tuple[int, ...] | None = None
-    paths: tuple[str, ...] | None = None
-    grad: bool = False
-    sparsity: str | float | None = None
-    sparsity_bound: float = 0.0
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Options:
-        """Take this class's fields out of `values` (a command's keyword arguments)."""
-        return cls(
-            **{each.name: values.pop(each.name) for each in fields(cls) if each.name in values}
-        )
+    def but(self, **changed: Any) -> Options:
+        """The same options, some of them changed."""
+        return Options(**(vars(self) | changed))
 
     def source(self) -> dict[str, Any]:
         """What `load_model` takes about a weights file: architecture and preprocessing."""
@@ -282,6 +90,74 @@ class Options:
         from elsa_core import precision
 
         return precision.DTYPES[self.dtype]
+
+
+class Command(click.Command):
+    """A command whose defaults may come from a config file and from `ELSA_<OPTION>` variables:
+    ELSA_IMG_SIZE for --img-size."""
+
+    def __init__(self, name: str, **attributes: Any) -> None:
+        if any(param.name == "model" for param in attributes["params"]):
+            attributes["help"] = f"{inspect.cleandoc(attributes['help'])}\n\n{MODEL_HELP}"
+        for param in attributes["params"]:
+            if isinstance(param, click.Option) and not config.is_command_line_only(param):
+                # Named after the flag, which is what a user knows, not after the parameter.
+                flag = max(param.opts, key=len).lstrip("-")
+                param.envvar = f"ELSA_{flag.upper().replace('-', '_')}"
+        settings = {"help_option_names": ["-h", "--help"]}
+        super().__init__(name, epilog=examples.of(name), context_settings=settings, **attributes)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # Asking for help must work whatever the config file holds.
+        if not {"-h", "--help"}.intersection(args) and not ctx.resilient_parsing:
+            self._read_config(ctx)
+        return super().parse_args(ctx, args)
+
+    def _read_config(self, ctx: click.Context) -> None:
+        from elsa_cli.main import all_commands
+
+        session = session_of(ctx)
+        try:
+            here = Path.cwd()
+        except OSError as error:
+            raise PlaceError(
+                f"the current directory cannot be used: {error.strerror}; change into one that is "
+                "there"
+            ) from None
+        try:
+            found = config.find(here, session.warn)
+            if found is not None:
+                path, table = found
+                ctx.meta["elsa.config"] = str(path)
+                ctx.default_map = config.defaults(path, table, self, all_commands(), session.warn)
+        except (config.ConfigError, OSError) as error:
+            # `doctor` reports the file instead of failing because of it.
+            if self.name != "doctor":
+                raise
+            ctx.meta["elsa.config.error"] = str(error)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with session_of(ctx).guarded():
+            return super().invoke(ctx)
+
+
+def session_of(ctx: click.Context) -> Session:
+    """The run that a context belongs to."""
+    return ctx.find_object(Session) or ctx.ensure_object(Session)
+
+
+def elsa_command(name: str, *options: Decorator) -> Callable[[Callable[..., None]], click.Command]:
+    """A function (session, **values) as a command with these arguments and options, in this order
+    on its help page, and --json, --quiet, --verbose and --debug."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        decorated: Any = click.make_pass_decorator(Session, ensure=True)(function)
+        # The option that is applied last comes first on the help page.
+        for option in reversed((*options, *OUTPUT)):
+            decorated = option(decorated)
+        return click.command(name, cls=Command)(decorated)
+
+    return decorate
 
 
 def typed(names: Iterable[str]) -> list[str]:
@@ -322,64 +198,36 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def _flag(name: str) -> Callable[[click.Context, click.Parameter, bool], None]:
+def _session_flag(*names: str, text: str) -> Decorator:
     def callback(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         if value:
-            setattr(ctx.find_object(Session) or ctx.ensure_object(Session), name, True)
+            setattr(session_of(ctx), names[0].lstrip("-"), True)
 
-    return callback
-
-
-def _session_flag(*names: str, field: str, text: str) -> Callable[[Function], Function]:
     return click.option(
-        *names, is_flag=True, expose_value=False, callback=_flag(field), help=text, is_eager=True
+        *names, is_flag=True, expose_value=False, callback=callback, help=text, is_eager=True
     )
 
 
-def apply(options: list[Callable[[Function], Function]]) -> Callable[[Function], Function]:
-    """The options as one decorator, in this order on the help page."""
-
-    def decorate(function: Function) -> Function:
-        # The option that is applied last comes first on the help page.
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
+OUTPUT = (
+    _session_flag("--json", text="Print one JSON document instead of a table."),
+    _session_flag("--quiet", "-q", text="Print the verdict only; no progress."),
+    _session_flag("--verbose", "-v", text="Log each step and all warnings."),
+    _session_flag("--debug", text="Show the traceback of an error."),
+)
 
 
-def output_options(function: Function) -> Function:
-    """--json, --quiet, --verbose, --debug: every command has them."""
-    options: list[Callable[[Function], Function]] = [
-        _session_flag("--json", field="json", text="Print one JSON document instead of a table."),
-        _session_flag("--quiet", "-q", field="quiet", text="Print the verdict only; no progress."),
-        _session_flag("--verbose", "-v", field="verbose", text="Log each step and all warnings."),
-        _session_flag("--debug", field="debug", text="Show the traceback of an error."),
-    ]
-    return apply(options)(function)
+def model_options(*, required: bool = True, swept: bool = False) -> tuple[Decorator, ...]:
+    """MODEL and how it is built: size, weights, dtype, device. `swept`: several sizes and dtypes.
 
-
-def model_options(function: Function) -> Function:
-    """MODEL and how it is built: size, weights, dtype, device."""
-    return _model_options(function, ImageSize(), DtypeName())
-
-
-def optional_model_options(function: Function) -> Function:
-    """`model_options` where MODEL may be missing (None)."""
-    return _model_options(function, ImageSize(), DtypeName(), required=False)
-
-
-def swept_model_options(function: Function) -> Function:
-    """`model_options` that take several sizes and dtypes."""
-    return _model_options(function, Listed(ImageSize(), "PIXELS|HxW"),
-                          Listed(DtypeName(), "|".join(DTYPES)))  # fmt: skip
-
-
-def _model_options(function: Function, size: Any, dtype: Any, *, required: bool = True) -> Function:
-    options: list[Callable[[Function], Function]] = [
+    --model-kwargs, --mean, --std, --crop-pct and --interpolation are timm's names for what a
+    weights file may not say.
+    """
+    size, dtype = IMAGE_SIZE, DtypeName()
+    return (
         click.argument("model", required=required, shell_complete=completion.models),
         click.option(
-            "--img-size", "--img", type=size, help="Input size, when not the model's own."
+            "--img-size", "--img", type=Listed(size, "PIXELS|HxW") if swept else size,
+            help="Input size, when not the model's own.",
         ),
         click.option("--pretrained", is_flag=True, help="Load trained weights (cache or network)."),
         click.option(
@@ -391,65 +239,113 @@ def _model_options(function: Function, size: Any, dtype: Any, *, required: bool 
             help="timm architecture of a weights file that does not say it.",
         ),
         click.option(
-            "--dtype", type=dtype, default="fp32", show_default=True,
-            help="Type of weights and inputs.",
+            "--dtype", type=Listed(dtype, "|".join(DTYPES)) if swept else dtype, default="fp32",
+            show_default=True, help="Type of weights and inputs.",
+        ),
+        device_option("auto, cpu, cuda, cuda:N or mps."),
+        click.option(
+            "--model-kwargs", type=KEY_VALUE, multiple=True,
+            help="Argument of the library's constructor (repeatable), like window_size=8.",
         ),
         click.option(
-            "--device", type=DeviceName(), default="auto", show_default=True,
-            help="auto, cpu, cuda, cuda:N or mps.",
+            "--weights", metavar="KEY",
+            help="Which weights of a file with several: state_dict_ema, teacher, model, ...",
         ),
-    ]  # fmt: skip
-    options += file_options.all_of_them()
-    return apply(options)(function)
-
-
-def example_options(function: Function) -> Function:
-    """--inputs and --input-size."""
-    options: list[Callable[[Function], Function]] = [
+        click.option("--mean", type=NUMBERS, help="Mean of the images' channels, scaled to 0..1."),
+        click.option("--std", type=NUMBERS, help="Their standard deviation."),
         click.option(
-            "--inputs", type=FilePath(), metavar="FILE",
-            help="Run the model on the arguments in this file (.pt, .npz).",
+            "--crop-pct", type=click.FloatRange(0.05, 2.0), metavar="SHARE",
+            help="Share of the resized image that the centre crop keeps.",
         ),
         click.option(
-            "--input-size", type=Shape(),
-            help="Run the model on noise of this shape, the batch left out: 1x96x96x96.",
+            "--interpolation",
+            type=click.Choice(("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")),
+            help="How images are resized.",
         ),
-    ]  # fmt: skip
-    return apply(options)(function)
+    )  # fmt: skip
 
 
-def backend_option(function: Function) -> Function:
-    """--backend, with what each name is."""
-    words = "; ".join(f"{name}: {about}" for name, about in BACKENDS.items())
+def device_option(text: str) -> Decorator:
+    """--device."""
+    return click.option("--device", type=DEVICE, default="auto", show_default=True, help=text)
+
+
+def batch_option(rows: int, text: str) -> Decorator:
+    """--batch-size."""
     return click.option(
-        "--backend", type=click.Choice(tuple(BACKENDS)), default="auto", show_default=True,
-        help=f"Kernels to use. {words}.",
-    )(function)  # fmt: skip
+        "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=rows,
+        show_default=True, help=text,
+    )  # fmt: skip
 
 
-def kernel_options(function: Function) -> Function:
-    """--precision and --backend."""
-    options: list[Callable[[Function], Function]] = [
-        click.option(
-            "--precision", type=click.Choice(PRECISIONS), default="strict", show_default=True,
-            help="Of float32 calls. strict: as exact as PyTorch. ieee: without tensor cores. "
-            "turbo: faster, 11 bits. lean: without workspace.",
-        ),
-        backend_option,
-    ]  # fmt: skip
-    return apply(options)(function)
+def file_option(*names: str, text: str, metavar: str | None = "FILE", **more: Any) -> Decorator:
+    """An option that names a file."""
+    return click.option(*names, type=FilePath(), metavar=metavar, help=text, **more)
 
 
-def input_options(function: Function) -> Function:
-    """--batch-size and --images."""
-    options: list[Callable[[Function], Function]] = [
-        click.option(
-            "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=CHECKED_ROWS,
-            show_default=True, help="Images in a batch of the check. Two or more show mix-ups.",
-        ),
-        click.option(
-            "--images", type=FilePath(folder=True), metavar="DIR",
-            help="Check on the images of this folder too.",
-        ),
-    ]  # fmt: skip
-    return apply(options)(function)
+def folder_option(*names: str, text: str, **more: Any) -> Decorator:
+    """An option that names a directory."""
+    return click.option(*names, type=FilePath(folder=True), metavar="DIR", help=text, **more)
+
+
+EXAMPLE = (
+    file_option("--inputs", text="Run the model on the arguments in this file (.pt, .npz)."),
+    click.option(
+        "--input-size", type=SHAPE,
+        help="Run the model on noise of this shape, the batch left out: 1x96x96x96.",
+    ),
+)  # fmt: skip
+INPUT = (
+    batch_option(CHECKED_ROWS, "Images in a batch of the check. Two or more show mix-ups."),
+    folder_option("--images", text="Check on the images of this folder too."),
+)
+SCOPE = click.option(
+    "--scope", type=click.Choice(("auto", "attention", "model")), default="auto", show_default=True,
+    help="attention: the sites. model: linear layers, MLPs and patch embedding too. auto: what was "
+    "measured to be faster on the device.",
+)  # fmt: skip
+SITES = (
+    click.option(
+        "--include", multiple=True, metavar="GLOB",
+        help="Only sites whose path matches (repeatable), like 'blocks.*'.",
+    ),
+    click.option(
+        "--exclude", multiple=True, metavar="GLOB",
+        help="Leave sites whose path matches as they are (repeatable).",
+    ),
+    SCOPE,
+)  # fmt: skip
+BACKEND = click.option(
+    "--backend", type=click.Choice(tuple(BACKENDS)), default="auto", show_default=True,
+    help=f"Kernels to use. {'; '.join(f'{name}: {about}' for name, about in BACKENDS.items())}.",
+)  # fmt: skip
+KERNELS = (
+    click.option(
+        "--precision", type=click.Choice(PRECISIONS), default="strict", show_default=True,
+        help="Of float32 calls. strict: as exact as PyTorch. ieee: without tensor cores. "
+        "turbo: faster, 11 bits. lean: without workspace.",
+    ),
+    BACKEND,
+)  # fmt: skip
+PROOF = (
+    click.option(
+        "--path", "paths", type=Listed(click.Choice(PATHS), "|".join(PATHS)),
+        help="How the whole patched model runs: as it is, as a CUDA graph, through "
+        "torch.compile, as a CUDA graph of the compiled model.  [default: eager; on CUDA "
+        "eager,graph,compile]",
+    ),
+    click.option(
+        "--grad", is_flag=True,
+        help="Also compare the gradients of every parameter and input, of each site and of the "
+        "model.",
+    ),
+    click.option(
+        "--sparsity", type=SPARSITY, default=None,
+        help="Let attention leave out tiles of negligible weights: exact, or weights up to a "
+        "number in (0, 1), which costs an error.",
+    ),
+    click.option(
+        "--sparsity-bound", type=click.FloatRange(min=0.0), default=0.0, show_default=True,
+        help="The relative error that a number as --sparsity may add to what is allowed.",
+    ),
+)  # fmt: skip

@@ -72,14 +72,9 @@ def open_model(
     unfilled = UninitialisedParameters() if shapes_alone and of_library else nullcontext()
     with session.stage(f"loading {spec.name}", drawn=not options.pretrained), unfilled:
         loaded = load_model(
-            spec,
-            image_size=options.img_size,
-            pretrained=options.pretrained,
-            device=device,
-            dtype=options.torch_dtype(),
-            seed=options.seed,
-            **options.source(),
-        )
+            spec, image_size=options.img_size, pretrained=options.pretrained, device=device,
+            dtype=options.torch_dtype(), seed=options.seed, **options.source(),
+        )  # fmt: skip
     take_inputs(loaded, options)
     for line in loaded.warnings:
         session.warn(line, even_quiet=True)
@@ -114,7 +109,7 @@ def take_inputs(loaded: Loaded, options: Options) -> None:
 
 
 def patch_model(
-    session: Session, loaded: Loaded, options: Options, strict: bool, offload: str | None = None
+    session: Session, loaded: Loaded, options: Options, strict: bool = False
 ) -> PatchReport:
     """Patch the loaded model in place. A directory that was saved patched keeps its plan, unless
     an option about sites or kernels was typed.
@@ -128,18 +123,12 @@ def patch_model(
 
         # The options describe the whole result, not what is added to an earlier plan.
         unpatch(loaded.model)
+        example = loaded.example_inputs() if loaded.is_watched else None
         return patch(
-            loaded.model,
-            loaded.example_inputs() if loaded.is_watched else None,
-            precision=options.precision,
-            backend=options.backend,
-            include=list(options.include) or None,
-            exclude=list(options.exclude) or None,
-            strict=strict,
-            scope=options.scope,
-            sparsity=options.sparsity,
-            offload=offload,
-        )
+            loaded.model, example, precision=options.precision, backend=options.backend,
+            include=list(options.include) or None, exclude=list(options.exclude) or None,
+            strict=strict, scope=options.scope, sparsity=options.sparsity, offload=options.offload,
+        )  # fmt: skip
 
 
 def check_plan_alone(path: Path) -> None:
@@ -202,25 +191,41 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
     return found
 
 
+def document(
+    loaded: Loaded, options: Options, report: PatchReport, routes: dict[int, Route]
+) -> dict[str, Any]:
+    """What the JSON documents of commands that patch have in common."""
+    from elsa_cli import render
+
+    return {
+        "model": render.described(loaded, options),
+        "patch": report.to_dict(),
+        "routes": {str(dim): route.to_dict() for dim, route in routes.items()},
+    }
+
+
 def check_inputs(session: Session, loaded: Loaded, options: Options) -> dict[str, Any]:
     """Generated inputs by name, and the images of --images."""
+    from elsa_core.base.images import read_folder
     from elsa_core.base.inputs import generated_inputs, text_shape
 
     if loaded.is_given:
         return {"inputs": loaded.example_inputs(options.batch_size, options.seed)}
     with session.stage("preparing inputs"):
-        device = next(loaded.model.parameters()).device
         inputs: dict[str, Any] = generated_inputs(
-            loaded.input_size,
-            options.batch_size,
-            seed=options.seed,
-            dtype=options.torch_dtype(),
-            device=device,
-            text=text_shape(loaded.model),
-        )
-        if options.images is not None:
-            inputs = {"images": _images(session, loaded, options.images), **inputs}
-    return inputs
+            loaded.input_size, options.batch_size, seed=options.seed, dtype=options.torch_dtype(),
+            device=next(loaded.model.parameters()).device, text=text_shape(loaded.model),
+        )  # fmt: skip
+        if options.images is None:
+            return inputs
+        batch = read_folder(
+            options.images, loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
+            crop_mode=loaded.crop_mode, interpolation=loaded.interpolation,
+        )  # fmt: skip
+        if batch.left_out:
+            session.warn(f"{options.images}: the first {len(batch.files)} images are used, "
+                         f"{batch.left_out} are left out")  # fmt: skip
+        return {"images": batch.images, **inputs}
 
 
 def check_model(session: Session, loaded: Loaded, options: Options) -> CheckReport:
@@ -233,29 +238,6 @@ def check_model(session: Session, loaded: Loaded, options: Options) -> CheckRepo
     import_ahead(session, "torch._dynamo", *compiler)
     with session.stage("checking") as update:
         return check(
-            loaded.model,
-            inputs,
-            batch_size=options.batch_size,
-            paths=options.paths,
-            grad=options.grad,
-            sparsity_bound=options.sparsity_bound,
-            progress=update,
-        )
-
-
-def _images(session: Session, loaded: Loaded, folder: Path) -> Any:
-    from elsa_core.base.images import read_folder
-
-    batch = read_folder(
-        folder,
-        loaded.input_size,
-        loaded.mean,
-        loaded.std,
-        crop_pct=loaded.crop_pct,
-        crop_mode=loaded.crop_mode,
-        interpolation=loaded.interpolation,
-    )
-    if batch.left_out:
-        session.warn(f"{folder}: the first {len(batch.files)} images are used, "
-                     f"{batch.left_out} are left out")  # fmt: skip
-    return batch.images
+            loaded.model, inputs, batch_size=options.batch_size, paths=options.paths,
+            grad=options.grad, sparsity_bound=options.sparsity_bound, progress=update,
+        )  # fmt: skip

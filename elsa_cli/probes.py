@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -59,18 +58,13 @@ def examine(
 
     torch_error: why torch could not be imported; a second attempt says that it is the second.
     """
-    sections: tuple[tuple[str, Callable[[], Iterator[Probe]]], ...] = (
-        ("system", _system),
-        ("packages", lambda: _packages(torch_error)),
-        ("gpu", _gpu),
-        ("native library", _native),
-        ("kernel packs", _packs),
-        ("backends", _backends),
-        ("caches", _caches),
-        ("variables", _variables),
-    )
+    sections: dict[str, Callable[[], Iterator[Probe]]] = {
+        "system": _system, "packages": lambda: _packages(torch_error), "gpu": _gpu,
+        "native library": _native, "kernel packs": _packs, "backends": _backends,
+        "caches": _caches, "variables": _variables,
+    }  # fmt: skip
     found: list[Probe] = []
-    for group, section in sections:
+    for group, section in sections.items():
         progress(group)
         try:
             # One by one: what a section found before it broke is kept.
@@ -97,14 +91,18 @@ def environment() -> dict[str, Any]:
 
 def cpu_model() -> str:
     """The processor's marketing name, or the architecture where the system does not tell."""
+    named = _cpuinfo("model name", "hardware")
+    return platform.processor() or platform.machine() if named is None else named
+
+
+def _cpuinfo(*keys: str) -> str | None:
+    """The first line of /proc/cpuinfo that begins with one of the keys, without it."""
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.lower().startswith(("model name", "hardware")):
-                return line.partition(":")[2].strip()
-    if sys.platform == "darwin":
-        return _output(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"])
-    return platform.processor() or platform.machine()
+    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    for line in text.splitlines():
+        if line.lower().startswith(keys):
+            return line.partition(":")[2].strip()
+    return None
 
 
 def gpu_name() -> str | None:
@@ -141,23 +139,11 @@ def _system() -> Iterator[Probe]:
     yield Probe("system", "python", None, f"{platform.python_version()} ({sys.executable})")
     yield Probe("system", "platform", None, platform.platform())
     yield Probe("system", "cpu", None, f"{_guard(cpu_model)}, {os.cpu_count()} logical cores")
-    available = getattr(os, "sched_getaffinity", None)
-    if available is not None:
-        yield Probe("system", "usable cores", None, str(len(available(0))))
-    yield Probe("system", "isa", None, " ".join(_isa()) or "unknown")
-
-
-def _isa() -> list[str]:
-    """The vector extensions that matter here, as the kernel lists them."""
+    yield Probe("system", "usable cores", None, str(len(os.sched_getaffinity(0))))
     wanted = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "asimd", "sve")
-    info = Path("/proc/cpuinfo")
-    if not info.is_file():
-        return [platform.machine()]
-    for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.lower().startswith(("flags", "features")):
-            flags = set(line.partition(":")[2].split())
-            return [flag for flag in wanted if flag in flags]
-    return []
+    flags = (_cpuinfo("flags", "features") or "").split()
+    isa = " ".join(flag for flag in wanted if flag in flags)
+    yield Probe("system", "isa", None, isa or "unknown")
 
 
 def _packages(torch_error: Exception | None) -> Iterator[Probe]:
@@ -238,9 +224,13 @@ def _backends() -> Iterator[Probe]:
 
     from elsa_cli.options import BACKENDS
     from elsa_core import dispatch
+    from elsa_core.backends import cuda
     from elsa_core.backends.support import Request
 
-    yield _cuda_library()
+    answer = cuda.status()
+    off = answer.ok or answer.reason.startswith("off")
+    state = (answer.ok or None, answer.reason, "") if off else (False, "", answer.reason)
+    yield Probe("gpu", "CUDA library", *state)
     known = {backend.name: backend for backend in dispatch.BACKENDS}
     for name, about in BACKENDS.items():
         if name == "auto":
@@ -259,15 +249,6 @@ def _backends() -> Iterator[Probe]:
             yield Probe("backends", name, answer.ok, about, answer.reason)
 
 
-def _cuda_library() -> Probe:
-    from elsa_core.backends import cuda
-
-    answer = cuda.status()
-    if answer.ok or answer.reason.startswith("off"):
-        return Probe("gpu", "CUDA library", answer.ok or None, answer.reason)
-    return Probe("gpu", "CUDA library", False, "", answer.reason)
-
-
 def _caches() -> Iterator[Probe]:
     for name, folder in cache_folders().items():
         try:
@@ -280,9 +261,8 @@ def _caches() -> Iterator[Probe]:
             continue
         size, whole = size_of(folder)
         text = f"{folder} ({'' if whole else 'more than '}{human(size)})"
-        writable = os.access(folder, os.W_OK)
-        yield Probe("caches", name, None if writable else False, text,
-                    "" if writable else "not writable")  # fmt: skip
+        bad = "" if os.access(folder, os.W_OK) else "not writable"
+        yield Probe("caches", name, False if bad else None, text, bad)
 
 
 def cache_folders() -> dict[str, Path]:
@@ -301,12 +281,10 @@ def cache_folders() -> dict[str, Path]:
 
 def elsa_cache() -> Path:
     """The folder of the native library: ELSA_CACHE_DIR, or the user's cache."""
-    own = os.environ.get("ELSA_CACHE_DIR")
-    if own:
-        return Path(os.path.expanduser(own))  # noqa: PTH111 (never raises)
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("elsa"))
+    own = os.environ.get("ELSA_CACHE_DIR") or platformdirs.user_cache_dir("elsa")
+    return Path(os.path.expanduser(own))  # noqa: PTH111 (never raises)
 
 
 def _variables() -> Iterator[Probe]:
@@ -320,11 +298,6 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except Exception:  # not installed, or its metadata is broken
         return None
-
-
-def _output(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    return done.stdout.strip()
 
 
 def _guard(probe: Callable[[], Any]) -> Any:

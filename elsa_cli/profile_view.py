@@ -6,6 +6,7 @@ import shlex
 from typing import Any
 
 from elsa_cli.console import Session
+from elsa_cli.options import Options
 
 Document = dict[str, Any]
 
@@ -29,30 +30,26 @@ def show(session: Session, document: Document) -> None:
         session.warn(line)
 
 
-def next_steps(session: Session, document: Document, given: dict[str, Any]) -> None:
+def next_steps(session: Session, document: Document, options: Options) -> None:
     """What a user may want to do with the result."""
-    model = document["results"]["model"]["given"]
-    if given["policy"] is not None:
-        line = [model, *_as_loaded(given), "--plan", str(given["plan"]), "-o", "DIR"]
-        session.line(f"Next: {shlex.join(['elsa', 'patch', *line])}", "dim")
-    elif given["html"] is None and given["plot"] is None:
-        again = (_resumed(word) for word in session.arguments[1:])
-        line = ["elsa", "profile", *again, "--html", "report.html"]
-        session.line(f"Next: {shlex.join(line)}", "dim")
-    done = [row for row in document["results"]["points"] if row["profile"] is not None]
-    if len(done) == 1:
-        _fastest(session, done[0]["profile"])
-
-
-def _fastest(session: Session, found: Document) -> None:
-    """The last line: the fastest way to run the model, and what to write for it."""
     from elsa_core.profiling import words
     from elsa_core.profiling.runs import variants
 
-    runs = [run for run in found["runs"] if run["name"] != variants.CONTROL]
-    best = min(runs, key=lambda run: float(run["seconds"]))
-    time = f"{best['name']}, {words.duration(best['seconds'])}"
-    session.line(f"Fastest: {time}: {variants.how_to(best['name'])}", "bold")
+    model = document["results"]["model"]["given"]
+    if options.policy is not None:
+        line = [model, *_as_loaded(options), "--plan", str(options.plan), "-o", "DIR"]
+        session.line(f"Next: {shlex.join(['elsa', 'patch', *line])}", "dim")
+    elif options.html is None and options.plot is None:
+        again = (_resumed(word) for word in session.arguments[1:])
+        line = ["elsa", "profile", *again, "--html", "report.html"]
+        session.line(f"Next: {shlex.join(line)}", "dim")
+    done = [row["profile"] for row in document["results"]["points"] if row["profile"] is not None]
+    if len(done) == 1:
+        # The last line: the fastest way to run the model, and what to write for it.
+        runs = [run for run in done[0]["runs"] if run["name"] != variants.CONTROL]
+        best = min(runs, key=lambda run: float(run["seconds"]))
+        time = f"{best['name']}, {words.duration(best['seconds'])}"
+        session.line(f"Fastest: {time}: {variants.how_to(best['name'])}", "bold")
 
 
 def _resumed(word: str) -> str:
@@ -65,23 +62,23 @@ def _resumed(word: str) -> str:
     return word
 
 
-def _as_loaded(given: dict[str, Any]) -> list[str]:
+def _as_loaded(options: Options) -> list[str]:
     """The options that load the profiled model again, where there was one size and dtype, on the
     device whose times the plan rests on."""
     from elsa_core.base.messages import side
 
     said = []
-    if given["img_size"] is not None and len(given["img_size"]) == 1:
-        said += ["--img", side(given["img_size"][0])]
-    if given["seed"]:
-        said += ["--seed", str(given["seed"])]
-    if len(given["dtype"]) == 1 and given["dtype"][0] != "fp32":
-        said += ["--dtype", given["dtype"][0]]
-    if given["arch"] is not None:
-        said += ["--arch", given["arch"]]
-    if given["device"] != "auto":
-        said += ["--device", given["device"]]
-    return [*said, "--pretrained"] if given["pretrained"] else said
+    if options.img_size is not None and len(options.img_size) == 1:
+        said += ["--img", side(options.img_size[0])]
+    if options.seed:
+        said += ["--seed", str(options.seed)]
+    if len(options.dtype) == 1 and options.dtype[0] != "fp32":
+        said += ["--dtype", options.dtype[0]]
+    if options.arch is not None:
+        said += ["--arch", options.arch]
+    if options.device != "auto":
+        said += ["--device", options.device]
+    return [*said, "--pretrained"] if options.pretrained else said
 
 
 def _header(session: Session, document: Document, done: list[Document]) -> None:

@@ -20,15 +20,13 @@ if TYPE_CHECKING:
     from elsa_core.profiling.runs.scaling import Scaling
 
 # What concerns one process alone.
-_OTHERS = {
-    "train": "--train", "baselines": "--baselines", "policy": "--policy", "output": "--output",
-    "resume": "--resume", "html": "--html", "plot": "--plot", "include": "--include",
-    "exclude": "--exclude", "inputs": "--inputs", "input_size": "--input-size",
-}  # fmt: skip
-_SOURCE = ("arch", "weights", "model_kwargs", "mean", "std", "crop_pct", "interpolation")
+_OTHERS = (
+    *("train", "baselines", "policy", "output", "resume", "html", "plot", "include", "exclude"),
+    *("inputs", "input_size"),
+)
 
 
-def profile(session: Session, model: str, given: dict[str, Any]) -> None:
+def profile(session: Session, model: str, options: Options) -> None:
     """Measure, and let rank 0 show it.
 
     Raises:
@@ -39,19 +37,22 @@ def profile(session: Session, model: str, given: dict[str, Any]) -> None:
     if rank:
         session.quiet = True  # rank 0 alone writes
     with _rank_0_speaks(rank):
-        _check(given)
+        _check(options)
         names.check(model)
         with session.stage("importing torch", imports=True):
             from elsa_core.measuring import environment
-        device = _joined(given["device"])
+        import torch.distributed as dist
+
+        device = _joined(options.device)
         try:
             with session.stage("profiling") as update:
-                found, about = _measured(model, given, device, lambda what: update(what, 0, 0))
+                found, about = _measured(model, options, device, lambda what: update(what, 0, 0))
         finally:
-            _leave()
+            dist.destroy_process_group()
         if rank == 0:
             results = {**about, "scaling": found.to_dict()}
-            session.document("profile --sequence-parallel", environment.describe(device), results)
+            place = environment.describe(device)
+            session.document("profile --sequence-parallel", results, place)
             _show(session, about, found)
 
 
@@ -67,15 +68,15 @@ def _rank_0_speaks(rank: int) -> Iterator[None]:
         raise
 
 
-def _check(given: dict[str, Any]) -> None:
+def _check(options: Options) -> None:
     from elsa_core.errors import UnavailableError
 
-    for name, flag in _OTHERS.items():
-        if given[name]:
-            raise click.UsageError(f"{flag} is not for --sequence-parallel")
+    for name in _OTHERS:
+        if getattr(options, name):
+            raise click.UsageError(f"--{name.replace('_', '-')} is not for --sequence-parallel")
     for name, flag in (("img_size", "--img"), ("batch_size", "--batch-size"),
                        ("dtype", "--dtype"), ("precision", "--precision")):  # fmt: skip
-        if given[name] is not None and len(given[name]) > 1:
+        if len(getattr(options, name) or ()) > 1:
             raise click.UsageError(f"--sequence-parallel takes one {flag}")
     if not os.environ.get("RANK") or not os.environ.get("WORLD_SIZE"):
         raise UnavailableError(
@@ -97,14 +98,8 @@ def _joined(name: str) -> torch.device:
     return device
 
 
-def _leave() -> None:
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
-
-
 def _measured(
-    model: str, given: dict[str, Any], device: torch.device, tell: Any
+    model: str, options: Options, device: torch.device, tell: Any
 ) -> tuple[Scaling, dict[str, Any]]:
     import torch
 
@@ -112,25 +107,24 @@ def _measured(
     from elsa_core.patching import patch, require_shardable
     from elsa_core.profiling.runs.scaling import scaling
 
-    source = Options.of({key: given[key] for key in _SOURCE}).source()
-    dtype = Options(dtype=given["dtype"][0]).torch_dtype()
-    size = given["img_size"][0] if given["img_size"] else None
+    dtype = options.but(dtype=options.dtype[0]).torch_dtype()
     loaded = load_model(
-        parse(model), image_size=size, pretrained=given["pretrained"], device=device, dtype=dtype,
-        seed=given["seed"], **source,
+        parse(model), image_size=options.img_size[0] if options.img_size else None,
+        pretrained=options.pretrained, device=device, dtype=dtype, seed=options.seed,
+        **options.source(),
     )  # fmt: skip
     subject = loaded.model.eval()
     require_shardable(subject)
-    patch(subject, precision=given["precision"][0], backend=given["backend"], scope=given["scope"])
-    generator = torch.Generator().manual_seed(given["seed"])
-    shape = (given["batch_size"][0], *loaded.input_size)
+    patch(subject, precision=options.precision[0], backend=options.backend, scope=options.scope)
+    generator = torch.Generator().manual_seed(options.seed)
+    shape = (options.batch_size[0], *loaded.input_size)
     images = torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
     found = scaling(
-        subject, images, rounds=given["rounds"], budget_seconds=given["budget"], progress=tell
+        subject, images, rounds=options.rounds, budget_seconds=options.budget, progress=tell
     )
     about = {
         "model": loaded.name, "image_size": list(shape[2:]), "batch_size": shape[0],
-        "dtype": given["dtype"][0], "device": device.type,
+        "dtype": options.dtype[0], "device": device.type,
     }  # fmt: skip
     return found, about
 

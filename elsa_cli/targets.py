@@ -7,15 +7,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from elsa_cli.errors import ENVIRONMENT, CommandError, TargetError, check_text
+from elsa_cli.errors import PlaceError, TargetError
 
 PLOTS = (".png", ".svg")
-
-
-class PlotError(CommandError):
-    """The package that draws is missing."""
-
-    exit_code = ENVIRONMENT
 
 
 def check_new(path: Path, force: bool, hint: str = "") -> None:
@@ -34,7 +28,10 @@ def check_folder(output: Path, force: bool, *, zipped: bool = False) -> None:
 
     Raises: TargetError.
     """
-    check_text(output)
+    try:
+        str(output.absolute()).encode()
+    except UnicodeEncodeError:  # safetensors and TorchScript could not read it
+        raise TargetError(f"{output}: this name is no UTF-8 text; give another -o") from None
     if zipped and output.is_dir():
         raise TargetError(f"{output} is a directory; with --zip, -o names a file")
     if output.exists() and not force:
@@ -52,12 +49,12 @@ def check_folder(output: Path, force: bool, *, zipped: bool = False) -> None:
 def check_plot(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before anything heavy is imported.
 
-    Raises: TargetError for another suffix, PlotError without matplotlib.
+    Raises: TargetError for another suffix, PlaceError without matplotlib.
     """
     if path.suffix.lower() not in PLOTS:
         raise TargetError(f"{path}: a plot is a {' or '.join(PLOTS)} file")
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotError("plots need matplotlib: pip install 'elsa-attention[plot]'")
+        raise PlaceError("plots need matplotlib: pip install 'elsa-attention[plot]'")
 
 
 def check_writable(path: Path) -> None:

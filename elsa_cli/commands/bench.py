@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from elsa_cli import (
+    bench_common,
     bench_compare,
-    bench_linear,
     bench_models,
     bench_trace,
     bench_tune,
@@ -20,18 +19,15 @@ from elsa_cli import (
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import (
-    DTYPES,
+    BACKEND,
     PRECISIONS,
-    Command,
-    DeviceName,
-    FilePath,
-    Listed,
-    backend_option,
-    output_options,
-    pass_session,
-    resolve_device,
+    Options,
+    device_option,
+    elsa_command,
+    file_option,
     typed,
 )
+from elsa_cli.values import DTYPES, Listed
 
 if TYPE_CHECKING:
     import torch
@@ -39,78 +35,81 @@ if TYPE_CHECKING:
     from elsa_core.profiling.bench.cases import Case
     from elsa_core.profiling.bench.results import CaseResult, Report, Settings
 
+# What is about one kind of benchmark alone.
+_OF_MODELS = {"--limit": "limit", "--baselines": "baselines", "--resume": "resume"}
+_OF_ATTENTION = {"--trace": "trace", "--tune": "tune", "--shape": "shapes", "--plot": "plot",
+                 "--flex": "flex", "--precision": "precision"}  # fmt: skip
 
-@click.command("bench", cls=Command)
-@click.argument(
-    "kind", type=click.Choice(["attention", "linear", "models", "training"]),
-    metavar="[attention|linear|models|training]", required=False,
+
+@elsa_command(
+    "bench",
+    click.argument(
+        "kind", type=click.Choice(["attention", "linear", "models", "training"]),
+        metavar="[attention|linear|models|training]", required=False,
+    ),
+    device_option("auto, cpu, cuda or cuda:N."),
+    click.option("--quick", is_flag=True, help="A few representative cases only."),
+    click.option("--dry-run", is_flag=True, help="List the cases; measure nothing."),
+    click.option("--trace", is_flag=True, help="Show and prove how calls are cut and merged."),
+    click.option(
+        "--tune", is_flag=True, help="Choose GPU tiles for these calls; writes your table."
+    ),
+    click.option(
+        "--table", "tables", multiple=True, metavar="NAME", shell_complete=completion.tables,
+        help="Only these tables.",
+    ),
+    click.option(
+        "--case", "patterns", multiple=True, metavar="GLOB",
+        help="Only cases whose name matches (repeatable), like 'vit/1x12x*'.",
+    ),
+    click.option(
+        "--shape", "shapes", multiple=True, metavar="B,H,N,D",
+        help="A call of your own instead (repeatable); B,H,NQ:NK,D for NQ queries.",
+    ),
+    click.option(
+        "--dtype", type=click.Choice(DTYPES), help="Of --shape (fp32), or cases of it only."
+    ),
+    click.option(
+        "--precision", type=click.Choice(PRECISIONS), help="Instead of the cases' own precisions."
+    ),
+    click.option(
+        "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True,
+        help="Samples of each contender (models: at least).",
+    ),
+    click.option(
+        "--budget", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True,
+        metavar="SECONDS", help="Limit of one case; it takes fewer rounds then.",
+    ),
+    click.option(
+        "--limit", type=click.FloatRange(1), metavar="SECONDS",
+        help="Begin no further model or product after this time; --resume goes on.",
+    ),
+    click.option(
+        "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
+        shell_complete=completion.baselines,
+        help="Of models and training: what to measure against, as in `elsa profile`.",
+    ),
+    click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True),
+    BACKEND,
+    click.option("--flex", is_flag=True, help="Compile and measure FlexAttention too (CUDA)."),
+    file_option("--output", "-o", text="Write the results (JSON); refused on a busy machine."),
+    file_option("--plot", text="Draw time and memory against tokens (.png or .svg)."),
+    click.option(
+        "--resume", is_flag=True, help="Not for attention: go on with what --output holds."
+    ),
+    click.option(
+        "--compare", metavar="FILE",
+        help="Set this run beside the results in FILE, or a published one (attention_cpu, ...).",
+    ),
+    file_option(
+        "--from", "earlier", text="With --compare: an earlier run instead of a new one."
+    ),
+    click.option("--force", is_flag=True, help="Replace existing files."),
+    click.option(
+        "--allow-busy", is_flag=True, help="Write results although others use the machine."
+    ),
 )  # fmt: skip
-@click.option(
-    "--device", type=DeviceName(), default="auto", show_default=True,
-    help="auto, cpu, cuda or cuda:N.",
-)  # fmt: skip
-@click.option("--quick", is_flag=True, help="A few representative cases only.")
-@click.option("--dry-run", is_flag=True, help="List the cases; measure nothing.")
-@click.option("--trace", is_flag=True, help="Show and prove how calls are cut and merged.")
-@click.option("--tune", is_flag=True, help="Choose GPU tiles for these calls; writes your table.")
-@click.option(
-    "--table", "tables", multiple=True, metavar="NAME", shell_complete=completion.tables,
-    help="Only these tables.",
-)  # fmt: skip
-@click.option(
-    "--case", "patterns", multiple=True, metavar="GLOB",
-    help="Only cases whose name matches (repeatable), like 'vit/1x12x*'.",
-)  # fmt: skip
-@click.option(
-    "--shape", "shapes", multiple=True, metavar="B,H,N,D",
-    help="A call of your own instead (repeatable); B,H,NQ:NK,D for NQ queries.",
-)  # fmt: skip
-@click.option("--dtype", type=click.Choice(DTYPES), help="Of --shape (fp32), or cases of it only.")
-@click.option(
-    "--precision", type=click.Choice(PRECISIONS), help="Instead of the cases' own precisions."
-)
-@click.option(
-    "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True,
-    help="Samples of each contender (models: at least).",
-)  # fmt: skip
-@click.option(
-    "--budget", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True,
-    metavar="SECONDS", help="Limit of one case; it takes fewer rounds then.",
-)  # fmt: skip
-@click.option(
-    "--limit", type=click.FloatRange(1), metavar="SECONDS",
-    help="Begin no further model or product after this time; --resume goes on.",
-)  # fmt: skip
-@click.option(
-    "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
-    shell_complete=completion.baselines,
-    help="Of models and training: what to measure against, as in `elsa profile`.",
-)  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
-@backend_option
-@click.option("--flex", is_flag=True, help="Compile and measure FlexAttention too (CUDA).")
-@click.option(
-    "--output", "-o", type=FilePath(), metavar="FILE",
-    help="Write the results (JSON); refused on a busy machine.",
-)  # fmt: skip
-@click.option(
-    "--plot", type=FilePath(), metavar="FILE",
-    help="Draw time and memory against tokens (.png or .svg).",
-)  # fmt: skip
-@click.option("--resume", is_flag=True, help="Not for attention: go on with what --output holds.")
-@click.option(
-    "--compare", metavar="FILE",
-    help="Set this run beside the results in FILE, or a published one (attention_cpu, ...).",
-)  # fmt: skip
-@click.option(
-    "--from", "earlier", type=FilePath(), metavar="FILE",
-    help="With --compare: an earlier run instead of a new one.",
-)  # fmt: skip
-@click.option("--force", is_flag=True, help="Replace existing files.")
-@click.option("--allow-busy", is_flag=True, help="Write results although others use the machine.")
-@output_options
-@pass_session
-def command(session: Session, /, kind: str | None, **given: Any) -> None:
+def command(session: Session, /, kind: str | None, **values: Any) -> None:
     """Time exact attention against every peer that takes the same case, side by side; or whole
     models, or their training steps, patched against every way one would otherwise run them.
 
@@ -127,140 +126,157 @@ def command(session: Session, /, kind: str | None, **given: Any) -> None:
     --compare measures the cases of an earlier or published run again; exit code 1 if any became
     worse.
     """
+    options = Options(**values)
     if kind == "linear":
-        bench_linear.run(session, given)
+        _check_linear(options, values)
+        pipeline.import_torch(session)
+        if options.tune:
+            bench_tune.tune_linear(session, options)
+        else:
+            bench_models.run(session, options, None, "linear")
         return
-    _check_modes(given)
-    published = bench_compare.published(given["compare"])
-    kind = _kind_of(kind, published, given)
-    if given["earlier"] is not None:
-        alone = typed(name for name in given if name not in ("compare", "earlier"))
+    _check_modes(options)
+    published = bench_compare.published(options.compare)
+    kind = _kind_of(kind, published, options)
+    if options.earlier is not None:
+        alone = typed(name for name in values if name not in ("compare", "earlier"))
         if alone:
             raise click.UsageError(f"{alone[0]} is about a new run: --from takes an earlier one")
-        bench_compare.files(session, given["earlier"], published)
+        bench_compare.files(session, options.earlier, published)
         return
-    if published is not None and not (given["tables"] or given["patterns"] or given["quick"]):
-        given["patterns"] = bench_compare.names(published)
-    if given["plot"] is not None:
-        targets.check_plot(given["plot"])
+    if published is not None and not (options.tables or options.patterns or options.quick):
+        options.patterns = bench_compare.names(published)
+    if options.plot is not None:
+        targets.check_plot(options.plot)
     pipeline.import_torch(session)
-    if kind != "attention":
-        bench_models.run(session, given, published, steps=kind == "training")
-        return
-    from torch import device as torch_device
-    from torch.cuda import is_available
+    if kind == "attention":
+        _attention(session, options, published)
+    else:
+        bench_models.run(session, options, published, kind)
 
+
+def _attention(session: Session, options: Options, published: dict[str, Any] | None) -> None:
+    """List, trace, tune or measure calls of the operator."""
     from elsa_core.profiling.bench import results
 
-    # Listing and planning the calls of a GPU needs none.
-    absent = given["device"].startswith("cuda") and not is_available()
-    listed = given["dry_run"] and given["device"] != "auto"
-    listed = listed or (absent and (given["trace"] or given["tune"]))
-    device = torch_device(given["device"] if listed else resolve_device(given["device"]))
-    chosen = _chosen(device, given)
+    device = bench_common.device_of(options, plans=options.trace or options.tune)
+    chosen = _chosen(device, options)
     settings = results.Settings(
-        rounds=given["rounds"], budget_seconds=given["budget"], seed=given["seed"],
-        backend=given["backend"], flex=given["flex"],
+        rounds=options.rounds, budget_seconds=options.budget, seed=options.seed,
+        backend=options.backend, flex=options.flex,
     )  # fmt: skip
-    if given["tune"]:
-        bench_tune.run(
-            session, chosen, device, settings,
-            dry_run=given["dry_run"], allow_busy=given["allow_busy"],
-        )  # fmt: skip
-        return
-    if given["dry_run"]:
+    if options.tune:
+        bench_tune.tune_tiles(session, chosen, device, settings, options)
+    elif options.dry_run:
         _list(session, chosen, device)
-        return
-    if given["trace"]:
-        bench_trace.run(session, chosen, device, backend=given["backend"], seed=given["seed"])
-        return
-    _check_targets(device, given)
-    _measure(session, chosen, settings, device, given, published)
+    elif options.trace:
+        bench_trace.run(session, chosen, device, backend=options.backend, seed=options.seed)
+    else:
+        from elsa_core.measuring import plots
+
+        bench_common.check_folder(options.output)
+        bench_common.check_folder(options.plot)
+        if options.plot is not None:
+            plots.check(options.plot, force=options.force)
+        bench_common.check_output(device, options, resumes=False)
+        _measure(session, chosen, settings, device, options, published)
 
 
 def _measure(
-    session: Session,
-    chosen: tuple[Case, ...],
-    settings: Settings,
-    device: torch.device,
-    given: dict[str, Any],
-    published: dict[str, Any] | None,
-) -> None:
+    session: Session, chosen: tuple[Case, ...], settings: Settings, device: torch.device,
+    options: Options, published: dict[str, Any] | None,
+) -> None:  # fmt: skip
     """Measure the calls, show and write the result; what is wrong or became worse ends it."""
     from elsa_core.errors import UnavailableError
-    from elsa_core.profiling.bench import attention, results
+    from elsa_core.profiling.bench import attention, plots, results
 
     with session.stage("measuring") as update:
         report = attention.run(chosen, device=device, settings=settings, progress=update)
-    _show(session, report, published)
+    document = results.document(report)
+    _show(session, report, document, published)
     served = any(m.precision is not None for r in report.cases for m in r.measurements)
-    if given["backend"] != "auto" and not served:
+    if options.backend != "auto" and not served:
         reason = next((why for r in report.cases for why in r.left_out.values()), "no case")
-        raise UnavailableError(f"--backend {given['backend']} served no case: {reason}")
+        raise UnavailableError(f"--backend {options.backend} served no case: {reason}")
     wrong = [f"{r.case.name}: {name}" for r in report.cases for name in r.own_wrong]
     if wrong:
         raise VerdictError(f"wrong results, nothing was written: {', '.join(wrong)}")
-    _write(session, report, given)
+    if options.plot is not None:
+        session.written.append(plots.plot(document, options.plot, force=options.force))
+        session.line(f"plot: {options.plot}")
+    if options.output is not None:
+        session.written.append(results.publish(
+            report, options.output, force=options.force, allow_busy=options.allow_busy
+        ))  # fmt: skip
+        session.line(f"results: {options.output}")
     if published is not None:
-        bench_compare.judge(session, results.document(report), published)
+        bench_compare.judge(session, document, published)
 
 
-def _kind_of(kind: str | None, published: dict[str, Any] | None, given: dict[str, Any]) -> str:
+def _kind_of(kind: str | None, published: dict[str, Any] | None, options: Options) -> str:
     """What is measured: named, or that of the document to compare with."""
-    if given["earlier"] is not None and published is None:
+    if options.earlier is not None and published is None:
         raise click.UsageError("--from goes with --compare")
     of_file = None if published is None else published["command"].partition(" ")[2]
     if kind is None and of_file is None:
         raise click.UsageError("Missing argument 'attention', 'linear', 'models' or 'training'")
     if None not in (kind, of_file) and kind != of_file:
-        raise click.UsageError(f"--compare: {given['compare']} holds {of_file}, not {kind}")
+        raise click.UsageError(f"--compare: {options.compare} holds {of_file}, not {kind}")
     chosen = str(kind or of_file)
-    of_models = {"--limit": given["limit"], "--baselines": given["baselines"],
-                 "--resume": given["resume"]}  # fmt: skip
-    of_attention = {"--trace": given["trace"], "--tune": given["tune"], "--shape": given["shapes"],
-                    "--plot": given["plot"], "--flex": given["flex"],
-                    "--precision": given["precision"]}  # fmt: skip
-    for flag, value in (of_models if chosen == "attention" else of_attention).items():
-        if value:
+    for flag, name in (_OF_MODELS if chosen == "attention" else _OF_ATTENTION).items():
+        if getattr(options, name):
             raise click.UsageError(f"{flag} is not for {chosen}")
     return chosen
 
 
-def _check_modes(given: dict[str, Any]) -> None:
-    """Flags that contradict one another end the command at once."""
-    if given["resume"] and given["output"] is None:
+def _check_linear(options: Options, values: dict[str, Any]) -> None:
+    """Flags that products do not take end the command at once."""
+    takes: tuple[str, ...] = ("device", "tune", "dry_run", "rounds", "budget", "allow_busy")
+    if not options.tune:
+        takes += ("quick", "tables", "patterns", "limit", "seed", "backend", "output", "resume",
+                  "force")  # fmt: skip
+    alone = typed(name for name in values if name not in takes)
+    if alone:
+        raise click.UsageError(f"{alone[0]} is not for linear{' --tune' * options.tune}")
+    _check_resume(options)
+
+
+def _check_resume(options: Options) -> None:
+    if options.resume and options.output is None:
         raise click.UsageError("--resume goes on with what --output holds: name it")
-    if given["trace"] and given["tune"]:
+
+
+def _check_modes(options: Options) -> None:
+    """Flags that contradict one another end the command at once."""
+    _check_resume(options)
+    if options.trace and options.tune:
         raise click.UsageError("--trace and --tune exclude each other")
     for mode in ("trace", "tune"):
         for name in ("output", "plot", "compare"):
-            if given[mode] and given[name] is not None:
+            if getattr(options, mode) and getattr(options, name) is not None:
                 raise click.UsageError(f"--{name} needs measurements; --{mode} makes none of them")
-    selects = {"--table": given["tables"], "--case": given["patterns"], "--quick": given["quick"]}
+    selects = {"--table": options.tables, "--case": options.patterns, "--quick": options.quick}
     for flag, value in selects.items():
-        if given["shapes"] and value:
+        if options.shapes and value:
             raise click.UsageError(f"--shape and {flag} exclude each other")
 
 
-def _chosen(device: torch.device, given: dict[str, Any]) -> tuple[Case, ...]:
+def _chosen(device: torch.device, options: Options) -> tuple[Case, ...]:
     """The calls that the options name. --trace and --tune take few where none is named."""
     from elsa_core.profiling.bench import cases
 
-    if given["tune"]:
+    if options.tune:
         from elsa_core.profiling.bench import tune
 
         tune.check_device(device)
-    precision, dtype = given["precision"], given["dtype"]
-    if given["shapes"]:
-        made = [
-            cases.from_shape(text, dtype=dtype or "fp32", precision=precision or "strict")
-            for text in given["shapes"]
-        ]
-        return tuple(dict.fromkeys(made))
-    few = (given["trace"] or given["tune"]) and not (given["tables"] or given["patterns"])
+    precision, dtype = options.precision, options.dtype
+    if options.shapes:
+        how = {"dtype": dtype or "fp32", "precision": precision or "strict"}
+        return tuple(dict.fromkeys(cases.from_shape(text, **how) for text in options.shapes))
+    few = (options.trace or options.tune) and not (options.tables or options.patterns)
     found = cases.select(
-        device.type, tables=given["tables"], patterns=given["patterns"],
-        quick=given["quick"] or few, dtype=dtype,
+        device.type, tables=options.tables, patterns=options.patterns,
+        quick=options.quick or few, dtype=dtype,
     )  # fmt: skip
     if precision is None:
         return found
@@ -268,14 +284,8 @@ def _chosen(device: torch.device, given: dict[str, Any]) -> tuple[Case, ...]:
 
 
 def _list(session: Session, chosen: tuple[Case, ...], device: torch.device) -> None:
-    from torch.cuda import is_available
-
-    from elsa_core.measuring import environment
-
-    there = device.type == "cpu" or is_available()
     results = {"dry_run": True, "cases": [case.to_dict() for case in chosen]}
-    described = environment.describe(device if there else "cpu")
-    session.document("bench attention", described, results)
+    session.document("bench attention", results, bench_common.described(device))
     rows = [
         [
             case.name, " ".join(case.precisions), "-" if case.goal is None else f"{case.goal:g}",
@@ -287,32 +297,14 @@ def _list(session: Session, chosen: tuple[Case, ...], device: torch.device) -> N
     session.line(f"{len(chosen)} cases on {device}; nothing was measured", even_quiet=True)
 
 
-def _check_targets(device: torch.device, given: dict[str, Any]) -> None:
-    """Whatever would keep the results from being written ends the command before it measures."""
-    from elsa_core.errors import ArgumentError, UnavailableError
-    from elsa_core.measuring import busy, plots
-
-    target: Path | None = given["output"]
-    for path in (target, given["plot"]):
-        if path is not None and not path.parent.is_dir():
-            raise ArgumentError(f"{path}: its folder does not exist; create it first")
-    if given["plot"] is not None:
-        plots.check(given["plot"], force=given["force"])
-    if target is None:
-        return
-    if target.exists() and not given["force"]:
-        raise ArgumentError(f"{target} exists; use --force to replace it")
-    why = busy.reason(device)
-    if why and not given["allow_busy"]:
-        raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
-
-
-def _show(session: Session, report: Report, published: dict[str, Any] | None) -> None:
+def _show(
+    session: Session, report: Report, document: dict[str, Any], published: dict[str, Any] | None
+) -> None:
     from elsa_core.measuring import environment
-    from elsa_core.profiling.bench import results, summary
+    from elsa_core.profiling.bench import summary
 
-    added = bench_compare.added(results.document(report), published)
-    session.document("bench attention", report.environment, report.to_dict() | added)
+    added = bench_compare.added(document, published)
+    session.document("bench attention", report.to_dict() | added, report.environment)
     session.line(environment.label(report.environment), "bold")
     columns = (">ms", "best peer", ">ms", ">ratio", ">GFLOP/s", ">error", ">peer's")
     for table in dict.fromkeys(result.case.table for result in report.cases):
@@ -329,7 +321,7 @@ def _show(session: Session, report: Report, published: dict[str, Any] | None) ->
     if report.busy:
         session.warn(f"the machine was not free: {report.busy}")
     # The first sentence names the machine, which the heading has done.
-    text = summary.of_attention(results.document(report))
+    text = summary.of_attention(document)
     session.line(text.partition("At least")[1] + text.partition("At least")[2], even_quiet=True)
 
 
@@ -353,20 +345,3 @@ def _rows(result: CaseResult, common: str) -> list[list[str]]:
         ]
         for m in own
     ]  # fmt: skip
-
-
-def _write(session: Session, report: Report, given: dict[str, Any]) -> None:
-    from elsa_core.profiling.bench import plots, results
-
-    if given["plot"] is not None:
-        session.written.append(
-            plots.plot(results.document(report), given["plot"], force=given["force"])
-        )
-        session.line(f"plot: {given['plot']}")
-    if given["output"] is not None:
-        session.written.append(
-            results.publish(
-                report, given["output"], force=given["force"], allow_busy=given["allow_busy"]
-            )
-        )
-        session.line(f"results: {given['output']}")

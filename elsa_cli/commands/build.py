@@ -8,40 +8,32 @@ from typing import Any
 
 import click
 
-from elsa_cli.architectures import Architecture
 from elsa_cli.console import Session
-from elsa_cli.options import Command, FilePath, Listed, output_options, pass_session
-from elsa_cli.probes import environment, human
+from elsa_cli.options import Options, elsa_command, folder_option
+from elsa_cli.probes import human
+from elsa_cli.values import ARCHITECTURE, Listed
 
 
-@click.command("build", cls=Command)
-@click.option("--force", is_flag=True, help="Compile even if the library is there.")
-@click.option("--cuda", is_flag=True, help="Compile kernel packs for GPUs instead; needs no GPU.")
-@click.option(
-    "--arch", type=Listed(Architecture(), "sm_NN"), help="GPUs to compile for [this machine's]."
-)
-@click.option(
-    "--output",
-    "--out",
-    "-o",
-    type=FilePath(folder=True),
-    metavar="DIR",
-    help="Folder for the packs [the user's cache].",
-)
-@click.option("--jobs", type=click.IntRange(1, 256), help="Compiling processes [one a core].")
-@click.option("--only", metavar="GLOB", help="Only kernels of cases whose name matches.")
-@click.option(
-    "--wheel",
-    type=FilePath(folder=True),
-    metavar="DIR",
-    help="Build a wheel of elsa with the packs in it too; needs a checkout and hatchling.",
-)
-@output_options
-@pass_session
-def command(
-    session: Session, /, force: bool, cuda: bool, arch: tuple[int, ...] | None,
-    output: Path | None, jobs: int | None, only: str | None, wheel: Path | None,
-) -> None:  # fmt: skip
+@elsa_command(
+    "build",
+    click.option("--force", is_flag=True, help="Compile even if the library is there."),
+    click.option(
+        "--cuda", is_flag=True, help="Compile kernel packs for GPUs instead; needs no GPU."
+    ),
+    click.option(
+        "--arch", type=Listed(ARCHITECTURE, "sm_NN"), help="GPUs to compile for [this machine's]."
+    ),
+    folder_option("--output", "--out", "-o", text="Folder for the packs [the user's cache]."),
+    click.option(
+        "--jobs", type=click.IntRange(1, 256), help="Compiling processes [one a core]."
+    ),
+    click.option("--only", metavar="GLOB", help="Only kernels of cases whose name matches."),
+    folder_option(
+        "--wheel",
+        text="Build a wheel of elsa with the packs in it too; needs a checkout and hatchling.",
+    ),
+)  # fmt: skip
+def command(session: Session, /, **values: Any) -> None:
     """Compile the native CPU library into the user's cache (ELSA_CACHE_DIR moves it).
 
     Without this, the first use compiles it. Needs a C++ compiler: CXX, or c++, g++, clang++. Where
@@ -51,17 +43,16 @@ def command(
     Takes minutes for each architecture; a second run compiles what has changed alone. With --wheel,
     the packs go into a wheel of this package as well, for machines that compile none.
     """
-    given = {"--arch": arch, "--output": output, "--jobs": jobs, "--only": only,
-             "--wheel": wheel}  # fmt: skip
-    if cuda:
-        if force:
+    options = Options(**values)
+    if options.cuda:
+        if options.force:
             raise click.UsageError("--force is for the native library: leave it out with --cuda")
-        _packs(session, arch, output, jobs or 0, only or "*", wheel)
+        _packs(session, options)
         return
-    named = [flag for flag, value in given.items() if value is not None]
-    if named:
-        raise click.UsageError(f"{named[0]} needs --cuda")
-    _native(session, force)
+    for name in ("arch", "output", "jobs", "only", "wheel"):
+        if values[name] is not None:
+            raise click.UsageError(f"--{name} needs --cuda")
+    _native(session, options.force)
 
 
 def _native(session: Session, force: bool) -> None:
@@ -87,7 +78,7 @@ def _native(session: Session, force: bool) -> None:
         "loads": answer.ok, "reason": answer.reason, "isa": native.isa() if answer.ok else None,
         "cuda_library": library,
     }  # fmt: skip
-    session.document("build", environment(), results)
+    session.document("build", results)
     what = f"compiled in {seconds:.1f} s" if compiled else "already built"
     runs = f"runs {native.isa()} kernels" if answer.ok else f"does not load: {answer.reason}"
     session.line(f"{path}")
@@ -113,33 +104,29 @@ def _cuda_library(session: Session) -> dict[str, Any] | None:
     return {"serves": answer.ok, "reason": answer.reason}
 
 
-def _packs(
-    session: Session, archs: tuple[int, ...] | None, output: Path | None, jobs: int, only: str,
-    wheel: Path | None,
-) -> None:  # fmt: skip
-    """One pack for each architecture; with `wheel` a wheel of them, too."""
+def _packs(session: Session, options: Options) -> None:
+    """One pack for each architecture; with --wheel a wheel of them, too."""
     with session.stage("importing torch and triton", imports=True):
         from elsa_core.backends.triton.pack import lookup
         from elsa_core.backends.triton.pack import wheel as wheels
-    archs = archs or _here()
-    if wheel is not None:
+    archs = options.arch or _here()
+    if options.wheel is not None:
         wheels.require()  # before minutes of compiling
-    out = output or lookup.own_folder()
-    found = [_pack(session, arch, out, jobs, only) for arch in archs]
+    out = options.output or lookup.own_folder()
+    found = [_pack(session, arch, out, options) for arch in archs]
     results: dict[str, Any] = {"packs": found}
-    if wheel is not None:
+    step = f"{'' if options.output is None else f'ELSA_PACK={options.output} '}elsa doctor"
+    if options.wheel is not None:
         with session.stage("building the wheel"):
-            made = wheels.wheel([out / f"sm_{arch}" for arch in archs], wheel)
+            made = wheels.wheel([out / f"sm_{arch}" for arch in archs], options.wheel)
         session.written.append(made)
-        results["wheel"] = {"path": str(made), "bytes": made.stat().st_size}
+        size = made.stat().st_size
+        results["wheel"] = {"path": str(made), "bytes": size}
         session.line(f"{made}")
-        session.line(f"a wheel with {len(found)} packs · {human(made.stat().st_size)}",
-                     even_quiet=True)  # fmt: skip
-    session.document("build", environment(), results)
-    if wheel is not None:
-        session.line(f"Next: pip install {results['wheel']['path']}, then elsa doctor")
-    else:
-        session.line(f"Next: {'' if output is None else f'ELSA_PACK={output} '}elsa doctor")
+        session.line(f"a wheel with {len(found)} packs · {human(size)}", even_quiet=True)
+        step = f"pip install {made}, then elsa doctor"
+    session.document("build", results)
+    session.line(f"Next: {step}")
 
 
 def _here() -> tuple[int, ...]:
@@ -152,21 +139,20 @@ def _here() -> tuple[int, ...]:
     return (10 * major + minor,)
 
 
-def _pack(session: Session, arch: int, out: Path, jobs: int, only: str) -> dict[str, Any]:
+def _pack(session: Session, arch: int, out: Path, options: Options) -> dict[str, Any]:
     """Build one pack and say what is in it."""
     from elsa_core.backends.triton.pack import build
 
     start = time.perf_counter()
     with session.stage(f"compiling sm_{arch}") as update:
-        built = build.build(arch, out, jobs=jobs, only=only, progress=update)
+        built = build.build(
+            arch, out, jobs=options.jobs or 0, only=options.only or "*", progress=update
+        )
     session.written.append(built.folder)
     for kernel, reason in built.left_out.items():
         session.warn(f"left out of sm_{arch}: {kernel}: {reason}")
     compiled = built.kernels - built.reused
     session.line(f"{built.folder}")
-    session.line(
-        f"{built.kernels} kernels ({compiled} compiled) · {human(built.bytes)} · serves "
-        f"{built.served:.0%} of {built.calls} calls",
-        even_quiet=True,
-    )
+    said = f"{built.kernels} kernels ({compiled} compiled) · {human(built.bytes)}"
+    session.line(f"{said} · serves {built.served:.0%} of {built.calls} calls", even_quiet=True)
     return {**built.to_dict(), "seconds": time.perf_counter() - start}

@@ -9,17 +9,13 @@ from typing import Any
 import click
 
 from elsa_cli.console import Session
-from elsa_cli.options import Command, output_options, pass_session
+from elsa_cli.options import elsa_command
 
 SHELLS = ("bash", "zsh", "fish")
 
 
-@click.command("completion", cls=Command)
-@click.argument("shell", type=click.Choice(SHELLS), required=False)
-@output_options
-@pass_session
-@click.pass_context
-def command(ctx: click.Context, session: Session, /, shell: str | None, **_: Any) -> None:
+@elsa_command("completion", click.argument("shell", type=click.Choice(SHELLS), required=False))
+def command(session: Session, /, shell: str | None, **_: Any) -> None:
     """Print the completion script of a SHELL (default: the one of $SHELL).
 
     \b
@@ -30,8 +26,8 @@ def command(ctx: click.Context, session: Session, /, shell: str | None, **_: Any
     from click.shell_completion import get_completion_class
 
     from elsa_cli import completion
-    from elsa_cli.probes import environment
 
+    ctx = click.get_current_context()
     name = shell or Path(os.environ.get("SHELL", "")).name
     if name not in SHELLS:
         ctx.fail(f"SHELL is needed: one of {', '.join(SHELLS)} (no such shell: {name!r})")
@@ -39,7 +35,6 @@ def command(ctx: click.Context, session: Session, /, shell: str | None, **_: Any
     kind = get_completion_class(name)
     assert kind is not None
     script = kind(ctx.find_root().command, {}, "elsa", "_ELSA_COMPLETE").source()
-    if session.json:
-        session.document("completion", environment(), {"shell": name, "script": script})
-    else:
+    session.document("completion", {"shell": name, "script": script})
+    if not session.json:
         session.text(script)

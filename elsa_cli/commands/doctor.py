@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import click
 
 from elsa_cli import pipeline
 from elsa_cli.console import Session
 from elsa_cli.errors import out_of_memory
-from elsa_cli.options import Command, output_options, pass_session
-from elsa_cli.probes import Probe, environment, examine
+from elsa_cli.options import elsa_command
+from elsa_cli.probes import Probe, examine
 
 
-@click.command("doctor", cls=Command)
-@output_options
-@pass_session
-def command(session: Session, /) -> None:
+@elsa_command("doctor")
+def command(session: Session, /, **_: Any) -> None:
     """Show versions, processor, GPU, compiler, native library, backends and caches.
 
     Each thing that is off comes with its reason. Ends with exit code 0, but where a limit of memory
@@ -31,29 +30,22 @@ def command(session: Session, /) -> None:
         torch_error = error
     with session.stage("looking around") as update:
         probes = examine(lambda group: update(group, 0, 0), torch_error)
-    probes += _config()
-    results = {"probes": [probe.to_dict() for probe in probes]}
-    session.document("doctor", environment(), results)
+    meta = click.get_current_context().meta
+    wrong = meta.get("elsa.config.error", "")
+    used = "" if wrong else meta.get("elsa.config", "none (no elsa.toml, no [tool.elsa])")
+    probes.append(Probe("config", "file", False if wrong else None, used, wrong))
+    session.document("doctor", {"probes": [probe.to_dict() for probe in probes]})
+    marks = {True: "✓", False: "✗", None: ""}
     for group in dict.fromkeys(probe.group for probe in probes):
-        rows = [_row(probe) for probe in probes if probe.group == group]
+        rows = []
+        for probe in probes:
+            if probe.group == group:
+                words = ": ".join(text for text in (probe.value, probe.reason) if text)
+                # One width for all groups keeps the marks in one column.
+                rows.append([f"{probe.name:<16}", marks[probe.ok], words])
         session.table((group, "", ""), rows, wrap=2)
         session.line()
     session.line(_verdict(probes), even_quiet=True)
-
-
-def _row(probe: Probe) -> tuple[str, str, str]:
-    mark = {True: "✓", False: "✗", None: ""}[probe.ok]
-    words = f"{probe.value}: {probe.reason}" if probe.value and probe.reason else ""
-    # One width for all groups keeps the marks in one column.
-    return f"{probe.name:<16}", mark, words or probe.value or probe.reason
-
-
-def _config() -> list[Probe]:
-    meta = click.get_current_context().meta
-    path, error = meta.get("elsa.config"), meta.get("elsa.config.error")
-    if error:
-        return [Probe("config", "file", False, "", error)]
-    return [Probe("config", "file", None, path or "none (no elsa.toml, no [tool.elsa])")]
 
 
 def _verdict(probes: list[Probe]) -> str:

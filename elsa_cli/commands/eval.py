@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,16 +9,15 @@ import click
 from elsa_cli import names
 from elsa_cli.console import Session
 from elsa_cli.options import (
-    LARGEST_BATCH,
-    Command,
-    FilePath,
+    KERNELS,
+    SITES,
     Options,
-    kernel_options,
+    batch_option,
+    elsa_command,
+    file_option,
+    folder_option,
     model_options,
-    output_options,
-    pass_session,
 )
-from elsa_cli.site_options import site_options
 
 if TYPE_CHECKING:
     from elsa_core.loading import Loaded
@@ -28,48 +26,35 @@ if TYPE_CHECKING:
 _SHOWN = 10  # images of which the table tells; --json has all
 
 
-@click.command("eval", cls=Command)
-@model_options
-@click.option(
-    "--images", type=FilePath(folder=True), required=True, metavar="DIR",
-    help="Images in one folder a class: its name, number, or ImageNet's synset.",
+@elsa_command(
+    "eval",
+    *model_options(),
+    folder_option(
+        "--images", required=True,
+        text="Images in one folder a class: its name, number, or ImageNet's synset.",
+    ),
+    file_option(
+        "--labels",
+        text="Names of the classes, one a line [default: those that came with the weights].",
+    ),
+    file_option(
+        "--annotations",
+        text="Classes of the images: lines of FILE CLASS or FILE,CLASS. Folders do not matter "
+        "then.",
+    ),
+    click.option(
+        "--limit", type=click.IntRange(1), metavar="N",
+        help="Take N of the images, at equal distances.",
+    ),
+    batch_option(32, "Images a batch."),
+    click.option(
+        "--skip-unreadable", is_flag=True,
+        help="Leave out images that cannot be read, and name them, instead of ending there.",
+    ),
+    *SITES,
+    *KERNELS,
 )  # fmt: skip
-@click.option(
-    "--labels", type=FilePath(), metavar="FILE",
-    help="Names of the classes, one a line [default: those that came with the weights].",
-)  # fmt: skip
-@click.option(
-    "--annotations", type=FilePath(), metavar="FILE",
-    help="Classes of the images: lines of FILE CLASS or FILE,CLASS. Folders do not matter then.",
-)  # fmt: skip
-@click.option(
-    "--limit", type=click.IntRange(1), metavar="N",
-    help="Take N of the images, at equal distances.",
-)  # fmt: skip
-@click.option(
-    "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=32, show_default=True,
-    help="Images a batch.",
-)  # fmt: skip
-@click.option(
-    "--skip-unreadable", is_flag=True,
-    help="Leave out images that cannot be read, and name them, instead of ending there.",
-)  # fmt: skip
-@site_options
-@kernel_options
-@output_options
-@pass_session
-def command(
-    session: Session,
-    /,
-    model: str,
-    images: Path,
-    labels: Path | None,
-    annotations: Path | None,
-    limit: int | None,
-    batch_size: int,
-    skip_unreadable: bool,
-    **given: Any,
-) -> None:
+def command(session: Session, /, model: str, **values: Any) -> None:
     """Run the images of DIR through MODEL as it is and patched: top-1, top-5, the images whose
     class changed, and the throughput of both.
 
@@ -78,20 +63,19 @@ def command(
     the throughput.
     """
     from elsa_cli import pipeline, render
-    from elsa_cli.probes import environment
 
-    options = Options.of(given | {"batch_size": batch_size})
+    options = Options(**values)
     names.check(model)
-    names.check_images(images)
-    names.check_file(labels, "file of labels")
-    names.check_file(annotations, "file of annotations")
-    named = () if labels is None else names.classes(labels)
+    names.check_images(options.images)
+    names.check_file(options.labels, "file of labels")
+    names.check_file(options.annotations, "file of annotations")
+    named = () if options.labels is None else names.classes(options.labels)
     loaded = pipeline.open_model(session, model, options)
-    found = _labelled(loaded, images, named, annotations, limit)
-    report = pipeline.patch_model(session, loaded, options, strict=False)
+    found = _labelled(loaded, options, named)
+    report = pipeline.patch_model(session, loaded, options)
     routes = pipeline.routes(session, loaded, report)
-    unreadable: list[int] | None = [] if skip_unreadable else None
-    outcome = _evaluate(session, loaded, found, batch_size, unreadable)
+    unreadable: list[int] | None = [] if options.skip_unreadable else None
+    outcome = _evaluate(session, loaded, found, options.batch_size, unreadable)
     left = sorted(unreadable or ())
     for place in left[:_SHOWN]:
         session.warn(f"{found.files[place]} cannot be read: left out")
@@ -101,43 +85,36 @@ def command(
     found = found.without(left)
     if loaded.weights.startswith("random"):
         session.warn("weights are random: the accuracy says nothing; give --pretrained or a file")
-    results = {
-        "model": render.described(loaded, options),
-        "patch": report.to_dict(),
-        "routes": {str(dim): route.to_dict() for dim, route in routes.items()},
-        "images": str(images),
-        "classes_from": found.how,
-        "unreadable": skipped,
-        "evaluation": _named(outcome, found),
-    }
-    session.document("eval", environment(), results)
-    render.header(session, loaded, options, f"{render.kernels(routes)} · batch {batch_size}")
+    evaluation = outcome.to_dict()
+    for entry in evaluation["changed"]:
+        entry["file"] = found.name(entry["index"])
+    results = pipeline.document(loaded, options, report, routes) | {
+        "images": str(options.images), "classes_from": found.how, "unreadable": skipped,
+        "evaluation": evaluation,
+    }  # fmt: skip
+    session.document("eval", results)
+    batch = f" · batch {options.batch_size}"
+    render.header(session, loaded, options, render.kernels(routes) + batch)
     _show(session, outcome, found)
 
 
-def _labelled(
-    loaded: Loaded,
-    images: Path,
-    named: tuple[str, ...],
-    annotations: Path | None,
-    limit: int | None,
-) -> LabelledImages:
+def _labelled(loaded: Loaded, options: Options, named: tuple[str, ...]) -> LabelledImages:
     from elsa_core.errors import ModelError
     from elsa_core.proof import labelled_images
 
-    if loaded.num_classes < 1:
+    count = loaded.num_classes
+    if count < 1:
         raise ModelError(f"{loaded.name} has no classifier: eval needs one output a class")
-    own = loaded.recipe.labels if len(loaded.recipe.labels) == loaded.num_classes else ()
-    return labelled_images(images, loaded.num_classes, named or own, annotations, limit)
+    own = loaded.recipe.labels if len(loaded.recipe.labels) == count else ()
+    return labelled_images(
+        options.images, count, named or own, options.annotations, options.limit
+    )  # fmt: skip
 
 
 def _evaluate(
-    session: Session,
-    loaded: Loaded,
-    found: LabelledImages,
-    batch_size: int,
+    session: Session, loaded: Loaded, found: LabelledImages, batch_size: int,
     unreadable: list[int] | None,
-) -> EvalReport:
+) -> EvalReport:  # fmt: skip
     from elsa_core.base.images import reader
     from elsa_core.proof import evaluate
 
@@ -146,14 +123,6 @@ def _evaluate(
     with session.stage("evaluating") as update:
         batches = found.batches(read, batch_size, unreadable)
         return evaluate(loaded.model, batches, total=len(found.files), progress=update)
-
-
-def _named(outcome: EvalReport, found: LabelledImages) -> dict[str, Any]:
-    """The result for JSON, changed images by their names."""
-    result = outcome.to_dict()
-    for entry in result["changed"]:
-        entry["file"] = found.name(entry["index"])
-    return result
 
 
 def _show(session: Session, outcome: EvalReport, found: LabelledImages) -> None:
@@ -169,16 +138,12 @@ def _show(session: Session, outcome: EvalReport, found: LabelledImages) -> None:
     if rows:
         more = len(outcome.changed) - len(rows)
         session.line(f"and {more} more: --json names them" if more > 0 else "")
-    session.line(_verdict(outcome), "bold", even_quiet=True)
-
-
-def _verdict(outcome: EvalReport) -> str:
-    parts = []
+    said = []
     if outcome.labelled:
         before, after = (
             f"{hits / outcome.labelled:.2%}"
             for hits in (outcome.top1_original, outcome.top1_patched)
         )
-        parts.append(f"top-1 {before} before, {after} after")
-    parts.append(f"{len(outcome.changed)} of {outcome.images} images changed their class")
-    return " · ".join([*parts, outcome.speed_text])
+        said = [f"top-1 {before} before, {after} after"]
+    said.append(f"{len(outcome.changed)} of {outcome.images} images changed their class")
+    session.line(" · ".join([*said, outcome.speed_text]), "bold", even_quiet=True)

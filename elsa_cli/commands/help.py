@@ -8,37 +8,30 @@ import click
 
 from elsa_cli import completion
 from elsa_cli.console import Session
-from elsa_cli.options import Command, output_options, pass_session
+from elsa_cli.options import elsa_command
 
 
-@click.command("help", cls=Command)
-@click.argument("name", metavar="[COMMAND]", required=False, shell_complete=completion.commands)
-@click.argument("kind", metavar="[KIND]", required=False)
-@output_options
-@pass_session
-@click.pass_context
-def command(
-    ctx: click.Context, session: Session, /, name: str | None, kind: str | None, **_: Any
-) -> None:
+@elsa_command(
+    "help",
+    click.argument("name", metavar="[COMMAND]", required=False, shell_complete=completion.commands),
+    click.argument("kind", metavar="[KIND]", required=False),
+)
+def command(session: Session, /, name: str | None, kind: str | None, **_: Any) -> None:
     """Show the help page of COMMAND, as `elsa COMMAND --help` does, or the list of commands.
 
     A command with KINDs (`elsa help bench models`) has one page for all of them.
     """
-    here = ctx.find_root()
+    here = click.get_current_context().find_root()
     if name is not None:
-        group = here.command
-        assert isinstance(group, click.Group)
-        found = group.resolve_command(here, [name])[1]
+        assert isinstance(here.command, click.Group)
+        found = here.command.resolve_command(here, [name])[1]
         assert found is not None
         if kind is not None:
             _check_kind(found, kind)
         here = click.Context(found, here, info_name=name)
     text = here.get_help()
-    if session.json:
-        from elsa_cli.probes import environment
-
-        session.document("help", environment(), {"command": here.command_path, "text": text})
-    else:
+    session.document("help", {"command": here.command_path, "text": text})
+    if not session.json:
         session.text(text)
 
 

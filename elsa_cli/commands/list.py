@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from elsa_cli.console import Session
-from elsa_cli.options import Command, output_options, pass_session
-
-if TYPE_CHECKING:
-    from elsa_cli.known_models import KnownModel
+from elsa_cli.errors import ModelFileError
+from elsa_cli.options import elsa_command
 
 
-@click.command("list", cls=Command)
-@click.argument("glob", required=False)
-@click.option(
-    "--all", "everything", is_flag=True, help="Also models without attention that can be patched."
-)
-@output_options
-@pass_session
+@elsa_command(
+    "list",
+    click.argument("glob", required=False),
+    click.option(
+        "--all", "everything", is_flag=True,
+        help="Also models without attention that can be patched.",
+    ),
+)  # fmt: skip
 def command(session: Session, /, glob: str | None, everything: bool, **_: Any) -> None:
     """List the models of timm, open_clip and torchvision that are installed here: attention sites,
     how many of them can be patched, and parameters.
@@ -34,18 +33,18 @@ def command(session: Session, /, glob: str | None, everything: bool, **_: Any) -
     if not found:
         close = names.close_names(glob or "")
         hint = f"; close names: {', '.join(close)}" if close else ""
-        raise names.ModelNameError(f"no model of an installed library matches {glob!r}{hint}")
+        raise ModelFileError(f"no model of an installed library matches {glob!r}{hint}")
     shown = found if everything else [model for model in found if model.patchable != 0]
-    if session.json:
-        from elsa_cli.probes import environment
-
-        results = {
-            "counted_with": known_models.read(known_models.TABLE)[0],
-            "models": [model.to_dict() for model in shown],
-        }
-        session.document("list", environment(), results)
-    rows = [[model.name, *map(_number, (model.sites, model.patchable)), _millions(model)]
-            for model in shown]  # fmt: skip
+    results = {
+        "counted_with": known_models.read(known_models.TABLE)[0],
+        "models": [model.to_dict() for model in shown],
+    }
+    session.document("list", results)
+    rows = []
+    for model in shown:
+        counts = ["" if n is None else str(n) for n in (model.sites, model.patchable)]
+        weights = "" if model.parameters is None else f"{model.parameters / 1e6:.1f} M"
+        rows.append([model.name, *counts, weights])
     session.table(["model", ">sites", ">patchable", ">parameters"], rows)
     session.line()
     left = len(found) - len(shown)
@@ -53,11 +52,3 @@ def command(session: Session, /, glob: str | None, everything: bool, **_: Any) -
     session.line(f"{len(shown)} model{'s' * (len(shown) != 1)}{more}", "bold", even_quiet=True)
     if shown:
         session.line(f"Next: elsa inspect {shown[0].name}", "dim")
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else str(value)
-
-
-def _millions(model: KnownModel) -> str:
-    return "" if model.parameters is None else f"{model.parameters / 1e6:.1f} M"

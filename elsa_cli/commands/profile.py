@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,103 +9,93 @@ import click
 
 from elsa_cli import completion, names, pipeline, targets
 from elsa_cli.console import Session
-from elsa_cli.errors import CommandError, VerdictError
+from elsa_cli.errors import PlaceError, VerdictError
 from elsa_cli.options import (
+    BACKEND,
+    EXAMPLE,
     LARGEST_BATCH,
     PRECISIONS,
-    Command,
-    FilePath,
-    Listed,
+    SITES,
     Options,
-    backend_option,
-    example_options,
-    output_options,
-    pass_session,
+    elsa_command,
+    file_option,
+    model_options,
     resolve_device,
-    swept_model_options,
     typed,
 )
-from elsa_cli.site_options import site_options
+from elsa_cli.values import Listed
 
 if TYPE_CHECKING:
     from elsa_core.profiling.sweep import Configuration, Plan
 
 Document = dict[str, Any]
-_FILE = FilePath()
-# What `load_model` is told about a weights file.
-_SOURCE = ("arch", "weights", "model_kwargs", "mean", "std", "crop_pct", "interpolation")
 
 
-class OutOfMemoryError(CommandError):
-    """Nothing that was asked for fits in memory; the rows that say so are on stdout."""
-
-    exit_code = 3
-
-
-@click.command("profile", cls=Command)
-@swept_model_options
-@example_options
-@click.option(
-    "--batch-size", "-b", type=Listed(click.IntRange(1, LARGEST_BATCH)), default="1",
-    show_default=True, metavar="N[,...]", help="Images a batch.",
+@elsa_command(
+    "profile",
+    *model_options(swept=True),
+    *EXAMPLE,
+    click.option(
+        "--batch-size", "-b", type=Listed(click.IntRange(1, LARGEST_BATCH)), default="1",
+        show_default=True, metavar="N[,...]", help="Images a batch.",
+    ),
+    *SITES,
+    click.option(
+        "--precision", type=Listed(click.Choice(PRECISIONS)), default="strict", show_default=True,
+        metavar="|".join(PRECISIONS) + "[,...]", help="What the kernels promise about rounding.",
+    ),
+    BACKEND,
+    click.option(
+        "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
+        shell_complete=completion.baselines,
+        help="What to measure against: eager, control, sdpa, compile, eager+graph, sdpa+graph, "
+        "compile+graph, or all.  [default: eager; on CUDA also sdpa, compile and CUDA graphs]",
+    ),
+    click.option(
+        "--train", is_flag=True,
+        help="Measure training steps: forward, backward, AdamW; --dtype fp16 and bf16 are "
+        "autocast.",
+    ),
+    click.option(
+        "--sequence-parallel", is_flag=True,
+        help="Under torchrun: shard the tokens of one forward over the ranks and show what that "
+        "gains.",
+    ),
+    click.option(
+        "--rounds", type=click.IntRange(3, 1000), default=20, show_default=True,
+        help="Samples of each run at least; more until the interval decides.",
+    ),
+    click.option(
+        "--budget", type=click.FloatRange(0.1, 3600), default=60.0, show_default=True,
+        metavar="SECONDS",
+        help="Limit of one configuration's rounds; its sites take what is left. Where sites are "
+        "timed whatever it says (--sites, or on CUDA), their time comes on top.",
+    ),
+    click.option(
+        "--sites/--no-sites", default=None,
+        help="Time every attention site, whatever the budget says, or none.  [default: on a CPU "
+        "where the verdict has left enough of the budget]",
+    ),
+    click.option(
+        "--no-errors", is_flag=True, help="Leave out the sites' errors against float64."
+    ),
+    file_option(
+        "--output", "-o",
+        text="Keep the results (JSON) in FILE, renewed after each configuration.",
+    ),
+    file_option("--resume", text="Go on with the sweep that FILE holds, into FILE."),
+    file_option("--html", text="Write a report with charts (one file)."),
+    file_option("--plot", text="Draw the charts (.png or .svg)."),
+    click.option(
+        "--policy", type=click.Choice(["faster"]),
+        help="Write a plan for `elsa patch --plan` without the sites where ELSA was slower.",
+    ),
+    file_option(
+        "--plan", default="plan.json", show_default=True, text="Where --policy writes its plan."
+    ),
+    click.option("--force", is_flag=True, help="Replace existing files."),
 )  # fmt: skip
-@site_options
-@click.option(
-    "--precision", type=Listed(click.Choice(PRECISIONS)), default="strict", show_default=True,
-    metavar="|".join(PRECISIONS) + "[,...]", help="What the kernels promise about rounding.",
-)  # fmt: skip
-@backend_option
-@click.option(
-    "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
-    shell_complete=completion.baselines,
-    help="What to measure against: eager, control, sdpa, compile, eager+graph, sdpa+graph, "
-    "compile+graph, or all.  [default: eager; on CUDA also sdpa, compile and CUDA graphs]",
-)  # fmt: skip
-@click.option(
-    "--train", is_flag=True,
-    help="Measure training steps: forward, backward, AdamW; --dtype fp16 and bf16 are autocast.",
-)  # fmt: skip
-@click.option(
-    "--sequence-parallel", is_flag=True,
-    help="Under torchrun: shard the tokens of one forward over the ranks and show what that gains.",
-)  # fmt: skip
-@click.option(
-    "--rounds", type=click.IntRange(3, 1000), default=20, show_default=True,
-    help="Samples of each run at least; more until the interval decides.",
-)  # fmt: skip
-@click.option(
-    "--budget", type=click.FloatRange(0.1, 3600), default=60.0, show_default=True,
-    metavar="SECONDS",
-    help="Limit of one configuration's rounds; its sites take what is left. Where sites are timed "
-    "whatever it says (--sites, or on CUDA), their time comes on top.",
-)  # fmt: skip
-@click.option(
-    "--sites/--no-sites", default=None,
-    help="Time every attention site, whatever the budget says, or none.  [default: on a CPU where "
-    "the verdict has left enough of the budget]",
-)  # fmt: skip
-@click.option("--no-errors", is_flag=True, help="Leave out the sites' errors against float64.")
-@click.option(
-    "--output", "-o", type=_FILE, metavar="FILE",
-    help="Keep the results (JSON) in FILE, renewed after each configuration.",
-)  # fmt: skip
-@click.option(
-    "--resume", type=_FILE, metavar="FILE", help="Go on with the sweep that FILE holds, into FILE."
-)
-@click.option("--html", type=_FILE, metavar="FILE", help="Write a report with charts (one file).")
-@click.option("--plot", type=_FILE, metavar="FILE", help="Draw the charts (.png or .svg).")
-@click.option(
-    "--policy", type=click.Choice(["faster"]),
-    help="Write a plan for `elsa patch --plan` without the sites where ELSA was slower.",
-)  # fmt: skip
-@click.option(
-    "--plan", type=_FILE, default="plan.json", show_default=True, metavar="FILE",
-    help="Where --policy writes its plan.",
-)  # fmt: skip
-@click.option("--force", is_flag=True, help="Replace existing files.")
-@output_options
-@pass_session
-def command(session: Session, /, model: str, **given: Any) -> None:
+def command(session: Session, /, model: str, **values: Any) -> None:
     """Measure MODEL patched against MODEL as it is, in one run and in turns: latency, throughput,
     memory, and the time of every attention site.
 
@@ -120,18 +109,31 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     """
     from elsa_cli import profile_view, sequence_parallel
 
-    if given["sequence_parallel"]:
-        sequence_parallel.profile(session, model, given)
+    options = Options(**values)
+    if options.sequence_parallel:
+        sequence_parallel.profile(session, model, options)
         return
-    files = _targets(given)
+    files = _targets(options)
     names.check(model)
     with session.stage("importing torch", imports=True):
         from elsa_core.measuring import environment
         from elsa_core.profiling import sweep
+        from elsa_core.profiling.document import write
 
-        plan, points = _planned(session, model, given)
-    document = _document(plan, given, environment.describe(plan.device))
-    keep = _keeper(session, given["resume"] or given["output"])
+        plan, points = _planned(session, model, options)
+    place = environment.describe(plan.device)
+    if options.resume is not None and options.resume.exists():
+        document = sweep.resumed(options.resume, plan, place)
+    else:
+        document = sweep.started(plan, place)
+    kept: Path | None = options.resume or options.output
+
+    def keep(document: Document) -> None:
+        if kept is not None:
+            write(document, kept)
+            if kept not in session.written:
+                session.written.append(kept)
+
     try:
         with session.stage("profiling") as update:
             sweep.run(plan, points, document, keep=keep, progress=update)
@@ -143,36 +145,37 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     _finish(session, document, files)
     rows = document["results"]["points"]
     if not any(row["status"] == "done" for row in rows):
-        raise OutOfMemoryError(f"nothing fits in memory: {rows[0]['reason']}")
-    if given["policy"] is not None:
-        _write_policy(session, sweep.only(points, document), given["plan"])
-    profile_view.next_steps(session, document, given)
+        raise PlaceError(f"nothing fits in memory: {rows[0]['reason']}")
+    if options.policy is not None:
+        _write_policy(session, sweep.only(points, document), options.plan)
+    profile_view.next_steps(session, document, options)
 
 
-def _targets(given: dict[str, Any]) -> dict[str, Path]:
+def _targets(options: Options) -> dict[str, Path]:
     """The files to write, known to be writable: nothing is measured for nothing."""
-    if given["resume"] is not None and given["output"] is not None:
+    policy = options.policy is not None
+    if options.resume is not None and options.output is not None:
         raise click.UsageError("--resume writes into its own FILE: leave --output out")
-    if given["policy"] is not None and len(given["precision"]) > 1:
+    if policy and len(options.precision) > 1:
         raise click.UsageError("--policy needs one --precision: a plan has one")
-    if given["policy"] is None and typed(("plan",)):
+    if not policy and typed(("plan",)):
         raise click.UsageError("--plan is what --policy writes: name a --policy")
-    if given["train"]:
-        flags = {"--sites": given["sites"], "--policy": given["policy"],
-                 "--no-errors": given["no_errors"]}  # fmt: skip
+    if options.train:
+        flags = {"--sites": options.sites, "--policy": policy, "--no-errors": options.no_errors}
         for flag, value in flags.items():
             if value:
                 raise click.UsageError(f"{flag} is about sites, and --train about whole steps")
-    if given["policy"] is not None and given["sites"] is False:
+    if policy and options.sites is False:
         raise click.UsageError("--policy judges sites: leave --no-sites out")
-    named = {name: given[name] for name in ("output", "html", "plot") if given[name] is not None}
-    if given["policy"] is not None:
-        named["plan"] = given["plan"]
+    files = {"output": options.output, "html": options.html, "plot": options.plot}
+    named = {name: path for name, path in files.items() if path is not None}
+    if policy:
+        named["plan"] = options.plan
     for name, path in named.items():
         hint = f", or --resume {path} to go on with it" if name == "output" else ""
-        targets.check_new(path, given["force"], hint)
-    if given["resume"] is not None:
-        targets.check_writable(given["resume"])
+        targets.check_new(path, options.force, hint)
+    if options.resume is not None:
+        targets.check_writable(options.resume)
     if len({path.resolve() for path in named.values()}) < len(named):
         raise click.UsageError("two of the files to write are the same")
     if "plot" in named:
@@ -181,98 +184,71 @@ def _targets(given: dict[str, Any]) -> dict[str, Path]:
 
 
 def _planned(
-    session: Session, model: str, given: dict[str, Any]
+    session: Session, model: str, options: Options
 ) -> tuple[Plan, tuple[Configuration, ...]]:
     """What to measure. Whatever can be known to be wrong ends the command here."""
     import torch
 
-    device = torch.device(resolve_device(given["device"]))
+    device = torch.device(resolve_device(options.device))
     from elsa_core.loading import Loaded, check_sizes, load_model, parse
     from elsa_core.profiling import sweep
     from elsa_core.profiling.runs import training, variants
 
     spec = parse(model)
-    baselines = (training if given["train"] else variants).chosen(given["baselines"], device)
-    sizes = given["img_size"] or (None,)
-    points = sweep.grid(sizes, given["batch_size"], given["dtype"], given["precision"])
+    baselines = (training if options.train else variants).chosen(options.baselines, device)
+    sizes = options.img_size or (None,)
+    points = sweep.grid(sizes, options.batch_size, options.dtype, options.precision)
     check_sizes(spec, [size for size in sizes if size is not None])
-
-    source = Options.of({key: given[key] for key in _SOURCE}).source()
-
-    inputs = {key: given[key] for key in ("inputs", "input_size")}
-    if given["inputs"] is not None and typed(("batch_size",)):
+    if options.inputs is not None and typed(("batch_size",)):
         raise click.UsageError("--inputs has a batch of its own: leave --batch-size out")
 
     def load(size: tuple[int, int] | None, dtype: str) -> Loaded:
         loaded = load_model(
-            spec, image_size=size, pretrained=given["pretrained"], device=device,
-            dtype=Options(dtype=dtype).torch_dtype(), seed=given["seed"], **source,
+            spec, image_size=size, pretrained=options.pretrained, device=device,
+            dtype=options.but(dtype=dtype).torch_dtype(), seed=options.seed, **options.source(),
         )  # fmt: skip
-        pipeline.take_inputs(loaded, Options(**inputs))
+        pipeline.take_inputs(loaded, options)
         for line in loaded.warnings:
             session.warn(line, even_quiet=True)
         return loaded
 
     about = {
         "given": spec.given, "name": spec.name, "source": spec.source, "alias": spec.alias or "",
-        "pretrained": given["pretrained"], "seed": given["seed"], "arch": given["arch"] or "",
-        "model_kwargs": dict(given["model_kwargs"]),
+        "pretrained": options.pretrained, "seed": options.seed, "arch": options.arch or "",
+        "model_kwargs": dict(options.model_kwargs),
     }  # fmt: skip
-    if any(inputs.values()):
-        about["inputs"] = str(given["inputs"] or list(given["input_size"]))
+    if options.inputs or options.input_size:
+        about["inputs"] = str(options.inputs or list(options.input_size))
     if spec.path is not None:
         about["weights_sha256"] = sweep.weights_sha256(spec)
-    sites = given["sites"]
-    settings = {
-        "baselines": list(baselines), "backend": given["backend"],
-        "include": list(given["include"]), "exclude": list(given["exclude"]),
-        "scope": given["scope"],
-        "rounds": given["rounds"], "budget_seconds": given["budget"],
-        "sites": sites, "device": str(device),
-        "errors": not (sites is False or given["no_errors"]), "train": given["train"],
+    include, exclude = list(options.include), list(options.exclude)
+    common = {
+        "backend": options.backend, "scope": options.scope, "rounds": options.rounds,
+        "budget_seconds": options.budget,
     }  # fmt: skip
-    options = {
-        "baselines": baselines, "backend": given["backend"],
-        "include": list(given["include"]) or None, "exclude": list(given["exclude"]) or None,
-        "scope": given["scope"],
-        "rounds": given["rounds"], "budget_seconds": given["budget"],
+    settings = common | {
+        "baselines": list(baselines), "include": include, "exclude": exclude,
+        "sites": options.sites, "device": str(device),
+        "errors": not (options.sites is False or options.no_errors), "train": options.train,
     }  # fmt: skip
-    if not given["train"]:
+    how = common | {
+        "baselines": baselines, "include": include or None, "exclude": exclude or None
+    }  # fmt: skip
+    if not options.train:
         # A policy judges sites: it needs them whatever the budget says.
-        options["sites"] = True if given["policy"] is not None else sites
-        options["errors"] = not given["no_errors"]
-    plan = sweep.Plan(load, about, settings, options, device, given["seed"], train=given["train"])
+        how["sites"] = True if options.policy is not None else options.sites
+        how["errors"] = not options.no_errors
+    plan = sweep.Plan(load, about, settings, how, device, options.seed, train=options.train)
     return plan, points
-
-
-def _document(plan: Plan, given: dict[str, Any], environment: Document) -> Document:
-    from elsa_core.profiling import sweep
-
-    if given["resume"] is not None and given["resume"].exists():
-        return sweep.resumed(given["resume"], plan, environment)
-    return sweep.started(plan, environment)
-
-
-def _keeper(session: Session, path: Path | None) -> Callable[[Document], None]:
-    def keep(document: Document) -> None:
-        if path is not None:
-            from elsa_core.profiling.document import write
-
-            write(document, path)
-            if path not in session.written:
-                session.written.append(path)
-
-    return keep
 
 
 def _finish(session: Session, document: Document, files: dict[str, Path]) -> None:
     """Show the result and write its pictures."""
     from elsa_cli import profile_view
 
-    session.document("profile", document["environment"], document["results"])
+    session.document("profile", document["results"], document["environment"])
     profile_view.show(session, document)
-    done = any(row["status"] == "done" for row in document["results"]["points"])
-    if not done:
+    if not any(row["status"] == "done" for row in document["results"]["points"]):
         return
     # No stage: after Ctrl-C the first one would end the command, and these files are results.
     if "html" in files:

@@ -9,22 +9,23 @@ import click
 
 from elsa_cli import names
 from elsa_cli.bundle_view import artefact_row
-from elsa_cli.commands.check import failure
 from elsa_cli.console import Session
-from elsa_cli.errors import ModelFileError, VerdictError
-from elsa_cli.options import Command, FilePath, output_options, pass_session
+from elsa_cli.errors import ModelFileError, VerdictError, first_of
+from elsa_cli.options import elsa_command, file_option
 
 
-@click.command("verify", cls=Command)
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--files-only", is_flag=True, help="Compare the files; run nothing of the bundle.")
-@click.option("--trust", is_flag=True, help="Run the bundle's library without asking.")
-@click.option(
-    "--key", type=FilePath(), metavar="PUB",
-    help="Require a signature by this Ed25519 public key (PEM or ssh-ed25519); no question.",
+@elsa_command(
+    "verify",
+    click.argument("bundle", type=click.Path(path_type=Path)),
+    click.option(
+        "--files-only", is_flag=True, help="Compare the files; run nothing of the bundle."
+    ),
+    click.option("--trust", is_flag=True, help="Run the bundle's library without asking."),
+    file_option(
+        "--key", metavar="PUB",
+        text="Require a signature by this Ed25519 public key (PEM or ssh-ed25519); no question.",
+    ),
 )  # fmt: skip
-@output_options
-@pass_session
 def command(
     session: Session, /, bundle: Path, files_only: bool, trust: bool, key: Path | None, **_: Any
 ) -> None:
@@ -36,7 +37,6 @@ def command(
     --files-only for a bundle that you do not trust.
     """
     from elsa_cli import pipeline
-    from elsa_cli.probes import environment
 
     if not names.exists(bundle):
         raise ModelFileError(f"no such bundle: {bundle}")
@@ -48,13 +48,11 @@ def command(
         from elsa_core.exporting.verify import verify
 
         report = verify(
-            bundle,
-            run=not files_only,
-            key=None if key is None else read_public_key(key),
+            bundle, run=not files_only, key=None if key is None else read_public_key(key),
             before_run=lambda signed: _ask(session, bundle, trust or signed),
             progress=lambda text: update(text, 0, 0),
-        )
-    session.document("verify", environment(), report.to_dict())
+        )  # fmt: skip
+    session.document("verify", report.to_dict())
     model = report.manifest["model"]
     session.line(f"{model.get('name')} · {model['dtype']} · {model['device']} · "
                  f"elsa {report.manifest.get('elsa_version')}", "bold")  # fmt: skip
@@ -70,14 +68,14 @@ def command(
         if each.status == "skipped":
             session.warn(f"{each.format} was skipped: {each.reason}")
     if not report.ok:
-        raise VerdictError(f"{bundle} does not verify: {failure(report.failures)}")
+        raise VerdictError(f"{bundle} does not verify: {first_of(report.failures)}")
     done = [each.format for each in report.artefacts if each.status == "ok"]
     exact = [name for name in done if name != "onnx-int8"]
     ran = f"; {', '.join(exact)} reproduce the model" if exact else ""
     ran += "; onnx-int8 errs as the manifest says" if len(exact) < len(done) else ""
-    ran = ran or "; nothing was run"
     signed = " and the signature" if report.signed else ""
-    session.line(f"{report.files} files{signed} match{ran}", "bold", even_quiet=True)
+    line = f"{report.files} files{signed} match{ran or '; nothing was run'}"
+    session.line(line, "bold", even_quiet=True)
 
 
 def _ask(session: Session, bundle: Path, trusted: bool) -> None:

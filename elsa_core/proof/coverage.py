@@ -111,7 +111,7 @@ class Coverage:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return asdict(self) | {"kept": [asdict(kept) for kept in self.kept]}
+        return asdict(self)
 
 
 def from_dict(values: dict[str, Any]) -> Coverage:
@@ -281,33 +281,23 @@ def _kept(sites: Iterable[AttentionSite]) -> tuple[Kept, ...]:
     )
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Numbers over many architectures; `attentive` have at least one softmax attention."""
+def summarise(records: Sequence[Coverage]) -> dict[str, Any]:
+    """Numbers over many architectures.
 
-    architectures: int
-    attentive: int
-    complete: int
-    sites: int
-    patchable: int
-    verdicts: dict[str, int]
-
-    @property
-    def share(self) -> float:
-        """Of the architectures with softmax attention, those of which all of it is patched."""
-        return self.complete / self.attentive if self.attentive else 1.0
-
-
-def summarise(records: Sequence[Coverage]) -> Summary:
-    """Add records up."""
-    return Summary(
-        architectures=len(records),
-        attentive=sum(record.softmax_sites > 0 for record in records),
-        complete=sum(record.complete for record in records),
-        sites=sum(record.sites for record in records),
-        patchable=sum(record.patchable for record in records),
-        verdicts=dict(Counter(record.verdict for record in records if record.sites)),
-    )
+    `attentive` have at least one softmax attention; `complete` are patched whole, a `share` of
+    these.
+    """
+    attentive = sum(record.softmax_sites > 0 for record in records)
+    complete = sum(record.complete for record in records)
+    return {
+        "architectures": len(records),
+        "attentive": attentive,
+        "complete": complete,
+        "share": complete / attentive if attentive else 1.0,
+        "sites": sum(record.sites for record in records),
+        "patchable": sum(record.patchable for record in records),
+        "verdicts": dict(Counter(record.verdict for record in records if record.sites)),
+    }
 
 
 def by_family(records: Iterable[Coverage]) -> dict[str, list[Coverage]]:
@@ -322,15 +312,15 @@ def by_family(records: Iterable[Coverage]) -> dict[str, list[Coverage]]:
 def to_markdown(records: Sequence[Coverage], note: str) -> str:
     """The coverage page of the documentation; `note` says what wrote it."""
     total = summarise(records)
-    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(total.verdicts.items()))
+    verdicts = ", ".join(f"{count} {name}" for name, count in sorted(total["verdicts"].items()))
     lines = [
         "# Coverage",
         "",
         note,
         "",
-        f"{total.architectures} architectures, {total.attentive} of them with softmax attention; "
-        f"in {total.complete} ({total.share:.1%}) all of it is patched. "
-        f"{total.patchable} of {total.sites} attention sites are. Checks: {verdicts}.",
+        f"{total['architectures']} architectures, {total['attentive']} of them with softmax "
+        f"attention; in {total['complete']} ({total['share']:.1%}) all of it is patched. "
+        f"{total['patchable']} of {total['sites']} attention sites are. Checks: {verdicts}.",
         "",
         "| family | architectures | sites | patched | checked: agree | worst error (original) "
         "| kept |",

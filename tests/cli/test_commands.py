@@ -15,8 +15,7 @@ import torch
 
 import elsa_core
 from elsa_cli import pipeline
-from elsa_cli.options import CHECKED_ROWS
-from elsa_cli.proof_options import PATHS
+from elsa_cli.options import CHECKED_ROWS, PATHS
 from elsa_core.patching.rewrite import patched_sites
 from elsa_core.proof import paths
 from elsa_core.proof.report import CheckReport, ModelCheck, SiteCheck

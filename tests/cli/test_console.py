@@ -18,9 +18,8 @@ import pytest
 from sampling import some
 
 from elsa_cli import console
-from elsa_cli.console import Session
+from elsa_cli.console import Session, jsonable
 from elsa_cli.main import run
-from elsa_cli.plain import jsonable
 
 from .conftest import Elsa, environment, without_beats
 
@@ -153,7 +152,7 @@ def test_quiet_and_json_silence_the_tables(monkeypatch: pytest.MonkeyPatch) -> N
 def test_json_has_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     one, out, _ = session(monkeypatch)
     one.json = True
-    one.document("x", {}, {"a": math.nan, "b": [math.inf, Path("p")], 3: (True, None)})
+    one.document("x", {"a": math.nan, "b": [math.inf, Path("p")], 3: (True, None)}, {})
     results = json.loads(out.text())["results"]
     assert results == {"a": None, "b": [None, "p"], "3": [True, None]}
     assert jsonable({1: {2.5}}) == {"1": [2.5]}

@@ -11,7 +11,7 @@ import pytest
 from sampling import taken
 
 from elsa_cli import names, pipeline
-from elsa_cli.commands import export
+from elsa_cli.errors import ModelFileError
 
 from .conftest import Elsa, environment
 from .test_start import WATCH
@@ -65,7 +65,6 @@ def test_what_is_not_there_is_said_without_heavy_imports(
         raise AssertionError("torch would be imported")
 
     monkeypatch.setattr(pipeline, "import_torch", imported)
-    monkeypatch.setattr(export, "_private_key", imported)
     elsa(*arguments.split()).fails(4, words)
 
 
@@ -85,7 +84,7 @@ def test_what_is_not_there_is_said_without_heavy_imports(
     ],
 )
 def test_close_names(text: str, first: str) -> None:
-    with pytest.raises(names.ModelNameError) as caught:
+    with pytest.raises(ModelFileError) as caught:
         names.check(text)
     line = str(caught.value)
     assert f"'{text}'" in line and first in line.split("close names: ")[1].split(", ")[:2]

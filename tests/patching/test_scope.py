@@ -7,7 +7,6 @@ import dataclasses
 import json
 import pickle
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,10 +84,10 @@ def test_the_default_scope_of_a_processor(pretended, named, dtype, scope):
 
     pretended(*named)
     model = vit().to(dtype)
-    unsaid = replace(Options.of({}), scope="auto")
+    unsaid = Options(scope="auto")
     exported, said = export._one_form(unsaid, SimpleNamespace(model=model))
     assert bool(said) is (scope == "model") and exported.scope != "model"
-    asked = replace(unsaid, scope="model")
+    asked = Options(scope="model")
     assert export._one_form(asked, SimpleNamespace(model=model)) == (asked, "")
     assert elsa.inspect(model).scope == scope
     report = elsa.patch(model)

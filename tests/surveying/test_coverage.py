@@ -106,8 +106,8 @@ def test_numbers_and_page() -> None:
     whole = Coverage("timm:b", "some", 7, 4, 4, (), "differs", "error 1e-3")
     none = Coverage("timm:c", "other", 7, 0, 0, (), NOT_CHECKED, "no attention")
     total = coverage.summarise([RECORD, whole, none])
-    assert (total.architectures, total.attentive, total.complete) == (3, 2, 1)
-    assert total.share == 0.5 and total.verdicts == {AGREES: 1, "differs": 1}
+    assert (total["architectures"], total["attentive"], total["complete"]) == (3, 2, 1)
+    assert total["share"] == 0.5 and total["verdicts"] == {AGREES: 1, "differs": 1}
     page = coverage.to_markdown([RECORD, whole, none], "A note.")
     assert "| some | 2 | 10 | 6 | 1/2 | 1.0e-07 (2.0e-07) |" in page
     assert "3 TalkingHeadAttn: mixes heads; 1 Eager: no adapter" in page
