@@ -18,7 +18,7 @@ constexpr uint32_t kPortableCluster = 8;
 
 std::mutex guard;
 std::deque<Kernel> kernels;  // a deque: what it holds never moves
-std::map<std::pair<uint32_t, Device>, Function> functions;
+std::map<std::pair<uint32_t, Device>, Function> loaded;
 
 // Lets this thread load kernels while a stream is captured, as PyTorch allocates memory then.
 class Relaxed {
@@ -83,7 +83,7 @@ const Kernel* find_kernel(uint32_t number) {
 
 Function function_of(uint32_t number, Device device) {
   const std::lock_guard<std::mutex> lock(guard);
-  Function& function = functions[{number, device}];
+  Function& function = loaded[{number, device}];
   if (function == nullptr) function = load(kernels.at(number));
   return function;
 }

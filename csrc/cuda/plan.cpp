@@ -22,36 +22,9 @@ constexpr uint32_t kMostGrid[3] = {0x7fffffff, 65535, 65535};
 // PyTorch's numbers: uint8, int8, int16, int32, int64, half, float, double, bool, bfloat16.
 constexpr int kItemBytes[] = {1, 1, 2, 4, 8, 2, 4, 8, 0, 0, 0, 1, 0, 0, 0, 2};
 
-[[noreturn]] void refuse(const char* why) {
-  throw std::runtime_error(std::string("no plan: ") + why);
-}
+constexpr char kWhat[] = "no plan: ";
 
-class Reader {
- public:
-  Reader(const uint8_t* bytes, uint64_t size) : at_(bytes), left_(size) {}
-
-  template <typename T>
-  T read() {
-    if (left_ < sizeof(T)) refuse("the bytes end too soon");
-    T value;
-    std::memcpy(&value, at_, sizeof(T));
-    at_ += sizeof(T);
-    left_ -= sizeof(T);
-    return value;
-  }
-
-  uint32_t count(uint32_t most, const char* what) {
-    const uint32_t value = read<uint32_t>();
-    if (value > most) refuse(what);
-    return value;
-  }
-
-  bool ended() const { return left_ == 0; }
-
- private:
-  const uint8_t* at_;
-  uint64_t left_;
-};
+[[noreturn]] void refuse(const std::string& why) { throw std::runtime_error(kWhat + why); }
 
 }  // namespace
 
@@ -158,7 +131,7 @@ uint64_t bytes_behind_first(const Plan& plan) {
 }  // namespace
 
 Plan parse(const uint8_t* bytes, uint64_t size) {
-  Reader reader(bytes, size);
+  Reader reader(bytes, size, kWhat);
   if (reader.read<uint32_t>() != kMagic) refuse("the bytes begin otherwise");
   if (reader.read<uint32_t>() != kVersion) refuse("it is of another version");
   Plan plan;

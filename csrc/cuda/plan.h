@@ -2,12 +2,58 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "driver.h"
 #include "kernels.h"
 
 namespace elsa_cuda {
+
+// Reads bytes that anyone may have written, in order. `what` begins the text of what it throws.
+class Reader {
+ public:
+  Reader(const uint8_t* bytes, uint64_t size, const char* what)
+      : at_(bytes), left_(size), what_(what) {}
+
+  const uint8_t* take(uint64_t size) {
+    if (size > left_) refuse("the bytes end too soon");
+    left_ -= size;
+    return std::exchange(at_, at_ + size);
+  }
+  template <typename T>
+  T read() {
+    T value;
+    std::memcpy(&value, take(sizeof(T)), sizeof(T));
+    return value;
+  }
+  uint32_t count(uint32_t most, const char* why) {
+    const uint32_t value = read<uint32_t>();
+    if (value > most) refuse(why);
+    return value;
+  }
+  std::string text() {
+    const uint32_t size = count(4096, "a number is too large");
+    return std::string(reinterpret_cast<const char*>(take(size)), size);
+  }
+  std::vector<uint8_t> block() {
+    const uint64_t size = read<uint64_t>();
+    const uint8_t* from = take(size);
+    return std::vector<uint8_t>(from, from + size);
+  }
+  bool ended() const { return left_ == 0; }
+
+ private:
+  [[noreturn]] void refuse(const char* why) const {
+    throw std::runtime_error(std::string(what_) + why);
+  }
+  const uint8_t* at_;
+  uint64_t left_;
+  const char* what_;
+};
 
 // A result: PyTorch's number of the dtype, sizes and strides in elements.
 struct Output {

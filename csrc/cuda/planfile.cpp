@@ -15,57 +15,15 @@
 namespace elsa_cuda {
 namespace {
 
-constexpr uint64_t kMagic = 0x534e414c50414c45;  // "ELAPLANS"
-constexpr uint32_t kVersion = 3;
-constexpr uint32_t kOneArch = 2;  // the version before: the same of one architecture alone
-constexpr uint32_t kMostText = 4096;
+constexpr uint64_t kFileMagic = 0x534e414c50414c45;  // "ELAPLANS"
+constexpr uint32_t kFileVersion = 3;
 constexpr uint32_t kMostItems = 1 << 16;
-constexpr uint32_t kMostArchs = 64;  // a message names all of them
-constexpr uint64_t kMostCode = uint64_t{1} << 28;
+constexpr uint32_t kMostArchs = 64;      // a message names all of them
 constexpr int kMajor = 75, kMinor = 76;  // CUdevice_attribute: compute capability
 
-[[noreturn]] void refuse(const char* why) {
-  throw std::runtime_error(std::string("no plan file: ") + why);
-}
+constexpr char kNoFile[] = "no plan file: ", kTooLarge[] = "a number is too large";
 
-class Reader {
- public:
-  Reader(const uint8_t* bytes, uint64_t size) : at_(bytes), left_(size) {}
-
-  const uint8_t* take(uint64_t size) {
-    if (size > left_) refuse("the bytes end too soon");
-    const uint8_t* found = at_;
-    at_ += size;
-    left_ -= size;
-    return found;
-  }
-  template <typename T>
-  T read() {
-    T value;
-    std::memcpy(&value, take(sizeof(T)), sizeof(T));
-    return value;
-  }
-  uint32_t count(uint32_t most) {
-    const uint32_t value = read<uint32_t>();
-    if (value > most) refuse("a number is too large");
-    return value;
-  }
-  std::string text() {
-    const uint32_t size = count(kMostText);
-    return std::string(reinterpret_cast<const char*>(take(size)), size);
-  }
-  std::vector<uint8_t> block(uint64_t most) {
-    const uint64_t size = read<uint64_t>();
-    if (size > most) refuse("a block is too large");
-    const uint8_t* from = take(size);
-    return std::vector<uint8_t>(from, from + size);
-  }
-  bool ended() const { return left_ == 0; }
-
- private:
-  const uint8_t* at_;
-  uint64_t left_;
-};
+[[noreturn]] void refuse_file(const std::string& why) { throw std::runtime_error(kNoFile + why); }
 
 using Name = std::pair<std::string, std::vector<uint64_t>>;
 using Plans = std::map<Name, std::shared_ptr<const Plan>>;
@@ -92,7 +50,7 @@ Kernel read_kernel(Reader& reader) {
   const uint32_t flags = reader.read<uint32_t>();
   kernel.overlap = (flags & 1) != 0;
   kernel.cooperative = (flags & 2) != 0;
-  kernel.code = reader.block(kMostCode);
+  kernel.code = reader.block();
   return kernel;
 }
 
@@ -110,14 +68,14 @@ Plans::value_type read_layout(Reader& reader, const std::vector<Signature>& oper
                               const std::map<uint32_t, uint32_t>& numbers) {
   Name name;
   name.first = reader.text();
-  const uint32_t count = reader.count(kMostItems);
+  const uint32_t count = reader.count(kMostItems, kTooLarge);
   for (uint32_t i = 0; i < count; ++i) name.second.push_back(reader.read<uint64_t>());
-  const std::vector<uint8_t> bytes = reader.block(kMostCode);
+  const std::vector<uint8_t> bytes = reader.block();
   auto plan = std::make_shared<Plan>(parse(bytes.data(), bytes.size()));
   for (Step& step : plan->steps) {
     if (step.bytes != 0) continue;
     const auto at = numbers.find(step.kernel);
-    if (at == numbers.end()) refuse("a plan launches a kernel that it does not hold");
+    if (at == numbers.end()) refuse_file("a plan launches a kernel that it does not hold");
     step.kernel = at->second;
   }
   for (const Signature& each : operators) {
@@ -128,19 +86,19 @@ Plans::value_type read_layout(Reader& reader, const std::vector<Signature>& oper
       return {std::move(name), std::move(plan)};
     }
   }
-  refuse("a plan is for an operator that it does not define");
+  refuse_file("a plan is for an operator that it does not define");
 }
 
 // The plans of one architecture; without `kept` its kernels are read and not kept.
 Plans read_plans(Reader& reader, const std::vector<Signature>& operators, bool kept) {
   std::map<uint32_t, uint32_t> numbers;
-  for (uint32_t left = reader.count(kMostItems); left > 0; --left) {
+  for (uint32_t left = reader.count(kMostItems, kTooLarge); left > 0; --left) {
     const uint32_t number = reader.read<uint32_t>();
     Kernel kernel = read_kernel(reader);
     numbers[number] = kept ? add_kernel(std::move(kernel)) : 0;
   }
   Plans plans;
-  for (uint32_t left = reader.count(kMostItems); left > 0; --left) {
+  for (uint32_t left = reader.count(kMostItems, kTooLarge); left > 0; --left) {
     plans.insert(read_layout(reader, operators, numbers));
   }
   return plans;
@@ -153,19 +111,6 @@ std::string names_of(const Archs& archs) {
   }
   return names;
 }
-
-}  // namespace
-
-uint32_t arch_of(Device device) {
-  Device handle = 0;
-  int major = 0, minor = 0;
-  check(driver().device_get(&handle, device), "cuDeviceGet");
-  check(driver().device_attribute(&major, kMajor, handle), "cuDeviceGetAttribute");
-  check(driver().device_attribute(&minor, kMinor, handle), "cuDeviceGetAttribute");
-  return static_cast<uint32_t>(10 * major + minor);
-}
-
-namespace {
 
 Archs archs_here() {
   int count = 0;
@@ -194,40 +139,47 @@ void append(const T& value) {
 
 }  // namespace
 
+uint32_t arch_of(Device device) {
+  Device handle = 0;
+  int major = 0, minor = 0;
+  check(driver().device_get(&handle, device), "cuDeviceGet");
+  check(driver().device_attribute(&major, kMajor, handle), "cuDeviceGetAttribute");
+  check(driver().device_attribute(&minor, kMinor, handle), "cuDeviceGetAttribute");
+  return static_cast<uint32_t>(10 * major + minor);
+}
+
 std::vector<Signature> add_file(const uint8_t* bytes, uint64_t size) {
   Digest digest;
-  if (size < digest.size()) refuse("the bytes end too soon");
+  if (size < digest.size()) refuse_file("the bytes end too soon");
   const uint64_t body = size - digest.size();
-  Reader reader(bytes, body);
-  if (reader.read<uint64_t>() != kMagic) refuse("the bytes begin otherwise");
+  Reader reader(bytes, body, kNoFile);
+  if (reader.read<uint64_t>() != kFileMagic) refuse_file("the bytes begin otherwise");
   // Of an older version the last bytes are no SHA-256.
   const uint32_t version = reader.read<uint32_t>();
-  if (version != kVersion && version != kOneArch) {
-    const std::string why = "it is of version " + std::to_string(version) +
-                            ", and this library reads versions 2 and 3: export the bundle again";
-    refuse(why.c_str());
+  if (version != kFileVersion) {
+    refuse_file("it is of version " + std::to_string(version) +
+                ", and this library reads version " + std::to_string(kFileVersion) +
+                ": export the bundle again");
   }
   std::memcpy(digest.data(), bytes + body, digest.size());
-  if (digest != sha256(bytes, body)) refuse("its SHA-256 is another: it was changed");
-  const bool one = version == kOneArch;
-  const uint32_t only = one ? reader.read<uint32_t>() : 0;
+  if (digest != sha256(bytes, body)) refuse_file("its SHA-256 is another: it was changed");
   std::string served = reader.text();
   std::vector<Signature> operators;
-  for (uint32_t left = reader.count(kMostItems); left > 0; --left) {
+  for (uint32_t left = reader.count(kMostItems, kTooLarge); left > 0; --left) {
     operators.push_back(read_signature(reader));
   }
   const Archs here = archs_here();
   std::map<uint32_t, Plans> plans;
   Archs held;
-  for (uint32_t left = one ? 1 : reader.count(kMostArchs); left > 0; --left) {
-    const uint32_t arch = one ? only : reader.read<uint32_t>();
+  for (uint32_t left = reader.count(kMostArchs, kTooLarge); left > 0; --left) {
+    const uint32_t arch = reader.read<uint32_t>();
     const bool kept = here.count(arch) != 0;
     Plans found = read_plans(reader, operators, kept);
     if (kept) plans[arch].merge(found);
     held.insert(arch);
   }
-  if (!reader.ended()) refuse("bytes follow its end");
-  if (held.empty()) refuse("it is of no architecture");
+  if (!reader.ended()) refuse_file("bytes follow its end");
+  if (held.empty()) refuse_file("it is of no architecture");
   if (plans.empty()) refuse_gpu("the kernels are", held, here);
   const std::lock_guard<std::mutex> lock(files().guard);
   for (auto& [arch, found] : plans) files().plans[arch].merge(found);

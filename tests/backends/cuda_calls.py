@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from cuda_checks import lines, main
+from cuda_checks import lines
 from torch import Tensor
 
 from elsa_core import dispatch, ops
@@ -340,5 +340,4 @@ def gradients(stub: str) -> None:
     assert found == 6, found
 
 
-if __name__ == "__main__":
-    main(attention, hopper, window, linear, gradients)
+CHECKS = (attention, hopper, window, linear, gradients)

@@ -1,4 +1,8 @@
-"""What the programs beside it share that check the CUDA library over a stub driver."""
+"""Checks of the CUDA library over a stub driver: `python cuda_checks.py STUB MODULE...`.
+
+Every function of a module's CHECKS runs in a child of this process, which has imported all that
+they need: a library's operators and driver are for the life of a process.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 LOG = "STUB_LOG"
@@ -20,25 +23,30 @@ def lines() -> list[str]:
     return found
 
 
-def main(*checks: Callable[[str], None]) -> None:
-    """`python PROGRAM STUB [CHECK...]`: every check, or those named, each in a child of this
-    process, which has imported all that they need: a library's operators and driver are for the
-    life of a process."""
-    importlib.import_module("torch._dynamo")  # what the first call of an operator imports
-    failed = []
-    named = sys.argv[2:]
-    checks = tuple(check for check in checks if not named or check.__name__ in named)
-    for check in checks:
-        sys.stdout.flush()
-        child = os.fork()
-        if child == 0:
-            try:
-                check(sys.argv[1])
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        if os.waitpid(child, 0)[1] != 0:
-            failed.append(check.__name__)
-        lines()
-    print("failed: " + ", ".join(failed) if failed else f"{len(checks)} done")
+def main(stub: str, *modules: str) -> None:
+    """`cuda_first` is named first: it checks that nothing imports what later calls import."""
+    failed, count = [], 0
+    for name in modules:
+        for check in importlib.import_module(name).CHECKS:
+            if name != "cuda_first":
+                importlib.import_module(
+                    "torch._dynamo"
+                )  # what the first call of an operator imports
+            count += 1
+            sys.stdout.flush()
+            child = os.fork()
+            if child == 0:
+                try:
+                    check(stub)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+            if os.waitpid(child, 0)[1] != 0:
+                failed.append(check.__name__)
+            lines()
+    print("failed: " + ", ".join(failed) if failed else f"{count} done")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

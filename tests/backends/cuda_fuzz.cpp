@@ -11,9 +11,11 @@
 #include <random>
 #include <vector>
 
-#include "plan.h"
-#include "planfile.h"
-#include "sha256.h"
+// as one unit: what they include is read once
+#include "driver.cpp"
+#include "kernels.cpp"
+#include "plan.cpp"
+#include "planfile.cpp"
 
 namespace {
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from cuda_checks import LOG, lines, main
+from cuda_checks import LOG, lines
 from torch import Tensor
 
 from elsa_core import ops
@@ -435,5 +435,4 @@ def hostile(stub: str) -> None:
     assert refused > 2000
 
 
-if __name__ == "__main__":
-    main(serves, keys, bounded, threads, contexts, failures, python, driverless, launched, hostile)
+CHECKS = (serves, keys, bounded, threads, contexts, failures, python, driverless, launched, hostile)

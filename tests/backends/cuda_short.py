@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from cuda_calls import STREAM, attention_inputs, lines, started
-from cuda_checks import main
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -447,5 +446,4 @@ def objects(stub: str) -> None:
             assert admit(*good, *good) is True and serve(*good).is_inference()
 
 
-if __name__ == "__main__":
-    main(same_launches, windows, products, multiplied, elsewhere, told_as_ever, refused, objects)
+CHECKS = (same_launches, windows, products, multiplied, elsewhere, told_as_ever, refused, objects)
