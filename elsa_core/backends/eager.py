@@ -50,14 +50,7 @@ def support(request: Request) -> Support:
     return Support(True)
 
 
-def schedule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    precision: str,
-) -> str:
+def schedule(query: Tensor, key: Tensor, *rest: Any) -> str:
     """Name the blocks a call would be cut into."""
     block_q, block_k = _block_sizes(query, key)
     return f"query blocks of {block_q}, fold over key blocks of {block_k}"
@@ -75,7 +68,7 @@ def partition(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Partitio
         heads * rows * state,
     )  # fmt: skip
     return Partition(
-        "eager", schedule(query, key, value, *rest), str(query.device),
+        "eager", schedule(query, key), str(query.device),
         queries, keys, rows, -(-queries // rows), block, tiles, 1, block * tiles, block * tiles, 1,
         0, states,
     )  # fmt: skip

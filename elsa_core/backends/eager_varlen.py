@@ -1,4 +1,5 @@
-"""Attention of packed sequences in plain PyTorch: one sequence after another.
+"""Attention and alpha-entmax attention of packed sequences in plain PyTorch: one sequence after
+another.
 
 Any device and floating dtype. The lengths are read by the host, so that on a GPU a call waits for
 what was queued before it.
@@ -6,22 +7,16 @@ what was queued before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from elsa_core.backends import eager
+from elsa_core.backends import eager, eager_entmax
+from elsa_core.backends.eager_entmax import TILE
 from elsa_core.base.packing import checked_bounds
-
-
-class Part(NamedTuple):
-    """One sequence: its queries and its keys among the packed ones."""
-
-    queries: slice
-    keys: slice
 
 
 def attention(
@@ -43,7 +38,7 @@ def attention(
         outputs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
     if not lses:
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(query.dtype, torch.float32)
         lses.append(query.new_empty((query.shape[1], 0), dtype=wide))
     return torch.cat(outputs), torch.cat(lses, 1)
 
@@ -66,10 +61,7 @@ def backward(
     """Gradients as `elsa_core.backends.eager.backward` computes them, sequence by sequence."""
     if not grad_lse.numel():
         grad_lse = torch.zeros_like(lse)
-    grads = [
-        torch.empty_like(t) if needed else t.new_empty(0)
-        for t, needed in zip((query, key, value), needs, strict=True)
-    ]
+    grads = _zeros((query, key, value), needs)
     for rows, columns in _parts(query, key, cu_seqlens_q, cu_seqlens_k):
         operands = _alone(query[rows], key[columns], value[columns])
         g_out, whole = _alone(grad_out[rows], out[rows])
@@ -77,9 +69,7 @@ def backward(
             g_out, grad_lse[None, :, rows], *operands, None, whole, lse[None, :, rows], is_causal,
             scale, precision, (*needs, False),
         )  # fmt: skip
-        for grad, part, place in zip(grads, found, (rows, columns, columns), strict=False):
-            if grad.dim() == 3:
-                grad[place] = part[0].transpose(0, 1)
+        _put(grads, found, rows, columns)
     return grads[0], grads[1], grads[2]
 
 
@@ -88,14 +78,126 @@ def schedule(*arguments: object) -> str:
     return "one sequence after another, each folded over key blocks"
 
 
-def _parts(query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[Part]:
-    """The sequences, in order; their queries cover the packed ones."""
+def entmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    head_alpha: Tensor | None,
+    longest_q: int,
+    longest_k: int,
+    alpha: float,
+    is_causal: bool,
+    scale: float,
+    precision: str = "strict",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layouts and results are those of the operator `elsa::entmax_varlen_attention`.
+
+    Raises:
+        ArgumentError: cumulative lengths that are none.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    tokens, heads, _ = query.shape
+    out = query.new_zeros((tokens, heads, value.shape[2]))
+    rows = query.new_zeros((3, heads, tokens), dtype=wide)
+    rows[0] = -math.inf
+    sizes = (heads, tokens // TILE + cu_seqlens_q.shape[0] - 1, -(-longest_k // TILE))
+    tiles = query.new_zeros(sizes, dtype=torch.uint8)
+    for s, (queries, keys) in enumerate(_parts(query, key, cu_seqlens_q, cu_seqlens_k)):
+        q, k, v = _alone(query[queries], key[keys], value[keys])
+        own = _of_sequence(head_alpha, s)
+        found = eager_entmax.attention(q, k, v, None, own, alpha, is_causal, scale, precision)
+        out[queries] = found[0][0].transpose(0, 1)
+        rows[:, :, queries] = found[1][:, 0]
+        tile_rows, tile_columns = _tiles(s, queries, keys)
+        tiles[:, tile_rows, tile_columns] = found[2][0]
+    return out, rows, tiles
+
+
+def entmax_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    head_alpha: Tensor | None,
+    out: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    longest_q: int,
+    longest_k: int,
+    alpha: float,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients as `eager_entmax.backward` computes them, sequence by sequence.
+
+    Returns:
+        Gradients of query, key, value and head_alpha; empty where `needs` says that none is wanted.
+    """
+    grads = _zeros((query, key, value), needs)
+    of_alpha, dtype = query.new_empty(0), query.dtype
+    if needs[3] and head_alpha is not None:
+        # sums over sequences keep the digits that half precision has not
+        head_alpha, dtype = head_alpha.to(rows.dtype), head_alpha.dtype
+        of_alpha = torch.zeros_like(head_alpha, memory_format=torch.contiguous_format)
+    dense = [*needs[:3], False, needs[3]]
+    for s, (queries, keys) in enumerate(_parts(query, key, cu_seqlens_q, cu_seqlens_k)):
+        g, q, k, v = _alone(grad_out[queries], query[queries], key[keys], value[keys])
+        tile_rows, tile_columns = _tiles(s, queries, keys)
+        found = eager_entmax.backward(
+            g, q, k, v, None, _of_sequence(head_alpha, s), out, rows[:, None, :, queries],
+            tiles[None, :, tile_rows, tile_columns], alpha, is_causal, scale, precision, dense,
+        )  # fmt: skip
+        _put(grads, found, queries, keys)
+        if of_alpha.numel():
+            target = _of_sequence(of_alpha, s)
+            target += found[4]  # type: ignore[operator]
+    return grads[0], grads[1], grads[2], of_alpha.to(dtype)
+
+
+def _parts(
+    query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> list[tuple[slice, slice]]:
+    """Queries and keys of each sequence, in order; the queries cover the packed ones."""
     starts = checked_bounds("cu_seqlens_q", cu_seqlens_q, query.shape[0])
     others = checked_bounds("cu_seqlens_k", cu_seqlens_k, key.shape[0])
     pairs = zip(pairwise(starts), pairwise(others), strict=True)
-    return [Part(slice(*rows), slice(*columns)) for rows, columns in pairs]
+    return [(slice(*rows), slice(*columns)) for rows, columns in pairs]
 
 
 def _alone(*packed: Tensor) -> tuple[Tensor, ...]:
     """[n, H, D] as a batch of one, [1, H, n, D]."""
     return tuple(t.transpose(0, 1).unsqueeze(0) for t in packed)
+
+
+def _zeros(inputs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    return [
+        torch.zeros_like(t) if needed else t.new_empty(0)
+        for t, needed in zip(inputs, needs, strict=False)
+    ]
+
+
+def _put(grads: list[Tensor], found: Sequence[Tensor], rows: slice, columns: slice) -> None:
+    """Write the gradients of one sequence where those of packed ones are wanted."""
+    for grad, part, place in zip(grads, found, (rows, columns, columns), strict=False):
+        if grad.dim() == 3:
+            grad[place] = part[0].transpose(0, 1)
+
+
+def _tiles(sequence: int, queries: slice, keys: slice) -> tuple[slice, slice]:
+    """Rows and columns of a sequence's tiles: it begins in row start // TILE + its number."""
+    first = queries.start // TILE + sequence
+    rows = -(-(queries.stop - queries.start) // TILE)
+    return slice(first, first + rows), slice(0, -(-(keys.stop - keys.start) // TILE))
+
+
+def _of_sequence(head_alpha: Tensor | None, sequence: int) -> Tensor | None:
+    """The part of a tensor [S or 1, Hq or 1, 1, 1]."""
+    if head_alpha is None or head_alpha.shape[0] == 1:
+        return head_alpha
+    return head_alpha[sequence : sequence + 1]

@@ -16,8 +16,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from elsa_core.backends import compiler, native_backward, native_entmax
+from elsa_core.backends import compiler, native_backward
 from elsa_core.backends.partition import STATE_BYTES, Partition, RoundTrip
 from elsa_core.backends.support import Request, Support
 from elsa_core.base.limits import LARGEST_HEAD_DIM
@@ -53,32 +52,21 @@ def support(request: Request) -> Support:
     return load()
 
 
-def schedule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    precision: str,
-) -> str:
+def schedule(*arguments: Any) -> str:
     """Name the kernels and how work is cut."""
     return f"{isa()} kernels, tiles of query rows over {torch.get_num_threads()} threads"
 
 
 def varlen_schedule(*arguments: Any) -> str:
     """As `schedule`, of packed sequences."""
-    return (
-        f"{isa()} kernels, each sequence by itself, long ones first, their heads over "
-        f"{torch.get_num_threads()} threads"
-    )
+    cut = "each sequence by itself, long ones first, their heads over"
+    return f"{isa()} kernels, {cut} {torch.get_num_threads()} threads"
 
 
 def entmax_schedule(*arguments: Any) -> str:
     """As `schedule`, of alpha-entmax, and which keys are left out."""
-    return (
-        f"{isa()} kernels over {torch.get_num_threads()} threads; thresholds and values of "
-        "listed keys alone"
-    )
+    listed = "thresholds and values of listed keys alone"
+    return f"{isa()} kernels over {torch.get_num_threads()} threads; {listed}"
 
 
 def attention_state(
@@ -125,14 +113,8 @@ def cut(
     batch, heads, queries, head_dim = query.shape
     sizes = (batch, heads, key.shape[1], queries, key.shape[2], head_dim, value.shape[3])
     answer = (ctypes.c_int64 * len(Cut._fields))()
-    plan = library.elsa_cpu_cut
-    plan(
-        (ctypes.c_int64 * 7)(*sizes),
-        is_causal,
-        attn_mask is not None,
-        torch.get_num_threads(),
-        answer,
-    )
+    threads, masked = torch.get_num_threads(), attn_mask is not None
+    library.elsa_cpu_cut((ctypes.c_int64 * 7)(*sizes), is_causal, masked, threads, answer)
     return Cut(*answer)
 
 
@@ -146,13 +128,9 @@ def partition(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Partitio
     rows = -(-queries // found.query_ranges)
     trips = heads * queries * merges
     states = RoundTrip(
-        where="worker memory" if merges else "registers",
-        form="m, S, W in float32",
-        states=trips,
-        written_bytes=trips * state,
-        read_bytes=trips * state,
-        resident_bytes=found.workers * rows * state if merges else 0,
-    )
+        "worker memory" if merges else "registers", "m, S, W in float32", trips, trips * state,
+        trips * state, found.workers * rows * state if merges else 0,
+    )  # fmt: skip
     tile, whole = min(rows, found.block_rows), found.key_block * found.key_blocks
     return Partition(
         "native", schedule(query, key, value, *rest),
@@ -173,7 +151,6 @@ def load() -> Support:
     try:
         with _LOADING:  # what two threads define at once is refused, and the library off for both
             native_backward.define()
-            native_entmax.define()
             library = _opened(build())
             _isa_of(library)
             _LIBRARY.append(library)
@@ -186,9 +163,9 @@ def load() -> Support:
 
 def _opened(path: Path) -> ctypes.CDLL:
     """The library, with its kernels registered."""
+    os.environ[_SCHEMA_OWNER] = "1"  # to its static initialiser: `elsa_core.ops` has the schema
     try:
-        with _schema_owned_by_python():
-            torch.ops.load_library(str(path))
+        torch.ops.load_library(str(path))
         return ctypes.CDLL(str(path))
     except OSError as error:  # torch says that it failed, the loader why
         if "failed to map segment" in f"{error} {error.__cause__}":
@@ -198,6 +175,8 @@ def _opened(path: Path) -> ctypes.CDLL:
         raise UnavailableError(
             f"{error.__cause__ or error}; `elsa build --force` builds the library again"
         ) from None
+    finally:
+        os.environ.pop(_SCHEMA_OWNER, None)
 
 
 def isa() -> str:
@@ -245,18 +224,7 @@ def _recipe() -> compiler.Recipe:
     return replace(recipe, units=(*recipe.units, ("varlen-driver", "../elsa/varlen.cpp", ())))
 
 
-@contextmanager
-def _schema_owned_by_python() -> Iterator[None]:
-    """Tell the library's static initialiser that `elsa_core.ops` has defined the schema."""
-    os.environ[_SCHEMA_OWNER] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_SCHEMA_OWNER, None)
-
-
 def _loaded() -> ctypes.CDLL:
-    """The library that `load` loaded; its file may have been replaced since."""
     answer = load()
     if not answer.ok:
         raise UnavailableError(answer.reason)

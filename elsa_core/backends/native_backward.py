@@ -1,4 +1,4 @@
-"""Gradients on the CPU: the kernels of `csrc/elsa/gradient*`.
+"""Gradients on the CPU: the kernels of `csrc/elsa/gradient*` and `csrc/elsa/entmax*`.
 
 They take float32 and no gradient of an attention mask; each function gives None for other calls.
 Half precision is widened where it says so.
@@ -33,6 +33,10 @@ _SCHEMAS = {
     "Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor out, Tensor lse, "
     "bool is_causal, float scale, bool needs_query, bool needs_key, bool needs_value) "
     "-> (Tensor, Tensor, Tensor)",
+    "entmax_attention_backward_native": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+    "Tensor? attn_mask, Tensor? head_alpha, Tensor rows, Tensor tiles, float alpha, "
+    "bool is_causal, float scale, bool needs_query, bool needs_key, bool needs_value, "
+    "bool needs_alpha) -> (Tensor, Tensor, Tensor, Tensor)",
 }
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
 WINDOW_TOKENS_MAX = 640  # kMaxGradientTokens in csrc/elsa/gradient.h
@@ -88,79 +92,39 @@ def attention_backward(
     """As `elsa::attention_backward`, or with a seed `elsa::attention_dropout_backward`; None where
     the kernel does not serve the call. is_shard: `out` and `lse` are of rows that see further keys.
 
-    Half precision with a mask, or with a last axis that is not dense, is widened up to
-    HALF_KEYS_MAX keys, and the forward runs again: PyTorch's flash kernel reads
-    rowsum(grad_out * out) from the rounded output, which has several times the error.
+    Half precision is widened, and the forward runs again: from a rounded output rowsum(grad_out *
+    out) has several times the error in rows of nearly one weight. Without a seed that is so up to
+    HALF_KEYS_MAX keys, with a mask or a last axis that is not dense: PyTorch serves the others.
     """
-    needs = (*needs[:3], needs[3] and attn_mask is not None)
-    kind = query.dtype
-    if needs[3]:
+    if needs[3] and attn_mask is not None:
         return None
-    if kind in (torch.float16, torch.bfloat16):
-        dense = all(t.stride(-1) == 1 for t in (query, key, value))
-        if (attn_mask is None and dense) or key.shape[2] > HALF_KEYS_MAX:
+    kind, dropped = query.dtype, () if seed is None else (dropout_p, seed)
+    if kind != torch.float32:
+        plain = attn_mask is None and all(t.stride(-1) == 1 for t in (query, key, value))
+        if seed is None and (plain or kind == torch.float64 or key.shape[2] > HALF_KEYS_MAX):
             return None
         grad_out, query, key, value = (t.float() for t in (grad_out, query, key, value))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.float()
-        terms = (query, key, value, attn_mask, is_causal, scale, precision)
-        out, lse = torch.ops.elsa.attention.default(*terms)
-        wide = attention_backward(
-            grad_out, grad_lse, query, key, value, attn_mask, out, lse, is_causal, scale, precision,
-            needs,
-        )  # fmt: skip
-        if wide is None:
-            return None
-        grad_query, grad_key, grad_value, grad_mask = (grad.to(kind) for grad in wide)
-        return grad_query, grad_key, grad_value, grad_mask
+        forward = torch.ops.elsa.attention if seed is None else torch.ops.elsa.attention_dropout
+        terms = (query, key, value, attn_mask, is_causal, scale, precision, *dropped)
+        out, lse = forward.default(*terms)
     if not _float32((grad_out, query, key, value)):
         return None
     grads = torch.ops.elsa.attention_backward_native.default(
         grad_out, grad_lse if grad_lse.numel() else None, query, key, value, attn_mask, out, lse,
         is_causal, scale, dropout_p, seed, *needs[:3], is_shard,
     )  # fmt: skip
-    return *grads, query.new_empty(0)
+    grad_query, grad_key, grad_value = (grad.to(kind) for grad in grads)
+    return grad_query, grad_key, grad_value, query.new_empty(0, dtype=kind)
 
 
-def attention_dropout_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    dropout_p: float,
-    seed: Tensor,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """As `elsa::attention_dropout_backward`; None where the kernel does not serve the call.
-
-    Half precision is widened: in plain PyTorch the mask alone takes longer than all of this. The
-    forward runs again, because a rounded output does not give the gradients of rows of nearly one
-    weight.
+def attention_dropout_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """As `elsa::attention_dropout_backward`, whose arguments it takes; None where the kernel does
+    not serve the call.
     """
-    kind = query.dtype
-    if kind != torch.float32:
-        if needs[3] and attn_mask is not None and attn_mask.dtype != torch.bool:
-            return None
-        grad_out, query, key, value = (t.float() for t in (grad_out, query, key, value))
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask.float()
-        terms = (query, key, value, attn_mask, is_causal, scale, precision, dropout_p, seed)
-        out, lse = torch.ops.elsa.attention_dropout.default(*terms)
-    grads = attention_backward(
-        grad_out, grad_lse, query, key, value, attn_mask, out, lse, is_causal, scale, precision,
-        needs, dropout_p=dropout_p, seed=seed,
-    )  # fmt: skip
-    if grads is None:
-        return None
-    grad_query, grad_key, grad_value, grad_mask = (grad.to(kind) for grad in grads)
-    return grad_query, grad_key, grad_value, grad_mask
+    *terms, p, seed, needs = arguments
+    return attention_backward(*terms, needs, dropout_p=p, seed=seed)  # type: ignore[misc]
 
 
 def window_attention_backward(
@@ -212,3 +176,44 @@ def varlen_attention_backward(
         cu_seqlens_k, out, lse, is_causal, scale, *needs,
     )  # fmt: skip
     return grads
+
+
+def entmax_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    head_alpha: Tensor | None,
+    out: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    alpha: float,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `elsa::entmax_attention_backward`, but for the gradient of a mask, which is left out.
+
+    The kernels list, for each row, the keys that can still weigh something, and compute all but the
+    scores for listed keys alone. Half precision is widened.
+    """
+    others = (*needs[:3], needs[4])
+    nothing = query.new_empty(0)
+    grads = [nothing] * 4
+    if any(others):
+        wide = [t.float() for t in (grad_out, query, key, value)]
+        mask = attn_mask
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.float()
+        grads = list(
+            torch.ops.elsa.entmax_attention_backward_native.default(
+                *wide, mask, head_alpha, rows, tiles, alpha, is_causal, scale, *others
+            )
+        )
+    grad_alpha = nothing
+    if needs[4] and head_alpha is not None:
+        grad_alpha = grads[3].sum_to_size(head_alpha.shape).to(head_alpha.dtype)
+    grad_query, grad_key, grad_value = (grad.to(query.dtype) for grad in grads[:3])
+    return grad_query, grad_key, grad_value, nothing, grad_alpha

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -87,76 +88,63 @@ class _Trained(torch.autograd.Function):
 
 def _of_weight(grad: Tensor, input: Tensor) -> Tensor:
     """grad [M, N] and input [M, K] -> [N, K], sums of ONEDNN_DEPTH rows at most, added up."""
-    product = torch.ops.mkldnn._linear_pointwise
-    out: Tensor | None = None
-    parts = -(-grad.shape[0] // ONEDNN_DEPTH)
-    size = -(-grad.shape[0] // parts)
-    for part in zip(grad.split(size), input.split(size), strict=True):
-        left, right = (t.t().contiguous() for t in part)
-        found = product(left, right, None, "none", [], "")
-        out = found if out is None else out.add_(found)
-    assert out is not None  # there is a row
-    return out
+    size = -(-grad.shape[0] // -(-grad.shape[0] // ONEDNN_DEPTH))
+    parts = zip(grad.split(size), input.split(size), strict=True)
+    return _summed(((g.t().contiguous(), x.t().contiguous()) for g, x in parts), None)
 
 
 def _by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Sums of ONEDNN_DEPTH channels at most, added up."""
-    product = torch.ops.mkldnn._linear_pointwise
     depth = weight.shape[1]
-    parts = -(-depth // ONEDNN_DEPTH)
+    count = -(-depth // ONEDNN_DEPTH)
+    parts = (slice(i * depth // count, (i + 1) * depth // count) for i in range(count))
+    return _summed(
+        ((input[..., part].contiguous(), weight[:, part].contiguous()) for part in parts), bias
+    )
+
+
+def _summed(parts: Iterable[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tensor:
+    """The sum of the parts' products and the bias; there is a part."""
+    product = torch.ops.mkldnn._linear_pointwise
     out: Tensor | None = None
-    for i in range(parts):
-        part = slice(i * depth // parts, (i + 1) * depth // parts)
-        x, w = input[..., part].contiguous(), weight[:, part].contiguous()
+    for left, right in parts:
         if out is None:
-            out = product(x, w, bias, "none", [], "")
+            out = product(left, right, bias, "none", [], "")
         else:
-            out += product(x, w, None, "none", [], "")
-    assert out is not None  # there is a channel
+            out += product(left, right, None, "none", [], "")
+    assert out is not None
     return out
 
 
 def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether PyTorch's oneDNN computes this faster than the MKL that PyTorch would take."""
+    settings: Any = torch.backends.mkldnn
     return (
-        input.dtype == torch.float32
-        and not calls.recorded()
+        not calls.recorded()
         and weight.dim() == 2
         and input.numel() * weight.shape[0] >= LEAST_ONEDNN
         and input.shape[-1] == weight.shape[1]
         and (weight.shape[1] <= ONEDNN_DEPTH or input.numel() >= ONEDNN_ROWS * weight.shape[1])
-        and _mkl_lags()
-        and _plain(input, weight)
+        and type(input) is Tensor
         and _dense(input)
-        and _dense(weight)
-        and _suits_bias(bias, weight)
+        and all(_is_parameter(t) for t in (weight, bias) if t is not None)
+        and (bias is None or bias.shape == weight.shape[:1])
         and not calls.differentiates_otherwise()
         and not torch.is_autocast_enabled("cpu")
-        and _onednn_is_exact()
+        # on, and float32 products were not left to it in fewer bits
+        and bool(settings.enabled)
+        and settings.matmul.fp32_precision in ("none", "ieee")
     )
 
 
-def _suits_bias(bias: Tensor | None, weight: Tensor) -> bool:
-    if bias is None:
-        return True
-    plain = type(bias) in (Tensor, nn.Parameter)
-    return plain and _dense(bias) and bias.shape == weight.shape[:1]
+def _is_parameter(t: Tensor) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and _dense(t)
 
 
 def _dense(t: Tensor) -> bool:
     """Whether this is float32 in the CPU's memory, element by element."""
-    return (
-        t.device.type == "cpu"
-        and t.dtype == torch.float32
-        and t.layout is torch.strided
-        and t.is_contiguous()
-    )
-
-
-def _onednn_is_exact() -> bool:
-    """Whether oneDNN is on, and float32 products were not left to it in fewer bits."""
-    settings: Any = torch.backends.mkldnn
-    return bool(settings.enabled) and settings.matmul.fp32_precision in ("none", "ieee")
+    plain = t.device.type == "cpu" and t.layout is torch.strided
+    return plain and t.dtype == torch.float32 and t.is_contiguous()
 
 
 @lru_cache(maxsize=1)
@@ -165,7 +153,3 @@ def _mkl_lags() -> bool:
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     return processor.name() == "AuthenticAMD AVX512"
-
-
-def _plain(input: Tensor, weight: Tensor) -> bool:
-    return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)

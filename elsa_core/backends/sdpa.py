@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,14 +54,7 @@ def support(request: Request) -> Support:
     return Support(True)
 
 
-def schedule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    precision: str,
-) -> str:
+def schedule(*arguments: Any) -> str:
     """Name what is called."""
     return "scaled_dot_product_attention: the kernel that PyTorch chooses"
 
@@ -143,7 +137,7 @@ def _may_look(t: Tensor) -> bool:
 
 def gradient(request: Request) -> Support:
     """Whether `backward` takes gradients of calls like this one, as far as shapes do not decide."""
-    reason = ""
+    reason, step = "", step_of(request.dtype)
     if request.dtype not in _DTYPES:
         reason = f"has no gradients of {request.dtype}"
     elif request.device_type not in ("cpu", "cuda"):
@@ -151,23 +145,17 @@ def gradient(request: Request) -> Support:
     elif min(request.head_dim, request.value_dim) < 1:
         reason = "takes head_dim from 1, not 0"
     elif request.device_type == "cuda":
-        reason = _why_not_cuda(request)
+        if torch.version.hip is not None:
+            reason = "keeps lse in another form on AMD's GPUs"
+        elif request.precision == "ieee":
+            reason = "takes tensor cores: not for precision 'ieee'"
+        elif request.head_dim % step or request.value_dim % step:
+            reason = f"wants multiples of {step} channels"
     elif request.head_dim != request.value_dim:
         reason = "wants values as wide as keys"
     elif "attn_mask" in request.gradient:
         reason = "has no gradient of the mask on the CPU"
     return Support(not reason, reason)
-
-
-def _why_not_cuda(request: Request) -> str:
-    if torch.version.hip is not None:
-        return "keeps lse in another form on AMD's GPUs"
-    if request.precision == "ieee":
-        return "takes tensor cores: not for precision 'ieee'"
-    step = step_of(request.dtype)
-    if request.head_dim % step or request.value_dim % step:
-        return f"wants multiples of {step} channels"
-    return ""
 
 
 def backward(
@@ -202,15 +190,18 @@ def backward(
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     lse_of_rows = lse.masked_fill(lse.isneginf(), torch.inf)  # exp(-inf - inf) = 0
-    terms = (grad_out, query, key, value, attn_mask, out, lse_of_rows, is_causal, scale)
+    bias = None if attn_mask is None else bias_of(attn_mask, query.dtype)
+    given = grad_out, query, key, value, out, lse_of_rows
+    found: tuple[Tensor | None, ...]
     if query.is_cuda:
         if grad_lse.numel():  # whether it is zero is not known without waiting for the GPU
             return None
-        found = _on_cuda(*terms, bias_needed=bool(needs[3]))
+        found = _on_cuda(*given, bias, is_causal, scale, bias_needed=bool(needs[3]))
     else:
         if bool(grad_lse.any()) or loses_digits(lse):
             return None
-        found = _on_cpu(*terms)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        found = (*flash(*given, 0.0, is_causal, attn_mask=bias, scale=scale), None)
     grad_query, grad_key, grad_value = (
         laid_out_as(grad, t) if needed and grad is not None else query.new_empty(0)
         for grad, t, needed in zip(found[:3], inputs, needs, strict=False)
@@ -221,53 +212,23 @@ def backward(
     return grad_query, grad_key, grad_value, grad_mask
 
 
-def _on_cpu(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor | None, ...]:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    bias = None if attn_mask is None else bias_of(attn_mask, query.dtype)
-    grads = flash(
-        grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
-    )
-    return *grads, None
-
-
 def _on_cuda(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    *,
-    bias_needed: bool,
-) -> tuple[Tensor | None, ...]:
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    bias: Tensor | None, is_causal: bool, scale: float, *, bias_needed: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     query, key, value = (aligned(t) for t in (query, key, value))
-    half = query.dtype != torch.float32
-    if half and attn_mask is None and not torch.are_deterministic_algorithms_enabled():
-        given = [written(t) for t in (grad_out, query, key, value, rows_of(out), lse)]
+    no_seed = torch.empty(0, dtype=torch.int64, device=query.device)  # nothing is dropped
+    plain = query.dtype != torch.float32 and bias is None
+    if plain and not torch.are_deterministic_algorithms_enabled():
+        operands = [written(t) for t in (grad_out, query, key, value, rows_of(out), lse)]
         for kernel in (_by_cudnn, _by_flash):
-            found = kernel(*given, is_causal=is_causal, scale=scale)
+            found = kernel(operands, no_seed, is_causal=is_causal, scale=scale)
             if found is not None:
                 return *found, None
-    bias = None
-    if attn_mask is not None:
-        bias = padded_bias(bias_of(attn_mask, query.dtype), key.shape[2])
-        bias = bias.expand(*query.shape[:3], key.shape[2])
+    if bias is not None:
+        bias = padded_bias(bias, key.shape[2]).expand(*query.shape[:3], key.shape[2])
     lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ROWS), value=torch.inf)
-    no_seed = torch.empty(0, dtype=torch.int64, device=query.device)  # nothing is dropped
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
     grads: tuple[Tensor | None, ...] = efficient(
         grad_out, query, key, value, bias, rows_of(out), lse,
         no_seed, no_seed, 0.0, [True, True, True, bias_needed], is_causal, scale=scale,
@@ -276,23 +237,18 @@ def _on_cuda(
 
 
 def _by_cudnn(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
+    operands: list[Tensor], no_seed: Tensor, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, ...] | None:
     """By cuDNN's kernel; None where it has none, or flash takes no longer.
 
     PyTorch, until 2.13 at least, keeps plans by the shapes and strides of query, key and value
-    alone, and one made for another layout of `grad_out`, `out` or `lse` gives wrong gradients. Of a
-    query in strides that nobody else has (`_apart`) all plans are made here, for one layout.
+    alone, and one made for another layout of `grad_out`, `out` or `lse` gives wrong gradients. So
+    the query gets strides that nobody else has (between heads lie 16 bytes, less than a row), and
+    all plans for them are made here, for one layout.
     """
-    queries, width, keys = *query.shape[2:], key.shape[2]
+    grad_out, query, key, value, out, lse = operands
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
     if query.numel() * keys < _LONG or (is_causal and queries != keys):
         return None
     if not 64 <= width <= 128 or value.shape[3] != width:
@@ -300,35 +256,22 @@ def _by_cudnn(
     major, _ = torch.cuda.get_device_capability(query.device)
     if major < 9 or not _cudnn_takes(query, key, value):
         return None
+    step = queries * width + step_of(query.dtype)
+    apart = query.new_empty(batch * heads * step)
+    apart = apart.as_strided(query.shape, (heads * step, step, width, 1)).copy_(query)
     kernel = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-    no_seed = torch.empty(0, dtype=torch.int64, device=query.device)  # nothing is dropped
     found: tuple[Tensor, ...] = kernel(
-        grad_out.contiguous(), _apart(query), key, value, out, lse.contiguous().unsqueeze(-1),
+        grad_out.contiguous(), apart, key, value, out, lse.contiguous().unsqueeze(-1),
         no_seed, no_seed, None, None, None, queries, keys, 0.0, is_causal, scale=scale,
     )  # fmt: skip
     return found
 
 
-def _apart(t: Tensor) -> Tensor:
-    """t in strides of no other program: between heads lie 16 bytes, which is less than a row."""
-    batch, heads, rows, width = t.shape
-    step = rows * width + step_of(t.dtype)
-    memory = t.new_empty(batch * heads * step)
-    return memory.as_strided(t.shape, (heads * step, step, width, 1)).copy_(t)
-
-
 def _by_flash(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
+    operands: list[Tensor], no_seed: Tensor, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, ...] | None:
     """By FlashAttention-2's kernel; None where it has none."""
+    _, query, key, value, _, _ = operands
     cuda, queries, keys = torch.backends.cuda, query.shape[2], key.shape[2]
     if not cuda.flash_sdp_enabled() or (is_causal and queries != keys):
         return None
@@ -336,9 +279,7 @@ def _by_flash(
     if not cuda.can_use_flash_attention(params):
         return None
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-    no_seed = torch.empty(0, dtype=torch.int64, device=query.device)  # nothing is dropped
     found: tuple[Tensor, ...] = kernel(
-        grad_out, query, key, value, out, lse, None, None,
-        queries, keys, 0.0, is_causal, no_seed, no_seed, scale=scale,
-    )  # fmt: skip
+        *operands, None, None, queries, keys, 0.0, is_causal, no_seed, no_seed, scale=scale
+    )
     return found

@@ -235,7 +235,7 @@ _NATIVE["entmax_attention"] = Implementation(
     schedule=_late("native", "entmax_schedule"),
     arithmetic=_fma,
     gradient=_late("native", "support"),
-    backward=_late("native_entmax", "entmax_attention_backward"),
+    backward=_late("native_backward", "entmax_attention_backward"),
 )
 # What computes an operator on CUDA devices: modules that are imported at the first call.
 KERNELS_ON_CUDA = {

@@ -1,24 +1,18 @@
-"""The portable kernels compiled for GPUs that are not here, and what is in their code.
-
-`python tests/backends/portable_code.py [sm_90 ...]` compiles every instance and prints one line for
-each: minutes for each architecture.
-"""
+"""The portable kernels compiled for GPUs that are not here, and what is in their code."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from elsa_core.backends.portable import nvrtc, tiling
+from elsa_core.backends.portable import nvrtc
 from elsa_core.backends.portable.tiling import Instance
 
 # Bytes of shared memory that a block may have, as the driver says of these devices.
 LIMITS = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-DIMS = ((64, 64), (63, 20), (72, 80), (128, 128), (256, 256))
 # Matrix products of sm_70 to sm_120, in machine code and in PTX; HFMA2.MMA moves constants.
 _MATRIX_SASS = re.compile(r"(U?[A-Z]*MMA|UTC\w*|WARPGROUP)(\.|$)")
 _MATRIX_PTX = re.compile(r"\b(mma|wmma|wgmma|tcgen05)\.\S+")
@@ -55,24 +49,3 @@ def matrix_instructions(found: list[str]) -> list[str]:
 def matrix_lines(ptx: bytes) -> list[bytes]:
     """The same of PTX."""
     return [line for line in ptx.splitlines() if _MATRIX_PTX.search(line.decode())]
-
-
-def main(archs: list[str]) -> None:
-    tool = disassembler()
-    assert tool is not None, "Triton's wheel is not here"
-    for arch in archs or [f"sm_{number}" for number in nvrtc.library().archs]:
-        number = int(arch.removeprefix("sm_"))
-        if number not in LIMITS:
-            continue
-        for instance in tiling.instances(LIMITS[number], DIMS):
-            found = opcodes(compiled(instance, arch), tool)
-            spills = sum(opcode.startswith(("STL", "LDL")) for opcode in found)
-            matrix = matrix_instructions(found)
-            assert not matrix, matrix
-            share = found.count("FFMA")
-            print(f"{arch} {tuple(instance)}: {len(found)} instructions, {share} FFMA, "
-                  f"{spills} spills", flush=True)  # fmt: skip
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elsa_core.backends.portable import attention
 from elsa_core.backends.support import Request, Support
 from elsa_core.base import calls
 from elsa_core.base.limits import LARGEST_HEAD_DIM
@@ -51,8 +52,6 @@ def _ready(head_dim: int, value_dim: int, device: int) -> Support:
     if not torch.cuda.is_available():
         return Support(False, "no CUDA device: PyTorch finds no GPU")
     try:
-        from elsa_core.backends.portable import attention
-
         attention.prepare(head_dim, value_dim, device)
     except Exception as error:  # whatever is wrong with this machine, another backend goes on
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -61,18 +60,9 @@ def _ready(head_dim: int, value_dim: int, device: int) -> Support:
     return Support(True)
 
 
-def schedule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    precision: str,
-) -> str:
+def schedule(*arguments: Any) -> str:
     """The tile that would serve the call, in words."""
-    from elsa_core.backends.portable import attention
-
-    found = attention.instance_of(query, key, value, attn_mask, is_causal)
+    found = attention.instance_of(*arguments[:5])
     return (
         f"float32 FMA, no tensor core: tiles of {found.tile_rows} queries and {found.tile_keys} "
         f"keys, {found.threads} threads, {found.shared_bytes >> 10} KiB of shared memory"
@@ -107,8 +97,6 @@ def attention_forward(
 
     Source: ELSA, Eq. 4 (the merge of partial states).
     """
-    from elsa_core.backends.portable import attention
-
     return attention.attention(query, key, value, attn_mask, is_causal, scale)
 
 
@@ -132,11 +120,9 @@ def _loads(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel of a plain call is there, compiled and loaded now if it was not. Not while
     a CUDA graph is recorded.
     """
-    from elsa_core.backends.portable import attention
-
     device = query.get_device()
     found = attention.instance_of(query, key, value, None, False)
-    if attention.is_loaded(found, device):
+    if (found, device) in attention.LOADED:
         return True
     if (found, device) in _FAILED or torch.cuda.is_current_stream_capturing():
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ _LOG2_E = math.log2(math.e)
 # A factor outside of this range goes into the query; the kernel's is positive and normal.
 _LEAST_FACTOR, _LARGEST_FACTOR = 2.0**-126, 2.0**127
 _LARGEST_INT = (1 << 31) - 1
-_LOADED: set[tuple[Instance, int]] = set()  # by `function_of`: instances, each with its device
+# By `function_of`, instances, each with its device: none can be loaded while a graph is recorded.
+LOADED: set[tuple[Instance, int]] = set()
 
 
 class Arguments(ctypes.Structure):
@@ -111,21 +112,16 @@ def instance_of(
 
 def load_of(*tensors: Tensor) -> int:
     """The floats that every load may take: those of aligned rows with dense dims."""
-    return next(n for n in tiling.LOADS if all(_is_aligned(t, n) for t in tensors))
+    return next(n for n in tiling.LOADS if n == 1 or all(_is_aligned(t, n) for t in tensors))
 
 
 def _is_aligned(tensor: Tensor, floats: int) -> bool:
-    if floats == 1:
-        return True
-    *strides, dense = tensor.stride()
-    sizes = tensor.shape[:3]
-    return (
-        dense == 1
-        and tensor.shape[3] % floats == 0
-        and tensor.data_ptr() % (FLOAT_BYTES * floats) == 0
-        # also of one token alone: the addresses of a tile's other rows are formed, not read
-        and all(s % floats == 0 for i, s in enumerate(strides) if i == 2 or sizes[i] > 1)
-    )
+    # the row's stride also of one token alone: a tile's other rows have addresses, but are not read
+    strides = [
+        s for i, s in enumerate(tensor.stride()[:3]) if i == 2 or tensor.shape[i] > 1
+    ]  # fmt: skip
+    counts = (tensor.shape[3], *strides, tensor.data_ptr() // FLOAT_BYTES)
+    return tensor.stride(3) == 1 and all(n % floats == 0 for n in counts)
 
 
 def arguments_of(
@@ -158,13 +154,9 @@ def arguments_of(
     found.query_strides[:], found.key_strides[:] = query.stride(), key.stride()
     found.value_strides[:], found.out_strides[:] = value.stride(), out.stride()[:3]
     if attn_mask is not None:
-        found.mask_strides[:] = _broadcast(attn_mask)
+        sizes = zip(attn_mask.shape, attn_mask.stride(), strict=True)
+        found.mask_strides[:] = [0 if n == 1 else s for n, s in sizes]
     return found
-
-
-def _broadcast(mask: Tensor) -> Iterable[int]:
-    """Strides that read a dim of size 1 for every index."""
-    return [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
 
 
 def blocks_of(instance: Instance, arguments: Arguments) -> int:
@@ -189,12 +181,5 @@ def function_of(instance: Instance, device: int) -> int:
     cuda = driver()
     code = nvrtc.compiled(instance, cuda.arch(device))
     function = cuda.function(device, code, nvrtc.SYMBOL, instance.shared_bytes)
-    _LOADED.add((instance, device))
+    LOADED.add((instance, device))
     return function
-
-
-def is_loaded(instance: Instance, device: int) -> bool:
-    """Whether `function_of` was asked for an instance before: nothing can be loaded while a CUDA
-    graph is recorded.
-    """
-    return (instance, device) in _LOADED

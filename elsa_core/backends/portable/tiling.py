@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from elsa_core.errors import UnavailableError
@@ -136,13 +135,3 @@ def _columns(value_dim: int, lanes: int) -> tuple[int, int]:
     """
     choices = [(-(-value_dim // (lanes * width)) * lanes * width, width) for width in (4, 2)]
     return min(choices, key=lambda choice: choice[0])
-
-
-def instances(limit: int, dims: tuple[tuple[int, int], ...]) -> Iterator[Instance]:
-    """Every instance for some dims on a device, of all masks and loads that divide the dims."""
-    for head_dim, value_dim in dims:
-        for load in LOADS:
-            if head_dim % load or value_dim % load:
-                continue
-            for mask, is_causal in itertools.product(MASKS, (False, True)):
-                yield instance(head_dim, value_dim, load, mask, is_causal, limit)

@@ -41,14 +41,13 @@ def _environment(index: int) -> Support:
         return Support(False, "the GPU is older than sm_80 (Ampere)")
     slower = ""
     if capability == (9, 0) and not device.gluon_known():
-        slower = _slower(triton.__version__)
+        known = " to ".join(f"{major}.{minor}" for major, minor in device.GLUON)
+        slower = (
+            f"the sm_90 kernels are for Triton {known}, this is {triton.__version__}: "
+            "float32 is slower"
+        )
     pack = lookup.summary(10 * capability[0] + capability[1])
     return Support(True, "; ".join(filter(None, (slower, pack))))
-
-
-def _slower(version: str) -> str:
-    known = " to ".join(f"{major}.{minor}" for major, minor in device.GLUON)
-    return f"the sm_90 kernels are for Triton {known}, this is {version}: float32 is slower"
 
 
 def support(request: Request) -> Support:
@@ -71,17 +70,10 @@ def support(request: Request) -> Support:
     return _environment(request.ordinal)
 
 
-def schedule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    precision: str,
-) -> str:
-    """The schedule that would serve the call, in words."""
+def schedule(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> str:
+    """The schedule that would serve the call, in words; rest: mask, is_causal, precision."""
     operands = layout.in_rows(query, key, value)
-    return planner.planned(*operands, attn_mask, is_causal, 1.0, precision).words
+    return planner.planned(*operands, *rest[:2], 1.0, rest[2]).words
 
 
 def attention_forward(

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core.backends import eager_entmax, eager_entmax_varlen
+from elsa_core.backends import eager_entmax, eager_varlen
 from elsa_core.ops.entmax import portable as portable_entmax
 from elsa_core.ops.factory import Operator, implement, register
 from elsa_core.ops.formulas import Formulas
@@ -67,7 +67,7 @@ FORMULAS = Formulas(
     "entmax_varlen_attention",
     _SCHEMA,
     _WANTED,
-    eager_entmax_varlen.backward,
+    eager_varlen.entmax_backward,
     saved=("out", "rows", "tiles"),
     like=3,
 )
@@ -75,7 +75,7 @@ ENTMAX_VARLEN_ATTENTION = register(
     Operator(
         name="entmax_varlen_attention",
         schema=_SCHEMA,
-        reference=eager_entmax_varlen.attention,
+        reference=eager_varlen.entmax_attention,
         portable=portable_entmax.entmax_varlen_attention,
         fake=_fake,
         gradients=FORMULAS.gradients,
@@ -84,7 +84,7 @@ ENTMAX_VARLEN_ATTENTION = register(
     )
 )
 # On devices without kernels of this operator the name stands for the reference too.
-implement("entmax_varlen_attention", eager_entmax_varlen.attention, "CompositeExplicitAutograd")
+implement("entmax_varlen_attention", eager_varlen.entmax_attention, "CompositeExplicitAutograd")
 implement(
-    "entmax_varlen_attention_backward", eager_entmax_varlen.backward, "CompositeExplicitAutograd"
+    "entmax_varlen_attention_backward", eager_varlen.entmax_backward, "CompositeExplicitAutograd"
 )
