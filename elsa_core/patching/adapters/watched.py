@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 from elsa_core.base import calls
 from elsa_core.ops.attention.api import attention
 from elsa_core.patching.adapters.common import attend
-from elsa_core.patching.adapters.hooks import noted
 from elsa_core.patching.adapters.names import decoded, encoded
 from elsa_core.patching.recognition import Watch
 
@@ -79,7 +78,7 @@ def run(site: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return forward(site, *args, **kwargs)
     names = site.elsa_precision, site.elsa_backend
     own: Any = attention
-    if noted(site, "elsa_sparsity") is not None or noted(site, "elsa_offload") is not None:
+    if "elsa_sparsity" in site.__dict__ or "elsa_offload" in site.__dict__:
         own = functools.partial(_attend, site)
     around: Any = _get_current_function_mode()
     if type(around) is Watch and (around.precision, around.backend, around.attend) == (*names, own):
@@ -125,14 +124,16 @@ class _Traced(TorchFunctionMode):
 def _serves(site: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call is watched: not a small eager one on a GPU, not by a tracer of symbols, and
     not within a transform of `torch.func`."""
-    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-    if not tensors:
-        given = tree_leaves((args, kwargs))
-        if any(isinstance(one, torch.fx.Proxy) for one in given):
+    given = args[0] if args else None
+    if not isinstance(given, Tensor) or given.is_cuda:
+        leaves = tree_leaves((args, kwargs))
+        tensors = [one for one in leaves if isinstance(one, Tensor)]
+        if not tensors:
+            if any(isinstance(one, torch.fx.Proxy) for one in leaves):
+                return False
+            tensors = list(site.parameters())
+        if tensors and tensors[0].is_cuda and _are_small(site, tensors):  # the host waits for it
             return False
-        tensors = [one for one in (*given, *site.parameters()) if isinstance(one, Tensor)]
-    if tensors and tensors[0].is_cuda and _are_small(site, tensors):  # the host waits for it
-        return False
     return not (calls.differentiates_otherwise() or calls.transformed())
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +36,7 @@ from elsa_core.patching.recognition.scores import USED, WEIGHTS, RefusedError, S
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _TRACERS = ("FakeTensor", "FunctionalTensor")  # what stands for a tensor in a recorded program
+_OFF = (False, torch.float32)
 _LISTED = 3  # references to a tensor that a list holds, when a loop over it asks
 
 
@@ -84,11 +86,11 @@ class Pending(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        pending = next(_pendings((*args, *(kwargs or {}).values())), None)
-        if pending is None:  # within something of which PyTorch knows no tensors
+        found = _pendings(args, kwargs or {})
+        if not found:  # within something of which PyTorch knows no tensors
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return pending.watch.__torch_function__(func, types, args, kwargs)
+        return found[0].watch.__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -159,7 +161,7 @@ class Observer(Protocol):
 
 def is_pending(out: Any) -> bool:
     """Whether something in a result is not computed yet: weights that a forward returns, say."""
-    return any(_is_pending(one) for one in tree_leaves(out) if isinstance(one, Tensor))
+    return any(type(one) is Pending and one.made is None for one in tree_leaves(out))
 
 
 class Watch(TorchFunctionMode):
@@ -181,6 +183,7 @@ class Watch(TorchFunctionMode):
     ):
         self.precision, self.backend, self.observer = precision, backend, observer
         self.attend = attend
+        self._run = partial(attend, precision=precision, backend=backend)
         self._alive: list[Pending] = []
         self._memory: set[int] = set()  # addresses of attention's results
 
@@ -225,47 +228,46 @@ class Watch(TorchFunctionMode):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         grad = torch.is_grad_enabled()
-        for pending in _pendings((*args, *kwargs.values())):
-            if pending.made is not None:
-                args, kwargs = _made(args), _made(kwargs)
-            elif pending.tied and not grad:  # perhaps within a function with its own backward
+        for one in _pendings(args, kwargs):
+            if one.made is not None:
+                args, kwargs = _real(args, _made), _real(kwargs, _made)
+            elif one.tied and not grad:  # perhaps within a function with its own backward
                 return self._computed(func, args, kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self, func, args, kwargs)
         rule = rules.RULES.get(func)
-        if rule is not None and args:
-            out = self._by_rule(rule, func, args, kwargs)
-            if out is not rules.MISSING:
-                return out
-        return self._computed(func, args, kwargs)
+        out = rules.MISSING if rule is None or not args else self._by_rule(rule, func, args, kwargs)
+        return self._computed(func, args, kwargs) if out is rules.MISSING else out
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The call of values: what is pending is computed first."""
-        writes = self._alive and rules.may_write(func, args, kwargs)
-        if writes:
+        if self._alive and rules.may_write(func, args, kwargs):
             self._before_write((*args, *kwargs.values()))
         return func(*_real(args), **_real(kwargs))
 
     def _by_rule(self, rule: rules.Rule, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        states = [_state(one) for one in args]
+        states = list(args)
+        for i, one in enumerate(args):
+            if type(one) is Pending:
+                states[i] = one.scores or one
+        named = kwargs
+        if kwargs:
+            named = {n: getattr(one, "scores", None) or one for n, one in kwargs.items()}
         try:
-            found = rule(states, {name: _state(one) for name, one in kwargs.items()})
+            found = rule(states, named)
         except (IndexError, TypeError, ValueError):  # PyTorch has the words for it
             return rules.MISSING
-        if found is rules.SAME:
-            return args[0] if isinstance(args[0], Pending) else rules.MISSING
-        if not isinstance(found, Scores):
-            return rules.MISSING
+        if type(found) is not Scores:
+            same = found is rules.SAME and type(args[0]) is Pending
+            return args[0] if same else rules.MISSING
         if func in rules.IN_PLACE:
             return self._in_place(func, args, kwargs, found)
         if func in rules.MAXIMA:
-            both = (
-                self._pend(func, args, kwargs, found, 0),
-                self._pend(func, args, kwargs, found, 1),
-            )
-            both[1].scores = None
-            return torch.return_types.max(both)
+            largest = self._pend(func, args, kwargs, found, 0)
+            places = self._pend(func, args, kwargs, found, 1)
+            places.scores = None
+            return torch.return_types.max((largest, places))
         return self._pend(func, args, kwargs, found)
 
     def _in_place(self, func: Any, args: Sequence[Any], kwargs: Any, found: Scores) -> Any:
@@ -278,9 +280,8 @@ class Watch(TorchFunctionMode):
             return rules.MISSING
         before = self._pend(*target.call[:3], target.scores, target.call.part)  # type: ignore[arg-type]
         after = self._pend(func, (before, *args[1:]), kwargs, found)
-        if not (
-            before.tied or after.tied
-        ):  # both are without storage: what they stand for is all there is of them
+        if not (before.tied or after.tied):
+            # both are without storage: what they stand for is all there is of them
             target.__dict__, after.__dict__ = after.__dict__, target.__dict__
             return target
         return target if _become(target, after) else rules.MISSING
@@ -290,8 +291,9 @@ class Watch(TorchFunctionMode):
         self._forget()
         return any(
             one is target
-            for pending in filter(_is_pending, self._alive)
-            for one in _pendings(pending.call.args)
+            for pending in self._alive
+            if pending.made is None
+            for one in _pendings(pending.call.args, {})
         )
 
     def _pend(
@@ -302,24 +304,22 @@ class Watch(TorchFunctionMode):
         scores: Scores,
         part: int | None = None,
     ) -> Pending:
-        like = scores.left
+        device = scores.left.device
         shape: Sequence[int] = scores.layout.shape
         if torch._C._get_tracing_state() is not None:
             shape = [int(size) for size in shape]
         dtype = torch.int64 if part == 1 else scores.dtype
-        made = Tensor._make_wrapper_subclass(Pending, shape, dtype=dtype, device=like.device)
-        grad = torch.is_grad_enabled()
-        call = _Call(func, args, kwargs, grad, _autocast(like.device.type), part)
-        tied = False
-        if grad and part != 1 and not calls.recorded():
+        made = Tensor._make_wrapper_subclass(Pending, shape, dtype=dtype, device=device)
+        tied = tracked = grad = torch.is_grad_enabled()
+        call = _Call(func, args, kwargs, grad, _autocast(device.type), part)
+        if grad:
+            tracked = all(one.tracked for one in args if type(one) is Pending)
             sources = scores.sources()
-            if any(source.requires_grad for source in sources):
+            tied = part != 1 and not calls.recorded() and any(t.requires_grad for t in sources)
+            if tied:
                 made = _Tied.apply([made], call, *sources)  # type: ignore[no-untyped-call]
-                tied = True
         made.watch, made.call, made.scores, made.made = self, call, scores, None
-        made.tied = tied
-        made.tracked = grad and all(one.tracked for one in args if type(one) is Pending)
-        self._forget()
+        made.tied, made.tracked = tied, tracked
         self._alive.append(made)
         return made  # type: ignore[no-any-return]
 
@@ -328,14 +328,16 @@ class Watch(TorchFunctionMode):
         alive = self._alive
         for i in range(len(alive) - 1, -1, -1):  # the latest hold earlier ones
             pending = alive[i]
-            if sys.getrefcount(pending) <= _LISTED or not _is_pending(pending):
+            computed = type(pending) is not Pending or pending.made is not None
+            if computed or sys.getrefcount(pending) <= _LISTED:
                 del alive[i], pending
 
     def _before_write(self, args: Sequence[Any]) -> None:
         """Compute every pending tensor that is made of memory which may be written into."""
+        self._forget()
         written = list(_tensors(args))
         for pending in list(self._alive):
-            if _is_pending(pending) and _reads(pending, written):
+            if type(pending) is Pending and pending.made is None and _reads(pending, written):
                 compute(pending)
 
     def _product(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -344,9 +346,8 @@ class Watch(TorchFunctionMode):
         if factors is None:
             return self._computed(func, args, kwargs)
         left, right, labels = factors
-        if isinstance(left, Pending) or isinstance(right, Pending):
-            call = _Call(func, args, kwargs, True, _autocast(left.device.type))
-            out = self._weighted(left, right, labels, call)
+        if type(left) is Pending or type(right) is Pending:
+            out = self._weighted(left, right, labels, (func, args, kwargs))
             if out is not None:
                 return out
             args = _real(args)
@@ -366,62 +367,60 @@ class Watch(TorchFunctionMode):
                 return func(*args, **kwargs)
             scores = found
         if self.observer is not None:
-            scores.place = self.observer.place()
+            scores = scores._replace(place=self.observer.place())
+        self._forget()
         return self._pend(func, args, kwargs, scores)
 
-    def _weighted(self, left: Any, right: Any, labels: Any, call: _Call) -> Tensor | None:
+    def _weighted(self, left: Any, right: Any, labels: Any, called: Any) -> Tensor | None:
         """The product of weights and values; None where it is none that `attention` computes."""
-        if isinstance(left, Pending):
+        if type(left) is Pending:
             weights, value = left, right
         else:
             weights, value, labels = right, left, swapped(labels)
         scores = weights.scores
         if scores is None or scores.stage != WEIGHTS or not _is_plain(value):
             return None
-        device = value.device
-        on, dtype = _autocast(device.type)
-        if not on or torch.float64 in (scores.dtype, value.dtype):
-            dtype = value.dtype
-            if dtype != scores.dtype:
-                return None
-        if device != scores.left.device or calls.differentiates_otherwise():
+        device = scores.left.device
+        autocast, wide = _autocast(device.type)
+        on = autocast and torch.float64 not in (scores.dtype, value.dtype)
+        dtype = wide if on else value.dtype
+        fits = (on or dtype == scores.dtype) and device == value.device
+        if not fits or calls.differentiates_otherwise():
             return None
-        sources = (*scores.sources(), value)
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in sources)
-        if recorded and not weights.tracked:
-            return None  # a part of it was computed without gradients
+        sources: tuple[Tensor, ...] = ()
+        if torch.is_grad_enabled():
+            sources = (*scores.sources(), value)
+            if not any(t.requires_grad for t in sources):
+                sources = ()
+            elif not weights.tracked:
+                return None  # a part of it was computed without gradients
 
         def run(given: Sequence[Tensor]) -> Tensor:
-            *those, values = given
-            with torch.autocast(device.type, enabled=False) if on else nullcontext():
-                return attended(
-                    scores.of(those),
-                    values.to(dtype),
-                    labels,
-                    dtype,
-                    self.precision,
-                    self.backend,
-                    self.attend,
-                )
+            those, values = (scores.of(given[:-1]), given[-1]) if given else (scores, value)
+            if not autocast:
+                return attended(those, values, labels, dtype, self._run)
+            with torch.autocast(device.type, enabled=False):
+                return attended(those, values.to(dtype), labels, dtype, self._run)
 
         try:
-            if recorded and not calls.recorded():
+            if sources and not calls.recorded():
+                call = _Call(*called, grad=True, autocast=(autocast, wide))
                 out: Tensor = _Attended.apply(run, call, *sources)  # type: ignore[no-untyped-call]
             else:
-                out = run(sources)
+                out = run(())
         except RefusedError:
             return None
-        weights.scores = scores.turned(USED, scores.key)  # used again, they are computed
+        weights.scores = scores._replace(stage=USED)  # used again, they are computed
         if self.observer is not None:
             self.observer.ran(scores.place, scores.left, scores.right)
-        self._remember(out)
+        self._memory.add(_address(out))
         return out
 
     def _sdpa(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _real(args), _real(kwargs)
         if not all(_is_plain(one) for one in args[:3]) or calls.differentiates_otherwise():
             return func(*args, **kwargs)
-        out = self.attend(*args, **kwargs, precision=self.precision, backend=self.backend)
+        out = self._run(*args, **kwargs)
         given = dict(zip(("query", "key"), args, strict=False)) | kwargs
         self.attention_ran(given["query"], given["key"])
         return out
@@ -434,10 +433,7 @@ class Watch(TorchFunctionMode):
     def _multihead(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """PyTorch's multi_head_attention_forward, watched: what it calls, and not it as one."""
         args, kwargs = _real(args), _real(kwargs)
-        space = {
-            **vars(functional),
-            "has_torch_function": lambda tensors: False,
-        }
+        space = {**vars(functional), "has_torch_function": lambda tensors: False}
         run = FunctionType(func.__code__, space, func.__name__, func.__defaults__)
         run.__kwdefaults__ = func.__kwdefaults__
         with self:
@@ -454,9 +450,6 @@ class Watch(TorchFunctionMode):
         if not tensor.is_contiguous() and _address(tensor) in self._memory:
             return tensor.reshape(*args[1:], **kwargs)
         return func(*args, **kwargs)
-
-    def _remember(self, out: Tensor) -> None:
-        self._memory.add(_address(out))
 
     def _laid_out(self, out: Any) -> Any:
         if isinstance(out, Tensor):
@@ -493,10 +486,6 @@ def compute(pending: Pending) -> Tensor:
     return real
 
 
-def _is_pending(tensor: Tensor) -> bool:
-    return type(tensor) is Pending and tensor.made is None
-
-
 def _become(one: Tensor, other: Tensor) -> bool:
     """Let the object `one` be the tensor `other` and the other way round; whether that is possible:
     not where C++, a tracer or a weak reference holds either."""
@@ -526,27 +515,33 @@ def _with_input(scores: Scores, added: Any, kwargs: dict[str, Any]) -> Scores | 
     return found if isinstance(found, Scores) else None
 
 
-def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: PLR0911
+def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Two factors and the labels of their dimensions; None for a product of another kind."""
+    equation, factors = None, args
     if func in rules.EINSUM:
-        if not args or not isinstance(args[0], str) or kwargs:
-            return None
-        factors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-        if len(factors) != 2 or not all(isinstance(one, Tensor) for one in factors):
-            return None
-        left, right = factors
-        labels = einsum_labels(args[0], left.dim(), right.dim())
-        return None if labels is None else (left, right, labels)
-    factors = args[1:] if func in rules.BADDBMM else args
+        equation, *factors = args if args and isinstance(args[0], str) else (None,)
+        if len(factors) == 1 and isinstance(factors[0], list | tuple):
+            factors = factors[0]
+    elif func in rules.BADDBMM:
+        factors = args[1:]
     if len(factors) != 2 or (kwargs and func not in rules.BADDBMM):
         return None
     left, right = factors
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None
-    ranks = left.dim(), right.dim()
+    ranks = _rank(left), _rank(right)
+    if equation is not None:
+        labels = einsum_labels(equation, *ranks)
+        return None if labels is None else (left, right, labels)
     if min(ranks) < 2 or (min(ranks) == 2 and torch.nn.Parameter in (type(left), type(right))):
         return None
     return left, right, matmul_labels(*ranks)
+
+
+def _rank(tensor: Any) -> int:
+    scores = tensor.scores if type(tensor) is Pending else None  # which asks no torch function
+    rank: int = tensor.dim() if scores is None else len(scores.layout.axes)
+    return rank
 
 
 def _multiplied_in(left: Tensor, right: Tensor) -> torch.dtype | None:
@@ -570,7 +565,7 @@ def _is_plain(tensor: Any) -> bool:
 def _autocast(device: str) -> tuple[bool, torch.dtype]:
     """Whether autocast is on for a kind of device, and its dtype."""
     if not torch._C._is_any_autocast_enabled():
-        return False, torch.float32
+        return _OFF
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
@@ -606,39 +601,31 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _pendings(values: Any) -> Iterator[Pending]:
-    return (one for one in _tensors(values) if isinstance(one, Pending))
+def _pendings(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Pending]:
+    found: list[Pending] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) is Pending:
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _pendings(value, {})
+    return found
 
 
-def _state(value: Any) -> Any:
-    """A pending tensor's scores."""
-    if isinstance(value, Pending) and value.scores is not None:
-        return value.scores
-    return value
+def _made(pending: Pending) -> Tensor:
+    return pending if pending.made is None else pending.made
 
 
-def _made(value: Any) -> Any:
-    """Arguments in which what was computed stands for its pending tensor."""
-    if isinstance(value, Pending):
-        return value if value.made is None else value.made
-    if type(value) in (tuple, list):
-        return type(value)([_made(one) for one in value])
-    if type(value) is dict:
-        return {name: _made(one) for name, one in value.items()}
-    return value
-
-
-def _real(value: Any) -> Any:
-    """Arguments or results in which every pending tensor is computed."""
-    if isinstance(value, Pending):
-        return compute(value)
+def _real(value: Any, of: Callable[[Pending], Tensor] = compute) -> Any:
+    """Arguments or results in which `of` each pending tensor stands for it: its values."""
+    if type(value) is Pending:
+        return of(value)
     if isinstance(value, tuple | list):
         if not any(isinstance(one, Tensor | list | tuple | dict) for one in value):
             return value
-        found = [_real(one) for one in value]
+        found = [_real(one, of) for one in value]
         if type(value) in (tuple, list):
             return type(value)(found)
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)  # type: ignore[call-overload]
     if type(value) is dict:
-        return {name: _real(one) for name, one in value.items()}
+        return {name: _real(one, of) for name, one in value.items()}
     return value

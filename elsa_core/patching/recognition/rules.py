@@ -108,7 +108,7 @@ def _scaled(args: Any, kwargs: Any, *, kind: str = "mul") -> Any:  # noqa: PLR09
     if kind == "div" and scores.stage == POWERS and isinstance(other, Scores):
         if other.stage != SUM or other.origin is not scores:
             return MISSING
-        return scores.turned(WEIGHTS, scores.key)
+        return scores._replace(stage=WEIGHTS)
     if scores.stage != SCORES:
         return MISSING
     if _is_number(other) and math.isfinite(other) and other > 0:
@@ -126,9 +126,9 @@ def _added(args: Any, kwargs: Any, *, kind: str = "add") -> Any:
     if isinstance(other, Scores):
         if kind != "sub" or other.stage != MAXIMUM or other.origin is not scores:
             return MISSING
-        return scores.turned(SCORES, other.key)  # the same from every score of a row
+        return scores._replace(key=other.key)  # the same from every score of a row
     if _is_number(other) and math.isfinite(other):
-        return scores.like(scores.layout)
+        return scores._replace()  # other scores, whose maximum is another
     if _fits(scores, other) and other.is_floating_point():
         return scores.and_then(kind, other, _dtype(scores, other))
     return MISSING
@@ -183,7 +183,7 @@ def _softmax(args: Any, kwargs: Any) -> Any:
     key = scores.layout.over(dim)
     if not key or scores.key not in ("", key):
         return MISSING
-    return scores.turned(WEIGHTS, key, dtype or _widened(scores))
+    return scores._replace(stage=WEIGHTS, key=key, dtype=dtype or _widened(scores))
 
 
 def _widened(scores: Scores) -> torch.dtype:
@@ -197,7 +197,7 @@ def _widened(scores: Scores) -> torch.dtype:
 def _powers(args: Any, kwargs: Any) -> Any:
     if kwargs or len(args) != 1 or args[0].stage != SCORES or not args[0].key:
         return MISSING  # without the maximum subtracted exp overflows, which softmax does not
-    return args[0].turned(POWERS, args[0].key, _widened(args[0]))
+    return args[0]._replace(stage=POWERS, dtype=_widened(args[0]))
 
 
 def _of_row(args: Any, kwargs: Any, *, stage: str, of: str) -> Any:
@@ -216,9 +216,8 @@ def _of_row(args: Any, kwargs: Any, *, stage: str, of: str) -> Any:
         return MISSING
     axes = list(scores.layout.axes)
     axes[dim] = ()
-    found = scores.turned(stage, key).like(scores.layout.moved(tuple(axes)))
-    found.origin = scores
-    return found
+    layout = scores.layout.moved(tuple(axes))
+    return scores._replace(stage=stage, key=key, layout=layout, origin=scores)
 
 
 def _cast(args: Any, kwargs: Any, *, dtype: torch.dtype | None = None) -> Any:  # noqa: PLR0911
@@ -243,7 +242,7 @@ def _cast(args: Any, kwargs: Any, *, dtype: torch.dtype | None = None) -> Any:  
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     if scores.stage not in (SCORES, WEIGHTS) or dtype not in floats:
         return MISSING
-    return scores.turned(scores.stage, scores.key, dtype)
+    return scores._replace(dtype=dtype)
 
 
 def _viewed(args: Any, kwargs: Any, *, of: Callable[..., Axes | None]) -> Any:
@@ -254,7 +253,7 @@ def _viewed(args: Any, kwargs: Any, *, of: Callable[..., Axes | None]) -> Any:
     given = tuple(tuple(one) if isinstance(one, list) else one for one in rest)
     key = (of, given, tuple(kwargs.items()))
     layout = scores.layout.known(key, _layout, of, given, kwargs)
-    return MISSING if layout is None else scores.like(layout)
+    return MISSING if layout is None else scores._replace(layout=layout)
 
 
 def _layout(layout: Layout, of: Any, given: Sequence[Any], kwargs: Any) -> Layout | None:
@@ -323,7 +322,7 @@ def _averaged(args: Any, kwargs: Any) -> Any:
         return MISSING
     axes = list(scores.layout.axes)
     del axes[rest[0]]
-    return scores.like(scores.layout.moved(tuple(axes)))
+    return scores._replace(layout=scores.layout.moved(tuple(axes)))
 
 
 def _dropout(args: Any, kwargs: Any) -> Any:
@@ -336,14 +335,14 @@ def _dropout(args: Any, kwargs: Any) -> Any:
 
 
 def _copied(args: Any, kwargs: Any) -> Any:
-    return MISSING if kwargs or len(args) != 1 else args[0].like(args[0].layout)
+    return MISSING if kwargs or len(args) != 1 else args[0]
 
 
 def _detached(args: Any, kwargs: Any) -> Any:
     scores = args[0]
     if scores.stage != MAXIMUM and any(t.requires_grad for t in scores.sources()):
         return MISSING
-    return scores.like(scores.layout)
+    return scores
 
 
 Rule = Callable[[Any, Any], Any]

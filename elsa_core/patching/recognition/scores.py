@@ -11,7 +11,6 @@ from torch import Tensor
 
 from elsa_core.base import calls
 from elsa_core.base.limits import LARGEST_HEAD_DIM
-from elsa_core.ops.attention.api import attention
 from elsa_core.patching.recognition.axes import (
     BATCH,
     LEFT,
@@ -47,7 +46,7 @@ class Term(NamedTuple):
     fill: float = 0.0
 
 
-class Scores:
+class Scores(NamedTuple):
     """Scores or weights as they are now.
 
     Attributes:
@@ -62,75 +61,47 @@ class Scores:
         origin: of a MAXIMUM or a SUM, the scores or powers that it is of.
     """
 
-    __slots__ = (
-        "dtype", "key", "layout", "left", "origin", "place", "product", "right", "stage", "terms",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        left: Tensor,
-        right: Tensor,
-        layout: Layout,
-        product: torch.dtype,
-        dtype: torch.dtype,
-        terms: tuple[Term, ...] = (),
-        stage: str = SCORES,
-        key: str = "",
-        place: Any = None,
-        origin: Scores | None = None,
-    ):
-        self.left, self.right, self.layout, self.product = left, right, layout, product
-        self.dtype, self.terms, self.stage, self.key = dtype, terms, stage, key
-        self.place, self.origin = place, origin
-
-    def turned(self, stage: str, key: str, dtype: torch.dtype | None = None) -> Scores:
-        """What a function of whole rows makes of them; `key` is known by now."""
-        return Scores(
-            self.left, self.right, self.layout, self.product, dtype or self.dtype, self.terms,
-            stage, key, self.place,
-        )  # fmt: skip
-
-    def like(self, layout: Layout) -> Scores:
-        """The same as another view of them."""
-        return Scores(
-            self.left, self.right, layout, self.product, self.dtype, self.terms, self.stage,
-            self.key, self.place, self.origin,
-        )  # fmt: skip
+    left: Tensor
+    right: Tensor
+    layout: Layout
+    product: torch.dtype
+    dtype: torch.dtype
+    terms: tuple[Term, ...] = ()
+    stage: str = SCORES
+    key: str = ""
+    place: Any = None
+    origin: Scores | None = None
 
     def and_then(self, kind: str, value: Any, dtype: torch.dtype, fill: float = 0.0) -> Scores:
         """The scores after one more step."""
-        terms = (*self.terms, Term(kind, value, self.layout, fill))
-        return Scores(
-            self.left, self.right, self.layout, self.product, dtype, terms, self.stage, self.key,
-            self.place,
-        )  # fmt: skip
+        return self._replace(terms=(*self.terms, Term(kind, value, self.layout, fill)), dtype=dtype)
 
     def sources(self) -> list[Tensor]:
         """Every tensor that the scores are made of."""
-        found = [term.value for term in self.terms if isinstance(term.value, Tensor)]
-        return [self.left, self.right, *found]
+        found = [self.left, self.right]
+        found += [term.value for term in self.terms if isinstance(term.value, Tensor)]
+        return found
 
     def of(self, sources: Sequence[Tensor]) -> Scores:
         """The same of other tensors, in the order of `sources`."""
         left, right, *others = sources
         rest = iter(others)
-        terms = (
+        terms = tuple(
             t._replace(value=next(rest)) if isinstance(t.value, Tensor) else t for t in self.terms
         )
-        return Scores(
-            left, right, self.layout, self.product, self.dtype, tuple(terms), self.stage, self.key
-        )
+        return self._replace(left=left, right=right, terms=terms)
 
 
 class RefusedError(Exception):
     """These scores, or this product, are none that `attention` computes."""
 
 
-class _Plan(NamedTuple):
+class _Plan:
     """How operands of certain layouts become those of `attention`, and its result the product.
 
     Attributes:
         batch, queries, keys: the atoms in the order in which `attention` is given them.
+        every: all of these, a dimension each.
         of_query, of_key, of_value: to [batch atoms..., tokens, channels].
         first: of the batch atoms those that become the first of two dimensions; -1 for what is
             copied least.
@@ -138,23 +109,44 @@ class _Plan(NamedTuple):
         want: the dimensions of the product.
     """
 
-    batch: Axis
-    queries: Axis
-    keys: Axis
-    of_query: Steps
-    of_key: Steps
-    of_value: Steps
-    first: int
-    free: Atom
-    want: Axes
+    def __init__(self, layout: Layout, key: str, value: Sequence[int], labels: tuple[Any, ...]):
+        query, keys = (layout.left, layout.right) if key == RIGHT else (layout.right, layout.left)
+        self.queries = of_kind(query, LEFT if key == RIGHT else RIGHT)
+        self.keys, self.batch = of_kind(keys, key), of_kind(layout.axes, BATCH)
+        self.every = tuple((atom,) for atom in (*self.batch, *self.queries, *self.keys))
+        of_value, self.free = _value_axes(layout, value, labels, self.keys)
+        if max(layout.inner.size, self.free.size) > LARGEST_HEAD_DIM:
+            raise RefusedError
+        lead, inner = tuple((atom,) for atom in self.batch), (layout.inner,)
+        axes = dict(zip(labels[0], layout.axes, strict=True))
+        self.want = tuple(leaves(axes[n]) if n in axes else (self.free,) for n in labels[2])
+        self.of_query = steps_to(_now(query), (*lead, self.queries, inner))
+        self.of_key = steps_to(_now(keys), (*lead, self.keys, inner))
+        self.of_value = steps_to(of_value, (*lead, self.keys, (self.free,)))
+        self.first = min(len(self.batch), 1) if len(self.batch) < 3 else -1
 
     def groups(self, first: int) -> tuple[Axis, Axis]:
         """The batch atoms of each of two dimensions."""
         return self.batch[:first], self.batch[first:]
 
-    def of_out(self, first: int) -> Steps:
+    def of_out(self, layout: Layout, first: int) -> Steps:
         """From what `attention` gives to the product."""
         return steps_to((*self.groups(first), self.queries, (self.free,)), self.want)
+
+    def of_term(self, layout: Layout, shape: Sequence[int]) -> Steps:
+        """From what broadcasts to scores of a layout to a dimension for each atom."""
+        axes = layout.axes[len(layout.axes) - len(shape) :] if shape else ()
+        have = tuple(
+            leaves(axis) if size != 1 else () for axis, size in zip(axes, shape, strict=True)
+        )
+        return steps_to(have, self.every, whole=False)
+
+    def of_mask(self, layout: Layout, shape: Sequence[int], first: int) -> Steps:
+        """From a dimension for each atom to those of a mask."""
+        have = tuple(
+            axis if size != 1 else () for axis, size in zip(self.every, shape, strict=True)
+        )
+        return steps_to(have, (*self.groups(first), self.queries, self.keys), whole=False)
 
 
 def attended(
@@ -162,24 +154,21 @@ def attended(
     value: Tensor,
     labels: tuple[Any, ...],
     dtype: torch.dtype,
-    precision: str,
-    backend: str,
-    attend: Callable[..., Any] = attention,
+    attend: Callable[..., Any],
 ) -> Tensor:
-    """The product of weights with values, by one call of `attention`.
+    """The product of weights with values, by one call of `attend`, in the place of `attention`.
 
     Args:
         scores: at the stage WEIGHTS.
         value: the other factor, in the dtype that it is multiplied in.
         labels: of the dimensions of the weights, of the values and of the product.
         dtype: of the product.
-        precision, backend: as `attention` takes them.
-        attend: what is called in its place.
 
     Raises:
         RefusedError: the call is of another form.
     """
     layout, key = scores.layout, scores.key
+    # atoms may have been cut since
     plan: _Plan | None = layout.known(
         (labels, key, value.shape, Atom.cuts), _plan, key, value.shape, labels
     )
@@ -200,41 +189,18 @@ def attended(
         sizes = [length(group) for group in plan.groups(first)]
         q, k, v = (t.reshape(*sizes, *t.shape[-2:]) for t in (q, k, v))
     if mask is not None:
-        atoms = (*plan.batch, *plan.queries, *plan.keys)
-        have = tuple((a,) if n != 1 else () for a, n in zip(atoms, mask.shape, strict=True))
-        mask = arranged(mask, have, (*plan.groups(first), plan.queries, plan.keys), whole=False)
-    out: Any = attend(q, k, v, mask, scale=scale, precision=precision, backend=backend)
-    of_out = layout.known((plan, first), lambda _: plan.of_out(first))
-    result: Tensor = run(out, of_out)
-    return result if result.dtype == dtype else result.to(dtype)
+        steps = layout.known((plan, mask.shape, first), plan.of_mask, mask.shape, first)
+        mask = run(mask, steps)
+    out = run(attend(q, k, v, mask, scale=scale), layout.known((plan, first), plan.of_out, first))
+    return out if out.dtype == dtype else out.to(dtype)
 
 
-def _plan(layout: Layout, key: str, value: Sequence[int], labels: tuple[Any, ...]) -> _Plan | None:
+def _plan(layout: Layout, *given: Any) -> _Plan | None:
     """None where the call is of another form."""
-    query, keys = (layout.left, layout.right) if key == RIGHT else (layout.right, layout.left)
-    of_queries = of_kind(query, LEFT if key == RIGHT else RIGHT)
-    of_keys, batch = of_kind(keys, key), of_kind(layout.axes, BATCH)
     try:
-        of_value, free = _value_axes(layout, value, labels, of_keys)
+        return _Plan(layout, *given)
     except RefusedError:
         return None
-    inner = (layout.inner,)
-    if max(layout.inner.size, free.size) > LARGEST_HEAD_DIM:
-        return None
-    lead = tuple((atom,) for atom in batch)
-    axes = dict(zip(labels[0], layout.axes, strict=True))
-    want = tuple(leaves(axes[name]) if name in axes else (free,) for name in labels[2])
-    return _Plan(
-        batch,
-        of_queries,
-        of_keys,
-        steps_to(_now(query), (*lead, of_queries, inner)),
-        steps_to(_now(keys), (*lead, of_keys, inner)),
-        steps_to(of_value, (*lead, of_keys, (free,))),
-        min(len(batch), 1) if len(batch) < 3 else -1,
-        free,
-        want,
-    )
 
 
 def _now(axes: Axes) -> Axes:
@@ -278,8 +244,7 @@ def _with_terms(  # noqa: PLR0912, PLR0915
     """Query and key with factors in them, what is added to the scores or hides them, with a
     dimension for each atom, and their scale."""
     scale = 1.0
-    batch, queries, keys = plan.batch, plan.queries, plan.keys
-    every = tuple((atom,) for atom in (*batch, *queries, *keys))
+    batch, queries, keys, every = plan.batch, plan.queries, plan.keys, plan.every
     ends = len(batch), len(batch) + len(queries)
     biases: list[Tensor] = []
     hidden: Tensor | None = None
@@ -293,12 +258,8 @@ def _with_terms(  # noqa: PLR0912, PLR0915
             if factor <= 0 and hidden is not None:
                 raise RefusedError
             continue
-        axes = term.layout.axes
-        have = axes[len(axes) - given.dim() :] if given.dim() else ()
-        have = tuple(
-            leaves(axis) if size != 1 else () for axis, size in zip(have, given.shape, strict=True)
-        )
-        spread = arranged(given, have, every, whole=False)
+        shape = given.shape
+        spread = run(given, term.layout.known((plan, shape), plan.of_term, shape))
         if term.kind == "fill":
             if hidden is not None and finite != (term.fill != float("-inf")):
                 raise RefusedError
