@@ -58,6 +58,11 @@ def first_line(error: BaseException) -> str:
     return next(filter(None, lines), type(error).__name__)[:_LONGEST_LINE]
 
 
+def listed(names: Sequence[str]) -> str:
+    """The first two names, and how many more there are."""
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
 def side(size: Sequence[int]) -> str:
     """An image size in words: `384`, or `384x256`."""
     return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"

@@ -98,17 +98,22 @@ def json_problem(error: Exception) -> str:
     return first_line(error)
 
 
+def memory_bytes() -> int | None:
+    """The machine's memory, None where it does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
 def check_fits(path: Path, needed: int) -> None:
     """Refuse tensors of `needed` bytes that the machine's memory cannot hold.
 
     Raises:
         ModelError: says both sizes.
     """
-    try:
-        present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return
-    if needed > _MEMORY_SHARE * present:
+    present = memory_bytes()
+    if present is not None and needed > _MEMORY_SHARE * present:
         raise ModelError(
             f"{path} holds {needed / 2**30:.1f} GiB of tensors; this machine has"
             f" {present / 2**30:.1f} GiB of memory"

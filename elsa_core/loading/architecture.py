@@ -9,23 +9,18 @@ from pathlib import Path
 from torch import nn
 
 from elsa_core.errors import TooLargeError
-from elsa_core.loading.alike import shallow
 from elsa_core.loading.building import UninitialisedParameters
 from elsa_core.loading.fromfile import weights_in
 from elsa_core.loading.imagesize import with_image_size
 from elsa_core.loading.libraries import build, build_meta, default_recipe
 from elsa_core.loading.plan import PLAN_NAME
-from elsa_core.loading.shards import is_index
+from elsa_core.loading.recognise import shallow
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
+from elsa_core.loading.weights import is_index
 
 
 def meta_model(name: str) -> nn.Module:
-    """The architecture on the meta device: every module and shape, no memory.
-
-    Raises:
-        ModelError: no such name, or it cannot be built.
-        UnavailableError: its library is not installed.
-    """
+    """The architecture on the meta device: every module and shape, no memory."""
     return build_meta(default_recipe(parse(name)))
 
 
@@ -37,22 +32,18 @@ def small_model(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
 
     Returns:
         The model and its image size (C, H, W), a small one where the library allows that.
-
-    Raises: as `meta_model`.
     """
     from elsa_core.patching import find_sites
 
     recipe = default_recipe(parse(name))
-    channels, *own = recipe.preprocess.input_size
     with UninitialisedParameters():
         try:
-            model = shallow(recipe)
+            model, size = shallow(recipe)
         except Exception:  # its depth cannot be cut (csatv2 runs out of an iterator)
-            model = build(recipe)
+            model, size = build(recipe), recipe.size
         if not any(site.patchable for site in find_sites(model)):
-            model = build(recipe)
-    size = getattr(model, "probe_size", None) or tuple(own)
-    return model, (channels, *size)
+            model, size = build(recipe), recipe.size
+    return model, (recipe.preprocess.input_size[0], *size)
 
 
 def check_sizes(spec: ModelSpec, sizes: Sequence[tuple[int, int]]) -> None:
@@ -73,11 +64,7 @@ def check_sizes(spec: ModelSpec, sizes: Sequence[tuple[int, int]]) -> None:
 
 
 def files_of(spec: ModelSpec) -> list[Path]:
-    """All files that a file or a saved directory is built from, weights first; none for a name.
-
-    Raises:
-        ModelError: a directory without weights.
-    """
+    """All files that a file or a saved directory is built from, weights first; none for a name."""
     if spec.path is None:
         return []
     weights = weights_in(spec.path) if spec.source == "directory" else spec.path

@@ -74,14 +74,12 @@ class UninitialisedParameters(TorchFunctionMode):
 
 def checked_device(device: str | torch.device) -> torch.device:
     """The device of a name, which must be one of this machine that holds weights."""
+    if not isinstance(device, str | int | torch.device):
+        raise TypeError(f"device must be text or a torch.device, not {type(device).__name__}")
     try:
         found = torch.device(device)
-    except TypeError:
-        raise TypeError(
-            f"device must be text or a torch.device, not {type(device).__name__}"
-        ) from None
     except RuntimeError as error:
-        line = str(error).splitlines()[0]
+        line = first_line(error)
         raise ArgumentError(f"device (--device) {device!r} is unknown: {line}") from None
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -15,11 +15,12 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 from torch import Tensor
 
+from elsa_core.base.messages import first_line
 from elsa_core.base.reading import check_fits, open_regular
 from elsa_core.errors import ModelError
 from elsa_core.loading.names import bare_names
 from elsa_core.loading.stated import stated
-from elsa_core.loading.weights import Weights, check_name, check_numbers, line, read_header
+from elsa_core.loading.weights import Weights, check_name, check_numbers, read_header
 
 # What views may make of the bytes that a checkpoint stores; tied weights are twice theirs.
 _REPEATED = 4
@@ -55,17 +56,21 @@ def read_checkpoint(path: Path, key: str | None = None) -> Weights:
         file.seek(0)
         try:
             # Training scripts store their arguments; these classes run no code when rebuilt.
-            plain: list[Any] = [
-                argparse.Namespace,
-                PosixPath,
-                (PosixPath, "pathlib._local.PosixPath"),
-            ]
+            plain: Any = [argparse.Namespace, PosixPath, (PosixPath, "pathlib._local.PosixPath")]
             with torch.serialization.safe_globals(plain), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
             _refuse_checkpoint(path, error)
-    state, prefix, taken = _chosen(content, key)
+    # A key names a mapping of the checkpoint, the beginning of the tensors' names, or both.
+    parts, taken = key.split(".") if key else [], []
+    inner = content
+    while parts and isinstance(inner, Mapping) and isinstance(inner.get(parts[0]), Mapping):
+        taken.append(parts[0])
+        inner = inner[parts.pop(0)]
+    state, said = _unwrap(inner)
+    if key is not None:
+        said = [f"weights {'.'.join(taken)} taken"] if taken else []
     found = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if not found or any(not isinstance(name, str) for name in state):
         raise ModelError(f"{path} holds no state dict (tensors by name): not a model's checkpoint")
@@ -73,19 +78,15 @@ def read_checkpoint(path: Path, key: str | None = None) -> Weights:
         check_name(path, name)
     _check_stored(path, found)
     full = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    names, notes = bare_names(full, path, prefix)
+    names, notes = bare_names(full, path, ".".join(parts) or None)
     tensors = {name: found[full] for name, full in names.items()}
     check_numbers(path, tensors)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return Weights(shapes, {}, path, lambda: tensors, (*taken, *notes), stated=stated(content))
+    shapes = {name: full[key] for name, key in names.items()}
+    return Weights(shapes, {}, path, lambda: tensors, (*said, *notes), stated=stated(content))
 
 
 def check_file(path: Path) -> None:
-    """Refuse a weights file that is malformed, or that needs pickle to run code.
-
-    Raises:
-        ModelError: names the file.
-    """
+    """Refuse a weights file that is malformed, or that needs pickle to run code."""
     if path.suffix == ".safetensors":
         read_header(path)
     elif path.suffix in (".bin", ".pt", ".pth"):
@@ -94,7 +95,7 @@ def check_file(path: Path) -> None:
 
 def _check_stored(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Refuse tensors that repeat their memory: a stride of 0 makes gigabytes of four bytes."""
-    shown = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor)}
+    shown = {n: t for n, t in tensors.items() if t.layout == torch.strided and not t.is_meta}
     stored = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in shown.values()}
     limit = max(_REPEATED * sum(stored.values()), _REPEATED_BYTES)
     total = 0
@@ -109,25 +110,17 @@ def _check_stored(path: Path, tensors: Mapping[str, Tensor]) -> None:
     check_fits(path, total)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta
-
-
 def _check_archive(path: Path, file: BinaryIO) -> None:
     """Refuse an archive that unpacks to more than the file has; other files pass.
 
     `torch.save` stores its members as they are. A compressed member, or several that share the
     same bytes, would let kilobytes fill the memory.
-
-    Raises:
-        ModelError: empty, compressed, members that overlap, or more than the memory holds.
     """
     size = os.fstat(file.fileno()).st_size
     if not size:
         raise ModelError(f"{path} is empty: not a PyTorch checkpoint")
     check_fits(path, size)
-    start = file.read(4)
-    if start != b"PK\x03\x04":
+    if file.read(4) != b"PK\x03\x04":
         return
     try:
         with zipfile.ZipFile(file) as archive:
@@ -155,8 +148,7 @@ def _refuse_checkpoint(path: Path, error: Exception) -> NoReturn:
     text = str(error)
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
         raise ModelError(f"{path} claims more tensors than this machine has memory for") from None
-    pickled = start[:1] == b"\x80" or zipfile.is_zipfile(path)
-    if not pickled:
+    if start[:1] != b"\x80" and not zipfile.is_zipfile(path):
         raise ModelError(f"{path} is not a PyTorch checkpoint") from None
     if isinstance(error, pickle.UnpicklingError) and "nsupported" in text:
         found = re.search(r"GLOBAL ([\w.]+)", text)
@@ -166,40 +158,25 @@ def _refuse_checkpoint(path: Path, error: Exception) -> NoReturn:
             " save the state_dict as .safetensors"
         ) from None
     raise ModelError(
-        f"{path} cannot be read as a PyTorch checkpoint without pickle: {line(error)}"
+        f"{path} cannot be read as a PyTorch checkpoint without pickle: {first_line(error)}"
     ) from None
 
 
-def _chosen(content: Any, key: str | None) -> tuple[Mapping[Any, Any], str | None, tuple[str, ...]]:
-    """Return the state dict of a training checkpoint, the beginning of the names to take of it,
-    and which of several it is."""
-    if key is None:
-        state, notes = _unwrap(content)
-        return state, None, notes
-    parts = key.split(".")
-    inner = content
-    while parts and isinstance(inner, Mapping) and isinstance(inner.get(parts[0]), Mapping):
-        inner = inner[parts.pop(0)]
-    taken = ".".join(key.split(".")[: -len(parts) or None])
-    told = (f"weights {taken} taken",) if taken else ()
-    return _unwrap(inner)[0], ".".join(parts) or None, told
-
-
-def _unwrap(content: Any) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
+def _unwrap(content: Any) -> tuple[Mapping[Any, Any], list[str]]:
     """Return the state dict inside a training checkpoint, averaged weights first, as timm does,
     and which of several it is."""
     notes: list[str] = []
     for _ in range(_MAX_WRAPPED):
         if not isinstance(content, Mapping):
-            return {}, ()
+            return {}, []
         found = [key for key in _STATES if _holds_tensors(content.get(key))]
         if not found:
-            return content, tuple(notes)
+            return content, notes
         if found[1:]:
             kind = "averaged weights" if found[0] in _AVERAGED else "weights"
             notes.append(f"{kind} ({found[0]}) taken; --weights {found[1]} takes those")
         content = content[found[0]]
-    return {}, ()
+    return {}, []
 
 
 def _holds_tensors(inner: Any) -> bool:

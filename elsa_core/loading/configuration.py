@@ -9,19 +9,18 @@ from typing import Any
 
 from elsa_core.errors import ModelError
 from elsa_core.loading import libraries
-from elsa_core.loading.library import ConfigArgs
 from elsa_core.loading.recipe import (
     ASSUMABLE,
     CLIP_MEAN,
     CLIP_STD,
-    CROP_MODES,
-    INTERPOLATIONS,
     MAX_IMAGE_SIZE,
     RESIZE_MODES,
     Preprocess,
     Recipe,
     check_blocks,
     checked_args,
+    pair_of,
+    required_pair,
 )
 from elsa_core.loading.stated import names_of
 
@@ -33,7 +32,7 @@ _NAME = re.compile(r"[\w.@+-]{1,120}")
 
 
 def from_config(config: Mapping[str, Any], where: str) -> Recipe:
-    """Read timm's hub layout (or elsa's extension of it) from config.json.
+    """Read timm's hub layout (or elsa's extension of it) from config.json, or open_clip's towers.
 
     Args:
         config: the parsed object.
@@ -52,7 +51,11 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
         raise ModelError(f"{where} names no architecture{hint}")
     _check_name(name, where)
     extension = config.get("elsa", {})
-    library, implied = _library(extension, where)
+    usual = libraries.first().name
+    library = extension.get("library", usual) if isinstance(extension, Mapping) else None
+    implied = next((x.config_args for x in libraries.LIBRARIES if x.name == library), None)
+    if implied is None:
+        raise ModelError(f"{where} names an unknown library {str(library)[:40]!r}")
     # Early timm releases kept everything at the top level.
     cfg = config.get("pretrained_cfg", config)
     if not isinstance(cfg, Mapping):
@@ -62,28 +65,21 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
         raise ModelError(f"{where}: num_classes must be a whole number >= 0")
     args = checked_args(config.get("model_args", {}), where)
     preprocess = replace(preprocess_of(cfg, where), assumed=_assumed(extension, cfg, where))
-    for key, value in implied(cfg, preprocess).items():
-        args.setdefault(key, value)
+    args = {**implied(cfg, preprocess), **args}
+    # An image size among the arguments describes the weights better than the published one.
+    size = args.get("img_size", args.get("image_size"))
+    if size is not None:
+        pair = required_pair(size, where, ModelError)
+        preprocess = replace(preprocess, input_size=(preprocess.input_size[0], *pair))
     return Recipe(
-        library,
+        str(library),
         name.partition(".")[0],
         args,
         num_classes,
-        _with_size(preprocess, args, where),
+        preprocess,
         unsaid=_unsaid(extension, where),
         labels=names_of(config.get("label_names") or cfg.get("label_names")),
     )
-
-
-def _library(extension: Any, where: str) -> tuple[str, ConfigArgs]:
-    """Return the library that elsa's extension names, the first where it names none, and its
-    `config_args`."""
-    known = isinstance(extension, Mapping)
-    name = extension.get("library", libraries.first().name) if known else None
-    for library in libraries.LIBRARIES:
-        if library.name == name and library.config_args is not None:
-            return library.name, library.config_args
-    raise ModelError(f"{where} names an unknown library {str(name)[:40]!r}")
 
 
 def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
@@ -104,30 +100,23 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
         raise ModelError(f"{where}: preprocess_cfg must be an object")
     if given.get("interpolation") == "random":  # of training; open_clip evaluates with this one
         given = {**given, "interpolation": "bicubic"}
-    size = model_cfg["vision_cfg"].get("image_size", 224)
-    size = [size, size] if type(size) is int else size
-    assumed = _assumed(config.get("elsa", {}), {**given, "crop_pct": 1.0}, where)
-    given = {"mean": CLIP_MEAN, "std": CLIP_STD} | {k: v for k, v in given.items() if v is not None}
+    extension = config.get("elsa", {})
+    assumed = _assumed(extension, {**given, "crop_pct": 1.0}, where)
     modes = {word: mode for mode, word in RESIZE_MODES.items()}
     mode = given.get("resize_mode") or "shortest"
     if mode not in modes:
         raise ModelError(f"{where}: resize_mode must be one of {', '.join(modes)}")
-    given |= {"crop_mode": modes[mode]}
-    cfg = {**given, "input_size": [3, *size] if isinstance(size, list) else None, "crop_pct": 1.0}
+    size = model_cfg["vision_cfg"].get("image_size", 224)
+    size = [size, size] if type(size) is int else size
+    said = {"mean": CLIP_MEAN, "std": CLIP_STD, **{k: v for k, v in given.items() if v is not None}}
+    said |= {"crop_mode": modes[mode], "crop_pct": 1.0}
+    said["input_size"] = [3, *size] if isinstance(size, list) else None
     name = config.get("architecture") or "custom"
     for each in (name, model_cfg["vision_cfg"].get("timm_model_name") or name):
         _check_name(each, where)
-    preprocess = replace(preprocess_of(cfg, where), assumed=assumed)
-    unsaid = _unsaid(config.get("elsa", {}), where)
+    preprocess = replace(preprocess_of(said, where), assumed=assumed)
+    unsaid = _unsaid(extension, where)
     return Recipe("open_clip", name, {}, 0, preprocess, None, dict(model_cfg), unsaid)
-
-
-def _check_name(name: Any, where: str) -> None:
-    """Refuse a name that could lead elsewhere as a path."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
-        raise ModelError(
-            f"{where} names an architecture {str(name)[:60]!r}: a name has letters, digits, . _ - +"
-        )
 
 
 def preprocess_of(cfg: Mapping[str, Any], where: str) -> Preprocess:
@@ -137,27 +126,23 @@ def preprocess_of(cfg: Mapping[str, Any], where: str) -> Preprocess:
         ModelError: a value that cannot be.
     """
     size = cfg.get("input_size") or list(Preprocess().input_size)
-    if not (isinstance(size, (list, tuple)) and len(size) == 3 and all(map(_is_extent, size))):
+    good = isinstance(size, (list, tuple)) and len(size) == 3 and all(map(pair_of, size))
+    if not good or any(isinstance(extent, (list, tuple)) for extent in size):
         raise ModelError(
             f"{where}: input_size must be three whole numbers (C, H, W) from 1 to {MAX_IMAGE_SIZE}"
         )
     default = replace(Preprocess().with_channels(size[0]), input_size=tuple(size))
-    crop = cfg.get("crop_pct", default.crop_pct)
-    # Above 1 the image is smaller than the input and its border is black: timm's VOLO at 448.
-    if not _within(crop, 0.05, 2.0):
-        raise ModelError(f"{where}: crop_pct must be a number from 0.05 to 2")
-    interpolation = cfg.get("interpolation", default.interpolation)
-    if interpolation not in INTERPOLATIONS:
-        raise ModelError(f"{where}: interpolation must be one of {', '.join(INTERPOLATIONS)}")
-    mode = cfg.get("crop_mode") or default.crop_mode
-    if mode not in CROP_MODES:
-        raise ModelError(f"{where}: crop_mode must be one of {', '.join(CROP_MODES)}")
-    mean = _per_channel(cfg, "mean", default.mean, -1e6, where)
-    std = _per_channel(cfg, "std", default.std, 1e-6, where)
-    return replace(
-        default, mean=mean, std=std, interpolation=interpolation, crop_pct=float(crop),
-        crop_mode=mode,
-    )  # fmt: skip
+    said = {key: cfg.get(key) or None for key in ("mean", "std", "crop_mode")}
+    said |= {key: cfg.get(key) for key in ("crop_pct", "interpolation")}
+    return default.with_said(said, lambda key: f"{where}: {key}", ModelError)
+
+
+def _check_name(name: Any, where: str) -> None:
+    """Refuse a name that could lead elsewhere as a path."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
+        raise ModelError(
+            f"{where} names an architecture {str(name)[:60]!r}: a name has letters, digits, . _ - +"
+        )
 
 
 def _assumed(extension: Any, cfg: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -171,47 +156,11 @@ def _assumed(extension: Any, cfg: Mapping[str, Any], where: str) -> tuple[str, .
 def _unsaid(extension: Any, where: str) -> dict[str, Any]:
     """Return what an earlier elsa took from the architecture's name alone."""
     noted = extension.get("unsaid", {}) if isinstance(extension, Mapping) else {}
-    values = noted.values() if isinstance(noted, Mapping) else ()
-    counts = [n for value in values for n in (value if isinstance(value, list) else [value])]
-    known = (
-        isinstance(noted, Mapping)
-        and len(noted) <= _MAX_UNSAID
-        and all(isinstance(key, str) and _UNSAID.fullmatch(key) for key in noted)
-    )
-    if not known or not all(type(n) is int and 0 < n < 2**31 for n in counts):
+    good = isinstance(noted, Mapping) and len(noted) <= _MAX_UNSAID
+    for key, value in noted.items() if good else ():
+        counts = value if isinstance(value, list) else [value]
+        good = good and isinstance(key, str) and _UNSAID.fullmatch(key) is not None
+        good = good and all(type(n) is int and 0 < n < 2**31 for n in counts)
+    if not good:
         raise ModelError(f"{where}: unsaid must give numbers by the names of arguments")
     return dict(noted)
-
-
-def _per_channel(
-    cfg: Mapping[str, Any], key: str, default: tuple[float, ...], least: float, where: str
-) -> tuple[float, ...]:
-    """One number for each channel; a single one serves them all, as timm reads it."""
-    values, count = cfg.get(key) or default, len(default)
-    if not isinstance(values, (list, tuple)) or len(values) not in (1, count):
-        raise ModelError(f"{where}: {key} must be {count} numbers, one for each channel")
-    if not all(_within(value, least, 1e6) for value in values):
-        raise ModelError(f"{where}: {key} must be numbers from {least:g} to 1e6")
-    return tuple(float(value) for value in values) * (count // len(values))
-
-
-def _with_size(preprocess: Preprocess, args: Mapping[str, Any], where: str) -> Preprocess:
-    """An image size among the arguments describes the weights better than the published one."""
-    size = args.get("img_size", args.get("image_size"))
-    if size is None:
-        return preprocess
-    pair = (size, size) if type(size) is int else tuple(size) if isinstance(size, list) else ()
-    if len(pair) != 2 or not all(map(_is_extent, pair)):
-        raise ModelError(
-            f"{where}: img_size must be one or two whole numbers from 1 to {MAX_IMAGE_SIZE}"
-        )
-    return replace(preprocess, input_size=(preprocess.input_size[0], *pair))
-
-
-def _is_extent(value: Any) -> bool:
-    return type(value) is int and 0 < value <= MAX_IMAGE_SIZE
-
-
-def _within(value: Any, least: float, most: float) -> bool:
-    """True for a number in the range; NaN is in none."""
-    return type(value) in (int, float) and least <= value <= most

@@ -5,24 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from elsa_core.base.messages import first_line, quiet
+from elsa_core.base.messages import first_line, listed, quiet
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading import libraries
-from elsa_core.loading.accounted import changed
 from elsa_core.loading.building import BUILD_ERRORS
-from elsa_core.loading.fit import differences, matches
+from elsa_core.loading.fit import changed, differences, matches
 from elsa_core.loading.imagesize import with_image_size
 from elsa_core.loading.libraries import build, build_meta, label
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.recognise import explain_misfit
-from elsa_core.loading.shown import Shapes
 from elsa_core.loading.weights import Weights
 
 # How much more than a model's numbers a file may hold, and be read: another tower, a decoder.
@@ -36,11 +33,7 @@ Size = tuple[int, int] | None
 
 
 def apply(
-    recipe: Recipe,
-    weights: Weights,
-    image_size: Size,
-    dtype: torch.dtype,
-    given: Mapping[str, Any] | None = None,
+    recipe: Recipe, weights: Weights, image_size: Size, dtype: torch.dtype, given: Mapping[str, Any]
 ) -> tuple[nn.Module, Recipe, tuple[str, ...]]:
     """Build the model and put the weights in place, resized where the image size differs.
 
@@ -59,11 +52,11 @@ def apply(
     """
     target = recipe if image_size is None else with_image_size(recipe, image_size)
     weights, dropped = _headless(recipe, weights) if drops_classifier(given) else (weights, [])
-    shapes = weights.shapes
+    misfit = f"{weights.path} does not fit {label(recipe)}"
     plain = build_meta(target)
-    exact = matches(plain, shapes)
+    exact = matches(plain, weights.shapes)
     if not exact:
-        _check_scale(plain, shapes, weights.path, recipe)
+        _check_scale(plain, weights, recipe, misfit)
     _check_floating(plain, weights, recipe)
     try:
         with quiet():
@@ -71,22 +64,24 @@ def apply(
     except ElsaError:
         raise
     except BUILD_ERRORS as error:
-        why = explain_misfit(recipe, shapes)
-        raise ModelError(
-            f"{weights.path} does not fit {label(recipe)}: {why or first_line(error)}; {_ADVICE}"
-        ) from error
-    asked = _asked(target, recipe, plain, shapes, given or {})
+        why = explain_misfit(recipe, weights.shapes)
+        raise ModelError(f"{misfit}: {why or first_line(error)}; {_ADVICE}") from error
+    asked = _asked(target, recipe, plain, weights, given)
     resized = bool(asked) or target.size != recipe.size
-    _check_held(model, weights, asked, recipe, resized)
-    notes = [f"resampled as asked: {_some(asked)}"] if asked else []
+    # A model that is not what the file holds: a proof about it would prove nothing.
+    if found := changed(model, weights.tensors, asked, resized=resized):
+        name = next(iter(found))
+        more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
+        raise ModelError(f"{misfit} as it is: {name[:120]} {found[name]}{more}; {_ADVICE}")
+    notes = [f"resampled as asked: {listed(asked)}"] if asked else []
     if dropped:
-        notes.append(f"dropped as asked (num_classes=0): {_some(dropped)}")
+        notes.append(f"dropped as asked (num_classes=0): {listed(dropped)}")
     return model.eval().to(dtype=dtype), target, tuple(notes)
 
 
-def drops_classifier(given: Mapping[str, Any] | None) -> bool:
+def drops_classifier(given: Mapping[str, Any]) -> bool:
     """True where the user has typed `num_classes=0`."""
-    count = (given or {}).get("num_classes")
+    count = given.get("num_classes")
     return type(count) is int and count == 0
 
 
@@ -94,18 +89,13 @@ def _headless(recipe: Recipe, weights: Weights) -> tuple[Weights, list[str]]:
     """Return the weights without the tensors that only a model with a classifier has."""
     with_one = build_meta(dataclasses.replace(recipe, num_classes=2)).state_dict().keys()
     names = with_one - build_meta(recipe).state_dict().keys()
-    dropped = sorted(names & weights.shapes.keys())
-    if not dropped:
-        return weights, []
     shapes = {name: shape for name, shape in weights.shapes.items() if name not in names}
-    return Weights(
-        shapes,
-        weights.metadata,
-        weights.path,
-        lambda: {name: weights.tensors[name] for name in shapes},
-        weights.notes,
-        weights.size,
-    ), dropped
+
+    def read() -> dict[str, Tensor]:
+        return {name: weights.tensors[name] for name in shapes}
+
+    kept = dataclasses.replace(weights, shapes=shapes, read=read)
+    return kept, sorted(names & weights.shapes.keys())
 
 
 def _filled(recipe: Recipe, weights: Weights) -> nn.Module:
@@ -120,42 +110,27 @@ def _filled(recipe: Recipe, weights: Weights) -> nn.Module:
     return model
 
 
+def _convert(target: Recipe, recipe: Recipe, weights: Weights) -> nn.Module:
+    """Let the library read the file its own way: renamed tensors, resized position embeddings."""
+    converted = libraries.of(target.library).converted
+    if converted is not None:
+        return converted(target, recipe, weights)
+    model = build(target)
+    model.load_state_dict(dict(weights.tensors))
+    return model
+
+
 def _asked(
-    target: Recipe,
-    recipe: Recipe,
-    plain: nn.Module,
-    shapes: Shapes,
-    given: Mapping[str, Any],
+    target: Recipe, recipe: Recipe, plain: nn.Module, weights: Weights, given: Mapping[str, Any]
 ) -> list[str]:
     """Return the tensors whose shape the user's image size, window or patch size changes."""
-    if target.size == recipe.size and not _RESAMPLING.intersection(given):
-        return []
-    _, _, wrong = differences(plain, shapes)
     if _RESAMPLING.intersection(given):
-        return sorted(wrong)
+        return sorted(differences(plain, weights.shapes)[2])
+    if target.size == recipe.size:
+        return []
     native = {name: tensor.shape for name, tensor in build_meta(recipe).state_dict().items()}
     resized = plain.state_dict().items()
-    return sorted(n for n, t in resized if n in shapes and native.get(n) != t.shape)
-
-
-def _check_held(
-    model: nn.Module, weights: Weights, asked: Sequence[str], recipe: Recipe, resized: bool
-) -> None:
-    """Refuse a model that is not what the file holds: a proof about it would prove nothing."""
-    found = changed(model, weights.tensors, asked, resized=resized)
-    if not found:
-        return
-    name = next(iter(found))
-    more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
-    raise ModelError(
-        f"{weights.path} does not fit {label(recipe)} as it is: {name[:120]} {found[name]}{more};"
-        f" {_ADVICE}"
-    )
-
-
-def _some(names: Sequence[str]) -> str:
-    listed = ", ".join(names[:2])
-    return listed + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    return sorted(n for n, t in resized if n in weights.shapes and native.get(n) != t.shape)
 
 
 def _check_floating(model: nn.Module, weights: Weights, recipe: Recipe) -> None:
@@ -170,8 +145,9 @@ def _check_floating(model: nn.Module, weights: Weights, recipe: Recipe) -> None:
             )
 
 
-def _check_scale(model: nn.Module, shapes: Shapes, path: Path, recipe: Recipe) -> None:
+def _check_scale(model: nn.Module, weights: Weights, recipe: Recipe, misfit: str) -> None:
     """A model far larger than its file, far smaller, or with no tensor of it, cannot be meant."""
+    shapes = weights.shapes
     missing, unexpected, _ = differences(model, shapes)
     total = len(shapes)
     if len(unexpected) == total or len(missing) > max(8, 4 * total):
@@ -179,21 +155,7 @@ def _check_scale(model: nn.Module, shapes: Shapes, path: Path, recipe: Recipe) -
         part, count = Counter(name.partition(".")[0] for name in shapes).most_common(1)[0]
         other = 1 < count < total and not hasattr(model, part)
         hint = f"; --weights {part} takes {count} of its tensors" if other else ""
-        why = explain_misfit(recipe, shapes)
-        raise ModelError(f"{path} does not fit {label(recipe)}: {why}{hint}")
+        raise ModelError(f"{misfit}: {explain_misfit(recipe, shapes)}{hint}")
     there, here = sum(map(math.prod, shapes.values())), sum(t.numel() for t in model.parameters())
     if there > _FAR * here + _FEW:
-        raise ModelError(
-            f"{path} does not fit {label(recipe)}: {there} numbers in the file and {here} in the"
-            " model"
-        )
-
-
-def _convert(target: Recipe, recipe: Recipe, weights: Weights) -> nn.Module:
-    """Let the library read the file its own way: renamed tensors, resized position embeddings."""
-    converted = libraries.of(target.library).converted
-    if converted is not None:
-        return converted(target, recipe, weights)
-    model = build(target)
-    model.load_state_dict(dict(weights.tensors))
-    return model
+        raise ModelError(f"{misfit}: {there} numbers in the file and {here} in the model")

@@ -1,26 +1,27 @@
-"""A named architecture fitted to tensors: classifier, channels and image size from the shapes."""
+"""Do the tensors of a file fit a model, and does a loaded model hold every one of them, unchanged?
+
+Libraries convert older files as they load them: they rename, reshape, transpose and join tensors,
+which keeps every number, and they resample and drop some, which does not.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, ElsaError
 from elsa_core.loading import libraries
-from elsa_core.loading.libraries import build_meta, default_recipe, patch_step, resized
-from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe
+from elsa_core.loading.libraries import build_meta, patch_step, resized
+from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe, required_pair
 from elsa_core.loading.shown import Shapes, table_grid
-from elsa_core.loading.spec import ModelSpec
 
-# Keywords of the user that the recipe holds elsewhere than among the constructor's.
-_OF_RECIPE = ("num_classes", "img_size")
-
-# Buffers that older releases stored and that are computed from the image size.
+# Buffers that older releases stored and that are computed from window and image size.
 _COMPUTED = re.compile(
     r"(.*\.)?(relative_position_index|attn_mask|relative_coords_table|position_ids"
     r"|relative_coordinates_log|freqs_cos|freqs_sin)"
@@ -30,55 +31,31 @@ _COMPUTED = re.compile(
 _UNUSED = re.compile(r"mask_token|local_cls_norm\..*|(.*\.)?(periods|bias_mask)")
 
 
-def recipe_of(
-    spec: ModelSpec, shapes: Shapes | None = None, given: Mapping[str, Any] | None = None
-) -> Recipe:
-    """Return the library's recipe, with classifier and channels as in the shapes (when given).
-
-    Args:
-        spec: of a library.
-        shapes: tensor shapes by name.
-        given: arguments of the constructor that the user has typed (--model-kwargs); they win.
-
-    Raises:
-        ArgumentError: the library takes no such arguments.
-    """
-    recipe = default_recipe(spec)
-    if shapes is not None:
-        recipe = libraries.of(recipe.library).as_in(recipe, shapes)
-    return with_given(recipe, given) if given else recipe
-
-
 def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
     """Return the recipe with the constructor's arguments that a user typed.
 
     Raises:
         ArgumentError: a CLIP, whose towers a configuration describes, or a value that cannot be.
     """
+    if not given:
+        return recipe
     libraries.refuse_arguments(recipe)
-    args = {**recipe.args, **{k: v for k, v in given.items() if k not in _OF_RECIPE}}
-    recipe = dataclasses.replace(recipe, args=args)
+    where = "model_kwargs (--model-kwargs)"
+    # Two keywords that the recipe holds elsewhere than among the constructor's.
+    count, size = given.get("num_classes"), given.get("img_size")
+    recipe = recipe.with_args(
+        {key: value for key, value in given.items() if key not in ("num_classes", "img_size")}
+    )
     if "num_classes" in given:
-        if type(given["num_classes"]) is not int or not 0 <= given["num_classes"] < 2**31:
-            raise ArgumentError("model_kwargs (--model-kwargs): num_classes must be >= 0")
-        recipe = dataclasses.replace(recipe, num_classes=given["num_classes"])
+        if type(count) is not int or not 0 <= count < 2**31:
+            raise ArgumentError(f"{where}: num_classes must be >= 0")
+        recipe = dataclasses.replace(recipe, num_classes=count)
     if type(given.get("in_chans")) is int and given["in_chans"] > 0:
         preprocess = recipe.preprocess.with_channels(given["in_chans"])
         recipe = dataclasses.replace(recipe, preprocess=preprocess)
     if "img_size" in given:
-        size = given["img_size"]
-        pair = (size, size) if type(size) is int else tuple(size) if _is_list(size) else ()
-        if len(pair) != 2 or not all(type(n) is int and 0 < n <= MAX_IMAGE_SIZE for n in pair):
-            raise ArgumentError(
-                "model_kwargs (--model-kwargs): img_size must be one or two whole numbers from 1"
-                f" to {MAX_IMAGE_SIZE}"
-            )
-        recipe = resized(recipe, (pair[0], pair[1]))
+        recipe = resized(recipe, required_pair(size, where, ArgumentError))
     return recipe
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
 
 
 def fitted(
@@ -89,7 +66,12 @@ def fitted(
         model = build_meta(recipe)
         if matches(model, shapes):
             return recipe
-        size = _image_size(model, recipe, shapes, image_size)
+        step = patch_step(model, recipe)
+        if step is None:
+            return None
+        usual = None if image_size is None else (image_size[0] // step[0], image_size[1] // step[1])
+        grid = _grid(recipe, shapes, model, usual)
+        size = None if grid is None else (grid[0] * step[0], grid[1] * step[1])
         if size is None or size == recipe.size or max(size) > MAX_IMAGE_SIZE:
             return None
         recipe = resized(recipe, size)
@@ -134,66 +116,133 @@ def matches(model: nn.Module, shapes: Shapes) -> bool:
     return not any(differences(model, shapes))
 
 
-def same_shapes(one: nn.Module, other: nn.Module) -> bool:
-    """True when two models have parameters of the same names and shapes."""
-    first, second = (
-        {name: tensor.shape for name, tensor in model.named_parameters()} for model in (one, other)
-    )
-    return first == second
-
-
-def _image_size(
-    model: nn.Module, recipe: Recipe, shapes: Shapes, given: tuple[int, int] | None
-) -> tuple[int, int] | None:
-    """Recover the image size from position tensors; None where they do not tell one."""
-    tower: Any = getattr(model, "visual", model)
-    step = patch_step(model, recipe)
-    if step is None:
-        return None
-    grid = _grid(tower, recipe, shapes, model, None if given is None else
-                 (given[0] // step[0], given[1] // step[1]))  # fmt: skip
-    return None if grid is None else (grid[0] * step[0], grid[1] * step[1])
-
-
 def _grid(
-    tower: Any, recipe: Recipe, shapes: Shapes, model: nn.Module, given: tuple[int, int] | None
+    recipe: Recipe, shapes: Shapes, model: nn.Module, given: tuple[int, int] | None
 ) -> tuple[int, int] | None:
-    """Return the patches (rows, columns) that the tensors were made for."""
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name, shape in own.items():
+    """Return the patches (rows, columns) that the tensors were made for; None where none tells."""
+    for name, tensor in model.state_dict().items():
         leaf = name.rpartition(".")[2]
         there = shapes.get(name)
-        if there is None or len(there) != len(shape):
+        if there is None or len(there) != tensor.ndim:
             continue
-        if leaf in ("pos_embed", "positional_embedding", "pos_embedding") and _visual(name, recipe):
-            if len(shape) == 4:
+        # The text tower of CLIP has position embeddings too; they say nothing about images.
+        visual = not recipe.two_towers or name.startswith("visual.")
+        if leaf in ("pos_embed", "positional_embedding", "pos_embedding") and visual:
+            if tensor.ndim == 4:
                 return there[1], there[2]
-            tokens, usual = there[-2], shape[-2]
-            patches = _usual_patches(tower, recipe, usual)
-            return _square(tokens - (usual - patches), given)
+            tower: Any = getattr(model, "visual", model)
+            embed = getattr(getattr(tower, "trunk", tower), "patch_embed", None)
+            usual = getattr(embed, "grid_size", None) or getattr(tower, "grid_size", None)
+            patches = math.isqrt(tensor.shape[-2]) ** 2 if usual is None else math.prod(usual)
+            found = there[-2] - (tensor.shape[-2] - patches)
+            if given is not None and given[0] * given[1] == found:
+                return given
+            side = math.isqrt(max(found, 0))
+            return (side, side) if side and side * side == found else None
         if leaf == "relative_position_bias_table" and not name.startswith(("layers", "stages")):
-            side = table_grid(there[0])
-            return None if side is None else (side, side)
+            rows = table_grid(there[0])
+            return None if rows is None else (rows, rows)
     return None
 
 
-def _visual(name: str, recipe: Recipe) -> bool:
-    """The text tower of CLIP has position embeddings too; they say nothing about images."""
-    return not recipe.two_towers or name.startswith("visual.")
+# --- a loaded model ----------------------------------------------------------------------------
 
 
-def _usual_patches(tower: Any, recipe: Recipe, tokens: int) -> int:
-    """Return how many of the position tokens at the recipe's own size are patches."""
-    trunk = getattr(tower, "trunk", tower)
-    grid = getattr(getattr(trunk, "patch_embed", None), "grid_size", None)
-    grid = grid or getattr(tower, "grid_size", None)
-    if grid is not None:
-        return int(grid[0] * grid[1])
-    return math.isqrt(tokens) ** 2
+def changed(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    asked: Collection[str] = (),
+    *,
+    resized: bool = False,
+) -> dict[str, str]:
+    """Return the tensors of a file that the model does not hold as they are, each with what
+    happened to it.
+
+    Args:
+        model: loaded, its parameters in any floating dtype.
+        tensors: of the file.
+        asked: names that another image size or window was asked to change.
+        resized: the model has another image size or window than the file, and so other buffers
+            that are computed from them.
+    """
+    state = model.state_dict()
+    own = {**dict(model.named_buffers()), **state}
+    left: dict[str, Tensor] = {}
+    taken: set[str] = set()
+    found: dict[str, str] = {}
+    for name, tensor in _converted(state, tensors).items():
+        held = own.get(name)
+        if is_computed(name):
+            # Two releases computed it, each with its own rounding; for another size it differs.
+            if held is not None and not resized:
+                same = held.shape == tensor.shape
+                if not (same and torch.allclose(held.double(), tensor.double(), 1e-4, 1e-4)):
+                    found[name] = f"is not what the model computes ({_shape(tensor)})"
+        elif name in asked or (
+            held is not None
+            and held.shape == tensor.shape
+            and torch.equal(held, tensor.to(held.dtype))
+        ):
+            taken.add(name)
+        elif not is_unused(name):
+            left[name] = tensor
+    if left:
+        for name in _lost(left, [t for name, t in state.items() if name not in taken]):
+            held, what = own.get(name), "dropped"
+            if held is not None:
+                same = held.shape == tensors[name].shape
+                what = "changed" if same else f"resampled to {_shape(held)}"
+            found[name] = f"({_shape(tensors[name])}) would be {what}"
+    return found
 
 
-def _square(patches: int, given: tuple[int, int] | None) -> tuple[int, int] | None:
-    if given is not None and given[0] * given[1] == patches:
-        return given
-    side = math.isqrt(max(patches, 0))
-    return (side, side) if side and side * side == patches else None
+def _converted(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with what timm adds up or masks as it reads DINO's original files."""
+    found = dict(tensors)
+    places, first = found.get("pos_embed"), found.get("cls_token")
+    registers = "register_tokens" in found and "reg_token" in own
+    if registers and first is not None and places is not None and places.ndim == 3:
+        # timm adds the class token's position once, and keeps the patches' alone.
+        found["cls_token"] = first + places[:, 0]
+        found["pos_embed"] = places[:, 1:]
+    for name, bias in tensors.items():
+        if name.endswith("qkv.bias") and f"{name}_mask" in tensors and bias.shape[0] % 3 == 0:
+            width = bias.shape[0] // 3
+            found[name] = torch.cat([bias[:width], 0 * bias[:width], bias[2 * width :]])
+    return found
+
+
+def _lost(left: Mapping[str, Tensor], rest: list[Tensor]) -> list[str]:
+    """Return the names of the tensors whose numbers are not among the rest's, whatever shape."""
+    names, pool = [], list(rest)
+    for name, tensor in left.items():
+        if name.endswith("bias") and not tensor.count_nonzero():
+            continue  # nothing is added without it
+        place = next((i for i, held in enumerate(pool) if _same_numbers(held, tensor)), None)
+        if place is None:
+            names.append(name)
+        else:
+            pool.pop(place)
+    if names and pool:
+        # Joined (q, k and v into qkv) or split: the same numbers, zeros that are added apart.
+        dtype = pool[0].dtype
+        one = torch.cat([left[name].flatten().to(dtype) for name in names])
+        other = torch.cat([tensor.flatten().to(dtype) for tensor in pool])
+        one, other = (values[values != 0].sort().values for values in (one, other))
+        if torch.equal(one, other):
+            return []
+    return names
+
+
+def _same_numbers(held: Tensor, tensor: Tensor) -> bool:
+    """True for equal numbers in another shape, or transposed."""
+    if held.numel() != tensor.numel():
+        return False
+    cast = tensor.to(held.dtype)
+    if torch.equal(held.flatten(), cast.flatten()):
+        return True
+    return cast.ndim == 2 and torch.equal(held.flatten(), cast.t().flatten())
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "one number"

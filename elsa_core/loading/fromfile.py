@@ -1,4 +1,4 @@
-"""A model from a weights file: which architecture, at which size, and the tensors put in place."""
+"""Which architecture a weights file is of, and at which size."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from elsa_core.loading.fit import with_given
 from elsa_core.loading.libraries import default_recipe, label
 from elsa_core.loading.recipe import Recipe, checked_args
 from elsa_core.loading.recognise import fit_named, recognise
-from elsa_core.loading.shards import INDEX_SUFFIX, is_index, read_sharded
-from elsa_core.loading.shown import Shapes
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
-from elsa_core.loading.weights import Weights, read_safetensors
+from elsa_core.loading.weights import (
+    INDEX_SUFFIX,
+    Weights,
+    is_index,
+    read_safetensors,
+    read_sharded,
+)
 
 CONFIG_METADATA = "elsa_config"
 _WEIGHTS_NAMES = (
@@ -35,12 +39,7 @@ Size = tuple[int, int] | None
 def read_weights(path: Path, key: str | None = None) -> Weights:
     """Read a .safetensors file, an index of several, or a PyTorch checkpoint.
 
-    Args:
-        path: the file.
-        key: which of several weights to take (--weights).
-
-    Raises:
-        ModelError: the file is malformed, needs pickle, or holds NaN or infinity.
+    `key` says which of several weights to take (--weights).
     """
     if is_index(path):
         return read_sharded(path, key)
@@ -49,30 +48,21 @@ def read_weights(path: Path, key: str | None = None) -> Weights:
 
 
 def weights_in(directory: Path) -> Path:
-    """Return the weights file of a model directory.
-
-    Raises:
-        ModelError: none, or several with no usual name.
-    """
+    """Return the weights file of a model directory; ModelError where there is none, or several
+    with no usual name."""
     for name in _WEIGHTS_NAMES:
         if (directory / name).is_file():
             return directory / name
-    indices = sorted(directory.glob(f"*{INDEX_SUFFIX}"))
-    if len(indices) == 1:
-        return indices[0]
-    others = sorted(directory.glob("*.safetensors"))
-    if len(others) == 1:
-        return others[0]
-    what = "several .safetensors files, none named" if others else "no weights file, such as"
+    for pattern in (f"*{INDEX_SUFFIX}", "*.safetensors"):
+        found = sorted(directory.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+    what = "several .safetensors files, none named" if found else "no weights file, such as"
     raise ModelError(f"{directory} holds {what} model.safetensors")
 
 
 def refuse_links(directory: Path) -> None:
-    """Refuse a bundle in which a file is a link: it leads to what the bundle does not hold.
-
-    Raises:
-        ModelError: names the link.
-    """
+    """Refuse a bundle in which a file is a link: it leads to what the bundle does not hold."""
     if not (directory / "manifest.json").exists():
         return  # the hub's cache holds links
     link = next((path for path in sorted(directory.iterdir()) if path.is_symlink()), None)
@@ -103,9 +93,9 @@ def choose_recipe(
     weights: Weights,
     arch: str | None,
     image_size: Size,
+    given: Mapping[str, Any],
     *,
-    config_required: bool = False,
-    given: Mapping[str, Any] | None = None,
+    config_required: bool,
 ) -> Choice:
     """Find the architecture: `arch`, the file's metadata, a config beside it, or the shapes.
 
@@ -113,8 +103,8 @@ def choose_recipe(
         weights: of the file.
         arch: as typed (--arch).
         image_size: (height, width) in pixels, to settle a grid that is not square.
-        config_required: refuse a directory without a configuration.
         given: arguments of the constructor as typed (--model-kwargs).
+        config_required: refuse a directory without a configuration.
 
     Raises:
         ModelError: unknown, ambiguous, or a configuration that cannot be read.
@@ -122,36 +112,46 @@ def choose_recipe(
     """
     shapes = weights.shapes
     if arch is not None:
-        recipe = named_recipe(arch, shapes, image_size, given)
-        told = _told(recipe, given)
+        spec = parse(arch)
+        if spec.source not in libraries.names():
+            raise ArgumentError(f"arch (--arch) must name an architecture, not {arch!r}")
+        recipe = fit_named(spec, shapes, image_size, given)
+        told = _told(recipe, given, ", as the tensors' shapes say")
         notes = (f"architecture {label(recipe)}{told}",) if told else ()
         return Choice(recipe, notes, tagged=libraries.of(recipe.library).says_preprocessing(arch))
     embedded = weights.metadata.get(CONFIG_METADATA)
     if embedded is not None and not config_required:
         where = f"{weights.path} (metadata {CONFIG_METADATA})"
-        return Choice(_typed(from_config(parse_json(embedded, where), where), given), (), (), True)
+        recipe = from_config(parse_json(embedded, where), where)
+        return Choice(with_given(recipe, given), described=True)
     stated = () if config_required else weights.stated.architectures
     tried = (_recorded(name, weights, image_size, given) for name in stated)
     recorded = next((choice for choice in tried if choice is not None), None)
-    beside, problem = _config_beside(weights.path.parent)
-    if beside is not None and (recorded is None or recorded.recipe.name == beside.name):
-        return Choice(_typed(beside, given), described=True)
+    problem: ModelError | None = None
+    for path in (weights.path.parent / name for name in CONFIG_NAMES):
+        if path.is_file():
+            try:
+                beside = from_config(read_json(path), str(path))
+            except ModelError as error:
+                problem = problem or error
+                continue
+            if recorded is None or recorded.recipe.name == beside.name:
+                return Choice(with_given(beside, given), described=True)
+            break
     if config_required:
         raise problem or ModelError(f"{weights.path.parent} holds no configuration")
     if recorded is not None:
         return recorded
-    found = recognise(shapes, str(weights.path), image_size, given)
-    names = ", ".join(map(label, found.alike[:3]))
+    recipe, alike = recognise(shapes, str(weights.path), image_size, given)
+    names = ", ".join(map(label, alike[:3]))
     also = f" (the same computation as {names})" if names else ""
-    args, pixels = _args_text(found.recipe, given), _size_text(found.recipe, given)
-    note = (
-        f"architecture {label(found.recipe)}{args}{pixels}, recognised from names and shapes{also}"
-    )
-    return Choice(found.recipe, (note,), found.alike)
+    told = _told(recipe, given)
+    note = f"architecture {label(recipe)}{told}, recognised from names and shapes{also}"
+    return Choice(recipe, (note,), alike)
 
 
 def _recorded(
-    name: str, weights: Weights, image_size: Size, given: Mapping[str, Any] | None
+    name: str, weights: Weights, image_size: Size, given: Mapping[str, Any]
 ) -> Choice | None:
     """The architecture that a file names; None where trainers record another kind of name, such as
     a class, so that the shapes say more."""
@@ -160,61 +160,22 @@ def _recorded(
         if spec.source not in libraries.names() or spec.alias is not None:
             return None
         said = checked_args(weights.stated.args, f"{weights.path} (model_args)")
-        recipe = fit_named(spec, weights.shapes, image_size, {**said, **(given or {})})
+        recipe = fit_named(spec, weights.shapes, image_size, {**said, **given})
     except ElsaError:
         return None
-    note = f"architecture {label(recipe)}, from the file's metadata{_told(recipe, given)}"
+    told = _told(recipe, given, ", as the tensors' shapes say")
+    note = f"architecture {label(recipe)}, from the file's metadata{told}"
     return Choice(recipe, (note,), tagged=libraries.of(recipe.library).says_preprocessing(name))
 
 
-def _typed(recipe: Recipe, given: Mapping[str, Any] | None) -> Recipe:
-    return with_given(recipe, given) if given else recipe
-
-
-def _told(recipe: Recipe, given: Mapping[str, Any] | None) -> str:
-    """What a model with a name has otherwise than its name says; "" for nothing."""
-    args, pixels = _args_text(recipe, given), _size_text(recipe, given)
-    return f"{args}, as the tensors' shapes say{pixels and ','}{pixels}" if args else pixels
-
-
-def _args_text(recipe: Recipe, given: Mapping[str, Any] | None) -> str:
-    """The arguments that the shapes say and no flag gave."""
-    apart = {*(given or {}), *_SIZES, "in_chans"}
-    told = {key: value for key, value in recipe.args.items() if key not in apart}
-    return f" with {', '.join(f'{key}={value}' for key, value in told.items())}" if told else ""
-
-
-def _size_text(recipe: Recipe, given: Mapping[str, Any] | None) -> str:
-    """The image size where it is neither the name's nor typed; not every shape tells it."""
-    if recipe.two_towers or _SIZES & set(given or {}):
-        return ""
-    usual = default_recipe(ModelSpec(recipe.library, recipe.name, recipe.name, recipe.tag))
-    return "" if recipe.size == usual.size else f" at {side(recipe.size)} pixels"
-
-
-def named_recipe(
-    arch: str, shapes: Shapes, image_size: Size, given: Mapping[str, Any] | None = None
-) -> Recipe:
-    """Return the recipe of a name, with what the shapes show of it and what the user typed.
-
-    Raises:
-        ArgumentError: the name is a file, a directory or a hub id.
-        ModelError: unknown name.
-    """
-    spec = parse(arch)
-    if spec.source not in libraries.names():
-        raise ArgumentError(f"arch (--arch) must name an architecture, not {arch!r}")
-    return fit_named(spec, shapes, image_size, given)
-
-
-def _config_beside(directory: Path) -> tuple[Recipe | None, ModelError | None]:
-    """Return the recipe of the first readable configuration, or why there is none."""
-    problem: ModelError | None = None
-    for name in CONFIG_NAMES:
-        path = directory / name
-        if path.is_file():
-            try:
-                return from_config(read_json(path), str(path)), None
-            except ModelError as error:
-                problem = problem or error
-    return None, problem
+def _told(recipe: Recipe, given: Mapping[str, Any], source: str = "") -> str:
+    """The arguments that the shapes say and no flag gave, and the image size where it is neither
+    the name's nor typed (not every shape tells it); "" for nothing."""
+    apart = {*given, *_SIZES, "in_chans"}
+    args = ", ".join(f"{key}={value}" for key, value in recipe.args.items() if key not in apart)
+    pixels = ""
+    if not recipe.two_towers and not _SIZES & set(given):
+        usual = default_recipe(ModelSpec(recipe.library, recipe.name, recipe.name, recipe.tag))
+        pixels = "" if recipe.size == usual.size else f" at {side(recipe.size)} pixels"
+    comma = "," if source and pixels else ""
+    return f" with {args}{source}{comma}{pixels}" if args else pixels

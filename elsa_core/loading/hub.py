@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from elsa_core.base.messages import first_line
 from elsa_core.errors import ModelError, UnavailableError
 
 CONNECT_SECONDS = 5.0
@@ -37,31 +38,27 @@ def fetch(repository: str, names: Sequence[str], *, need: str) -> Path:
     from huggingface_hub import errors
 
     repo_id, _, revision = repository.partition("@")
-    for name in names:
-        try:
-            found = huggingface_hub.hf_hub_download(
-                repo_id, name, revision=revision or None, local_files_only=True
-            )
-        except errors.HFValidationError as error:
-            raise ModelError(f"{repository!r} is not a hub id: {error}") from None
-        except OSError:
-            continue
-        return Path(found)
-    require_network(huggingface_hub.constants.ENDPOINT, need=need)
-    for name in names:
-        try:
-            found = huggingface_hub.hf_hub_download(repo_id, name, revision=revision or None)
-        except (errors.RepositoryNotFoundError, errors.GatedRepoError) as error:
-            raise ModelError(
-                f"the hub has no repository {repository} that you may read ({type(error).__name__})"
-            ) from None
-        except errors.LocalEntryNotFoundError as error:
-            raise _offline(need, str(error).splitlines()[0]) from None
-        except errors.EntryNotFoundError:
-            continue
-        except (errors.HfHubHTTPError, OSError) as error:
-            raise _offline(need, str(error).splitlines()[0]) from None
-        return Path(found)
+    for cached in (True, False):
+        if not cached:
+            require_network(huggingface_hub.constants.ENDPOINT, need=need)
+        for name in names:
+            try:
+                found = huggingface_hub.hf_hub_download(
+                    repo_id, name, revision=revision or None, local_files_only=cached
+                )
+            except errors.HFValidationError as error:
+                raise ModelError(f"{repository!r} is not a hub id: {error}") from None
+            except (errors.RepositoryNotFoundError, errors.GatedRepoError) as error:
+                kind = type(error).__name__
+                raise ModelError(
+                    f"the hub has no repository {repository} that you may read ({kind})"
+                ) from None
+            except (errors.EntryNotFoundError, OSError) as error:
+                absent = isinstance(error, errors.EntryNotFoundError)
+                if cached or (absent and not isinstance(error, errors.LocalEntryNotFoundError)):
+                    continue
+                raise _offline(need, first_line(error)) from None
+            return Path(found)
     raise ModelError(f"hub repository {repository} has none of {', '.join(names)}")
 
 
@@ -73,19 +70,32 @@ def in_torch_cache(url: str) -> bool:
 
 
 def require_network(url: str, *, need: str) -> None:
-    """Raise UnavailableError unless the host of `url` answers within seconds.
-
-    Raises:
-        UnavailableError: HF_HUB_OFFLINE is set, or no connection; says how to go on.
-    """
+    """Raise UnavailableError where HF_HUB_OFFLINE is set, or unless the host of `url`, or its
+    proxy, answers within seconds; it says how to go on."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         raise _offline(need, "HF_HUB_OFFLINE is set")
-    host, port = _server(url)
-    reason = _connection_error(host, port)
-    if reason is not None:
-        raise _offline(need, f"{host} cannot be reached: {reason}")
+    parts = urllib.parse.urlsplit(url)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+        parts = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    server = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+    outcome: list[str | None] = ["no answer from the name server"]
+
+    def attempt() -> None:
+        try:
+            socket.create_connection(server, timeout=CONNECT_SECONDS).close()
+            outcome[0] = None
+        except OSError as error:
+            outcome[0] = error.strerror or str(error)
+
+    # getaddrinfo has no timeout of its own, so that it runs where it can be left behind.
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(CONNECT_SECONDS + 3.0)
+    if outcome[0] is not None:
+        raise _offline(need, f"{server[0]} cannot be reached: {outcome[0]}")
 
 
 def _offline(need: str, reason: str) -> UnavailableError:
@@ -96,30 +106,3 @@ def _offline(need: str, reason: str) -> UnavailableError:
         " torchvision) at a cache that has them, give a .safetensors file, or"
         f" {'name a timm model' if 'configuration' in need else random}"
     )
-
-
-def _server(url: str) -> tuple[str, int]:
-    """Return the host and port that a request for `url` talks to first: its proxy, or itself."""
-    parts = urllib.parse.urlsplit(url)
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
-        parts = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    return parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
-
-
-def _connection_error(host: str, port: int) -> str | None:
-    """Try one connection; a name server that never answers is given up on as well."""
-    outcome: list[str | None] = ["no answer from the name server"]
-
-    def attempt() -> None:
-        try:
-            socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
-            outcome[0] = None
-        except OSError as error:
-            outcome[0] = error.strerror or str(error)
-
-    # getaddrinfo has no timeout of its own, so that it runs where it can be left behind.
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(CONNECT_SECONDS + 3.0)
-    return outcome[0]

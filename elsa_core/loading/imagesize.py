@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from elsa_core.base.messages import first_line, side
+from elsa_core.base.reading import memory_bytes
 from elsa_core.errors import ArgumentError, ModelError, TooLargeError
 from elsa_core.loading import libraries
 from elsa_core.loading.building import BUILD_ERRORS
@@ -23,26 +23,21 @@ _SEARCH_STEPS = (32, 56, 64, 112, 224)
 
 
 def checked_size(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """Return (height, width) in pixels, or refuse.
+    """Return (height, width) in pixels.
 
     Raises:
         ArgumentError: not one or two whole numbers in 1..MAX_IMAGE_SIZE.
     """
-    sequence = isinstance(image_size, Sequence) and not isinstance(image_size, str)
+    where = "image_size (--img-size)"
     pair: tuple[Any, ...] = (image_size, image_size)
-    if sequence:
-        pair = tuple(image_size)  # type: ignore[arg-type]
+    if isinstance(image_size, Sequence) and not isinstance(image_size, str):
+        pair = tuple(image_size)
     if len(pair) != 2 or any(type(side) is not int for side in pair):
-        raise ArgumentError(
-            f"image_size (--img-size) must be one or two whole numbers, not {image_size!r}"
-        )
-    for extent in pair:
-        if extent < 1:
-            raise ArgumentError(f"image_size (--img-size) must be positive, not {extent}")
-        if extent > MAX_IMAGE_SIZE:
-            raise ArgumentError(
-                f"image_size (--img-size) {extent} is beyond the limit of {MAX_IMAGE_SIZE} pixels"
-            )
+        raise ArgumentError(f"{where} must be one or two whole numbers, not {image_size!r}")
+    if min(pair) < 1:
+        raise ArgumentError(f"{where} must be positive, not {min(pair)}")
+    if max(pair) > MAX_IMAGE_SIZE:
+        raise ArgumentError(f"{where} {max(pair)} is beyond the limit of {MAX_IMAGE_SIZE} pixels")
     return pair[0], pair[1]
 
 
@@ -66,7 +61,7 @@ def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
     original = build_meta(recipe)
     step = patch_step(original, recipe)
     if step is not None and (size[0] % step[0] or size[1] % step[1]):
-        near = _join(_neighbours(size[0], step[0]) if step[0] == step[1] else ())
+        near = _near(_neighbours(size[0], step[0]) if step[0] == step[1] else [])
         raise ArgumentError(
             f"image_size (--img-size) {side(size)} is not a multiple of the patch size"
             f" {side(step)} of {recipe.name}{near}"
@@ -75,7 +70,16 @@ def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
     found = problem(target)
     # A model that the meta device cannot run at its own size says nothing about this one.
     if found is not None and problem(recipe, original) is None:
-        near = _join(_valid_near(recipe, size[0]))
+        # Square sizes at which the model runs, of the finest grid that has any.
+        runs = (
+            [
+                near
+                for near in _neighbours(size[0], step)
+                if near <= MAX_IMAGE_SIZE and problem(resized(recipe, (near, near))) is None
+            ]
+            for step in _SEARCH_STEPS
+        )
+        near = _near(next(filter(None, runs), [recipe.size[0]]))
         raise ArgumentError(
             f"image_size (--img-size) {side(size)} does not suit {recipe.name}: {found}{near}"
         )
@@ -85,12 +89,8 @@ def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
 def problem(recipe: Recipe, model: nn.Module | None = None) -> str | None:
     """Why the model cannot be built or run at the recipe's size, None when it can.
 
-    Args:
-        recipe: of the model.
-        model: on the meta device, where it is built already.
-
-    Raises:
-        TooLargeError: it needs more memory than the machine has.
+    `model`: on the meta device, where it is built already. TooLargeError where it needs more memory
+    than the machine has.
     """
     try:
         model = build_meta(recipe) if model is None else model
@@ -126,37 +126,19 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def _check_memory(needed: int, recipe: Recipe) -> None:
     """Refuse a size at which the model and one image exceed the machine's memory."""
-    try:
-        present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return
-    if needed > MEMORY_SHARE * present:
+    present = memory_bytes()
+    if present is not None and needed > MEMORY_SHARE * present:
         raise TooLargeError(
             f"image_size (--img-size) {side(recipe.size)} makes {recipe.name} need about"
             f" {needed / 2**30:.0f} GiB for one image; this machine has {present / 2**30:.0f} GiB"
         )
 
 
-def _valid_near(recipe: Recipe, side: int) -> tuple[int, ...]:
-    """Square sizes near `side` at which the model runs, of the finest grid that has any."""
-    for step in _SEARCH_STEPS:
-        found = [
-            near
-            for near in _neighbours(side, step)
-            if near <= MAX_IMAGE_SIZE and problem(resized(recipe, (near, near))) is None
-        ]
-        if found:
-            return tuple(found)
-    return (recipe.size[0],)
-
-
-def _neighbours(side: int, step: int) -> tuple[int, ...]:
+def _neighbours(side: int, step: int) -> list[int]:
     """The multiples of `step` around `side`, without 0; `side` itself when it is one."""
-    below = side // step * step
-    return tuple(near for near in dict.fromkeys((below, -(-side // step) * step)) if near > 0)
+    around = dict.fromkeys((side // step * step, -(-side // step) * step))
+    return [near for near in around if near > 0]
 
 
-def _join(sizes: tuple[int, ...]) -> str:
-    if not sizes:
-        return ""
-    return f"; nearest valid: {' or '.join(str(size) for size in sizes)}"
+def _near(sizes: Sequence[int]) -> str:
+    return f"; nearest valid: {' or '.join(map(str, sizes))}" if sizes else ""

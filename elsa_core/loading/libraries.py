@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from elsa_core.errors import ArgumentError, ModelError
-from elsa_core.loading.building import UninitialisedParameters, built
+from elsa_core.base.messages import first_line, quiet
+from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
+from elsa_core.loading.building import BUILD_ERRORS, UninitialisedParameters, built
 from elsa_core.loading.library import Library
 from elsa_core.loading.open_clip_models import OPEN_CLIP
 from elsa_core.loading.recipe import Recipe
@@ -42,46 +43,31 @@ def names() -> tuple[str, ...]:
 
 
 def of(name: str) -> Library:
-    """The library of this name, as a recipe has it.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """The library of this name, as a recipe has it; ModelError where there is none."""
     for library in LIBRARIES:
         if library.name == name:
             return library
-    if name in NAMELESS:
-        return Library(name=name, names=list, lookup=lambda name: None,
-                       recipe=lambda model, tag: Recipe(name, model),
-                       build=_not_by_name)  # fmt: skip
-    raise ModelError(f"no library is named {name[:40]!r}: elsa knows {', '.join(names())}")
+    if name not in NAMELESS:
+        raise ModelError(f"no library is named {name[:40]!r}: elsa knows {', '.join(names())}")
 
+    def refuse(recipe: Recipe) -> nn.Module:
+        raise ModelError(f"{recipe.name} of {recipe.library} is not built by its name")
 
-def _not_by_name(recipe: Recipe) -> nn.Module:
-    raise ModelError(f"{recipe.name} of {recipe.library} is not built by its name")
+    return Library(name=name, names=list, lookup=lambda name: None,
+                   recipe=lambda model, tag: Recipe(name, model), build=refuse)  # fmt: skip
 
 
 def default_recipe(spec: ModelSpec) -> Recipe:
     """Return the recipe that the library itself follows for this name.
 
-    Args:
-        spec: of a library. The first has no model named as a file or a hub id, and says so when
-            it is built.
-
-    Raises:
-        UnavailableError: the library is not installed.
+    The first library has no model named as a file or a hub id, and says so when it is built.
     """
     library = of(spec.source) if spec.source in names() else first()
     return library.recipe(spec.name, spec.tag)
 
 
 def build(recipe: Recipe) -> nn.Module:
-    """Build the model with fresh random weights, in eval mode.
-
-    Raises:
-        ModelError: the library does not know the name or cannot follow the arguments.
-        UnavailableError: the library, or one that this model needs, is not installed or offline.
-    """
+    """Build the model with fresh random weights, in eval mode; raises as `built`."""
     return built(of(recipe.library).build, recipe)
 
 
@@ -89,6 +75,33 @@ def build_meta(recipe: Recipe) -> nn.Module:
     """Build shapes without memory, on the meta device."""
     with torch.device("meta"), UninitialisedParameters():
         return build(recipe)
+
+
+def build_published(recipe: Recipe) -> tuple[nn.Module, str]:
+    """Build the model with its published weights, and name them.
+
+    Raises:
+        ModelError: no weights are published for the name, or they do not fit it.
+        UnavailableError: they are not in the cache and the network cannot be reached.
+    """
+    published = of(recipe.library).published
+    if published is None:
+        raise ModelError(f"{recipe.library} publishes no weights: leave out --pretrained")
+    try:
+        with quiet():
+            model, origin = published(recipe)
+    except ElsaError:
+        raise
+    except OSError as error:
+        raise UnavailableError(
+            f"the weights of {recipe.name} cannot be fetched: {first_line(error)};"
+            " leave out --pretrained for random weights"
+        ) from error
+    except BUILD_ERRORS as error:
+        raise ModelError(
+            f"the published weights of {recipe.name} do not load: {first_line(error)}"
+        ) from error
+    return model.eval(), f"pretrained ({origin})"
 
 
 def resized(recipe: Recipe, size: tuple[int, int]) -> Recipe:
@@ -130,26 +143,19 @@ def classes(model: nn.Module, recipe: Recipe) -> int:
 
 def explicit(recipe: Recipe, num_classes: int) -> Recipe:
     """Return the recipe with nothing left to the library's defaults, which a tag can change."""
-    args = dict(recipe.args)
-    for key, value in of(recipe.library).explicit(recipe).items():
-        args.setdefault(key, value)
+    args = {**of(recipe.library).explicit(recipe), **recipe.args}
     return dataclasses.replace(recipe, args=args, num_classes=num_classes)
 
 
 def refuse_arguments(recipe: Recipe) -> None:
-    """Refuse arguments of the constructor for a model that a configuration describes.
-
-    Raises:
-        ArgumentError: names the libraries that take them.
-    """
-    if not recipe.two_towers:
-        return
-    *most, last = (library.name for library in LIBRARIES if library.config_args is not None)
-    takers = f"{', '.join(most)} and {last}" if most else last
-    raise ArgumentError(
-        f"model_kwargs (--model-kwargs) are for {takers}; {recipe.library}'s {recipe.name}"
-        " is described by an open_clip_config.json"
-    )
+    """Refuse arguments of the constructor for a model that a configuration describes."""
+    if recipe.two_towers:
+        *most, last = (each.name for each in LIBRARIES if each.config_args is not None)
+        takers = f"{', '.join(most)} and {last}"
+        raise ArgumentError(
+            f"model_kwargs (--model-kwargs) are for {takers}; {recipe.library}'s {recipe.name}"
+            " is described by an open_clip_config.json"
+        )
 
 
 def label(recipe: Recipe) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from elsa_core.errors import ModelError
+from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading.shown import Shapes, Shown
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from elsa_core.loading.weights import Weights
 
 Size: TypeAlias = tuple[int, int]
-ConfigArgs: TypeAlias = "Callable[[Mapping[str, Any], Preprocess], dict[str, Any]]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Library:
     preprocessings: Callable[[Recipe], dict[str, Preprocess]] = lambda recipe: {}
     hub_files: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
 
-    config_args: ConfigArgs | None = None
+    config_args: Callable[[Mapping[str, Any], Preprocess], dict[str, Any]] | None = None
     config_keys: tuple[str, ...] = ()
     converted: Callable[[Recipe, Recipe, Weights], nn.Module] | None = None
     takes_heads: bool = True
@@ -89,6 +89,20 @@ class Library:
     variants: Callable[[Recipe, Shapes], list[Shown]] = lambda recipe, shapes: [Shown()]
     marks: Callable[[Shapes], bool] = lambda shapes: False
     candidates: Callable[[Search], Iterable[Recipe]] | None = None
+
+
+def imported(library: str, package: str) -> Any:
+    """The library's module.
+
+    Raises:
+        UnavailableError: not installed.
+    """
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        raise UnavailableError(
+            f"{library} is not installed: pip install {package} ({error})"
+        ) from None
 
 
 def unknown(library: str, name: str, names: Sequence[str], kind: str = "") -> ModelError:
@@ -99,12 +113,7 @@ def unknown(library: str, name: str, names: Sequence[str], kind: str = "") -> Mo
 
 
 def check_tag(library: str, name: str, tag: str, tags: Sequence[str]) -> None:
-    """Refuse a tag that no published weights have.
-
-    Raises:
-        ModelError: lists those that there are.
-    """
-    if tag in tags:
-        return
-    known = ", ".join(sorted(tags)) if tags else "none are published"
-    raise ModelError(f"{library} model {name} has no weights named {tag!r}: {known}")
+    """Refuse a tag that no published weights have; the error lists those that there are."""
+    if tag not in tags:
+        known = ", ".join(sorted(tags)) if tags else "none are published"
+        raise ModelError(f"{library} model {name} has no weights named {tag!r}: {known}")

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -24,9 +24,8 @@ from elsa_core.loading.fill import apply, drops_classifier
 from elsa_core.loading.fit import with_given
 from elsa_core.loading.fromfile import choose_recipe, read_weights, refuse_links, weights_in
 from elsa_core.loading.imagesize import checked_size, with_image_size
-from elsa_core.loading.libraries import build, classes, default_recipe, explicit
+from elsa_core.loading.libraries import build, build_published, classes, default_recipe, explicit
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
-from elsa_core.loading.published import build_published
 from elsa_core.loading.python_models import build_own
 from elsa_core.loading.recipe import Given, Preprocess, Recipe, checked_args
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
@@ -50,6 +49,7 @@ class Loaded:
     Attributes:
         model: on the device and in the dtype that were asked for.
         spec: what the user named.
+        recipe: how to build the model again.
         name: the architecture, as its library calls it.
         input_size: channels, height and width of its images in pixels.
         mean: per channel, on images scaled to 0..1; likewise `std`.
@@ -61,7 +61,6 @@ class Loaded:
         notes: lines for the user: an alias that was completed, an architecture that was recognised.
         warnings: lines that the user should act on: a preprocessing that had to be assumed, which
             of several weights was taken.
-        recipe: how to build the model again.
         report: what was patched, for a directory that was saved patched; otherwise None.
         tower: "image" or "text" where `model` is one tower of the CLIP that was loaded.
         alike: other architectures with the same tensors that compute the same.
@@ -71,16 +70,10 @@ class Loaded:
 
     model: nn.Module
     spec: ModelSpec
-    name: str
-    input_size: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str
-    crop_pct: float
+    recipe: Recipe
     num_classes: int
     weights: str
     notes: tuple[str, ...]
-    recipe: Recipe
     report: PatchReport | None = None
     tower: str | None = None
     warnings: tuple[str, ...] = ()
@@ -97,6 +90,30 @@ class Loaded:
     def is_given(self) -> bool:
         """Whether the user has said what the model runs on."""
         return self.example is not None or self.example_size is not None
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name
+
+    @property
+    def input_size(self) -> tuple[int, int, int]:
+        return self.recipe.preprocess.input_size
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        return self.recipe.preprocess.mean
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        return self.recipe.preprocess.std
+
+    @property
+    def interpolation(self) -> str:
+        return self.recipe.preprocess.interpolation
+
+    @property
+    def crop_pct(self) -> float:
+        return self.recipe.preprocess.crop_pct
 
     @property
     def crop_mode(self) -> str:
@@ -121,25 +138,16 @@ class Loaded:
             generator = torch.Generator().manual_seed(seed)
             noise = torch.randn((batch_size, *self.example_size), generator=generator)
             return (noise.to(held.device, held.dtype),)
+        shape = None  # context length and vocabulary of a CLIP
+        if self.recipe.model_cfg is not None:
+            text: Any = self.recipe.model_cfg.get("text_cfg", {})
+            usual = int(text.get("context_length", 77)), int(text.get("vocab_size", 49408))
+            shape = text_shape(self.model) or usual
         case = generated_inputs(
-            self.input_size,
-            batch_size,
-            seed=seed,
-            dtype=held.dtype,
-            device=held.device,
-            text=self._text_shape(),
-        )["noise"]
+            self.input_size, batch_size, seed=seed, dtype=held.dtype, device=held.device,
+            text=shape,
+        )["noise"]  # fmt: skip
         return case if isinstance(case, tuple) else (case,)
-
-    def _text_shape(self) -> tuple[int, int] | None:
-        """Context length and vocabulary of a CLIP, None for a model of images alone."""
-        if self.recipe.model_cfg is None:
-            return None
-        text: Any = self.recipe.model_cfg.get("text_cfg", {})
-        return text_shape(self.model) or (
-            int(text.get("context_length", 77)),
-            int(text.get("vocab_size", 49408)),
-        )
 
 
 def load(
@@ -176,17 +184,10 @@ def load(
         patched model; `open_clip:NAME` the whole CLIP, both towers.
     """
     loaded = load_model(
-        spec,
-        image_size=image_size,
-        pretrained=pretrained,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        arch=arch,
-        model_kwargs=model_kwargs,
+        spec, image_size=image_size, pretrained=pretrained, device=device, dtype=dtype, seed=seed,
+        arch=arch, model_kwargs=model_kwargs, weights=weights,
         preprocess=Given(mean, std, crop_pct, interpolation),
-        weights=weights,
-    )
+    )  # fmt: skip
     for line in loaded.warnings:
         warnings.warn(line, stacklevel=2)
     return loaded.model
@@ -235,15 +236,7 @@ def load_model(
     """
     parsed = spec if isinstance(spec, ModelSpec) else parse(spec)
     asked = Given() if preprocess is None else preprocess
-    for name, value, kind, word in (
-        ("dtype", dtype, torch.dtype, "a torch.dtype"),
-        ("seed", seed, SupportsIndex, "a whole number"),
-        ("preprocess", asked, Given, "an elsa_core.loading.Given"),
-        ("pretrained", pretrained, bool, "True or False"),
-        ("weights", weights, str | None, "text"),
-    ):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be {word}, not {type(value).__name__}")
+    _check_types(dtype=dtype, seed=seed, preprocess=asked, pretrained=pretrained, weights=weights)
     if isinstance(image_size, str) or not isinstance(image_size, int | Sequence | None):
         raise TypeError(
             f"image_size must be one or two whole numbers, not {type(image_size).__name__}"
@@ -252,83 +245,87 @@ def load_model(
     target = checked_device(device)
     if not dtype.is_floating_point:
         raise ArgumentError(f"dtype must be a floating one, not {dtype}")
-    if arch is not None and parsed.path is None:
-        raise ArgumentError(f"arch (--arch) is for weights files; {parsed.given!r} is a name")
-    if weights is not None and parsed.path is None:
-        raise ArgumentError(f"weights (--weights) is for weights files; {parsed.given!r} is a name")
+    flag = "arch" if arch is not None else "weights" if weights is not None else None
+    if flag and parsed.path is None:
+        raise ArgumentError(f"{flag} (--{flag}) is for weights files; {parsed.given!r} is a name")
     given = checked_args(model_kwargs or {}, "model_kwargs (--model-kwargs)", ArgumentError)
     with torch.random.fork_rng(devices=[]):
         # The generator itself: torch.manual_seed would seed the caller's GPUs as well.
         torch.default_generator.manual_seed(seed)
+        drawn = f"random (seed {seed})"
         if parsed.source in libraries.names():
-            loaded = _from_library(parsed, size, pretrained, seed, given)
+            loaded = _from_library(parsed, size, pretrained, drawn, given)
         elif parsed.source == "python":
-            loaded = _from_python(parsed, size, pretrained, seed, given)
+            loaded = _from_python(parsed, size, pretrained, drawn, given)
         elif parsed.source == "hub":
-            loaded = _from_hub(parsed, size, pretrained, dtype, seed, given)
+            loaded = _from_hub(parsed, size, pretrained, dtype, drawn, given)
         else:
             loaded = _from_file(parsed, size, arch, dtype, given, weights)
-    loaded = _preprocessed(loaded, asked)
+    stated = preprocessing.with_given(loaded.recipe.preprocess, asked)
+    loaded.recipe = dataclasses.replace(loaded.recipe, preprocess=stated)
+    line = preprocessing.line(loaded.recipe, loaded.alike, parsed.name)
+    if line and not loaded.weights.startswith("random"):
+        loaded.warnings = (*loaded.warnings, line)
     loaded.model = loaded.model.eval().to(device=target, dtype=dtype)
-    if loaded.recipe.library != "python":
+    if parsed.source != "python":
         loaded.recipe.describe(loaded.model)
     if parsed.source == "directory":
         _apply_plan(loaded)
     return loaded
 
 
-def _preprocessed(loaded: Loaded, given: Given) -> Loaded:
-    """Put what the user says of the preprocessing in the place of the model's own."""
-    preprocess = preprocessing.with_given(loaded.recipe.preprocess, given)
-    recipe = dataclasses.replace(loaded.recipe, preprocess=preprocess)
-    drawn = loaded.weights.startswith("random")
-    line = "" if drawn else preprocessing.line(recipe, loaded.alike, loaded.spec.name)
-    return dataclasses.replace(
-        loaded,
-        warnings=(*loaded.warnings, *([line] if line else [])),
-        mean=preprocess.mean,
-        std=preprocess.std,
-        interpolation=preprocess.interpolation,
-        crop_pct=preprocess.crop_pct,
-        recipe=recipe,
-    )
+def _check_types(**arguments: Any) -> None:
+    kinds: dict[str, tuple[Any, str]] = {
+        "dtype": (torch.dtype, "a torch.dtype"),
+        "seed": (SupportsIndex, "a whole number"),
+        "preprocess": (Given, "an elsa_core.loading.Given"),
+        "pretrained": (bool, "True or False"),
+        "weights": (str | None, "text"),
+    }
+    for name, value in arguments.items():
+        kind, word = kinds[name]
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {word}, not {type(value).__name__}")
+
+
+def _apply_plan(loaded: Loaded) -> None:
+    assert loaded.spec.path is not None
+    path = loaded.spec.path / PLAN_NAME
+    if os.path.lexists(path):
+        example = loaded.example_inputs() if loaded.is_watched else None
+        loaded.report = apply_plan(loaded.model, read_plan(path), path, example)
 
 
 def _from_library(
     spec: ModelSpec,
     size: tuple[int, int] | None,
     pretrained: bool,
-    seed: int,
+    drawn: str,
     given: Mapping[str, Any],
 ) -> Loaded:
-    recipe = default_recipe(spec)
-    recipe = with_given(recipe, given) if given else recipe
+    recipe = with_given(default_recipe(spec), given)
     if size is not None:
         recipe = with_image_size(recipe, size)
-    notes = () if spec.alias is None else (spec.alias,)
-    if pretrained:
-        model, weights = build_published(recipe)
-    else:
-        model, weights = build(recipe), f"random (seed {seed})"
-    return _loaded(model, spec, recipe, weights, notes)
+    model, weights = build_published(recipe) if pretrained else (build(recipe), drawn)
+    return _loaded(model, spec, recipe, weights, () if spec.alias is None else (spec.alias,))
 
 
 def _from_python(
     spec: ModelSpec,
     size: tuple[int, int] | None,
     pretrained: bool,
-    seed: int,
+    drawn: str,
     given: Mapping[str, Any],
 ) -> Loaded:
     """A model that the user's own code makes."""
     if pretrained:
         raise ArgumentError("pretrained (--pretrained) is not for python:, whose factory loads it")
     model = build_own(spec.name, given)
-    recipe = Recipe("python", spec.name, given)
-    recipe = replace(recipe, preprocess=Preprocess(resolved_input_size(model, size)))
+    preprocess = Preprocess(resolved_input_size(model, size))
+    recipe = Recipe("python", spec.name, given, preprocess=preprocess)
     module = spec.name.partition(":")[0]
     notes = (f"{module} is your own code: it was imported and run",)
-    return _loaded(model, spec, recipe, f"random (seed {seed}) or of the factory", notes)
+    return _loaded(model, spec, recipe, f"{drawn} or of the factory", notes)
 
 
 def _from_hub(
@@ -336,45 +333,36 @@ def _from_hub(
     size: tuple[int, int] | None,
     pretrained: bool,
     dtype: torch.dtype,
-    seed: int,
+    drawn: str,
     given: Mapping[str, Any],
 ) -> Loaded:
     """A repository of the hub: its configuration, and its weights where they are asked for."""
+    need = f"the weights of {spec.name}"
     config = hub.fetch(
         spec.name, CONFIG_NAMES[::-1], need=f"the configuration and weights of {spec.name}"
     )
     content = read_json(config)
     if is_transformers(content):
-        return _transformers_from_hub(spec, config.parent, content, size, pretrained)
-    recipe = from_config(content, str(config))
-    recipe = with_given(recipe, given) if given else recipe
+        # What is fetched lies in one folder, as `save_pretrained` has it.
+        if not pretrained:
+            raise ArgumentError(
+                f"{spec.given} is of {LIBRARY}: add --pretrained to fetch its weights"
+            )
+        hub.fetch(spec.name, hub.TIMM_WEIGHTS, need=need)
+        with suppress(ModelError, UnavailableError):
+            hub.fetch(spec.name, PROCESSORS, need=f"the preprocessing of {spec.name}")
+        return _from_transformers(
+            spec, config.parent, content, size, weights=f"pretrained ({spec.name})"
+        )
+    recipe = with_given(from_config(content, str(config)), given)
     if not pretrained:
         recipe = recipe if size is None else with_image_size(recipe, size)
-        return _loaded(build(recipe), spec, recipe, f"random (seed {seed})", ())
-    names = libraries.of(recipe.library).hub_files
-    path = hub.fetch(spec.name, names, need=f"the weights of {spec.name}")
-    weights = read_weights(path)
-    recipe = preprocessing.filled(recipe, weights.stated.preprocess)
+        return _loaded(build(recipe), spec, recipe, drawn, ())
+    weights = read_weights(hub.fetch(spec.name, libraries.of(recipe.library).hub_files, need=need))
+    stated = preprocessing.filled(recipe.preprocess, weights.stated.preprocess)
+    recipe = dataclasses.replace(recipe, preprocess=stated)
     model, recipe, notes = apply(recipe, weights, size, dtype, given)
     return _loaded(model, spec, recipe, f"pretrained ({spec.name})", notes)
-
-
-def _transformers_from_hub(
-    spec: ModelSpec,
-    folder: Path,
-    config: Mapping[str, Any],
-    size: tuple[int, int] | None,
-    pretrained: bool,
-) -> Loaded:
-    """A repository of transformers: what is fetched lies in one folder, as `save_pretrained` has
-    it."""
-    if not pretrained:
-        raise ArgumentError(f"{spec.given} is of {LIBRARY}: add --pretrained to fetch its weights")
-    hub.fetch(spec.name, hub.TIMM_WEIGHTS, need=f"the weights of {spec.name}")
-    with suppress(ModelError, UnavailableError):
-        hub.fetch(spec.name, PROCESSORS, need=f"the preprocessing of {spec.name}")
-    loaded = _from_transformers(spec, folder, config, size)
-    return dataclasses.replace(loaded, weights=f"pretrained ({spec.name})")
 
 
 def _from_file(
@@ -397,21 +385,19 @@ def _from_file(
                     f"arch, weights and model_kwargs are not for {spec.given}, which {LIBRARY} "
                     "describes"
                 )
-            return _from_transformers(spec, spec.path, content, size)
+            return _from_transformers(spec, spec.path, content, size, weights=str(spec.path))
     path = weights_in(spec.path) if directory else spec.path
     weights = read_weights(path, key)
     # A classifier that is to be dropped tells the architecture like any other tensor.
     headless = drops_classifier(given)
     kept = {key: value for key, value in given.items() if not headless or key != "num_classes"}
-    choice = choose_recipe(weights, arch, size, config_required=directory, given=kept)
-    chosen = choice.recipe
-    if not choice.described:
-        chosen = preprocessing.unknown(chosen)
-    chosen = preprocessing.filled(chosen, weights.stated.preprocess)
+    choice = choose_recipe(weights, arch, size, kept, config_required=directory)
+    chosen = choice.recipe if choice.described else preprocessing.unknown(choice.recipe)
+    stated = preprocessing.filled(chosen.preprocess, weights.stated.preprocess)
     if choice.tagged:
-        chosen = preprocessing.known(chosen)
-    if weights.stated.labels and not chosen.labels:
-        chosen = dataclasses.replace(chosen, labels=weights.stated.labels)
+        stated = dataclasses.replace(stated, assumed=())
+    labels = chosen.labels or weights.stated.labels
+    chosen = dataclasses.replace(chosen, preprocess=stated, labels=labels)
     if not choice.described or arch is not None:
         chosen = unsaid.with_unsaid(chosen, weights.shapes, given)
     if headless:
@@ -421,43 +407,24 @@ def _from_file(
     # What was saved twice comes from where it came from first.
     first = "" if origin is None else origin.rpartition(_SAVED_FROM)[2][:200]
     text = f"{path}{_SAVED_FROM}{first}" if first else f"{path}"
-    notes = (*choice.notes, *changed)
-    loaded = _loaded(model, spec, recipe, text, notes)
+    loaded = _loaded(model, spec, recipe, text, (*choice.notes, *changed))
     return dataclasses.replace(loaded, warnings=weights.notes, alike=choice.alike)
 
 
 def _from_transformers(
-    spec: ModelSpec, folder: Path, config: Mapping[str, Any], size: tuple[int, int] | None
+    spec: ModelSpec,
+    folder: Path,
+    config: Mapping[str, Any],
+    size: tuple[int, int] | None,
+    weights: str,
 ) -> Loaded:
     model, recipe, notes, said = open_folder(folder, config, size)
-    loaded = _loaded(model, spec, recipe, str(folder), tuple(notes))
+    loaded = _loaded(model, spec, recipe, weights, tuple(notes))
     return dataclasses.replace(loaded, warnings=tuple(said))
-
-
-def _apply_plan(loaded: Loaded) -> None:
-    assert loaded.spec.path is not None
-    path = loaded.spec.path / PLAN_NAME
-    if os.path.lexists(path):
-        example = loaded.example_inputs() if loaded.is_watched else None
-        loaded.report = apply_plan(loaded.model, read_plan(path), path, example)
 
 
 def _loaded(
     model: nn.Module, spec: ModelSpec, recipe: Recipe, weights: str, notes: tuple[str, ...]
 ) -> Loaded:
-    num_classes = classes(model, recipe)
-    given = recipe.preprocess
-    return Loaded(
-        model=model,
-        spec=spec,
-        name=recipe.name,
-        input_size=given.input_size,
-        mean=given.mean,
-        std=given.std,
-        interpolation=given.interpolation,
-        crop_pct=given.crop_pct,
-        num_classes=num_classes,
-        weights=weights,
-        notes=notes,
-        recipe=explicit(recipe, num_classes),
-    )
+    count = classes(model, recipe)
+    return Loaded(model, spec, explicit(recipe, count), count, weights, notes)

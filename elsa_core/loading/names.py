@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
+from elsa_core.base.messages import listed
 from elsa_core.errors import ModelError
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -44,17 +45,13 @@ def bare_names(
         shapes: of the file's tensors, by full name.
         path: the file, for messages.
         key: take the tensors whose names begin with it.
-
-    Raises:
-        ModelError: two tensors have the same name without wrappers, or none begins with `key`.
     """
     kept = [name for name in shapes if name not in _COUNTERS]
     notes: list[str] = []
     if key is not None:
         kept = [name for name in kept if _without_parts(name).startswith(f"{key}.")]
         if not kept:
-            first = dict.fromkeys(_without_parts(name).partition(".")[0] for name in shapes)
-            some = ", ".join(list(first)[:8])
+            some = ", ".join(_beginnings(shapes)[:8])
             raise ModelError(
                 f"{path} has no weights {key[:60]!r} (--weights): its names begin with {some[:200]}"
             )
@@ -63,8 +60,7 @@ def bare_names(
         kept, notes = _one_copy(kept, shapes)
     bare, left = _core(kept, shapes, "" if key is None else f"{key}.")
     if left:
-        more = f" and {len(left) - 2} more" if len(left) > 2 else ""
-        notes.append(f"left out, for training alone: {', '.join(left[:2])}{more}")
+        notes.append(f"left out, for training alone: {listed(left)}")
     names: dict[str, str] = {}
     for name, new in zip(bare, _renamed(list(bare.values())), strict=True):
         if new in names:
@@ -74,6 +70,10 @@ def bare_names(
             )
         names[new] = name
     return names, tuple(notes)
+
+
+def _beginnings(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(_without_parts(name).partition(".")[0] for name in names))
 
 
 def _one_copy(full: list[str], shapes: Shapes) -> tuple[list[str], list[str]]:
@@ -86,10 +86,9 @@ def _one_copy(full: list[str], shapes: Shapes) -> tuple[list[str], list[str]]:
         one, other = (_core(names, shapes)[0] for names in (inside, outside))
         if set(one.values()) <= set(other.values()):
             kind = "averaged weights" if "ema" in prefix or "averaged" in prefix else "weights"
-            rest = dict.fromkeys(_without_parts(name).partition(".")[0] for name in outside)
             return inside, [
                 f"{kind} ({prefix}*) taken, {len(outside)} other tensors left"
-                f" (--weights {next(iter(rest))} takes those)"
+                f" (--weights {_beginnings(outside)[0]} takes those)"
             ]
     return full, []
 
@@ -133,14 +132,9 @@ def _renamed(names: list[str]) -> list[str]:
     """Names of other releases of a model as timm has them."""
     if any(name.startswith("layers.0.downsample.reduction.") for name in names):
         # Swin's authors put the downsampling at the end of a stage, timm at the beginning.
-        return [
-            re.sub(
-                r"^layers\.(\d+)\.downsample\.",
-                lambda found: f"layers.{int(found[1]) + 1}.downsample.",
-                re.sub(r"^head\.(weight|bias)$", r"head.fc.\1", name),
-            )
-            for name in names
-        ]
+        names = [re.sub(r"^head\.(weight|bias)$", r"head.fc.\1", name) for name in names]
+        stage = re.compile(r"^layers\.(\d+)\.(?=downsample\.)")
+        return [stage.sub(lambda n: f"layers.{int(n[1]) + 1}.", name) for name in names]
     found = [re.match(r"blocks\.(\d+)\.(\d+)\.", n) for n in names if n.startswith("blocks.")]
     chunks = {(one[1], one[2]) for one in found if one is not None}
     whole = {number for _, number in chunks}

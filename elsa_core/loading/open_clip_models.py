@@ -16,7 +16,7 @@ from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import hub, timm_models
 from elsa_core.loading.building import built
 from elsa_core.loading.checkpoint import check_file
-from elsa_core.loading.library import Library, Size, check_tag, unknown
+from elsa_core.loading.library import Library, Size, check_tag, imported, unknown
 from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, RESIZE_MODES, Preprocess, Recipe
 from elsa_core.loading.shown import Shapes, Shown
 from elsa_core.loading.weights import Weights, one_file
@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 
 
 def _names() -> list[str]:
-    try:
-        import open_clip
-    except ImportError as error:
-        raise UnavailableError(
-            f"open_clip is not installed: pip install open_clip_torch ({error})"
-        ) from None
-    names: list[str] = open_clip.list_models()
+    names: list[str] = imported("open_clip", "open_clip_torch").list_models()
     return names
 
 
@@ -66,15 +60,17 @@ def _recipe(name: str, tag: str | None = None) -> Recipe:
     size = cfg["vision_cfg"].get("image_size", 224)
     pair = (size, size) if isinstance(size, int) else tuple(size)
     known = open_clip.get_pretrained_cfg(name, tag) if tag else {}
-    preprocess = Preprocess(
-        (3, *pair),
-        tuple(known.get("mean") or CLIP_MEAN),
-        tuple(known.get("std") or CLIP_STD),
-        known.get("interpolation") or "bicubic",
-        1.0,
-        crop_mode=_crop_mode(known),
-    )
-    return Recipe("open_clip", name, {}, 0, preprocess, tag, cfg)
+    return Recipe("open_clip", name, {}, 0, _preprocess(known, pair), tag, cfg)
+
+
+def _preprocess(cfg: Mapping[str, Any], size: Size) -> Preprocess:
+    """How published weights' images are made inputs."""
+    word = cfg.get("resize_mode") or "shortest"
+    mode = next((mode for mode, name in RESIZE_MODES.items() if name == word), "center")
+    return Preprocess(
+        (3, *size), tuple(cfg.get("mean") or CLIP_MEAN), tuple(cfg.get("std") or CLIP_STD),
+        cfg.get("interpolation") or "bicubic", 1.0, crop_mode=mode,
+    )  # fmt: skip
 
 
 def _build(recipe: Recipe) -> nn.Module:
@@ -103,17 +99,13 @@ def _build(recipe: Recipe) -> nn.Module:
         # The one weight that open_clip leaves as the memory was found: garbage, at times NaN.
         projection = model.text_decoder.text_projection
         nn.init.normal_(projection, std=projection.shape[0] ** -0.5)
-    set_size = getattr(model.visual, "set_input_size", None)
-    if set_size is not None and tuple(_timm_tower_size(model.visual)) != recipe.size:
-        set_size(recipe.size)
+    visual: Any = model.visual
+    if hasattr(visual, "set_input_size"):
+        # open_clip does not pass the size on to a tower of timm
+        embed = getattr(getattr(visual, "trunk", None), "patch_embed", None)
+        if tuple(getattr(embed, "img_size", None) or visual.image_size) != recipe.size:
+            visual.set_input_size(recipe.size)
     return model
-
-
-def _timm_tower_size(visual: Any) -> tuple[int, ...]:
-    """Return the size that a timm tower was built for; open_clip does not pass it on."""
-    embed = getattr(getattr(visual, "trunk", None), "patch_embed", None)
-    size = getattr(embed, "img_size", None)
-    return tuple(size) if size is not None else tuple(visual.image_size)
 
 
 def _resized(recipe: Recipe, size: Size) -> Recipe:
@@ -127,12 +119,10 @@ def _resized(recipe: Recipe, size: Size) -> Recipe:
 
 def _shallow(recipe: Recipe) -> list[Recipe]:
     cfg: Any = recipe.model_cfg
-    vision, text = dict(cfg["vision_cfg"]), dict(cfg["text_cfg"], vocab_size=64)
+    vision, text = dict(cfg["vision_cfg"]), dict(cfg["text_cfg"], vocab_size=64, layers=2)
     if isinstance(vision.get("layers"), int):
         vision["layers"] = 2
-    text["layers"] = 2
-    cut = {**cfg, "vision_cfg": vision, "text_cfg": text}
-    return [dataclasses.replace(recipe, model_cfg=cut)]
+    return [dataclasses.replace(recipe, model_cfg={**cfg, "vision_cfg": vision, "text_cfg": text})]
 
 
 def _core(recipe: Recipe) -> tuple[str, Recipe]:
@@ -209,30 +199,15 @@ def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
 def _preprocessings(recipe: Recipe) -> dict[str, Preprocess]:
     import open_clip
 
-    found = {}
-    for tag in _tags(recipe.name):
-        cfg = open_clip.get_pretrained_cfg(recipe.name, tag)
-        found[f"open_clip:{recipe.name}/{tag}"] = dataclasses.replace(
-            recipe.preprocess,
-            mean=tuple(cfg.get("mean") or CLIP_MEAN),
-            std=tuple(cfg.get("std") or CLIP_STD),
-            interpolation=cfg.get("interpolation") or "bicubic",
-            crop_mode=_crop_mode(cfg),
+    return {
+        f"open_clip:{recipe.name}/{tag}": _preprocess(
+            open_clip.get_pretrained_cfg(recipe.name, tag), recipe.size
         )
-    return found
-
-
-def _crop_mode(cfg: Mapping[str, Any]) -> str:
-    """How published weights' images are cropped, in timm's words."""
-    word = cfg.get("resize_mode") or "shortest"
-    return next((mode for mode, name in RESIZE_MODES.items() if name == word), "center")
+        for tag in _tags(recipe.name)
+    }
 
 
 # --- what tensors show -------------------------------------------------------------------------
-
-
-def _variants(recipe: Recipe, shapes: Shapes) -> list[Shown]:
-    return [Shown(), *(Shown(model_cfg=cfg) for cfg in _with_config(recipe, shapes))]
 
 
 def _candidates(search: Search) -> list[Recipe]:
@@ -264,16 +239,12 @@ def _with_config(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
     plain = isinstance(vision.get("layers"), int) and len(stem) == 4 and len(words) == 2
     if not plain or (vision.get("width"), text.get("width")) != (stem[0], words[1]):
         return []
-    blocks = {
-        side: {k.split(".resblocks.")[1].split(".")[0] for k in shapes if k.startswith(f"{side}.")}
-        for side in ("visual.transformer.resblocks", "transformer.resblocks")
-    }
-    vision = {
-        **vision,
-        "patch_size": stem[2],
-        "layers": len(blocks["visual.transformer.resblocks"]),
-    }
-    text = {**text, "vocab_size": words[0], "layers": len(blocks["transformer.resblocks"])}
+    deep, long = (
+        len({k.split(".resblocks.")[1].split(".")[0] for k in shapes if k.startswith(side)})
+        for side in ("visual.transformer.resblocks.", "transformer.resblocks.")
+    )
+    vision = {**vision, "patch_size": stem[2], "layers": deep}
+    text = {**text, "vocab_size": words[0], "layers": long}
     if len(context) == 2:
         text["context_length"] = context[0]
     return [{**cfg, "vision_cfg": vision, "text_cfg": text}]
@@ -309,7 +280,10 @@ OPEN_CLIP = Library(
     preprocessings=_preprocessings,
     hub_files=hub.OPEN_CLIP_WEIGHTS,
     converted=_converted,
-    variants=_variants,
+    variants=lambda recipe, shapes: [
+        Shown(),
+        *(Shown(model_cfg=cfg) for cfg in _with_config(recipe, shapes)),
+    ],
     marks=lambda shapes: any(name.startswith("visual.") for name in shapes),
     candidates=_candidates,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,18 +41,11 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return elsa_plan.json."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "elsa_version": __version__,
-            "precision": self.precision,
-            "backend": self.backend,
-            "include": list(self.include),
-            "exclude": list(self.exclude),
-            "sites": list(self.sites),
-            "kept": dict(self.kept),
-            "scope": self.scope,
-            **({} if self.offload is None else {"offload": self.offload}),
-        }
+        said = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()}
+        said["kept"] = dict(self.kept)
+        if self.offload is None:
+            del said["offload"]
+        return {"schema_version": SCHEMA_VERSION, "elsa_version": __version__, **said}
 
 
 def plan_of(report: PatchReport) -> Plan:
@@ -79,9 +73,9 @@ def read_plan(path: Path) -> Plan:
         raise ModelError(
             f"{path} has schema_version {str(version)[:20]}, this elsa reads {SCHEMA_VERSION}"
         )
-    texts = [content.get("precision"), content.get("backend")]
+    names = [content.get(key) for key in ("precision", "backend")]
     lists = [content.get(key) for key in ("include", "exclude", "sites")]
-    if not all(isinstance(text, str) for text in texts):
+    if not all(isinstance(name, str) for name in names):
         raise ModelError(f"{path}: precision and backend must be text")
     for values in lists:
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
@@ -99,8 +93,7 @@ def read_plan(path: Path) -> Plan:
         raise ModelError(f"{path}: offload must be host")
     include, exclude, sites = (tuple(values or ()) for values in lists)
     reasons = tuple((str(site), why[:200]) for site, why in kept.items())
-    names = str(texts[0]), str(texts[1])
-    return Plan(*names, include, exclude, sites, reasons, str(scope), offload)
+    return Plan(str(names[0]), str(names[1]), include, exclude, sites, reasons, scope, offload)
 
 
 def apply_plan(
@@ -108,14 +101,8 @@ def apply_plan(
 ) -> PatchReport:
     """Patch exactly the sites that the plan names, in place.
 
-    Args:
-        model: any module.
-        plan: of a model of this architecture.
-        path: of the plan, for messages.
-        example: the model's arguments; it runs on them where sites are found by a run.
-
-    Raises:
-        ModelError: the plan does not fit the model, or asks for something this elsa lacks.
+    `path` is the plan's, for messages; on `example`, its arguments, the model runs where sites are
+    found by a run. ModelError: the plan does not fit the model, or asks for what this elsa lacks.
     """
     from elsa_core.patching import find_sites, layers_within, patch, sites_of, watch
 
@@ -130,7 +117,8 @@ def apply_plan(
             raise ModelError(f"{path} does not fit the model: {site!r} was not patched: {why}")
     kept = [path for path, _ in plan.kept]
     within = layers_within(model, found, plan.sites, kept, plan.include, plan.exclude)
-    include = [_literal(site) for site in (*plan.sites, *within)]
+    # globs that match these paths alone
+    include = [re.sub(r"([*?[])", r"[\1]", site) for site in (*plan.sites, *within)]
     try:
         report = patch(
             model, example, precision=plan.precision, backend=plan.backend, include=include,
@@ -146,12 +134,5 @@ def apply_plan(
     return dataclasses.replace(report, kept=left, include=plan.include, exclude=plan.exclude)
 
 
-def _literal(path: str) -> str:
-    """Return a glob that matches this path alone."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)
-
-
 def _names(globs: Any) -> tuple[str, ...]:
-    if globs is None:
-        return ()
-    return (globs,) if isinstance(globs, str) else tuple(globs)
+    return (globs,) if isinstance(globs, str) else tuple(globs or ())

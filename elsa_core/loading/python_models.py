@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,44 +30,34 @@ def build_own(name: str, given: Mapping[str, Any]) -> nn.Module:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ModelError(f"python:{name}: give python:PACKAGE.MODULE:FACTORY")
-    with _own_code():
-        try:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # as `python -m` has it
+    step = f"cannot import {module}:"
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
             found: Any = importlib.import_module(module)
-        except (Exception, SystemExit) as error:
-            raise ModelError(f"python:{name}: cannot import {module}: {_said(error)}") from error
-        for part in attribute.split("."):
-            if not hasattr(found, part):
-                raise ModelError(f"python:{name}: {module} has no {attribute}")
-            found = getattr(found, part)
-        if not callable(found):
-            raise ModelError(f"python:{name}: {attribute} is no factory, but a "
-                             f"{type(found).__name__}")  # fmt: skip
-        try:
+            for part in attribute.split("."):
+                if not hasattr(found, part):
+                    raise ModelError(f"python:{name}: {module} has no {attribute}")
+                found = getattr(found, part)
+            if not callable(found):
+                kind = type(found).__name__
+                raise ModelError(f"python:{name}: {attribute} is no factory, but a {kind}")
+            step = f"{attribute} raised"
             model = found(**given)
-        except (Exception, SystemExit) as error:
-            raise ModelError(f"python:{name}: {attribute} raised {_said(error)}") from error
+    except ModelError:
+        raise
+    except (Exception, SystemExit) as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(f"python:{name}: {step} {said}") from error
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(here)
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"python:{name}: {attribute} gives a {type(model).__name__}, no torch.nn.Module"
         )
     return model.eval()
-
-
-@contextlib.contextmanager
-def _own_code() -> Iterator[None]:
-    """With the current directory among those of modules, as `python -m` has it."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(here)
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def read_inputs(path: Path, model: nn.Module) -> tuple[Any, ...]:
@@ -81,6 +71,7 @@ def read_inputs(path: Path, model: nn.Module) -> tuple[Any, ...]:
     Raises:
         ArgumentError: no such file, another kind, or names that `forward` does not have.
     """
+    where = f"inputs (--inputs) {path}"
     try:
         if path.suffix == ".npz":
             import numpy as np
@@ -91,21 +82,19 @@ def read_inputs(path: Path, model: nn.Module) -> tuple[Any, ...]:
                 found = tuple(found.values())
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ArgumentError(f"inputs (--inputs) {path}: {first_line(error)}") from error
-    if isinstance(found, Tensor):
-        return (found,)
-    if isinstance(found, tuple | list) and found:
-        return tuple(found)
-    if not isinstance(found, dict) or not found:
-        raise ArgumentError(f"inputs (--inputs) {path}: holds no tensor, sequence or dict")
-    try:
+        if isinstance(found, Tensor):
+            return (found,)
+        if isinstance(found, tuple | list) and found:
+            return tuple(found)
+        if not isinstance(found, dict) or not found:
+            raise ArgumentError(f"{where}: holds no tensor, sequence or dict")
         bound = inspect.signature(model.forward).bind(**found)
-    except TypeError as error:
-        raise ArgumentError(f"inputs (--inputs) {path}: {first_line(error)}") from error
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise ArgumentError(f"{where}: {first_line(error)}") from error
     last = list(bound.arguments)[-1]
     bound.apply_defaults()
     if bound.kwargs:
-        named = ", ".join(bound.kwargs)
-        raise ArgumentError(f"inputs (--inputs) {path}: {named} cannot be given by place")
+        raise ArgumentError(f"{where}: {', '.join(bound.kwargs)} cannot be given by place")
     return bound.args[: list(bound.arguments).index(last) + 1]

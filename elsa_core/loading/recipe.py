@@ -8,8 +8,8 @@ that a saved directory also opens with `timm.create_model("local-dir:...")`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from elsa_core.errors import ElsaError, ModelError
@@ -18,7 +18,7 @@ from elsa_core.errors import ElsaError, ModelError
 MAX_IMAGE_SIZE = 16_384
 # Shapes are compared before memory is taken, but every block is an object already then.
 MAX_BLOCKS = 1000
-BLOCKS = re.compile("depth|layers|block|stages")
+_BLOCKS = re.compile("depth|layers|block|stages")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 # As timm has them: shorter side resized and the centre cropped; both sides resized; longer side
 # resized and the rest filled.
@@ -26,8 +26,6 @@ CROP_MODES = ("center", "squash", "border")
 RESIZE_MODES = {"center": "shortest", "squash": "squash", "border": "longest"}  # open_clip's words
 ASSUMABLE = ("mean", "std", "crop_pct", "interpolation")
 MAX_LABELS = 100_000
-_IMAGENET_MEAN = (0.485, 0.456, 0.406)
-_IMAGENET_STD = (0.229, 0.224, 0.225)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 # Keywords of the factories that fetch, read or place something instead of describing the model.
@@ -48,8 +46,8 @@ class Preprocess:
     """
 
     input_size: tuple[int, int, int] = (3, 224, 224)
-    mean: tuple[float, ...] = _IMAGENET_MEAN
-    std: tuple[float, ...] = _IMAGENET_STD
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # ImageNet's, as its std
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
     interpolation: str = "bicubic"
     crop_pct: float = 0.875
     assumed: tuple[str, ...] = ()
@@ -62,6 +60,38 @@ class Preprocess:
             return replace(self, input_size=size)
         mean, std = (sum(values) / len(values) for values in (self.mean, self.std))
         return replace(self, input_size=size, mean=(mean,) * count, std=(std,) * count)
+
+    def with_said(
+        self, said: Mapping[str, Any], named: Callable[[str], str], error: type[ElsaError]
+    ) -> Preprocess:
+        """Return the same with the values of `said` that are not None.
+
+        Args:
+            said: from outside, by name of the field.
+            named: what a message calls a field.
+
+        Raises:
+            ElsaError: of class `error`: a value that cannot be.
+        """
+        found = {key: value for key, value in said.items() if value is not None}
+        count = self.input_size[0]
+        for key, least in (("mean", -1e6), ("std", 1e-6)):
+            if key in found:
+                values = found[key]
+                if not isinstance(values, (list, tuple)) or len(values) not in (1, count):
+                    raise error(f"{named(key)} must be {count} numbers, one for each channel")
+                if not all(_within(value, least, 1e6) for value in values):
+                    raise error(f"{named(key)} must be numbers from {least:g} to 1e6")
+                found[key] = tuple(map(float, values)) * (count // len(values))
+        if "crop_pct" in found:
+            # Above 1 the image is smaller than the input and its border is black: VOLO at 448.
+            if not _within(found["crop_pct"], 0.05, 2.0):
+                raise error(f"{named('crop_pct')} must be a number from 0.05 to 2")
+            found["crop_pct"] = float(found["crop_pct"])
+        for key, known in (("interpolation", INTERPOLATIONS), ("crop_mode", CROP_MODES)):
+            if key in found and found[key] not in known:
+                raise error(f"{named(key)} must be one of {', '.join(known)}")
+        return replace(self, **found)
 
 
 @dataclass(frozen=True)
@@ -116,31 +146,31 @@ class Recipe:
 
     def at(self, size: tuple[int, int]) -> Recipe:
         """Return the same for inputs of (height, width) pixels; the arguments are left."""
-        input_size = (self.preprocess.input_size[0], *size)
-        return replace(self, preprocess=replace(self.preprocess, input_size=input_size))
+        return self.with_preprocess(input_size=(self.preprocess.input_size[0], *size))
+
+    def with_args(self, args: Mapping[str, Any]) -> Recipe:
+        """Return the same with these arguments beside and over its own."""
+        return replace(self, args={**self.args, **args})
+
+    def with_preprocess(self, **changes: Any) -> Recipe:
+        """Return the same with other fields of its preprocessing."""
+        return replace(self, preprocess=replace(self.preprocess, **changes))
 
     def describe(self, model: Any) -> None:
         """Put the preprocessing and the class names where timm keeps them on a model, and what of
         it is assumed beside them."""
         known = getattr(model, "pretrained_cfg", None)
-        given = self.preprocess
-        model.pretrained_cfg = {
-            **(known if isinstance(known, dict) else {}),
-            "input_size": given.input_size,
-            "mean": given.mean,
-            "std": given.std,
-            "crop_pct": given.crop_pct,
-            "interpolation": given.interpolation,
-            "crop_mode": given.crop_mode,
-            **({"label_names": self.labels} if self.labels else {}),
-        }
-        model.elsa_assumed = given.assumed
+        said = asdict(self.preprocess)
+        model.elsa_assumed = said.pop("assumed")
+        labels = {"label_names": self.labels} if self.labels else {}
+        model.pretrained_cfg = {**(known if isinstance(known, dict) else {}), **said, **labels}
 
     def to_config(self) -> dict[str, Any]:
         """Return config.json: timm's hub layout, with the library named under `elsa`."""
-        given = self.preprocess
         if self.two_towers:
             return {"architecture": self.name, **self.to_open_clip_config()}
+        said = asdict(self.preprocess)
+        assumed = said.pop("assumed")
         return {
             "architecture": self.name,
             "num_classes": self.num_classes,
@@ -149,18 +179,13 @@ class Recipe:
             "pretrained_cfg": {
                 "tag": self.tag or "",
                 "custom_load": False,
-                "input_size": list(given.input_size),
                 "fixed_input_size": "img_size" in self.args,
-                "interpolation": given.interpolation,
-                "crop_pct": given.crop_pct,
-                "crop_mode": given.crop_mode,
-                "mean": list(given.mean),
-                "std": list(given.std),
                 "num_classes": self.num_classes,
+                **{k: list(v) if isinstance(v, tuple) else v for k, v in said.items()},
             },
             "elsa": {
                 "library": self.library,
-                "assumed": list(given.assumed),
+                "assumed": list(assumed),
                 "unsaid": dict(self.unsaid),
             },
         }
@@ -182,6 +207,23 @@ class Recipe:
         }
 
 
+def pair_of(size: Any) -> tuple[int, int] | None:
+    """(height, width) of one or two whole numbers of pixels; None for what is no image size."""
+    pair = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+    good = len(pair) == 2 and all(type(n) is int and 0 < n <= MAX_IMAGE_SIZE for n in pair)
+    return (pair[0], pair[1]) if good else None
+
+
+def required_pair(size: Any, where: str, error: type[ElsaError]) -> tuple[int, int]:
+    """`pair_of`, where an error of that class refuses what is no image size."""
+    pair = pair_of(size)
+    if pair is None:
+        raise error(
+            f"{where}: img_size must be one or two whole numbers from 1 to {MAX_IMAGE_SIZE}"
+        )
+    return pair
+
+
 def checked_args(args: Any, where: str, error: type[ElsaError] = ModelError) -> dict[str, Any]:
     """Return constructor arguments from outside: plain values, none that fetch or read anything.
 
@@ -193,20 +235,23 @@ def checked_args(args: Any, where: str, error: type[ElsaError] = ModelError) -> 
     for key, value in args.items():
         if key in _FORBIDDEN_ARGS or not isinstance(key, str) or not key.isidentifier():
             raise error(f"{where}: model_args must not set {str(key)[:60]!r}")
-        plain = all(map(_is_plain, value)) if isinstance(value, list) else _is_plain(value)
-        if not plain:
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, (bool, int, float, str, type(None))) for each in values):
             raise error(f"{where}: model_args[{key[:60]!r}] must be a plain value or a list")
     check_blocks(args, where, error)
     return dict(args)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, type(None)))
 
 
 def check_blocks(args: Mapping[str, Any], where: str, error: type[ElsaError] = ModelError) -> None:
     """Refuse a depth that takes minutes to build even without memory."""
     for key, value in args.items():
         counts = value if isinstance(value, list) else [value]
-        if BLOCKS.search(str(key)) and any(type(n) is int and n > MAX_BLOCKS for n in counts):
+        if _BLOCKS.search(str(key)) and any(type(n) is int and n > MAX_BLOCKS for n in counts):
             raise error(f"{where}: {key[:60]!r} is beyond the limit of {MAX_BLOCKS} blocks")
+
+
+def _within(value: Any, least: float, most: float) -> bool:
+    """True for a number in the range; NaN is in none."""
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+    )

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading import libraries
-from elsa_core.loading.alike import groups
-from elsa_core.loading.fit import differences, fitted, is_unused, matches, recipe_of, with_given
-from elsa_core.loading.libraries import build_meta, label, resized
+from elsa_core.loading.building import BUILD_ERRORS, UninitialisedParameters
+from elsa_core.loading.fit import differences, fitted, is_unused, matches, with_given
+from elsa_core.loading.libraries import build, build_meta, default_recipe, label, resized
 from elsa_core.loading.library import Library
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.shown import Shapes, Shown
@@ -29,26 +30,24 @@ from elsa_core.loading.spec import ModelSpec
 _Args = Mapping[str, Any]
 # Of names with the same block, how many are built to find the closest.
 _COMPARED = 8
+_PROBE_SEED = 20_240_131
+# Candidates whose depth cannot be cut and that are larger than this are not run to be compared.
+_MAX_PROBE_PARAMETERS = 500_000_000
 # Parts of names that attention has in the libraries that elsa reads, and in most others.
 _ATTENTION = re.compile(r"attn|attention|qkv|q_proj|in_proj|query|to_q|relative_position|rel_pos")
 # How the tensors of transformers' models begin.
 _TRANSFORMERS = ("vit.", "encoder.layer.", "vision_model.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Recognised:
-    """The recipe that fits, and other names that fit and compute the same."""
-
-    recipe: Recipe
-    alike: tuple[Recipe, ...] = ()
+_BLOCKS = re.compile(r"(.*\b(?:blocks|layers|stages))\.\d+\.")
+# Tensors whose shape depends on the image size, or on the depth (mixed rotary).
+_OF_GRID = (
+    *("pos_embed", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"),
+    *("relative_position_index", "attn_mask", "relative_coords_table", "freqs"),
+)
 
 
 def recognise(
-    shapes: Shapes,
-    where: str,
-    image_size: tuple[int, int] | None = None,
-    given: _Args | None = None,
-) -> Recognised:
+    shapes: Shapes, where: str, image_size: tuple[int, int] | None, given: _Args
+) -> tuple[Recipe, tuple[Recipe, ...]]:
     """Find the architecture whose state dict has these names and shapes.
 
     Args:
@@ -57,26 +56,32 @@ def recognise(
         image_size: (height, width) in pixels, to settle a grid that is not square.
         given: arguments of the constructor that the user has typed.
 
+    Returns:
+        The recipe that fits, and other names that fit and compute the same.
+
     Raises:
         ModelError: none fits, or several fit that compute differently (they are listed).
     """
-    search = _search(shapes, image_size, given or {})
-    found = list(search.library.candidates(search)) if search.library.candidates else []
-    if not found and _is_convolutional(shapes):
-        raise ModelError(
-            f"{where} has no attention: its {len(shapes)} tensors are convolutions, norms and"
-            " linear layers, as of a ResNet; elsa has nothing to patch in it"
-        )
-    if not found and any(name.startswith(_TRANSFORMERS) for name in shapes):
-        raise ModelError(f"{where}: its tensors have transformers' names: give its folder")
+    first, *others = libraries.LIBRARIES
+    library = next((other for other in others if other.marks(shapes)), first)
+    search = Search(library, shapes, image_size, given)
+    found = list(library.candidates(search)) if library.candidates else []
     if not found:
-        first = f"{len(shapes)} tensors, the first is {next(iter(shapes))[:60]!r}"
+        kernels = [s for s in shapes.values() if len(s) == 4 and max(s[2:]) > 1]
+        if len(kernels) > 2 and not any(map(_ATTENTION.search, shapes)):
+            raise ModelError(
+                f"{where} has no attention: its {len(shapes)} tensors are convolutions, norms and"
+                " linear layers, as of a ResNet; elsa has nothing to patch in it"
+            )
+        if any(name.startswith(_TRANSFORMERS) for name in shapes):
+            raise ModelError(f"{where}: its tensors have transformers' names: give its folder")
         raise ModelError(
-            f"{where}: no known architecture has these tensors ({first}){search.closest()};"
+            f"{where}: no known architecture has these tensors ({len(shapes)} tensors, the first is"
+            f" {next(iter(shapes))[:60]!r}){search.closest()};"
             " name it with arch (--arch) and what differs from it with --model-kwargs, or put its"
             " config.json beside the file"
         )
-    same = groups(found)
+    same = _groups(found)
     if len(same) > 1:
         listed = "; ".join(" = ".join(label(recipe) for recipe in group[:3]) for group in same)
         raise ModelError(
@@ -84,29 +89,28 @@ def recognise(
             " choose with arch (--arch)"
         )
     best = sorted(same[0], key=_preference)
-    return Recognised(best[0], tuple(best[1:]))
+    return best[0], tuple(best[1:])
 
 
 def fit_named(
-    spec: ModelSpec,
-    shapes: Shapes,
-    image_size: tuple[int, int] | None = None,
-    given: _Args | None = None,
+    spec: ModelSpec, shapes: Shapes, image_size: tuple[int, int] | None, given: _Args
 ) -> Recipe:
     """Fit one named architecture to the shapes, allowing for what they show of its arguments.
 
     Returns:
         The recipe that fits exactly, else the usual recipe: the library may convert the tensors.
-
-    Raises:
-        ArgumentError: `given` cannot be.
     """
-    usual = recipe_of(spec, shapes, given)
+    usual = with_given(_as_in(spec, shapes), given)
     variants = libraries.of(usual.library).variants(usual, shapes)
-    tries = [_with(usual, setting, given or {}) for setting in variants]
-    fits = (fitted(recipe, shapes, image_size) for recipe in tries)
+    fits = (fitted(_with(usual, setting, given), shapes, image_size) for setting in variants)
     fit = next((fit for fit in fits if fit is not None), None)
     return _pruned(fit or usual, shapes, usual.args)
+
+
+def _as_in(spec: ModelSpec, shapes: Shapes) -> Recipe:
+    """The library's recipe, with classifier and channels as in the shapes."""
+    recipe = default_recipe(spec)
+    return libraries.of(recipe.library).as_in(recipe, shapes)
 
 
 def _pruned(recipe: Recipe, shapes: Shapes, kept: Iterable[str]) -> Recipe:
@@ -123,26 +127,15 @@ def _pruned(recipe: Recipe, shapes: Shapes, kept: Iterable[str]) -> Recipe:
 def _with(recipe: Recipe, setting: Shown, given: _Args) -> Recipe:
     """Return the recipe with what the shapes show; what the user typed wins."""
     cfg = setting.model_cfg or recipe.model_cfg
-    recipe = dataclasses.replace(recipe, args={**recipe.args, **setting.args}, model_cfg=cfg)
+    recipe = dataclasses.replace(recipe, model_cfg=cfg).with_args(setting.args)
     recipe = recipe if setting.size is None else resized(recipe, setting.size)
-    return with_given(recipe, given) if given else recipe
+    return with_given(recipe, given)
 
 
 def _preference(recipe: Recipe) -> tuple[int, bool, int, str]:
     """Names of the fewest other arguments first, then of this image size, then the shortest."""
-    usual = recipe_of(ModelSpec(recipe.library, recipe.name, recipe.name))
+    usual = default_recipe(ModelSpec(recipe.library, recipe.name, recipe.name))
     return len(recipe.args), usual.size != recipe.size, len(recipe.name), recipe.name
-
-
-def _is_convolutional(shapes: Shapes) -> bool:
-    kernels = [s for s in shapes.values() if len(s) == 4 and max(s[2:]) > 1]
-    return len(kernels) > 2 and not any(map(_ATTENTION.search, shapes))
-
-
-def _search(shapes: Shapes, image_size: tuple[int, int] | None, given: _Args) -> Search:
-    first, *others = libraries.LIBRARIES
-    library = next((other for other in others if other.marks(shapes)), first)
-    return Search(library, shapes, image_size, given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +158,7 @@ class Search:
 
     def recipe(self, name: str, setting: Shown | None = None) -> Recipe:
         """Return the recipe of a name as in the shapes, with what else they show."""
-        usual = recipe_of(ModelSpec(self.library.name, name, name), self.shapes)
+        usual = _as_in(ModelSpec(self.library.name, name, name), self.shapes)
         return _with(usual, setting or Shown(), self.given)
 
     def fitted(self, recipes: Iterable[Recipe]) -> list[Recipe]:
@@ -178,14 +171,24 @@ class Search:
         return [_pruned(recipe, self.shapes, self.given) for recipe in recipes]
 
     def blocks_fit(self, attempts: Iterable[Recipe]) -> bool:
-        """True where the tensors of a short model, the first that builds, are all there."""
+        """True where the tensors of a short model, the first that builds, are all there; those
+        whose shape depends on the grid may differ in it."""
         for attempt in attempts:
             try:
                 model = build_meta(attempt)
             except ElsaError:
                 continue
-            count = _block_misfits(model, self.shapes)
-            if count < len(model.state_dict()):
+            own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+            free = {n for n in (*own, *self.shapes) if n.rpartition(".")[2] in _OF_GRID}
+            count = sum(
+                name not in own and name not in free and not is_unused(name)
+                for name in self.shapes
+                if not _BLOCKS.match(name)
+            ) + sum(
+                name not in self.shapes or (self.shapes[name] != shape and name not in free)
+                for name, shape in own.items()
+            )
+            if count < len(own):
                 self.misfits.append((count, len(attempt.name), attempt.name))
             return not count
         return False
@@ -205,28 +208,6 @@ class Search:
         return f"; the closest is {label(recipe)} ({explain_misfit(recipe, self.shapes)})"
 
 
-def _block_misfits(model: nn.Module, shapes: Shapes) -> int:
-    """How many tensors of a short model are not there with these shapes; its grid may differ."""
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    blocks = re.compile(r"(.*\b(?:blocks|layers|stages))\.\d+\.")
-    outside = {name for name in shapes if not blocks.match(name)}
-    return sum(
-        name not in own and not _of_grid(name) and not is_unused(name) for name in outside
-    ) + sum(
-        name not in shapes or (shapes[name] != shape and not _of_grid(name))
-        for name, shape in own.items()
-    )
-
-
-def _of_grid(name: str) -> bool:
-    """True for tensors whose shape depends on the image size, or on the depth (mixed rotary)."""
-    leaf = name.rpartition(".")[2]
-    return leaf in (
-        *("pos_embed", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"),
-        *("relative_position_index", "attn_mask", "relative_coords_table", "freqs"),
-    )
-
-
 def explain_misfit(recipe: Recipe, shapes: Shapes) -> str:
     """Say in one line what differs between a recipe's tensors and these; "" for nothing."""
     model = build_meta(recipe)
@@ -234,7 +215,8 @@ def explain_misfit(recipe: Recipe, shapes: Shapes) -> str:
     parts: list[str] = []
     for what, names in (("missing", missing), ("unexpected", unexpected), ("other shape", wrong)):
         if names:
-            parts.append(f"{len(names)} {what} ({_first(names)})")
+            listed = ", ".join(sorted(names)[:2]) + (", ..." if len(names) > 2 else "")
+            parts.append(f"{len(names)} {what} ({listed})")
     own = {**dict(model.named_buffers()), **model.state_dict()}
     if wrong and not missing and not unexpected:
         name = min(wrong)
@@ -242,6 +224,60 @@ def explain_misfit(recipe: Recipe, shapes: Shapes) -> str:
     return ", ".join(parts)
 
 
-def _first(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:2]) + (", ..." if len(listed) > 2 else "")
+# --- do recipes with the same tensors compute the same? ------------------------------------------
+
+
+def _groups(recipes: list[Recipe]) -> list[list[Recipe]]:
+    """Group recipes by what they compute: equal outputs on equal weights and input."""
+    if len(recipes) == 1:
+        return [recipes]
+    found: list[tuple[Any, torch.Tensor, list[Recipe]]] = []
+    for recipe in recipes:
+        settings, core = libraries.of(recipe.library).core(recipe)
+        try:
+            model, output = _probe(core)
+            kind: Any = settings, {name: t.shape for name, t in model.named_parameters()}
+        except ElsaError:
+            # Not comparable: on its own, which makes the answer ambiguous rather than wrong.
+            kind, output = label(recipe), torch.empty(0)
+        for known, expected, members in found:
+            if known == kind and torch.equal(output, expected):
+                members.append(recipe)
+                break
+        else:
+            found.append((kind, output, [recipe]))
+    return [members for *_, members in found]
+
+
+def _probe(recipe: Recipe) -> tuple[nn.Module, torch.Tensor]:
+    """Run a shallow version on fixed weights and a fixed image; float32, on the CPU."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with UninitialisedParameters():
+            model, size = shallow(recipe)
+        generator = torch.Generator().manual_seed(_PROBE_SEED)
+        largest = max(tensor.numel() for tensor in model.parameters())
+        noise = 0.1 * torch.randn(largest, generator=generator)
+        for tensor in model.parameters():
+            offset = 1.0 if tensor.ndim == 1 else 0.0
+            tensor.copy_(offset + noise[: tensor.numel()].view(tensor.shape))
+        images = torch.randn(1, recipe.preprocess.input_size[0], *size, generator=generator)
+        if not recipe.two_towers:
+            return model, model(images)
+        cfg: Any = recipe.model_cfg
+        tokens = torch.arange(1, cfg["text_cfg"].get("context_length", 77) + 1) % 50
+        features = (model.encode_image(images), model.encode_text(tokens[None]))  # type: ignore[operator]
+        return model, torch.cat([feature.flatten() for feature in features])
+
+
+def shallow(recipe: Recipe) -> tuple[nn.Module, tuple[int, int]]:
+    """Build the recipe with two blocks and a small grid where its library allows that; the model
+    and its image size."""
+    attempts = libraries.of(recipe.library).shallow(recipe)
+    if recipe.two_towers and attempts:
+        return build(attempts[0]), recipe.size
+    for attempt in attempts:
+        with suppress(ElsaError, *BUILD_ERRORS):
+            return build(attempt), attempt.size
+    if sum(p.numel() for p in build_meta(recipe).parameters()) > _MAX_PROBE_PARAMETERS:
+        raise ModelError(f"{label(recipe)} is too large to be compared with similar models")
+    return build(recipe), recipe.size

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -87,35 +87,22 @@ def write_model(directory: Path, model: nn.Module, plan: Plan, loaded: Loaded | 
         _check_finite(model.state_dict())
         write_folder(loaded.model, directory, loaded.spec.path)
         return
-    config = _config(loaded)
-    metadata = {
-        "format": "pt",
-        "elsa_weights": loaded.weights,
-        CONFIG_METADATA: json.dumps(config),
-    }
+    config = loaded.recipe.to_config()
+    # the names that its library needs to fit another classifier
+    known = getattr(loaded.model, "pretrained_cfg", None)
+    keys = libraries.of(loaded.recipe.library).config_keys
+    if keys and isinstance(known, dict):
+        config["pretrained_cfg"].update({key: known.get(key) for key in keys})
+    said = {"elsa_weights": loaded.weights, CONFIG_METADATA: json.dumps(config)}
+    metadata = {"format": "pt", **said}
     _write_tensors(model.state_dict(), directory / WEIGHTS_NAME, metadata)
     files.write_json(directory / CONFIG_NAME, config)
     if loaded.recipe.two_towers:
         files.write_json(directory / OPEN_CLIP_CONFIG_NAME, loaded.recipe.to_open_clip_config())
 
 
-def _config(loaded: Loaded) -> dict[str, Any]:
-    """Return config.json, with the names that its library needs to fit another classifier."""
-    config = loaded.recipe.to_config()
-    known = getattr(loaded.model, "pretrained_cfg", None)
-    keys = libraries.of(loaded.recipe.library).config_keys
-    if keys and isinstance(known, dict):
-        config["pretrained_cfg"].update({key: known.get(key) for key in keys})
-    return config
-
-
 def _write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a .safetensors file. Tensors that share memory are written under each name.
-
-    Raises:
-        ModelError: a tensor holds NaN or infinity.
-        OSError: the file cannot be written.
-    """
+    """Write a .safetensors file. Tensors that share memory are written under each name."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -140,11 +127,7 @@ def _check_finite(tensors: dict[str, Tensor]) -> None:
 
 
 def check_target(target: Path, given: Path, force: bool) -> None:
-    """Refuse a target that exists without `force`, or that elsa did not write.
-
-    Raises:
-        ArgumentError: it may not be replaced; says why.
-    """
+    """Refuse a target that exists without `force`, or that elsa did not write."""
     files.recover(target)
     if not target.exists():
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -36,17 +36,23 @@ class Shown:
 
 def shown(shapes: Shapes) -> list[Shown]:
     """Return what the shapes show, the likeliest first; empty for no known kind of names."""
-    stages = _stages(shapes)
-    if sum(stages.values()) > MAX_BLOCKS:
+    depths: dict[tuple[str, int], int] = {}
+    for name in shapes:
+        if match := _STAGE.match(name):
+            stage = match.group(1), int(match.group(2))
+            depths[stage] = max(depths.get(stage, 0), int(match.group(3)) + 1)
+    if sum(depths.values()) > MAX_BLOCKS:
         return []
-    if stages:
-        return _swin(shapes, stages)
+    if depths:
+        return _swin(shapes, {f"{kind}.{number}": depths[kind, number]
+                              for kind, number in sorted(depths)})  # fmt: skip
     return _vit(shapes) if depth_of(shapes) else []
 
 
 def depth_of(shapes: Shapes) -> int:
     """Return the number of transformer blocks of a model without stages; 0 for none."""
-    return _count(m.group(1) for name in shapes if (m := _BLOCK.match(name)))
+    found = (int(match.group(1)) + 1 for name in shapes if (match := _BLOCK.match(name)))
+    return max(found, default=0)
 
 
 def table_grid(rows: int) -> int | None:
@@ -58,50 +64,32 @@ def table_grid(rows: int) -> int | None:
     return None
 
 
-def _count(numbers: Iterable[str]) -> int:
-    return max((int(number) + 1 for number in numbers), default=0)
-
-
-def _stages(shapes: Shapes) -> dict[str, int]:
-    """Return the blocks of each stage by the stage's prefix ("layers.0"), in order."""
-    found: dict[tuple[str, int], int] = {}
-    for name in shapes:
-        if match := _STAGE.match(name):
-            key = match.group(1), int(match.group(2))
-            found[key] = max(found.get(key, 0), int(match.group(3)) + 1)
-    return {f"{kind}.{number}": found[kind, number] for kind, number in sorted(found)}
-
-
 def _swin(shapes: Shapes, stages: Mapping[str, int]) -> list[Shown]:
+    """Of stages by their prefix ("layers.0"), each with its blocks."""
     args: dict[str, Any] = {"depths": list(stages.values())}
-    heads = [_swin_heads(shapes, f"{stage}.blocks.0.attn") for stage in stages]
+    first = [f"{stage}.blocks.0.attn" for stage in stages]
+    heads = [
+        (*shapes.get(f"{attn}.{_TABLE}", ())[1:2], *shapes.get(f"{attn}.logit_scale", ())[:1])
+        for attn in first
+    ]
     if all(heads):
-        args["num_heads"] = heads
+        args["num_heads"] = [found[0] for found in heads]
     patch = _patch(shapes)
     if patch is not None:
         args["patch_size"] = patch
-    windows = [_swin_window(shapes, f"{stage}.blocks.0.attn") for stage in stages]
-    known = [window for window in windows if window is not None]
-    if not known or len(known) < len(windows):
+    known = [window for attn in first if (window := _swin_window(shapes, attn)) is not None]
+    if not known or len(known) < len(stages):
         return [Shown(args)]
     args["window_size"] = max(known)
-    grid = _swin_grid(shapes, next(iter(stages)), known)
     if patch is None:
         return [Shown(args)]
+    grid = _swin_grid(shapes, next(iter(stages)), known)
     apart = Shown(args | {"window_size": known})  # a window of its own for every stage
     if grid is not None:
         return [Shown(args, (grid * patch, grid * patch)), apart]
     # Every stage holds a whole window: at the usual size, or at least at this one.
     least = max(known) * 2 ** (len(known) - 1) * patch
     return [Shown(args), Shown(args, (least, least)), apart]
-
-
-def _swin_heads(shapes: Shapes, attn: str) -> int | None:
-    for name, axis in ((_TABLE, 1), ("logit_scale", 0)):
-        shape = shapes.get(f"{attn}.{name}", ())
-        if len(shape) > axis:
-            return shape[axis]
-    return None
 
 
 def _swin_window(shapes: Shapes, attn: str) -> int | None:
@@ -133,14 +121,8 @@ def _swin_grid(shapes: Shapes, first: str, windows: list[int]) -> int | None:
 
 
 def _vit(shapes: Shapes) -> list[Shown]:
-    args: dict[str, Any] = {}
-    patch = _patch(shapes)
-    if patch is not None:
-        args["patch_size"] = patch
-    heads = _vit_heads(shapes)
-    if heads:
-        args["num_heads"] = heads
-    args |= _sam_windows(shapes)
+    said = {"patch_size": _patch(shapes), "num_heads": _vit_heads(shapes)}
+    args = {key: value for key, value in said.items() if value} | _sam_windows(shapes)
     depth = {"depth": depth_of(shapes)}
     found = [Shown(depth), Shown(args), Shown(args | depth)]
     return [each for i, each in enumerate(found) if each.args and each not in found[:i]]

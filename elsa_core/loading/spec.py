@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,25 +77,28 @@ def parse(text: str | os.PathLike[str]) -> ModelSpec:
     if not isinstance(text, str):
         return _from_path(given, given)
     prefix, colon, rest = given.partition(":")
-    prefixes = (*libraries.names(), *_PLACES)
-    if colon and prefix.replace("_", "-") in (p.replace("_", "-") for p in prefixes):
-        return _from_prefix(prefix.replace("_", "-"), rest, given)
+    sources = {name.replace("_", "-"): name for name in (*libraries.names(), *_PLACES)}
+    source = sources.get(prefix.replace("_", "-")) if colon else None
+    if source is not None:
+        return _from_prefix(source, rest, given)
     if _looks_like_path(given):
         return _from_path(given, given)
     if _owner(given) is not None:
         return _from_hub(given, given)
     if colon and re.fullmatch(r"[A-Za-z][\w-]+", prefix):
-        known = ", ".join(f"{p}:" for p in prefixes)
+        known = ", ".join(f"{name}:" for name in sources.values())
         raise ModelError(f"unknown model source {prefix!r} in {given!r}: the sources are {known}")
-    return _from_bare(given)
+    first = libraries.first()
+    if located(given, ModelError).exists() and given.split(".")[0] not in first.names():
+        return _from_path(given, given)
+    return _from_library(first, given, given)
 
 
 def _from_prefix(prefix: str, rest: str, given: str) -> ModelSpec:
     if not rest:
         raise ModelError(f"{given!r} names no model after the colon")
-    for library in libraries.LIBRARIES:
-        if prefix == library.name.replace("_", "-"):
-            return _from_library(library, rest, given)
+    if prefix in libraries.names():
+        return _from_library(libraries.of(prefix), rest, given)
     if prefix == "hf-hub":
         return _from_hub(rest, given)
     if prefix == "python":
@@ -109,15 +113,6 @@ def _looks_like_path(text: str) -> bool:
     if text.endswith((".safetensors", ".onnx", ".txt", ".json", *CHECKPOINT_SUFFIXES)):
         return True
     return ("/" in text or os.sep in text) and _owner(text) is None
-
-
-def _from_bare(given: str) -> ModelSpec:
-    if located(given, ModelError).exists() and not _is_plain_name(given):
-        return _from_path(given, given)
-    return _from_library(libraries.first(), given, given)
-
-
-# --- paths -------------------------------------------------------------------------------------
 
 
 def _from_path(text: str, given: str) -> ModelSpec:
@@ -144,14 +139,6 @@ def _from_path(text: str, given: str) -> ModelSpec:
     raise ModelError(f"{text} is not a model file: expected {suffixes} or a directory")
 
 
-# --- libraries and the hub ---------------------------------------------------------------------
-
-
-def _is_plain_name(text: str) -> bool:
-    """True for a name, with or without a tag, of the library whose names need no prefix."""
-    return text.split(".", maxsplit=1)[0] in libraries.first().names()
-
-
 def _from_library(library: Library, text: str, given: str) -> ModelSpec:
     if library.takes_hub_ids and text.startswith("hf-hub:"):
         return _from_hub(text.removeprefix("hf-hub:"), given)
@@ -164,28 +151,18 @@ def _from_library(library: Library, text: str, given: str) -> ModelSpec:
 
 def _unknown(library: Library, text: str, given: str) -> str:
     """One line with close names of every installed library, the exact ones of others first."""
-    names = library.names()
-    others = {
-        name: f"{other.name}:{name}"
-        for other in libraries.LIBRARIES
-        if other is not library
-        for name in _installed_names(other)
-    }
+    others: dict[str, str] = {}
+    for other in libraries.LIBRARIES:
+        if other is not library:
+            with suppress(UnavailableError):  # not installed
+                others |= {name: f"{other.name}:{name}" for name in other.names()}
     if text in others:
         return f"no {library.name} model is named {given!r}: did you mean {others[text]}?"
     arch = text.split(".", maxsplit=1)[0]
-    close = difflib.get_close_matches(arch, [*names, *others], n=4, cutoff=0.6)
+    close = difflib.get_close_matches(arch, [*library.names(), *others], n=4, cutoff=0.6)
     shown = ", ".join(others.get(name, name) for name in close)
     hint = f"close names: {shown}" if close else f"`elsa list '{library.name}:*'` names them"
     return f"no file and no {library.name} model is named {given!r}; {hint}"
-
-
-def _installed_names(library: Library) -> list[str]:
-    """Return the library's model names, or none where it is not installed."""
-    try:
-        return library.names()
-    except UnavailableError:
-        return []
 
 
 def _owner(text: str) -> Library | None:

@@ -23,9 +23,6 @@ _SECTIONS = (
     *("config", "cfg", "model_config", "data_preprocessor", "preprocess_cfg"),
 )
 _ARCHITECTURE = ("arch", "architecture", "model_name", "model", "backbone")
-_ARGS = ("model_args", "model_kwargs")
-_MEAN = ("mean", "image_mean", "img_mean")
-_STD = ("std", "image_std", "img_std")
 _LABELS = ("label_names", "class_names", "classes", "class_to_idx", "labels")
 _DEEPEST = 3
 _LONGEST = 100_000  # characters of one text that is parsed
@@ -53,17 +50,23 @@ def stated(content: Any) -> Stated:
     """Return what a checkpoint's content, or a configuration, says beside the tensors."""
     sections = list(_sections(content))
     names = [section.get(key) for section in sections for key in _ARCHITECTURE]
-    mean, std = _scaled(_numbers(_first(sections, _MEAN)), _numbers(_first(sections, _STD)))
-    crop, method = _first(sections, ("crop_pct",)), _first(sections, ("interpolation",))
+    mean = _numbers(_first(sections, "mean", "image_mean", "img_mean"))
+    std = _numbers(_first(sections, "std", "image_std", "img_std"))
+    std = None if std is None or min(std) < 1e-6 else std
+    # Values of 0..1 deviate by 0.5 at most: a std above 2 is on 0..255.
+    if std is not None and max(std) > 2:
+        std = tuple(value / 255 for value in std)
+        mean = None if mean is None else tuple(value / 255 for value in mean)
+    crop, method = _first(sections, "crop_pct"), _first(sections, "interpolation")
     crop = crop if type(crop) in (int, float) and 0.05 <= crop <= 2 else None
     method = method if isinstance(method, str) and method in INTERPOLATIONS else None
     args: dict[str, Any] = {}
-    for key in _ARGS:
-        given = _first(sections, (key,))
+    for key in ("model_args", "model_kwargs"):
+        given = _first(sections, key)
         args |= given if isinstance(given, Mapping) else {}
-    pool = _first(sections, ("gp",))  # of timm's training script
+    pool = _first(sections, "gp")  # of timm's training script
     args |= {"global_pool": pool} if isinstance(pool, str) and pool else {}
-    labels = next((found for key in _LABELS if (found := names_of(_first(sections, (key,))))), ())
+    labels = next((found for key in _LABELS if (found := names_of(_first(sections, key)))), ())
     found = tuple(dict.fromkeys(name for name in names if isinstance(name, str) and name))
     return Stated(found, args, Given(mean, std, crop, method), labels)
 
@@ -82,9 +85,15 @@ def names_of(value: Any) -> tuple[str, ...]:
     """
     if isinstance(value, Mapping):
         by_name = all(type(number) is int for number in value.values())
-        pairs = value.items() if by_name else [(name, number) for number, name in value.items()]
-        named = {_whole(number): name for name, number in pairs}
-        if not value or -1 in named or len(named) < len(value):
+        named = {}
+        for key, other in value.items():
+            number, name = (other, key) if by_name else (key, other)
+            if isinstance(number, str) and number.isdecimal() and len(number) < 10:
+                number = int(number)
+            if type(number) is not int or not 0 <= number < MAX_LABELS:
+                return ()
+            named[number] = name
+        if not value or len(named) < len(value):
             return ()
         value = [named.get(number, "") for number in range(max(named) + 1)]
     if not isinstance(value, (list, tuple)) or not 0 < len(value) <= MAX_LABELS:
@@ -92,13 +101,6 @@ def names_of(value: Any) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in value):
         return ()
     return tuple(" ".join(name[:200].split()) for name in value)
-
-
-def _whole(number: Any) -> int:
-    """The number of a class, in figures too; -1 for what is none."""
-    if isinstance(number, str) and number.isdecimal() and len(number) < 10:
-        number = int(number)
-    return number if type(number) is int and 0 <= number < MAX_LABELS else -1
 
 
 def _sections(content: Any, depth: int = 0) -> Iterator[Mapping[Any, Any]]:
@@ -111,7 +113,7 @@ def _sections(content: Any, depth: int = 0) -> Iterator[Mapping[Any, Any]]:
         yield from _sections(content.get(key), depth + 1)
 
 
-def _first(sections: list[Mapping[Any, Any]], keys: tuple[str, ...]) -> Any:
+def _first(sections: list[Mapping[Any, Any]], *keys: str) -> Any:
     """The first of the keys that a section says; None and "" say nothing."""
     said = (section.get(key) for section in sections for key in keys)
     return next((v for v in said if v is not None and not (isinstance(v, str) and not v)), None)
@@ -125,18 +127,6 @@ def _numbers(value: Any) -> tuple[float, ...] | None:
         return None
     good = all(type(n) in (int, float) and math.isfinite(n) and abs(n) < 1e6 for n in value)
     return tuple(float(n) for n in value) if good else None
-
-
-def _scaled(
-    mean: tuple[float, ...] | None, std: tuple[float, ...] | None
-) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    """On a 0..1 scale. Values of 0..1 deviate by 0.5 at most: a std above 2 is on 0..255."""
-    if std is not None and min(std) < 1e-6:
-        std = None
-    if std is not None and max(std) > 2:
-        std = tuple(value / 255 for value in std)
-        mean = None if mean is None else tuple(value / 255 for value in mean)
-    return mean, std
 
 
 def _parsed(text: str) -> Any:

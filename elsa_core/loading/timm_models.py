@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.errors import ModelError
 from elsa_core.loading import hub
 from elsa_core.loading.checkpoint import check_file
-from elsa_core.loading.library import Library, Size, check_tag
+from elsa_core.loading.library import Library, Size, check_tag, imported
 from elsa_core.loading.recipe import Preprocess, Recipe
 from elsa_core.loading.shown import Shapes, Shown, depth_of, shown
 from elsa_core.loading.weights import Weights
@@ -47,41 +47,24 @@ _SWIN_MODULES = {
 
 
 def _names() -> list[str]:
-    try:
-        import timm
-    except ImportError as error:
-        raise UnavailableError(
-            f"timm is needed for model names: pip install timm ({error})"
-        ) from None
-    names: list[str] = timm.list_models()
+    names: list[str] = imported("timm", "timm").list_models()
     return names
 
 
 def _lookup(text: str) -> tuple[str, str | None] | None:
+    """The name itself, the plain model of a family, the shortest name that continues the text at an
+    underscore (the first of equals), or an old name of another model."""
     arch, _, tag = text.partition(".")
     names = _names()
-    name = arch if arch in names else _complete(arch, names) or _deprecated(arch)
-    if name is None:
-        return None
-    if tag:
+    name: str | None = arch if arch in names else PLAIN.get(arch)
+    if name is None and arch:
+        fitting = [name for name in names if name.startswith(arch.rstrip("_") + "_")]
+        name = min(fitting, key=lambda name: (len(name), name), default=None)
+    if name is None and imported("timm", "timm").is_model(arch):
+        name = arch
+    if name is not None and tag:
         check_tag("timm", name, tag, _tags(name))
-    return name, tag or None
-
-
-def _complete(prefix: str, names: Iterable[str]) -> str | None:
-    """Return the plain model of a family, or the shortest name that continues `prefix` at an
-    underscore; the first of equals."""
-    if prefix in PLAIN:
-        return PLAIN[prefix]
-    fitting = [name for name in names if name.startswith(prefix.rstrip("_") + "_")]
-    return min(fitting, key=lambda name: (len(name), name), default=None) if prefix else None
-
-
-def _deprecated(name: str) -> str | None:
-    """Return `name` when timm keeps it as an old name of another model."""
-    import timm
-
-    return name if timm.is_model(name) else None
+    return None if name is None else (name, tag or None)
 
 
 def _tags(name: str) -> list[str]:
@@ -100,11 +83,15 @@ def recipe(name: str, tag: str | None = None) -> Recipe:
     cfg = get_pretrained_cfg(f"{name}.{tag}" if tag else name)
     if cfg is None:
         return Recipe("timm", name, tag=tag)
-    preprocess = Preprocess(
-        tuple(cfg.input_size), tuple(cfg.mean), tuple(cfg.std), cfg.interpolation, cfg.crop_pct,
-        crop_mode=cfg.crop_mode,
-    )  # fmt: skip
+    preprocess = _as_published(Preprocess(tuple(cfg.input_size)), cfg)
     return Recipe("timm", name, {}, None, preprocess, tag or cfg.tag or None)
+
+
+def _as_published(preprocess: Preprocess, cfg: Any) -> Preprocess:
+    return dataclasses.replace(
+        preprocess, mean=tuple(cfg.mean), std=tuple(cfg.std), interpolation=cfg.interpolation,
+        crop_pct=cfg.crop_pct, crop_mode=cfg.crop_mode,
+    )  # fmt: skip
 
 
 def _full_name(recipe: Recipe) -> str:
@@ -141,27 +128,16 @@ def _resized(recipe: Recipe, size: Size) -> Recipe:
     recipe = recipe.at(size)
     if "img_size" not in recipe.args and not _fixed_size(recipe):
         return recipe
-    return dataclasses.replace(recipe, args={**recipe.args, "img_size": list(size)})
-
-
-def _explicit(recipe: Recipe) -> dict[str, Any]:
-    return {"img_size": list(recipe.size)} if _fixed_size(recipe) else {}
+    return recipe.with_args({"img_size": list(size)})
 
 
 def _shallow(recipe: Recipe) -> list[Recipe]:
-    stages = len(recipe.args.get("depths", [0] * 4))
-    cut = [
-        dataclasses.replace(recipe, args={**recipe.args, **short})
-        for short in ({"depth": 2}, {"depths": [2] * stages})
-    ]
-    return [candidate for attempt in cut for candidate in (_small(attempt), attempt)]
-
-
-def _small(recipe: Recipe) -> Recipe:
-    """Return the recipe at four patches a side (global attention) where that is smaller."""
+    """Two blocks, with four patches a side (global attention) where that is smaller."""
     patch = recipe.args.get("patch_size", _said_patch(recipe.name))
     side = 4 * patch if isinstance(patch, int) else recipe.size[0]
-    return _resized(recipe, (side, side)) if "depth" in recipe.args else recipe
+    plain = recipe.with_args({"depth": 2})
+    staged = recipe.with_args({"depths": [2] * len(recipe.args.get("depths", [0] * 4))})
+    return [_resized(plain, (side, side)), plain, staged]
 
 
 def _said_patch(name: str) -> int | None:
@@ -201,18 +177,11 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
 def _preprocessings(recipe: Recipe) -> dict[str, Preprocess]:
     from timm.models import get_arch_pretrained_cfgs
 
-    found = {}
-    for name, cfg in get_arch_pretrained_cfgs(recipe.name).items():
-        if cfg.has_weights and math.prod(cfg.std) > 0:
-            found[name] = dataclasses.replace(
-                recipe.preprocess,
-                mean=tuple(cfg.mean),
-                std=tuple(cfg.std),
-                interpolation=cfg.interpolation,
-                crop_pct=cfg.crop_pct,
-                crop_mode=cfg.crop_mode,
-            )
-    return found
+    return {
+        name: _as_published(recipe.preprocess, cfg)
+        for name, cfg in get_arch_pretrained_cfgs(recipe.name).items()
+        if cfg.has_weights and math.prod(cfg.std) > 0
+    }
 
 
 # --- files -------------------------------------------------------------------------------------
@@ -252,14 +221,11 @@ def _as_in(recipe: Recipe, shapes: Shapes) -> Recipe:
     first = classifier[0] if isinstance(classifier, (tuple, list)) else classifier
     head = shapes.get(f"{first}.weight")
     stem = shapes.get(f"{cfg.first_conv if cfg is not None else ''}.weight", ())
-    args: dict[str, Any] = dict(recipe.args)
-    preprocess = recipe.preprocess
-    if len(stem) == 4 and stem[1] != preprocess.input_size[0]:
-        args["in_chans"] = stem[1]
-        preprocess = preprocess.with_channels(stem[1])
-    return dataclasses.replace(
-        recipe, args=args, num_classes=head[0] if head else 0, preprocess=preprocess
-    )
+    recipe = dataclasses.replace(recipe, num_classes=head[0] if head else 0)
+    if len(stem) == 4 and stem[1] != recipe.preprocess.input_size[0]:
+        preprocess = recipe.preprocess.with_channels(stem[1])
+        recipe = dataclasses.replace(recipe, preprocess=preprocess).with_args({"in_chans": stem[1]})
+    return recipe
 
 
 def _variants(recipe: Recipe | None, shapes: Shapes) -> list[Shown]:
@@ -283,19 +249,16 @@ def _candidates(search: Search) -> list[Recipe]:
     names = _names_like(shapes)
     stem = shapes.get("patch_embed.proj.weight", ())
     usual = [n for n in names if _said_patch(n) in (None, *stem[2:3])]
+    # of names that differ in patch, window and image size alone
+    kinds = {re.sub(r"_(patch|window)?\d+(?=_|$)", "", name): name for name in sorted(names)[::-1]}
+    one_a_kind = list(kinds.values())
     for setting in _variants(None, shapes):
-        pool = _one_a_kind(names) if "patch_size" in setting.args else usual
+        pool = one_a_kind if "patch_size" in setting.args else usual
         sieved = (_sieved(search, name, setting) for name in pool)
         found = search.fitted(recipe for recipe in sieved if recipe is not None)
         if found:
             return search.pruned(found)
     return []
-
-
-def _one_a_kind(names: Iterable[str]) -> list[str]:
-    """One name for each that differs in patch, window and image size alone."""
-    kinds = {re.sub(r"_(patch|window)?\d+(?=_|$)", "", name): name for name in sorted(names)[::-1]}
-    return list(kinds.values())
 
 
 def _names_like(shapes: Shapes) -> list[str]:
@@ -321,9 +284,8 @@ def _sieved(search: Search, name: str, setting: Shown) -> Recipe | None:
     short: dict[str, Any] = {"depths": [1] * stages} if stages else {"depth": 1}
     if "global_attn_indexes" in recipe.args:
         short["global_attn_indexes"] = [i for i in recipe.args["global_attn_indexes"] if i < 1]
-    small = dataclasses.replace(recipe, args={**recipe.args, **short})
-    whole = dataclasses.replace(small, args={**recipe.args, "depth": depth_of(shapes)})
-    return recipe if search.blocks_fit((small, whole)) else None
+    tries = recipe.with_args(short), recipe.with_args({"depth": depth_of(shapes)})
+    return recipe if search.blocks_fit(tries) else None
 
 
 TIMM = Library(
@@ -337,7 +299,7 @@ TIMM = Library(
     build=_build,
     resized=_resized,
     takes_any_size=lambda recipe: not _fixed_size(recipe),
-    explicit=_explicit,
+    explicit=lambda recipe: {"img_size": list(recipe.size)} if _fixed_size(recipe) else {},
     shallow=_shallow,
     published=_published,
     preprocessings=_preprocessings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import hub
 from elsa_core.loading.building import built
-from elsa_core.loading.library import Library, Size, unknown
+from elsa_core.loading.library import Library, Size, imported, unknown
 from elsa_core.loading.recipe import Preprocess, Recipe
 from elsa_core.loading.shown import Shapes
 from elsa_core.loading.weights import Weights
@@ -30,13 +30,8 @@ _CLASSIFIERS = (
 
 
 def _names() -> list[str]:
-    try:
-        import torchvision
-    except ImportError as error:
-        raise UnavailableError(
-            f"torchvision is not installed: pip install torchvision ({error})"
-        ) from None
-    names: list[str] = torchvision.models.list_models(module=torchvision.models)
+    models = imported("torchvision", "torchvision").models
+    names: list[str] = models.list_models(module=models)
     return names
 
 
@@ -54,14 +49,10 @@ def _recipe(name: str, tag: str | None = None) -> Recipe:
     from torchvision.models import get_model_weights
 
     first = next(iter(get_model_weights(name)), None)
-    if first is None:
-        preprocess = Preprocess(interpolation="bilinear")
-    else:
-        preprocess = _preprocess(first)
-        if name.startswith(("vit_", "maxvit")):
-            # their constructors are for 224 pixels whatever size the weights were trained at
-            preprocess = dataclasses.replace(preprocess, input_size=(3, 224, 224))
-    return Recipe("torchvision", name, {}, None, preprocess)
+    preprocess = Preprocess(interpolation="bilinear") if first is None else _preprocess(first)
+    recipe = Recipe("torchvision", name, {}, None, preprocess)
+    # constructors for 224 pixels whatever size the weights were trained at
+    return recipe.at((224, 224)) if name.startswith(("vit_", "maxvit")) else recipe
 
 
 def _preprocess(weights: Any) -> Preprocess:
@@ -69,12 +60,9 @@ def _preprocess(weights: Any) -> Preprocess:
     transform = weights.transforms()
     crop = int(transform.crop_size[0])
     return Preprocess(
-        (3, crop, crop),
-        tuple(transform.mean),
-        tuple(transform.std),
-        str(transform.interpolation.value),
-        crop / transform.resize_size[0],
-    )
+        (3, crop, crop), tuple(transform.mean), tuple(transform.std),
+        str(transform.interpolation.value), crop / transform.resize_size[0],
+    )  # fmt: skip
 
 
 def _build(recipe: Recipe) -> nn.Module:
@@ -83,7 +71,7 @@ def _build(recipe: Recipe) -> nn.Module:
     args: Mapping[str, Any] = recipe.args
     if recipe.num_classes is not None:
         args = {**args, "num_classes": recipe.num_classes}
-    if recipe.name not in torchvision.models.list_models(module=torchvision.models):
+    if recipe.name not in _names():
         raise ModelError(f"torchvision has no classification model {recipe.name!r}")
     builder = torchvision.models.get_model_builder(recipe.name)
     try:
@@ -91,19 +79,16 @@ def _build(recipe: Recipe) -> nn.Module:
     except TypeError as error:
         if "multiple values" not in str(error):
             raise
-        model = with_fixed(inspect.unwrap(builder), args)
+        model = _with_fixed(inspect.unwrap(builder), args)
     return model
 
 
-def with_fixed(builder: Callable[..., nn.Module], args: Mapping[str, Any]) -> nn.Module:
+def _with_fixed(builder: Any, args: Mapping[str, Any]) -> nn.Module:
     """Build with `args` in the place of those that the builder fixes itself.
 
     `swin_t(**kwargs)` calls `_swin_transformer(window_size=[7, 7], ..., **kwargs)`, which refuses
     a window_size of the caller as given twice. So the builder's code is run once with a recorder in
     that function's place, in globals of its own, and the function is called with what both gave.
-
-    Raises:
-        ModelError: the builder fixes its arguments in another way.
     """
     known, fixed = builder.__globals__, {}
     names = [n for n in builder.__code__.co_names if isinstance(known.get(n), FunctionType)]
@@ -132,12 +117,11 @@ def _is_vit(recipe: Recipe) -> bool:
 
 
 def _resized(recipe: Recipe, size: Size) -> Recipe:
-    args = dict(recipe.args)
+    recipe = recipe.at(size)
     if _is_vit(recipe):
-        args["image_size"] = size[0]
-    elif recipe.name.startswith("maxvit"):
-        args["input_size"] = list(size)
-    return dataclasses.replace(recipe.at(size), args=args)
+        return recipe.with_args({"image_size": size[0]})
+    maxvit = recipe.name.startswith("maxvit")
+    return recipe.with_args({"input_size": list(size)}) if maxvit else recipe
 
 
 # --- weights -----------------------------------------------------------------------------------
@@ -170,12 +154,6 @@ def _with_positions(model: Any, state: Any) -> Any:
     return interpolate_embeddings(model.image_size, model.patch_size, dict(state))
 
 
-def _preprocessings(recipe: Recipe) -> dict[str, Preprocess]:
-    from torchvision.models import get_model_weights
-
-    return {str(each): _preprocess(each) for each in get_model_weights(recipe.name)}
-
-
 # --- what tensors show -------------------------------------------------------------------------
 
 
@@ -186,10 +164,8 @@ def _as_in(recipe: Recipe, shapes: Shapes) -> Recipe:
 
 def _prefix(shapes: Shapes) -> str | None:
     """Return how the names of the models with such tensors begin."""
-    for key, prefix in _PREFIXES.items():
-        if any(name.startswith(key) for name in shapes):
-            return prefix
-    return None
+    found = (prefix for key, prefix in _PREFIXES.items() if any(n.startswith(key) for n in shapes))
+    return next(found, None)
 
 
 def _candidates(search: Search) -> list[Recipe]:
@@ -211,7 +187,10 @@ TORCHVISION = Library(
     resized=_resized,
     takes_squares=_is_vit,
     published=_published,
-    preprocessings=_preprocessings,
+    preprocessings=lambda recipe: {
+        str(each): _preprocess(each)
+        for each in imported("torchvision", "torchvision").models.get_model_weights(recipe.name)
+    },
     config_args=lambda cfg, preprocess: {},
     converted=_converted,
     takes_heads=False,

@@ -14,19 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from elsa_core.base.messages import first_line, quiet
+from elsa_core.base.messages import first_line, listed, quiet
 from elsa_core.base.reading import read_json
-from elsa_core.errors import ElsaError, ModelError, UnavailableError
+from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading.building import BUILD_ERRORS, UninitialisedParameters
 from elsa_core.loading.configuration import preprocess_of
 from elsa_core.loading.fromfile import read_weights, weights_in
-from elsa_core.loading.recipe import (
-    ASSUMABLE,
-    MAX_IMAGE_SIZE,
-    Preprocess,
-    Recipe,
-    check_blocks,
-)
+from elsa_core.loading.library import imported
+from elsa_core.loading.recipe import ASSUMABLE, Preprocess, Recipe, check_blocks, pair_of
 from elsa_core.loading.stated import names_of
 from elsa_core.loading.weights import check_numbers
 
@@ -58,10 +53,6 @@ def open_folder(
 
     Returns:
         The model, its recipe, notes, and warnings.
-
-    Raises:
-        ModelError: another kind of model, weights that do not fit, or a value that cannot be.
-        UnavailableError: transformers is not installed.
     """
     where = str(folder / "config.json")
     for part in (config, *(each for each in config.values() if isinstance(each, Mapping))):
@@ -71,14 +62,12 @@ def open_folder(
     notes = [] if cls.__name__ == named else [f"{cls.__name__}, the image tower of {named}"]
     model, lost, left = _filled(cls, folder, sum(map(math.prod, weights.shapes.values())))
     if left and not notes:
-        raise ModelError(f"{weights.path} does not fit {named}: {_some(left)} unexpected")
+        raise ModelError(f"{weights.path} does not fit {named}: {listed(left)} unexpected")
     if needed := [name for name in lost if ".pooler." not in f".{name}"]:
-        raise ModelError(f"{weights.path} does not fit {named}: {_some(needed)} missing")
-    said = [f"{weights.path} lacks {_some(lost)}: RANDOM in the model"] if lost else []
+        raise ModelError(f"{weights.path} does not fit {named}: {listed(needed)} missing")
+    said = [f"{weights.path} lacks {listed(lost)}: RANDOM in the model"] if lost else []
     check_numbers(weights.path, model.state_dict())
     preprocess, more = _preprocess(folder, model.config)
-    if size is not None:
-        preprocess = replace(preprocess, input_size=(preprocess.input_size[0], *size))
     classes = cls.__name__.endswith("ForImageClassification")
     labels = names_of(config.get("id2label")) if classes else ()
     labels = () if any(map(_UNNAMED.fullmatch, labels)) else labels
@@ -86,7 +75,7 @@ def open_folder(
     if classes:
         model.num_classes = count  # timm's name, which a bundle's labels are counted by
     recipe = Recipe(LIBRARY, cls.__name__, {}, count, preprocess, labels=labels)
-    return model, recipe, notes, [*said, *more]
+    return model, recipe if size is None else recipe.at(size), notes, [*said, *more]
 
 
 def write_folder(model: Any, directory: Path, source: Path | None) -> None:
@@ -103,12 +92,7 @@ def write_folder(model: Any, directory: Path, source: Path | None) -> None:
 def _class(config: Mapping[str, Any], where: str) -> tuple[Any, str]:
     """The class of transformers that a configuration names, or that of its image tower, and the
     name."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise UnavailableError(
-            f"{where} is of transformers: pip install transformers ({error})"
-        ) from None
+    transformers = imported(LIBRARY, LIBRARY)
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     named: Any = getattr(transformers, name, None)
@@ -142,12 +126,9 @@ def _filled(cls: Any, folder: Path, numbers: int) -> tuple[Any, list[str], list[
                     f"{folder}: {cls.__name__} has {held} numbers and its file {numbers}"
                 )
             model, told = cls.from_pretrained(
-                folder,
-                config=config,
-                local_files_only=True,
-                output_loading_info=True,
+                folder, config=config, local_files_only=True, output_loading_info=True,
                 ignore_mismatched_sizes=True,
-            )
+            )  # fmt: skip
     except ElsaError:
         raise
     except BUILD_ERRORS as error:
@@ -156,7 +137,7 @@ def _filled(cls: Any, folder: Path, numbers: int) -> tuple[Any, list[str], list[
         ) from error
     wrong = sorted(str(each[0]) for each in told["mismatched_keys"])
     if wrong:
-        raise ModelError(f"{folder} does not fit {cls.__name__}: {_some(wrong)} of another shape")
+        raise ModelError(f"{folder} does not fit {cls.__name__}: {listed(wrong)} of another shape")
     return model.eval(), sorted(told["missing_keys"]), sorted(told["unexpected_keys"])
 
 
@@ -177,57 +158,53 @@ def _preprocess(folder: Path, config: Any) -> tuple[Preprocess, list[str]]:
     """The input as the processor's configuration says it, and what of it no bundle can do."""
     vision = getattr(config, "vision_config", config)
     channels, own = getattr(vision, "num_channels", 3), getattr(vision, "image_size", None)
-    usual = Preprocess().with_channels(channels if type(channels) is int else 3)
+    count = channels if type(channels) is int else 3
     size = _pair(own) or (224, 224)
-    usual = replace(usual, input_size=(usual.input_size[0], *size))
+    usual = replace(Preprocess().with_channels(count), input_size=(count, *size))
     path = next((folder / name for name in PROCESSORS if (folder / name).is_file()), None)
     given = {} if path is None else read_json(path)
     given = given.get("image_processor", given)
     if not isinstance(given, Mapping) or not given:
         return replace(usual, assumed=ASSUMABLE), []
-    cfg, mode, lines = _sizes(given, size)
-    cfg["input_size"] = [usual.input_size[0], *cfg["input_size"]]
+    target, share, mode, lines = _sizes(given, size)
+    cfg: dict[str, Any] = {"input_size": [count, *target], "crop_pct": share}
     method = given.get("resample")
     if type(method) is int and 0 <= method < len(_RESAMPLE):
         cfg["interpolation"] = _RESAMPLE[method]
+    cfg["mean"], cfg["std"] = [0.0] * count, [1.0] * count
+    if given.get("do_normalize", True):
+        cfg["mean"], cfg["std"] = given.get("image_mean"), given.get("image_std")
+    found = preprocess_of({k: v for k, v in cfg.items() if v is not None}, str(path))
     # An image is multiplied by this factor: 1 / 255 gives 0..1.
     factor = given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 1.0
     scale = 255.0 * factor if isinstance(factor, (int, float)) and factor > 0 else 1.0
-    if given.get("do_normalize", True):
-        cfg["mean"], cfg["std"] = given.get("image_mean"), given.get("image_std")
-    else:
-        cfg["mean"], cfg["std"] = [0.0] * usual.input_size[0], [1.0] * usual.input_size[0]
-    found = preprocess_of({k: v for k, v in cfg.items() if v is not None}, str(path))
     if abs(scale - 1.0) > 1e-6:
-        found = replace(
-            found,
-            mean=tuple(value / scale for value in found.mean),
-            std=tuple(value / scale for value in found.std),
-        )
+        mean, std = (tuple(value / scale for value in each) for each in (found.mean, found.std))
+        found = replace(found, mean=mean, std=std)
     missing = tuple(key for key in ASSUMABLE if cfg.get(key) is None)
     return replace(found, crop_mode=mode, assumed=missing), lines
 
 
-def _sizes(given: Mapping[str, Any], own: tuple[int, int]) -> tuple[dict[str, Any], str, list[str]]:
-    """Input size and crop_pct, the crop mode, and lines about what they leave out."""
+def _sizes(
+    given: Mapping[str, Any], own: tuple[int, int]
+) -> tuple[tuple[int, int], float, str, list[str]]:
+    """Input (height, width), crop_pct, the crop mode, and lines about what they leave out."""
     size, crop = given.get("size"), given.get("crop_size")
     cropped = given.get("do_center_crop", crop is not None) and _pair(crop) is not None
     if not given.get("do_resize", True):
-        target = _pair(crop) if cropped else own
-        return {"input_size": target or own, "crop_pct": 1.0}, "center", [
-            "the processor does not resize images: a bundle resizes them to the input"
-        ]  # fmt: skip
+        line = "the processor does not resize images: a bundle resizes them to the input"
+        return (_pair(crop) if cropped else None) or own, 1.0, "center", [line]
     if isinstance(size, Mapping) and "longest_edge" in size and "shortest_edge" not in size:
         target = _pair(given.get("pad_size")) or _pair(size["longest_edge"]) or own
         line = "the processor pads images at the right and at the bottom: a bundle on all sides"
-        return {"input_size": target, "crop_pct": 1.0}, "border", [line]
+        return target, 1.0, "border", [line]
     resized = _pair(size) or own
     edge = isinstance(size, int) or (isinstance(size, Mapping) and "shortest_edge" in size)
     target = (_pair(crop) or own) if cropped else resized
     share = target[0] / resized[0] if cropped else 1.0
     if int(target[0] / share) < resized[0]:
         share = math.nextafter(share, 0.0)
-    return {"input_size": target, "crop_pct": share}, "center" if edge else "squash", []
+    return target, share, "center" if edge else "squash", []
 
 
 def _pair(size: Any) -> tuple[int, int] | None:
@@ -235,10 +212,4 @@ def _pair(size: Any) -> tuple[int, int] | None:
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge")
         size = edge if edge is not None else [size.get("height"), size.get("width")]
-    pair = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
-    good = len(pair) == 2 and all(type(n) is int and 0 < n <= MAX_IMAGE_SIZE for n in pair)
-    return (pair[0], pair[1]) if good else None
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    return pair_of(size)

@@ -7,7 +7,7 @@ has the same tensors at any window. Such values are taken from the name, and sai
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -35,54 +35,56 @@ def with_unsaid(recipe: Recipe, shapes: Shapes, given: Mapping[str, Any]) -> Rec
         model = build_meta(recipe)
     except ElsaError:
         return recipe  # building it says why
-    found: dict[str, int | list[int]]
+    found: dict[str, Any] = {}
+    modules = list(model.modules())
     if recipe.two_towers:
-        found = {
-            f"{tower}_heads": heads
-            for tower, modules in _towers(model).items()
-            if (heads := _heads_of_torch(modules))
-        }
+        image = list(model.get_submodule("visual").modules())
+        found["image_heads"] = _heads_of_torch(image)
+        found["text_heads"] = _heads_of_torch(m for m in modules if m not in set(image))
     else:
-        found = _of_modules(recipe, model, shapes, given)
-    return dataclasses.replace(recipe, unsaid=found)
-
-
-def _of_modules(
-    recipe: Recipe, model: nn.Module, shapes: Shapes, given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Heads and windows as the modules hold them, which some constructors derive."""
-    if _HEADS & set(given):
-        heads = None
-    elif libraries.of(recipe.library).takes_heads:
-        heads = _heads(model)
-        # What its constructor does not take cannot be compared, and counts as not shown.
-        heads = None if _others_fit(recipe, "num_heads", heads, model, shapes) is False else heads
-    else:
-        heads = _heads_of_torch(model.modules())
-    window = None if "window_size" in given else _window(model)
-    if not _others_fit(recipe, "window_size", window, model, shapes):
-        window = None
-    found = {"heads": heads, "window": window}
-    return {word: value for word, value in found.items() if value}
+        # Heads and windows as the modules hold them, which some constructors derive.
+        if not _HEADS & set(given):
+            heads: Any = _heads_of_torch(modules)
+            if libraries.of(recipe.library).takes_heads:
+                heads = _runs(getattr(module, "num_heads", None) for module in modules)
+                # What its constructor does not take cannot be compared, and counts as not shown.
+                if _others_fit(recipe, "num_heads", heads, model, shapes) is False:
+                    heads = None
+            found["heads"] = heads
+        if "window_size" not in given:
+            # The largest side; stages smaller than a window have smaller ones.
+            sides: list[Any] = [getattr(module, "window_size", None) for module in modules]
+            flat = [n for each in sides for n in (each if _several(each) else (each,))]
+            window = max((n for n in flat if type(n) is int), default=None)
+            if _others_fit(recipe, "window_size", window, model, shapes):
+                found["window"] = window
+    unsaid = {word: value for word, value in found.items() if value}
+    return dataclasses.replace(recipe, unsaid=unsaid)
 
 
 def line(recipe: Recipe) -> str:
     """One line about what the recipe's name says alone; "" for nothing."""
     if not recipe.unsaid:
         return ""
-    values = ", ".join(f"{word}={_text(value)}" for word, value in recipe.unsaid.items())
+    values = ", ".join(
+        f"{word}={'/'.join(map(str, value)) if _several(value) else value}"
+        for word, value in recipe.unsaid.items()
+    )
     return f"assumed: {values} from {recipe.name} (not in the file)"
 
 
 def _others_fit(
-    recipe: Recipe, key: str, value: int | list[int] | None, model: nn.Module, shapes: Shapes
+    recipe: Recipe, key: str, value: Any, model: nn.Module, shapes: Shapes
 ) -> bool | None:
-    """True where the tensors fit as well with another value; None where the constructor takes no
-    other."""
+    """True where the tensors fit as well with twice or half the value; None where the constructor
+    takes no other."""
     usual = differences(model, shapes)
     answer = None
-    for other in _others(value) if value else ():
-        trial = dataclasses.replace(recipe, args={**recipe.args, key: other})
+    values = value if isinstance(value, list) else [value] if value else []
+    for others in ([2 * n for n in values], [n // 2 for n in values]):
+        if not others or not all(others):
+            continue
+        trial = recipe.with_args({key: others if isinstance(value, list) else others[0]})
         try:
             if differences(build_meta(trial), shapes) == usual:
                 return True
@@ -92,39 +94,17 @@ def _others_fit(
     return answer
 
 
-def _others(value: int | list[int]) -> Iterator[int | list[int]]:
-    values = value if isinstance(value, list) else [value]
-    for others in ([2 * n for n in values], [n // 2 for n in values]):
-        if all(others):
-            yield others if isinstance(value, list) else others[0]
-
-
-def _heads(model: nn.Module) -> int | list[int] | None:
-    """The heads of the attention modules, in order, each number once where it repeats."""
-    counts: list[Any] = [getattr(module, "num_heads", None) for module in model.modules()]
+def _runs(counts: Iterable[Any]) -> int | list[int] | None:
+    """The whole numbers in order, each once where it repeats; a single one alone."""
     found = [count for count in counts if type(count) is int]
     runs = [n for i, n in enumerate(found) if i == 0 or found[i - 1] != n]
     return runs[0] if len(runs) == 1 else runs or None
 
 
-def _window(model: nn.Module) -> int | None:
-    """The largest side of a window; stages smaller than a window have smaller ones."""
-    found = [getattr(module, "window_size", None) for module in model.modules()]
-    sides = [n for each in found for n in (each if isinstance(each, (tuple, list)) else (each,))]
-    return max((n for n in sides if type(n) is int), default=None)
-
-
-def _heads_of_torch(modules: Any) -> int | None:
+def _heads_of_torch(modules: Iterable[nn.Module]) -> int | None:
     """The heads of PyTorch's attention, whose tensors never show them."""
-    found = (m.num_heads for m in modules if isinstance(m, nn.MultiheadAttention))
-    return next(found, None)
+    return next((m.num_heads for m in modules if isinstance(m, nn.MultiheadAttention)), None)
 
 
-def _towers(model: nn.Module) -> dict[str, list[nn.Module]]:
-    image = list(model.get_submodule("visual").modules())
-    seen = set(map(id, image))
-    return {"image": image, "text": [m for m in model.modules() if id(m) not in seen]}
-
-
-def _text(value: Any) -> str:
-    return "/".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+def _several(value: Any) -> bool:
+    return isinstance(value, (list, tuple))

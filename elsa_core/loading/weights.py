@@ -1,6 +1,7 @@
-"""Weights of .safetensors files, each file hostile until checked.
+"""Weights of .safetensors files, alone or joined by the hub's index (`*.safetensors.index.json`).
 
-The header is validated here before the safetensors library is given the file.
+Each file is hostile until checked: its header is validated here before the safetensors library is
+given the file.
 """
 
 from __future__ import annotations
@@ -9,26 +10,28 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from elsa_core.base.files import scratch
-from elsa_core.base.reading import check_fits, json_problem, open_regular, unique_pairs
+from elsa_core.base.messages import first_line
+from elsa_core.base.reading import check_fits, json_problem, open_regular, read_json, unique_pairs
 from elsa_core.errors import ModelError
 from elsa_core.loading.names import bare_names
 from elsa_core.loading.stated import Stated, stated_in_metadata
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
-MAX_DIMENSION = 2**63 - 1
 MAX_RANK = 64
 # Of one tensor's name: those of the libraries are shorter than 150.
 MAX_NAME = 1000
+INDEX_SUFFIX = ".safetensors.index.json"
+MAX_SHARDS = 4096
 
 _DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
@@ -47,18 +50,15 @@ _DTYPES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of a .safetensors file: dtype in its words, shape, byte span in the data part."""
+class TensorEntry(NamedTuple):
+    """One tensor of a .safetensors file: its shape, and its bytes in the data part."""
 
-    dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """The validated header of a .safetensors file."""
 
     tensors: dict[str, TensorEntry]
@@ -69,12 +69,8 @@ class Header:
         """The shape of every tensor, by name."""
         return {name: entry.shape for name, entry in self.tensors.items()}
 
-    @property
-    def size(self) -> int:
-        """The bytes of all tensors."""
-        return sum(entry.stop - entry.start for entry in self.tensors.values())
 
-
+@dataclass
 class Weights:
     """Tensors by name on the CPU, the file's own metadata, and where they came from.
 
@@ -85,37 +81,22 @@ class Weights:
         shapes: of every tensor, by name without the wrappers of training.
         metadata: text by name.
         path: the file.
+        read: gives the tensors.
         notes: lines for the user: which of several groups of tensors was taken.
-        size: the bytes of all tensors in the file.
         stated: what the file says of its model.
     """
 
-    def __init__(
-        self,
-        shapes: dict[str, tuple[int, ...]],
-        metadata: dict[str, str],
-        path: Path,
-        read: Callable[[], dict[str, Tensor]],
-        notes: tuple[str, ...] = (),
-        size: int = 0,
-        stated: Stated | None = None,
-    ) -> None:
-        self.shapes = shapes
-        self.metadata = metadata
-        self.path = path
-        self.notes = notes
-        self.size = size
-        self.stated = Stated() if stated is None else stated
-        self._read = read
+    shapes: dict[str, tuple[int, ...]]
+    metadata: dict[str, str]
+    path: Path
+    read: Callable[[], dict[str, Tensor]]
+    notes: tuple[str, ...] = ()
+    stated: Stated = field(default_factory=Stated)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors, finite.
-
-        Raises:
-            ModelError: unreadable, or complex numbers, NaN or infinity among them.
-        """
-        return self._read()
+        """The tensors; ModelError where they are unreadable, complex, or hold NaN or infinity."""
+        return self.read()
 
 
 def read_header(path: Path) -> Header:
@@ -127,49 +108,130 @@ def read_header(path: Path) -> Header:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            length = _header_length(path, prefix, size)
+            length = _header_length(path, file.read(8), size)
             raw = file.read(length)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
-    return _parse_header(path, raw, size - 8 - length)
+    try:
+        content = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=unique_pairs, parse_constant=_no_constant
+        )
+    except UnicodeDecodeError:
+        raise ModelError(f"{path} has a header that is not UTF-8: not a safetensors file") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} has a header that is not JSON: {json_problem(error)}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} has a header that is not a JSON object")
+    metadata = content.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
+        raise ModelError(f"{path} has __metadata__ that is not a map of text to text")
+    entries = {name: _parse_entry(path, name, entry) for name, entry in content.items()}
+    _check_coverage(path, entries, size - 8 - length)
+    return Header(entries, metadata)
 
 
-def read_safetensors(path: Path, key: str | None = None, *, wrapped: bool = False) -> Weights:
+def read_safetensors(path: Path, key: str | None = None) -> Weights:
     """Read a .safetensors file: the header now, the tensors when they are asked for.
 
     Args:
         path: the file.
         key: take the tensors whose names begin with it.
-        wrapped: leave the names as they are, with the wrappers of training.
 
     Raises:
         ModelError: malformed file, no tensors, none under `key`, or more than the memory holds.
     """
-    header = read_header(path)
-    if not header.tensors:
+    return _joined(path, {path: read_header(path)}, key)
+
+
+def is_index(path: Path) -> bool:
+    """Whether the name is that of an index of shards."""
+    return path.name.lower().endswith(INDEX_SUFFIX)
+
+
+def read_sharded(path: Path, key: str | None = None) -> Weights:
+    """Read what an index names, from the files beside it: headers now, tensors when asked for.
+
+    Raises:
+        ModelError: a malformed index, a shard that is missing, malformed, a link or outside the
+            index's directory, or tensors that are not where the index says.
+    """
+    weight_map = _weight_map(path)
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
+        _check_place(path, shard)
+    headers = {}
+    for shard in shards:
+        header = read_header(path.parent / shard)
+        wanted = {name for name, file in weight_map.items() if file == shard}
+        if header.tensors.keys() != wanted:
+            missing = sorted(wanted - header.tensors.keys())
+            more = sorted(header.tensors.keys() - wanted)
+            what = f"lacks {missing[0][:120]!r}" if missing else f"also holds {more[0][:120]!r}"
+            raise ModelError(f"{path} does not fit its shards: {shard} {what}")
+        headers[path.parent / shard] = header
+    return _joined(path, headers, key)
+
+
+def _joined(path: Path, headers: Mapping[Path, Header], key: str | None) -> Weights:
+    """The weights of one file or of several, under the model's own names."""
+    shapes = {name: shape for header in headers.values() for name, shape in header.shapes.items()}
+    if not shapes:
         raise ModelError(f"{path} holds no tensors")
-    check_fits(path, header.size)
-    plain = {name: name for name in header.tensors}
-    names, notes = (plain, ()) if wrapped else bare_names(header.shapes, path, key)
-    shapes = {name: header.tensors[full].shape for name, full in names.items()}
-    said = stated_in_metadata(header.metadata)
-    return Weights(
-        shapes, header.metadata, path, lambda: _read_tensors(path, names), notes, header.size, said
-    )
+    entries = [entry for header in headers.values() for entry in header.tensors.values()]
+    check_fits(path, sum(entry.stop - entry.start for entry in entries))
+    metadata: dict[str, str] = {}
+    for header in headers.values():
+        metadata = header.metadata | metadata
+    names, notes = bare_names(shapes, path, key)
+
+    def read() -> dict[str, Tensor]:
+        from safetensors import safe_open
+
+        held: dict[str, Tensor] = {}
+        for part, header in headers.items():
+            try:
+                with safe_open(part, framework="pt") as file:
+                    held |= {name: file.get_tensor(name) for name in wanted & header.tensors.keys()}
+            except Exception as error:
+                raise ModelError(f"{part} cannot be read: {first_line(error)}") from None
+        tensors = {name: held[full] for name, full in names.items()}
+        check_numbers(path, tensors)
+        return tensors
+
+    wanted = set(names.values())
+    bare = {name: shapes[full] for name, full in names.items()}
+    return Weights(bare, metadata, path, read, notes, stated_in_metadata(metadata))
 
 
-def _read_tensors(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Read the tensors of the full `names`, in order of the file."""
-    from safetensors import safe_open
+def _check_place(path: Path, shard: str) -> None:
+    """A shard lies beside the index: a link leads elsewhere, except within the hub's cache.
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(full) for name, full in names.items()}
-    except Exception as error:
-        raise ModelError(f"{path} cannot be read: {line(error)}") from None
-    check_numbers(path, tensors)
-    return tensors
+    There the index is a link too, and both lead to the same folder of blobs.
+    """
+    file = path.parent / shard
+    if file.is_symlink():
+        same = path.is_symlink() and file.resolve().parent == path.resolve().parent
+        if not same:
+            raise ModelError(f"{path} names the shard {shard[:120]!r}, which is a link: refused")
+    if not file.exists():
+        raise ModelError(f"{path} names the shard {shard[:120]!r}, which is not there")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    given = read_json(path).get("weight_map")
+    if not isinstance(given, dict) or not given:
+        raise ModelError(f"{path} has no weight_map: not an index of safetensors shards")
+    for name, file in given.items():
+        plain = isinstance(file, str) and Path(file).name == file and file.isprintable()
+        plain = plain and len(file.encode()) <= 255  # what file systems count
+        if not plain or not str(file).lower().endswith(".safetensors") or "\\" in str(file):
+            raise ModelError(
+                f"{path}: tensor {name[:120]!r} is in {str(file)[:120]!r}, which is no "
+                ".safetensors file beside the index"
+            )
+    if len(set(given.values())) > MAX_SHARDS:
+        raise ModelError(f"{path} names more than {MAX_SHARDS} shards")
+    return given
 
 
 def _header_length(path: Path, prefix: bytes, size: int) -> int:
@@ -190,25 +252,6 @@ def _header_length(path: Path, prefix: bytes, size: int) -> int:
             f"{path} is truncated: its header claims {length} bytes and {size - 8} are there"
         )
     return length
-
-
-def _parse_header(path: Path, raw: bytes, data_bytes: int) -> Header:
-    try:
-        content = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=unique_pairs, parse_constant=_no_constant
-        )
-    except UnicodeDecodeError:
-        raise ModelError(f"{path} has a header that is not UTF-8: not a safetensors file") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} has a header that is not JSON: {json_problem(error)}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} has a header that is not a JSON object")
-    metadata = content.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
-        raise ModelError(f"{path} has __metadata__ that is not a map of text to text")
-    entries = {name: _parse_entry(path, name, entry) for name, entry in content.items()}
-    _check_coverage(path, entries, data_bytes)
-    return Header(entries, metadata)
 
 
 def _no_constant(text: str) -> NoReturn:
@@ -235,15 +278,11 @@ def _parse_entry(path: Path, name: str, entry: Any) -> TensorEntry:
             f"{where} of dtype {dtype} and shape {shape} needs {needed} bytes"
             f" and its offsets span {offsets[1] - offsets[0]}"
         )
-    return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
+    return TensorEntry(tuple(shape), *offsets)
 
 
 def check_name(path: Path, name: str) -> None:
-    """Refuse a name far longer than any module's: searching names takes its square.
-
-    Raises:
-        ModelError: names the tensor.
-    """
+    """Refuse a name far longer than any module's: searching names takes its square."""
     if len(name) > MAX_NAME:
         raise ModelError(
             f"{path}: tensor {name[:120]!r} has a name of {len(name)} characters; the limit is"
@@ -253,24 +292,22 @@ def check_name(path: Path, name: str) -> None:
 
 def _naturals(values: Any) -> bool:
     """True for a list of whole numbers >= 0 that fit 63 bits (True and False are no numbers)."""
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value <= MAX_DIMENSION for value in values
-    )
+    return isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)
 
 
 def _check_coverage(path: Path, entries: Mapping[str, TensorEntry], data_bytes: int) -> None:
     """The tensors must tile the data: no overlap, no gap, nothing beyond the end."""
     position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if entry.stop > data_bytes:
+    for name, (_, start, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):
+        if stop > data_bytes:
             raise ModelError(
-                f"{path} is truncated or wrong: tensor {name[:120]!r} ends at byte {entry.stop}"
+                f"{path} is truncated or wrong: tensor {name[:120]!r} ends at byte {stop}"
                 f" of {data_bytes} bytes of data"
             )
-        if entry.start != position:
-            what = "overlaps the one before it" if entry.start < position else "leaves a gap"
-            raise ModelError(f"{path}: tensor {name[:120]!r} {what} at byte {entry.start}")
-        position = entry.stop
+        if start != position:
+            what = "overlaps the one before it" if start < position else "leaves a gap"
+            raise ModelError(f"{path}: tensor {name[:120]!r} {what} at byte {start}")
+        position = stop
     if position != data_bytes:
         raise ModelError(f"{path} has {data_bytes - position} bytes that belong to no tensor")
 
@@ -297,12 +334,6 @@ def _damage(tensor: Tensor) -> str | None:
     if torch.isfinite(wide).all():
         return None
     return f"holds {'NaN' if wide.isnan().any() else 'infinity'}; the weights are damaged"
-
-
-def line(error: BaseException) -> str:
-    """The first line of an exception's text, short enough for one line of a terminal."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200].replace(os.linesep, " ")
 
 
 @contextmanager

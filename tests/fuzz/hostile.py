@@ -29,8 +29,7 @@ from elsa_core.exporting import archive
 from elsa_core.exporting.manifest import inside, parse_manifest
 from elsa_core.exporting.verify import verify
 from elsa_core.loading.plan import read_plan
-from elsa_core.loading.shards import read_sharded
-from elsa_core.loading.weights import read_safetensors
+from elsa_core.loading.weights import read_safetensors, read_sharded
 from elsa_core.ops.attention.api import attention
 
 from . import windows

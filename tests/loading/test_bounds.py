@@ -16,12 +16,10 @@ from safetensors.torch import save_file
 
 from elsa_core.base.reading import parse_json, read_json
 from elsa_core.errors import ModelError
-from elsa_core.loading import weights
 from elsa_core.loading.checkpoint import read_checkpoint
 from elsa_core.loading.loader import load_model
 from elsa_core.loading.plan import read_plan
-from elsa_core.loading.shards import read_sharded
-from elsa_core.loading.weights import read_header, read_safetensors
+from elsa_core.loading.weights import read_header, read_safetensors, read_sharded
 
 READERS = [read_header, read_safetensors, read_checkpoint, read_json, read_plan]
 
@@ -111,16 +109,15 @@ def sparse(path: Path, shapes: dict[str, list[int]]) -> Path:
 def test_a_sparse_file_is_judged_by_its_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str | None
 ) -> None:
-    """15.8 GB of holes were read before the architecture was looked at."""
+    """Gigabytes of holes were read before the architecture was looked at."""
 
     def read(*_args: object) -> None:
         raise AssertionError("the tensors were read")
 
-    monkeypatch.setattr(weights, "_read_tensors", read)
-    monkeypatch.setattr(weights, "check_fits", lambda *_: None)
+    monkeypatch.setattr("safetensors.safe_open", read)
     shapes = {name: list(t.shape) for name, t in timm.create_model("test_vit").state_dict().items()}
-    path = sparse(tmp_path / "model.safetensors", {**shapes, "zeros": [2**32]})
-    with pytest.raises(ModelError, match=r"no known architecture|does not fit test_vit: 4"):
+    path = sparse(tmp_path / "model.safetensors", {**shapes, "zeros": [2**28]})
+    with pytest.raises(ModelError, match=r"no known architecture|test_vit: \d{9} numbers"):
         load_model(path, arch=arch)
 
 

@@ -15,8 +15,8 @@ from sampling import some
 from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError
-from elsa_core.loading.accounted import changed
 from elsa_core.loading.configuration import from_config
+from elsa_core.loading.fit import changed
 from elsa_core.loading.libraries import build
 from elsa_core.loading.loader import Loaded, load_model
 from elsa_core.loading.names import bare_names
