@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from elsa_core.base import lazy
 from elsa_core.base.version import __version__
 from elsa_core.dispatch import Route
 from elsa_core.monoid import State, merge
@@ -39,29 +40,16 @@ if TYPE_CHECKING:
     from elsa_core.proof import CheckReport, EvalReport, check, evaluate
 
 _HOMES = {
-    "load": "loading",
-    "AttentionSite": "patching",
-    "Inspection": "patching",
-    "inspect": "patching",
-    "FreezeReport": "patching",
-    "freeze": "patching",
-    "refresh": "patching",
-    "unfreeze": "patching",
-    "register_adapter": "patching",
-    "PatchReport": "patching",
-    "patch": "patching",
-    "unpatch": "patching",
-    "CheckReport": "proof",
-    "check": "proof",
-    "EvalReport": "proof",
-    "evaluate": "proof",
-    "Bundle": "exporting.bundle",
-    "export": "exporting.bundle",
-    "VerifyReport": "exporting.verify",
-    "verify": "exporting.verify",
-    "ProfileReport": "profiling.profile",
-    "profile": "profiling.profile",
-    "graphed": "graphs.model",
+    "loading": ("load",),
+    "patching": (
+        *("AttentionSite", "FreezeReport", "Inspection", "PatchReport", "freeze", "inspect"),
+        *("patch", "refresh", "register_adapter", "unfreeze", "unpatch"),
+    ),
+    "proof": ("CheckReport", "EvalReport", "check", "evaluate"),
+    "exporting.bundle": ("Bundle", "export"),
+    "exporting.verify": ("VerifyReport", "verify"),
+    "profiling.profile": ("ProfileReport", "profile"),
+    "graphs.model": ("graphed",),
 }
 
 __all__ = [
@@ -116,10 +104,7 @@ def __getattr__(name: str) -> Any:
     """Import what concerns models at its first use (PEP 562): kernels alone need none of it."""
     if name in ("distributed", "nn", "offload"):
         return import_module(f"elsa_core.{name}")
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'elsa_core' has no attribute {name!r}")
-    return getattr(import_module(f"elsa_core.{home}"), name)
+    return lazy.attribute(__name__, _HOMES, name)
 
 
 def __dir__() -> list[str]:

@@ -176,8 +176,8 @@ def fold(states: State | Iterable[State]) -> State:
     """
     if isinstance(states, State):
         total = _identity_like(states)
-        for i in range(_length(states)):
-            total = merge(total, _at(states, i))
+        for i in range(states.S.shape[0]):
+            total = merge(total, State(*(t[i] for t in states)))
         return total
     remaining = iter(states)
     first = next(remaining, None)
@@ -198,34 +198,17 @@ def tree(states: State | Iterable[State]) -> State:
     Raises:
         ArgumentError: as `fold`.
     """
-    level = _stacked(states)
-    if _length(level) == 0:
+    level = states if isinstance(states, State) else _stacked(states)
+    if level.S.shape[0] == 0:
         return _identity_like(level)
-    while (n := _length(level)) > 1:
-        pairs = merge(_every_second(level, 0, n // 2), _every_second(level, 1, n // 2))
-        level = _concatenate(pairs, _slice(level, n - 1, n)) if n % 2 else pairs
-    return _at(level, 0)
-
-
-def scan(states: State | Iterable[State], *, exclusive: bool = False) -> State:
-    """All prefixes at once, by Blelloch's up-sweep and down-sweep (depth 2 ceil(log2 n)).
-
-    Args:
-        states: the blocks, stacked along dimension 0 (or an iterable of them). Any length; it need
-            not be a power of two.
-        exclusive: entry i covers blocks 0 to i - 1 (entry 0 is the identity) instead of 0 to i.
-
-    Returns:
-        State of the same shape as the stacked input.
-
-    Raises:
-        ArgumentError: as `fold`.
-
-    Reference: Blelloch, "Prefix sums and their applications" (1990); ELSA, Sec. 4, inter-block.
-    """
-    stacked = _stacked(states)
-    prefixes = _exclusive_scan(stacked)
-    return prefixes if exclusive else merge(prefixes, stacked)
+    while (n := level.S.shape[0]) > 1:
+        even, odd = (State(*(t[i : n - n % 2 : 2] for t in level)) for i in (0, 1))
+        pairs = merge(even, odd)
+        if n % 2:
+            last = (t[n - 1 :] for t in level)
+            pairs = State(*(torch.cat(parts) for parts in zip(pairs, last, strict=True)))
+        level = pairs
+    return State(*(t[0] for t in level))
 
 
 def finalize(state: State) -> tuple[Tensor, Tensor]:
@@ -252,30 +235,6 @@ def finalize_(state: State) -> tuple[Tensor, Tensor]:
     safe = state.S.masked_fill(empty, 1.0)
     lse = (state.m + torch.log(safe)).masked_fill_(empty, _NEGATIVE_INFINITY)
     return state.W.div_(safe.to(state.W.dtype).unsqueeze(-1)), lse
-
-
-def _exclusive_scan(states: State) -> State:
-    """Blelloch's scan as a recursion: merge pairs (up), scan them, hand the prefixes down."""
-    n = _length(states)
-    if n <= 1:
-        return State(*(torch.full_like(t, i) for t, i in zip(states, _IDENTITY, strict=True)))
-    half = n // 2
-    left = _every_second(states, 0, half)
-    pairs = merge(left, _every_second(states, 1, half))
-    if n % 2:
-        pairs = _concatenate(pairs, _slice(states, n - 1, n))
-    before = _exclusive_scan(pairs)
-    before_left = _slice(before, 0, half)
-    woven = State(
-        *(
-            torch.stack(pair, dim=1).flatten(0, 1)
-            for pair in zip(before_left, merge(before_left, left), strict=True)
-        )
-    )
-    return _concatenate(woven, _slice(before, half, half + 1)) if n % 2 else woven
-
-
-_IDENTITY = (_NEGATIVE_INFINITY, 0.0, 0.0)
 
 
 def _finite_anchor(m: Tensor) -> Tensor:
@@ -308,9 +267,7 @@ def _require_wide(state: State) -> None:
         )
 
 
-def _stacked(states: State | Iterable[State]) -> State:
-    if isinstance(states, State):
-        return states
+def _stacked(states: Iterable[State]) -> State:
     listed = list(states)
     if not listed:
         raise ArgumentError("states: no state to merge; pass at least one, or State.identity(...)")
@@ -323,23 +280,3 @@ def _identity_like(states: State) -> State:
     return State.identity(
         states.S.shape[1:], states.W.shape[-1], dtype=states.S.dtype, device=states.S.device
     )
-
-
-def _length(states: State) -> int:
-    return states.S.shape[0]
-
-
-def _at(states: State, i: int) -> State:
-    return State(*(t[i] for t in states))
-
-
-def _slice(states: State, start: int, stop: int) -> State:
-    return State(*(t[start:stop] for t in states))
-
-
-def _every_second(states: State, offset: int, count: int) -> State:
-    return State(*(t[offset : 2 * count : 2] for t in states))
-
-
-def _concatenate(a: State, b: State) -> State:
-    return State(*(torch.cat(parts) for parts in zip(a, b, strict=True)))

@@ -1,4 +1,4 @@
-"""What is right, and how far something is from it: oracle, vectorised reference, drift, scenarios.
+"""What is right, and how far something is from it: oracle, vectorised reference, drift.
 
 `attention` is the float64 oracle that every kernel is judged against. `algorithm2` is the paper's
 vectorised reference in the precision of its inputs. `drift` measures the paper's six metrics.
@@ -9,10 +9,7 @@ Reference: ELSA, Sec. C (Algorithm 2, Eq. 25, Table 9).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -48,8 +45,9 @@ def attention(
     Raises:
         ArgumentError: the head counts do not divide.
     """
-    query, key, value = _as_double(query, key, value)
-    rows = _rows_at_a_time(query, key)
+    query, key, value = (t.double() for t in _share_heads(query, key, value))
+    per_row = max(1, query[..., 0].numel() // max(1, query.shape[-2]) * key.shape[-2])
+    rows = max(1, min(query.shape[-2], _CHUNK_SCORES // per_row))
     outputs, sums = [], []
     for start in range(0, max(query.shape[-2], 1), rows):
         stop = min(start + rows, query.shape[-2])
@@ -59,23 +57,6 @@ def attention(
         outputs.append(_divide_or_zero(weighted, total))
         sums.append(lse)
     return torch.cat(outputs, -2), torch.cat(sums, -1)
-
-
-def probabilities(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
-    """The oracle's attention matrix [..., Hq, Nq, Nk] in float64; rows without a key are zeros.
-
-    Arguments as in `attention`. The whole matrix is held in memory.
-    """
-    query, key = _as_double(query, key)
-    scores = _scores(query, key, attn_mask, is_causal, scale, 0, query.shape[-2])
-    weights, total, _ = _softmax_parts(scores)
-    return _divide_or_zero(weights, total)
 
 
 def algorithm2(
@@ -169,7 +150,7 @@ def drift(p: Tensor | None, p_ref: Tensor | None, y: Tensor, y_ref: Tensor) -> D
     y_difference = y - y_ref
     y_max = y_difference.abs().amax(-1)
     y_l2 = _relative_rows(y_difference, y_ref)
-    outputs = (_spread(y_max, _maximum(y_max)), _spread(y_l2, relative_l2(y, y_ref)))
+    outputs = (_spread(y_max, "amax"), _spread(y_l2, relative_l2(y, y_ref)))
     if p is None or p_ref is None:
         return Drift(None, None, None, None, *outputs)
     p, p_ref = _pair("p", p, p_ref)
@@ -179,68 +160,12 @@ def drift(p: Tensor | None, p_ref: Tensor | None, y: Tensor, y_ref: Tensor) -> D
     at_argmax = p_ref.gather(-1, p.argmax(-1, keepdim=True)).squeeze(-1)
     disagrees = (at_argmax < p_ref.amax(-1)).double()
     return Drift(
-        _spread(p_max, _maximum(p_max)),
+        _spread(p_max, "amax"),
         _spread(_relative_rows(difference, p_ref), relative_l2(p, p_ref)),
-        _spread(divergence, _mean(divergence)),
-        _spread(disagrees, _mean(disagrees)),
+        _spread(divergence, "mean"),
+        _spread(disagrees, "mean"),
         *outputs,
     )
-
-
-SCENARIOS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
-    {
-        "regular": (197, "unit normal queries, keys and values at a ViT's length"),
-        "long": (2048, "the same at a length where accumulation shows"),
-        "stress": (
-            577,
-            "sharp logits, an outlier channel, one dominant key, rows that attend to all alike, "
-            "values of very different size",
-        ),
-    }
-)
-"""The three scenarios by name: default number of tokens, and what they hold."""
-
-
-def scenario(
-    name: str,
-    *,
-    batch: int = 1,
-    heads: int = 2,
-    tokens: int | None = None,
-    head_dim: int = 64,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value [batch, heads, tokens, head_dim] of one of `SCENARIOS`.
-
-    The numbers are drawn on the CPU, so that every device gets the same ones.
-
-    Raises:
-        ArgumentError: unknown name.
-    """
-    if name not in SCENARIOS:
-        raise ArgumentError(f"name: scenario {name!r} is unknown; use one of {list(SCENARIOS)}")
-    shape = (batch, heads, tokens or SCENARIOS[name][0], head_dim)
-    generator = torch.Generator().manual_seed(seed)
-    query, key, value = (
-        torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)
-    )
-    if name == "stress":
-        query *= 4.0
-        query[..., 0] *= 8.0
-        key[..., 0] *= 2.0
-        query[..., 3::17, :] = 0.0
-        key[..., shape[2] // 3, :] = (
-            3.0 * query[..., 0, :] / query[..., 0, :].norm(dim=-1, keepdim=True)
-        )
-        value *= torch.logspace(-1, 1, head_dim, dtype=torch.float64)
-    query, key, value = (t.to(device=device, dtype=dtype) for t in (query, key, value))
-    return query, key, value
-
-
-def _as_double(query: Tensor, key: Tensor, *value: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.double() for t in _share_heads(query, key, *value))
 
 
 def _share_heads(query: Tensor, *key_value: Tensor) -> tuple[Tensor, ...]:
@@ -255,20 +180,10 @@ def _share_heads(query: Tensor, *key_value: Tensor) -> tuple[Tensor, ...]:
     return (query, *(t.repeat_interleave(heads // key_heads, dim=-3) for t in key_value))
 
 
-def _rows_at_a_time(query: Tensor, key: Tensor) -> int:
-    per_row = max(1, query[..., 0].numel() // max(1, query.shape[-2]) * key.shape[-2])
-    return max(1, min(query.shape[-2], _CHUNK_SCORES // per_row))
-
-
 def _scores(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    start: int,
-    stop: int,
-) -> Tensor:
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
+    start: int, stop: int,
+) -> Tensor:  # fmt: skip
     """Scores of rows start to stop with every mask applied, in the dtype of `query`."""
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
@@ -337,18 +252,13 @@ def _jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
     return (0.25 * both * term).sum(-1)
 
 
-def _spread(rows: Tensor, value: float) -> Spread:
+def _spread(rows: Tensor, value: float | str) -> Spread:
+    """`value`: a number, or the method of the rows that gives it, 0 without rows."""
     ordered = rows.flatten().sort().values
     n = ordered.numel()
+    if isinstance(value, str):
+        value = float(getattr(rows, value)()) if n else 0.0
     if n == 0:
         return Spread(value, 0.0, 0.0, 0.0)
     ranks = (max(0, math.ceil(q * n) - 1) for q in (0.50, 0.95, 0.99))
     return Spread(value, *(float(ordered[rank]) for rank in ranks))
-
-
-def _maximum(rows: Tensor) -> float:
-    return float(rows.max()) if rows.numel() else 0.0
-
-
-def _mean(rows: Tensor) -> float:
-    return float(rows.mean()) if rows.numel() else 0.0

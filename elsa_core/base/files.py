@@ -46,11 +46,7 @@ def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentErro
 
 
 def require_writable(target: Path) -> None:
-    """Find out whether something can be made beside `target`, or beside its first missing parent.
-
-    Raises:
-        OSError: it cannot.
-    """
+    """OSError where nothing can be made beside `target`, or beside its first missing parent."""
     above = next(path for path in target.parents if os.path.lexists(path))
     with tempfile.TemporaryDirectory(prefix=".elsa-", dir=above):
         pass
@@ -59,10 +55,7 @@ def require_writable(target: Path) -> None:
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """Give a fresh directory beside `target` that becomes it on success and vanishes otherwise."""
-    with (
-        parents_made(target),
-        scratch(hidden(target), ".tmp", target.parent) as staging,
-    ):
+    with parents_made(target), scratch(hidden(target), ".tmp", target.parent) as staging:
         yield staging
         # A scratch directory is one that only its owner may enter.
         staging.chmod(0o777 & ~umask())
@@ -128,16 +121,14 @@ def _abandoned(folder: Path, prefix: str, suffix: str) -> Iterator[Path]:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 facts = os.fstat(descriptor)
-                if facts.st_uid == os.geteuid() and not _is_young(path, facts):
+                directory = stat.S_ISDIR(facts.st_mode)
+                empty = not any(path.iterdir()) if directory else facts.st_size == 0
+                young = empty and time.time() - facts.st_mtime < _YOUNG_SECONDS
+                if facts.st_uid == os.geteuid() and not young:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     yield path
             finally:
                 os.close(descriptor)
-
-
-def _is_young(path: Path, facts: os.stat_result) -> bool:
-    empty = not any(path.iterdir()) if stat.S_ISDIR(facts.st_mode) else facts.st_size == 0
-    return empty and time.time() - facts.st_mtime < _YOUNG_SECONDS
 
 
 @contextmanager
@@ -176,7 +167,8 @@ def parents_made(target: Path) -> Iterator[None]:
         yield
     except BaseException:
         for path in reversed(made):
-            _remove_if_empty(path)
+            with suppress(OSError):  # something is in it
+                path.rmdir()
         raise
 
 
@@ -220,14 +212,6 @@ def _exchanged(first: Path, second: Path) -> bool:
     return not failed
 
 
-def _remove_if_empty(path: Path) -> None:
-    """Remove a directory unless something is in it."""
-    try:
-        path.rmdir()
-    except OSError:
-        return
-
-
 @contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
     """Give an empty file beside `path` that becomes it on success and vanishes otherwise."""
@@ -247,11 +231,7 @@ def staged_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(text: str, path: Path) -> Path:
-    """Write a file whole or not at all.
-
-    Raises:
-        OSError: it cannot be written; `path` is as it was.
-    """
+    """Write a file whole or not at all; on OSError `path` is as it was."""
     with staged_file(path) as staging:
         staging.write_text(text, encoding="utf-8")
     return path

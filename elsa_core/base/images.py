@@ -39,30 +39,6 @@ class ImageBatch:
     left_out: int
 
 
-def load_images(
-    directory: str | os.PathLike[str],
-    input_size: Sequence[int],
-    mean: Sequence[float],
-    std: Sequence[float],
-    *,
-    limit: int | None = 64,
-    crop_pct: float | None = None,
-    crop_mode: str | None = None,
-    interpolation: str = "bicubic",
-) -> Tensor:
-    """Images of a folder as [N, C, H, W] float32. See `read_folder`, which also returns names."""
-    return read_folder(
-        directory,
-        input_size,
-        mean,
-        std,
-        limit=limit,
-        crop_pct=crop_pct,
-        crop_mode=crop_mode,
-        interpolation=interpolation,
-    ).images
-
-
 def read_folder(
     directory: str | os.PathLike[str],
     input_size: Sequence[int],
@@ -104,13 +80,18 @@ def image_files(directory: str | os.PathLike[str]) -> tuple[list[Path], int]:
     Raises:
         ModelError: no folder, or no image in it.
     """
-    found, ignored = _scan(located(directory, ModelError))
+    top = located(directory, ModelError)
+    if not top.is_dir():
+        raise ModelError(f"{directory}: not a folder; give a folder that holds images")
+    files = list(_walk(top))
+    # A leading dot marks files that systems leave behind, such as "._photo.jpg".
+    found = [f for f in files if f.suffix.lower() in SUFFIXES and not f.name.startswith(".")]
     if not found:
         raise ModelError(
-            f"{directory}: no image in this folder ({ignored} other files); "
+            f"{directory}: no image in this folder ({len(files)} other files); "
             f"expected files such as .jpg or .png"
         )
-    return found, ignored
+    return sorted(found), len(files) - len(found)
 
 
 def reader(
@@ -127,39 +108,25 @@ def reader(
 
     Args and Raises: as `read_folder`.
     """
-    channels, height, width = _validated(input_size)
-    transform = _transform((channels, height, width), mean, std, crop_pct, crop_mode, interpolation)
+    from timm.data import create_transform
+
+    if len(input_size) != 3 or min(input_size) < 1:
+        raise ArgumentError(f"input_size={tuple(input_size)}: expected (C, H, W), all positive")
+    channels, height, width = input_size
+    if channels not in (1, 3):
+        raise ArgumentError(
+            f"input_size={tuple(input_size)}: images have 3 channels (or 1, read as grey), "
+            f"this model takes {channels}; pass a tensor instead"
+        )
+    transform = create_transform(
+        input_size=(channels, height, width), is_training=False, interpolation=interpolation,
+        mean=tuple(mean), std=tuple(std), crop_pct=crop_pct, crop_mode=crop_mode,
+    )  # fmt: skip
     mode = "L" if channels == 1 else "RGB"
     # timm's other crop modes scale both sides to the input.
     shrunk = (height / (crop_pct or 1.0), width / (crop_pct or 1.0))
     target = shrunk if crop_mode in (None, "center") else None
     return lambda file: _read(file, mode, transform, target)
-
-
-def _validated(input_size: Sequence[int]) -> tuple[int, int, int]:
-    if len(input_size) != 3 or min(input_size) < 1:
-        raise ArgumentError(f"input_size={tuple(input_size)}: expected (C, H, W), all positive")
-    if input_size[0] not in (1, 3):
-        raise ArgumentError(
-            f"input_size={tuple(input_size)}: images have 3 channels (or 1, read as grey), "
-            f"this model takes {input_size[0]}; pass a tensor instead"
-        )
-    return input_size[0], input_size[1], input_size[2]
-
-
-def _scan(directory: Path) -> tuple[list[Path], int]:
-    """The image files below `directory`, sorted, and how many other files there are."""
-    if not directory.is_dir():
-        raise ModelError(f"{directory}: not a folder; give a folder that holds images")
-    found: list[Path] = []
-    ignored = 0
-    for file in _walk(directory):
-        # A leading dot marks files that systems leave behind, such as "._photo.jpg".
-        if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
-            found.append(file)
-        else:
-            ignored += 1
-    return sorted(found), ignored
 
 
 def _walk(top: Path) -> Iterator[Path]:
@@ -188,27 +155,6 @@ def _walk(top: Path) -> Iterator[Path]:
                 yield entry
 
 
-def _transform(
-    input_size: tuple[int, int, int],
-    mean: Sequence[float],
-    std: Sequence[float],
-    crop_pct: float | None,
-    crop_mode: str | None,
-    interpolation: str,
-) -> Any:
-    from timm.data import create_transform
-
-    return create_transform(
-        input_size=input_size,
-        is_training=False,
-        interpolation=interpolation,
-        mean=tuple(mean),
-        std=tuple(std),
-        crop_pct=crop_pct,
-        crop_mode=crop_mode,
-    )
-
-
 def _read(file: Path, mode: str, transform: Any, target: tuple[float, float] | None) -> Tensor:
     """One image as a tensor; `target` is the height and width that its shorter side is fitted to,
     None where both sides are."""
@@ -227,8 +173,11 @@ def _read(file: Path, mode: str, transform: Any, target: tuple[float, float] | N
     # Pillow's decoders raise almost anything on a damaged file: OSError, SyntaxError, ValueError,
     # struct.error, DecompressionBombError and others, so only the file can be blamed here.
     except Exception as error:
+        # Pillow names the open file by its address; which one it is has been said.
+        unknown = type(error).__name__ == "UnidentifiedImageError"
+        reason = f"none of {', '.join(FORMATS)}" if unknown else str(error) or type(error).__name__
         raise ModelError(
-            f"{file}: cannot read this image ({_reason(error)}); repair or remove it"
+            f"{file}: cannot read this image ({reason}); repair or remove it"
         ) from error
     tensor: Tensor = transform(pixels)
     return tensor
@@ -250,10 +199,3 @@ def _check_pixels(file: Path, width: int, height: int, target: tuple[float, floa
             f" {height * scale:.0f} after resizing, more than the {MAX_PIXELS} that are read; crop"
             " the image"
         )
-
-
-def _reason(error: Exception) -> str:
-    """Pillow names the open file by its address; which one it is has been said."""
-    if type(error).__name__ == "UnidentifiedImageError":
-        return f"none of {', '.join(FORMATS)}"
-    return str(error) or type(error).__name__

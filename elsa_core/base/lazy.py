@@ -8,16 +8,7 @@ from typing import Any
 
 
 def attribute(package: str, homes: Mapping[str, tuple[str, ...]], name: str) -> Any:
-    """What `package.name` is.
-
-    Args:
-        package: the package's full name.
-        homes: modules of the package, and the names that each gives it.
-        name: the name asked for.
-
-    Raises:
-        AttributeError: no module gives it.
-    """
+    """What `package.name` is, of `homes`: modules of the package, and the names of each."""
     for home, names in homes.items():
         if name in names:
             return getattr(import_module(f"{package}.{home}"), name)

@@ -37,23 +37,18 @@ def operands(
         ArgumentError: an argument does not fit; the message names it.
     """
     require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
+    all_three = "query, key and value must"
     if not query.dtype.is_floating_point:
         raise ArgumentError(f"query must be floating, not {query.dtype}")
     if query.dtype != key.dtype or query.dtype != value.dtype:
-        raise ArgumentError(
-            "query, key and value must share one dtype, "
-            f"not {query.dtype}, {key.dtype} and {value.dtype}"
-        )
+        found = f"{query.dtype}, {key.dtype} and {value.dtype}"
+        raise ArgumentError(f"{all_three} share one dtype, not {found}")
     if one_device and (query.device != key.device or query.device != value.device):
-        raise ArgumentError(
-            "query, key and value must be on one device, "
-            f"not {query.device}, {key.device} and {value.device}"
-        )
+        found = f"{query.device}, {key.device} and {value.device}"
+        raise ArgumentError(f"{all_three} be on one device, not {found}")
     if min(query.dim(), key.dim(), value.dim()) < 2:
-        raise ArgumentError(
-            "query, key and value must be of rank 2 or more, "
-            f"not {query.dim()}, {key.dim()} and {value.dim()}"
-        )
+        found = f"{query.dim()}, {key.dim()} and {value.dim()}"
+        raise ArgumentError(f"{all_three} be of rank 2 or more, not {found}")
     if query.shape[-1] != key.shape[-1]:
         raise ArgumentError(
             f"key has head_dim {key.shape[-1]}, query {query.shape[-1]}: they must be equal"
@@ -86,6 +81,21 @@ def checked_mask(
     Raises:
         ArgumentError: it does not fit them, or `is_causal` is asked for too.
     """
+    require_mask(attn_mask, query, is_causal, one_device=one_device)
+    shape, full = attn_mask.shape, (*query.shape[:3], key.shape[2])
+    if len(shape) < 4:
+        attn_mask = attn_mask.reshape((1,) * (4 - len(shape)) + tuple(shape))
+        shape = attn_mask.shape
+    pairs = zip(shape, full, strict=False)
+    if len(shape) > 4 or any(size not in (1, wanted) for size, wanted in pairs):
+        raise ArgumentError(f"attn_mask of shape {list(shape)} does not broadcast to {list(full)}")
+    return attn_mask
+
+
+def require_mask(
+    attn_mask: Tensor, query: Tensor, is_causal: bool, *, one_device: bool = True
+) -> None:
+    """Refuse a mask of another kind or device than the query takes, or beside `is_causal`."""
     if is_causal:
         raise ArgumentError(
             "attn_mask and is_causal exclude each other: put the triangle in the mask"
@@ -97,29 +107,12 @@ def checked_mask(
         )
     if one_device and attn_mask.device != query.device:
         raise ArgumentError(f"attn_mask is on {attn_mask.device}, query on {query.device}")
-    shape, full = attn_mask.shape, (*query.shape[:3], key.shape[2])
-    if len(shape) > 4:
-        raise ArgumentError(f"attn_mask of shape {list(shape)} does not broadcast to {list(full)}")
-    if len(shape) < 4:
-        attn_mask = attn_mask.reshape((1,) * (4 - len(shape)) + tuple(shape))
-        shape = attn_mask.shape
-    for size, wanted in zip(shape, full, strict=False):
-        if size not in (1, wanted):
-            raise ArgumentError(
-                f"attn_mask of shape {list(shape)} does not broadcast to {list(full)}"
-            )
-    return attn_mask
 
 
 def require_dense(**tensors: Tensor | None) -> None:
     """Refuse nested, sparse and opaque tensors: every backend reads dense strided memory.
 
-    Args:
-        tensors: arguments by their names; None is let through.
-
-    Raises:
-        TypeError: one of them is no tensor; the message names it.
-        ArgumentError: one of them is not dense; the message names it.
+    `tensors`: arguments by their names, which a message says; None is let through.
     """
     for name, tensor in tensors.items():
         if tensor is None:
@@ -137,21 +130,13 @@ def require_dense(**tensors: Tensor | None) -> None:
 
 
 def require_tensor(name: str, given: object) -> None:
-    """Refuse what is no tensor.
-
-    Raises:
-        TypeError: names the argument.
-    """
+    """Refuse what is no tensor, by its name."""
     if not isinstance(given, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(given).__name__}")
 
 
 def require_number(name: str, given: object) -> None:
-    """Refuse what is no number.
-
-    Raises:
-        TypeError: names the argument.
-    """
+    """Refuse what is no number, by its name."""
     # a compiler knows the first test, and not the protocol
     if not isinstance(given, (int, float)) and not isinstance(given, SupportsFloat):
         raise TypeError(f"{name} must be a number, not {type(given).__name__}")

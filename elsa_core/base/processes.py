@@ -32,8 +32,10 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
         options: of `subprocess.Popen`. Text is read as UTF-8, and stdin is empty unless given.
     """
     started: list[subprocess.Popen[str]] = []
+    options = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace", **options}
     try:
-        _start(started, command, options)
+        with _uninterrupted():
+            started.append(subprocess.Popen(command, start_new_session=True, **options))
         yield started[0]
     finally:
         for process in started:
@@ -53,18 +55,6 @@ def environment_kept() -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update({n: v for n, v in before.items() if os.environ.get(n) != v})
-
-
-def _start(
-    started: list[subprocess.Popen[str]], command: Sequence[str], options: dict[str, Any]
-) -> None:
-    options.setdefault("stdin", subprocess.DEVNULL)
-    with _uninterrupted():
-        started.append(
-            subprocess.Popen(
-                command, start_new_session=True, encoding="utf-8", errors="replace", **options
-            )
-        )
 
 
 @contextmanager

@@ -15,6 +15,13 @@ CONFIG_BYTES = 16_000_000
 RESULT_BYTES = 256 * 2**20  # of what was measured: no run of this package writes as much
 # The rest is for the interpreter, the libraries and what the model computes.
 _MEMORY_SHARE = 0.8
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -32,16 +39,13 @@ def open_regular(path: Path) -> BinaryIO:
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)
-        raise ModelError(f"{path} cannot be read: it is {_kind(kind)}, not a regular file")
+        what = _KINDS.get(stat.S_IFMT(kind), "a special file")
+        raise ModelError(f"{path} cannot be read: it is {what}, not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
 def read_text(path: Path, limit: int) -> str:
-    """Read a UTF-8 text of at most `limit` bytes.
-
-    Raises:
-        ModelError: no regular file, a larger one, or other bytes than UTF-8.
-    """
+    """Read a UTF-8 text of at most `limit` bytes from a regular file; ModelError otherwise."""
     try:
         with open_regular(path) as file:
             raw = file.read(limit + 1)
@@ -56,20 +60,12 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file that may be hostile.
-
-    Raises:
-        ModelError: unreadable, oversized, not JSON, a repeated name, or not an object.
-    """
+    """Read a JSON object from a file that may be hostile; ModelError where it is none."""
     return parse_json(read_text(path, CONFIG_BYTES), str(path))
 
 
 def parse_json(text: str, where: str) -> dict[str, Any]:
-    """Parse a JSON object from text that may be hostile.
-
-    Raises:
-        ModelError: not JSON, a repeated name, or not an object.
-    """
+    """Parse a JSON object from text that may be hostile; ModelError where it is none."""
     try:
         content = json.loads(text, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
@@ -107,25 +103,10 @@ def memory_bytes() -> int | None:
 
 
 def check_fits(path: Path, needed: int) -> None:
-    """Refuse tensors of `needed` bytes that the machine's memory cannot hold.
-
-    Raises:
-        ModelError: says both sizes.
-    """
+    """Refuse tensors of `needed` bytes that the machine's memory cannot hold."""
     present = memory_bytes()
     if present is not None and needed > _MEMORY_SHARE * present:
         raise ModelError(
             f"{path} holds {needed / 2**30:.1f} GiB of tensors; this machine has"
             f" {present / 2**30:.1f} GiB of memory"
         )
-
-
-def _kind(mode: int) -> str:
-    kinds = {
-        stat.S_ISDIR: "a directory",
-        stat.S_ISFIFO: "a FIFO",
-        stat.S_ISCHR: "a device",
-        stat.S_ISBLK: "a device",
-        stat.S_ISSOCK: "a socket",
-    }
-    return next((words for test, words in kinds.items() if test(mode)), "a special file")

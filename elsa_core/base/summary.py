@@ -30,7 +30,18 @@ class Summary:
     def text(self) -> str:
         """Plain text, columns in line."""
         below = [] if self.then is None else [self.then.text()]
-        return "\n".join([self.title, *self._table(), *self.lines, *below])
+        table: list[str] = []
+        if self.rows:
+            titles = [title.lstrip(">") for title in self.columns]
+            widths = [max(map(len, column)) for column in zip(titles, *self.rows, strict=True)]
+            table = [
+                _GAP.join(
+                    cell.rjust(width) if title.startswith(">") else cell.ljust(width)
+                    for cell, width, title in zip(row, widths, self.columns, strict=True)
+                ).rstrip()
+                for row in (titles, *self.rows)
+            ]
+        return "\n".join([self.title, *table, *self.lines, *below])
 
     def html(self) -> str:
         """The same as HTML, for a notebook."""
@@ -46,19 +57,6 @@ class Summary:
         if self.then is not None:
             parts.append(self.then.html())
         return "<div>" + "".join(parts) + "</div>"
-
-    def _table(self) -> list[str]:
-        if not self.rows:
-            return []
-        titles = [title.lstrip(">") for title in self.columns]
-        widths = [max(map(len, column)) for column in zip(titles, *self.rows, strict=True)]
-        return [
-            _GAP.join(
-                cell.rjust(width) if title.startswith(">") else cell.ljust(width)
-                for cell, width, title in zip(row, widths, self.columns, strict=True)
-            ).rstrip()
-            for row in (titles, *self.rows)
-        ]
 
 
 class Summarised:

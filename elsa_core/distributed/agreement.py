@@ -56,13 +56,8 @@ class Agreement:
         """How many ranks there are."""
         return len(self.queries)
 
-    def rows(self, rank: int) -> tuple[int, int]:
-        """Where a rank's queries begin and end in the whole sequence."""
-        start = sum(self.queries[:rank])
-        return start, start + self.queries[rank]
-
     def columns(self, rank: int) -> tuple[int, int]:
-        """The same of its keys."""
+        """Where a rank's keys begin and end in the whole sequence."""
         start = sum(self.keys[:rank])
         return start, start + self.keys[rank]
 
@@ -72,11 +67,7 @@ _ANSWERS = weakref.WeakKeyDictionary()
 
 
 def described(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    **terms: Any,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **terms: Any
 ) -> dict[str, Any]:
     """What a rank says of its call. Lengths and the first two dims of a mask are its own."""
     mask = _NO_MASK if attn_mask is None else dtype_name(attn_mask.dtype)
@@ -97,7 +88,8 @@ def described(
     }
 
 
-_OWN = ("queries", "keys", "mask", "error")  # may differ between ranks
+_LENGTHS = ("queries", "keys")
+_OWN = (*_LENGTHS, "mask", "error")  # may differ between ranks
 
 
 def _text(said: dict[str, Any]) -> str:
@@ -118,21 +110,30 @@ def agree(
         UnavailableError: a rank does not answer.
     """
     answers = _ANSWERS.setdefault(group, {})
-    kind = (_text({name: said[name] for name in said if name not in _OWN}), tuple(lengths))
+    given = tuple(lengths)
+    kind = (_text({name: said[name] for name in said if name not in _OWN}), given)
     if kind in answers:
-        _check_own(said, answers[kind])
-        return answers[kind]
-    told = compare(group, {**said, "lengths": _shown(lengths)}, device)
-    answer = _answer(
-        group,
-        tuple(each["queries"] for each in told),
-        tuple(each["keys"] for each in told),
-        told[0],
-    )
-    _check_masks(told, answer)
-    if not lengths:
+        answer = answers[kind]
+        for name, agreed in (("queries", answer.queries), ("keys", answer.keys)):
+            if said[name] != agreed[answer.rank]:
+                raise ArgumentError(
+                    f"rank {answer.rank} has {said[name]} {name}, lengths says "
+                    f"{agreed[answer.rank]}"
+                )
+        _check_mask(answer.rank, said["mask"], answer)
         return answer
-    _check_lengths(tuple(lengths), answer)
+    shown = str(given)  # or what tells them apart: a message has one size
+    if len(shown) > _SHOWN:
+        shown = f"{len(given)} with checksum {crc32(shown.encode())}"
+    told = compare(group, {**said, "lengths": shown}, device)
+    answer = agreed_before(group, told[0], [[each[name] for each in told] for name in _LENGTHS])
+    for rank, each in enumerate(told):
+        _check_mask(rank, each["mask"], answer)
+    if not given:
+        return answer
+    for name, own in (("query", answer.queries), ("key", answer.keys)):
+        if given != own:
+            raise ArgumentError(f"lengths={given}, but the shards of {name} have {own} tokens")
     if len(answers) >= _KEPT:
         answers.clear()
     answers[kind] = answer
@@ -156,34 +157,8 @@ def compare(
     message[: encoded.numel()] = encoded
     with groups.watching(group, "comparing calls"):
         gathered = groups.all_gather(group, message.to(device)).cpu()
+    told: list[dict[str, Any]]
     told = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in gathered]
-    _compare(told)
-    return told
-
-
-def agreed_before(group: dist.ProcessGroup, said: dict[str, Any], tokens: Tensor) -> Agreement:
-    """The answer to a call whose ranks have agreed already: `tokens` [2, P] of queries and keys."""
-    queries, keys = tokens.tolist()
-    return _answer(group, tuple(queries), tuple(keys), said)
-
-
-def _answer(
-    group: dist.ProcessGroup, queries: tuple[int, ...], keys: tuple[int, ...], said: dict[str, Any]
-) -> Agreement:
-    common = {name: value for name, value in said.items() if name not in _OWN}
-    return Agreement(queries, keys, group.rank(), common)
-
-
-def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> None:
-    """Tell the other ranks that this one's arguments are wrong, so that all of them end.
-
-    Raises:
-        ArgumentError: always; it names the rank.
-    """
-    compare(group, {"error": f"{error}"[:_LONGEST]}, device)
-
-
-def _compare(told: list[dict[str, Any]]) -> None:
     for rank, each in enumerate(told):
         if "error" in each:
             raise ArgumentError(f"rank {rank}: {each['error']}")
@@ -194,34 +169,20 @@ def _compare(told: list[dict[str, Any]]) -> None:
                     f"the ranks make different calls: {name} is {value} on rank 0 and "
                     f"{each.get(name)} on rank {rank}"
                 )
+    return told
 
 
-def _shown(lengths: Sequence[int]) -> str:
-    """The lengths that a caller gives, or what tells them apart: a message has one size."""
-    text = str(tuple(lengths))
-    return text if len(text) <= _SHOWN else f"{len(lengths)} with checksum {crc32(text.encode())}"
+def agreed_before(
+    group: dist.ProcessGroup, said: dict[str, Any], tokens: Sequence[Sequence[int]]
+) -> Agreement:
+    """The answer to a call whose ranks have agreed already on the queries and keys of each."""
+    common = {name: value for name, value in said.items() if name not in _OWN}
+    return Agreement(tuple(tokens[0]), tuple(tokens[1]), group.rank(), common)
 
 
-def _check_lengths(given: tuple[int, ...], answer: Agreement) -> None:
-    """What the caller says of all ranks, against what they say themselves."""
-    for name, own in (("query", answer.queries), ("key", answer.keys)):
-        if given != own:
-            raise ArgumentError(f"lengths={given}, but the shards of {name} have {own} tokens")
-
-
-def _check_own(said: dict[str, Any], answer: Agreement) -> None:
-    """A call whose like was agreed on: this rank's tensors, against what it said then."""
-    for name, agreed in (("queries", answer.queries), ("keys", answer.keys)):
-        if said[name] != agreed[answer.rank]:
-            raise ArgumentError(
-                f"rank {answer.rank} has {said[name]} {name}, lengths says {agreed[answer.rank]}"
-            )
-    _check_mask(answer.rank, said["mask"], answer)
-
-
-def _check_masks(told: list[dict[str, Any]], answer: Agreement) -> None:
-    for rank, each in enumerate(told):
-        _check_mask(rank, each["mask"], answer)
+def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> None:
+    """Tell the other ranks that this one's arguments are wrong: ArgumentError on all of them."""
+    compare(group, {"error": f"{error}"[:_LONGEST]}, device)
 
 
 def _check_mask(rank: int, shape: list[int], answer: Agreement) -> None:

@@ -134,7 +134,14 @@ def _arguments(
         operands.require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
         if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
             query, key, value, attn_mask = operands.autocast(query, key, value, attn_mask)
-        _check_ranks(query, key, value, attn_mask, is_causal)
+        given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+        for argument, tensor in given.items():
+            if tensor is not None and tensor.dim() != 4:
+                raise ArgumentError(
+                    f"{argument} must be of rank 4 ([B, H, N, D]), not {tensor.dim()}"
+                )
+        if attn_mask is not None:
+            operands.require_mask(attn_mask, query, is_causal)
         precisions.validate(precision, query.dtype)
         query, key, value, _ = operands.operands(query, key, value, None, False, enable_gqa)
         if scale is None:
@@ -150,23 +157,3 @@ def _arguments(
     gradients = " ".join(wanted)
     terms = (is_causal, scale, precision, backend, method, gradients, [*(lengths or ())])
     return query, key, value, attn_mask, *terms, name
-
-
-def _check_ranks(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
-) -> None:
-    for name, given in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
-        if given is not None and given.dim() != 4:
-            raise ArgumentError(f"{name} must be of rank 4 ([B, H, N, D]), not {given.dim()}")
-    if attn_mask is None:
-        return
-    if is_causal:
-        raise ArgumentError(
-            "attn_mask and is_causal exclude each other: put the triangle in the mask"
-        )
-    if attn_mask.dtype != query.dtype and attn_mask.dtype not in (torch.bool, torch.float32):
-        raise ArgumentError(
-            f"attn_mask must be bool, float32 or the query's {query.dtype}, not {attn_mask.dtype}"
-        )
-    if attn_mask.device != query.device:
-        raise ArgumentError(f"attn_mask is on {attn_mask.device}, query on {query.device}")

@@ -17,12 +17,7 @@ _ASK = "call torch.distributed.init_process_group, or start the program with tor
 
 
 def name_of(group: Any) -> str:
-    """The name of a process group, a one-dimensional DeviceMesh or, for None, of all ranks.
-
-    Raises:
-        UnavailableError: there is no process group in this process.
-        ArgumentError: it is none of these, or this rank is not in it.
-    """
+    """The name of a process group, a one-dimensional DeviceMesh or, for None, of all ranks."""
     if isinstance(group, str):
         return group
     if not dist.is_available() or not dist.is_initialized():
@@ -45,11 +40,7 @@ name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def by_name(name: str) -> dist.ProcessGroup:
-    """The process group of a name.
-
-    Raises:
-        UnavailableError: there is none of this name any more.
-    """
+    """The process group of a name; UnavailableError where there is none any more."""
     from torch.distributed import distributed_c10d  # there may be builds without it
 
     resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
@@ -71,11 +62,8 @@ place._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above
 
 @contextmanager
 def watching(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
-    """Turn what a collective raises into one line.
-
-    Raises:
-        UnavailableError: a rank has ended, hangs or does something else, as far as PyTorch tells.
-    """
+    """Turn what a collective raises into one line of UnavailableError: a rank has ended, hangs or
+    does something else, as far as PyTorch tells."""
     try:
         yield
     except RuntimeError as error:  # those of this package are none, but for UnavailableError

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elsa_core.base.opaque import define
 from elsa_core.distributed import agreement, groups, plan, ways
 from elsa_core.distributed.shards import Rows, Saved, Wanted
 from elsa_core.errors import ArgumentError
@@ -22,37 +23,16 @@ _TERMS = (
     "bool is_causal, float scale, str precision, str backend, str method, str gradients, "
     "int[] lengths, str group"
 )
-_LIBRARY = torch.library.Library("elsa", "FRAGMENT")
-_LIBRARY.define(
-    "distributed_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
-    f"{_TERMS}) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "distributed_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
-    f"Tensor? attn_mask, Tensor out, Tensor lse, Tensor tokens, {_TERMS}, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define("gather_shards(Tensor tokens, int[] lengths, str group) -> Tensor")
-_LIBRARY.define("gather_shards_backward(Tensor grad, int[] lengths, str group) -> Tensor")
 
 
 def agreed_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    *terms: Any,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *terms: Any,
     tokens: Tensor | None = None,
-) -> tuple[ways.Call, plan.Plan]:
-    """What the ranks agree on for a call, and how it is served.
+) -> tuple[ways.Call, plan.Plan]:  # fmt: skip
+    """What the ranks agree on for a call of the operator, and how it is served.
 
-    Args:
-        query, key, value, attn_mask, terms: of the operator.
-        tokens: int64 [2, P], the lengths that the ranks agreed on in the forward of this call;
-            without them they are asked.
-
-    Raises:
-        ArgumentError, UnavailableError: as `agreement.agree` and `plan.plan`.
+    tokens: int64 [2, P], the lengths that the ranks agreed on in the forward of this call; without
+    them they are asked.
     """
     is_causal, scale, precision, backend, method, gradients, lengths, group = terms
     process_group = groups.by_name(group)
@@ -63,23 +43,21 @@ def agreed_call(
     if tokens is None:
         agreed = agreement.agree(process_group, said, query.device, lengths)
     else:
-        agreed = agreement.agreed_before(process_group, said, tokens)
-    start, _ = agreed.rows(agreed.rank)
+        agreed = agreement.agreed_before(process_group, said, tokens.tolist())
+    start = sum(agreed.queries[: agreed.rank])
     rows = Rows(query, attn_mask, start, is_causal, scale, precision, backend)
     return ways.Call(rows, key, value, agreed, process_group), plan.plan(agreed)
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *terms: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    call, how = agreed_call(query, key, value, attn_mask, *terms)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call, how = agreed_call(*arguments)
     with torch.no_grad():
         out, lse = ways.forward(call, how.method)
     return out, lse.double(), torch.tensor([how.queries, how.keys])
 
 
 def _forward_fake(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *terms: Any
+    query: Tensor, key: Tensor, value: Tensor, *terms: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, length, _ = query.shape
     out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
@@ -88,43 +66,22 @@ def _forward_fake(
     return out, query.new_empty((batch, heads, length), dtype=torch.float64), tokens
 
 
-def _backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    tokens: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    *terms, needs = rest
-    call, how = agreed_call(query, key, value, attn_mask, *terms, tokens=tokens)
-    inputs = (query, key, value, attn_mask)
+def _backward(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *inputs, out, lse, tokens = arguments[:7]
+    *terms, needs = arguments[7:]
+    call, how = agreed_call(*inputs, *terms, tokens=tokens)
     with torch.no_grad():
         grads = ways.backward(call, how.method, Saved(grad_out, out, lse), Wanted(*needs))
     return tuple(
-        query.new_empty(0) if grad is None or t is None else grad.to(t.dtype).contiguous()
+        grad_out.new_empty(0) if grad is None or t is None else grad.to(t.dtype).contiguous()
         for grad, t in zip(grads, inputs, strict=True)
     )
 
 
-def _backward_fake(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    tokens: Tensor,
-    *terms: Any,
-) -> tuple[Tensor, ...]:
-    needs: Sequence[bool] = terms[-1]
+def _backward_fake(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(
-        query.new_empty(0) if t is None or not wanted else t.new_empty(t.shape)
-        for t, wanted in zip((query, key, value, attn_mask), needs, strict=True)
+        grad_out.new_empty(0) if t is None or not wanted else t.new_empty(t.shape)
+        for t, wanted in zip(arguments[:4], arguments[-1], strict=True)
     )
 
 
@@ -149,6 +106,22 @@ def _once(ctx: Any, *grads: Tensor) -> Grads:
     raise ArgumentError("elsa.distributed.attention is differentiable once")
 
 
+_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
+_TERMS = (
+    "bool is_causal, float scale, str precision, str backend, str method, str gradients, "
+    "int[] lengths, str group"
+)
+define(
+    f"distributed_attention({_OPERANDS}, {_TERMS}) -> (Tensor, Tensor, Tensor)",
+    _forward, _forward_fake, _formula, _setup_context,
+)  # fmt: skip
+define(
+    f"distributed_attention_backward(Tensor grad_out, {_OPERANDS}, Tensor out, Tensor lse, "
+    f"Tensor tokens, {_TERMS}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward, _backward_fake, _once,
+)  # fmt: skip
+
+
 def _gather(tokens: Tensor, lengths: Sequence[int], group: str) -> Tensor:
     """[B, n, C] of each rank -> [B, sum(lengths), C] of all, on every rank."""
     process_group = groups.by_name(group)
@@ -170,16 +143,14 @@ def _gather_backward(grad: Tensor, lengths: Sequence[int], group: str) -> Tensor
         return grad.clone()
     shape = (grad.shape[0], own, grad.shape[2])
     with groups.watching(process_group, "returning gradients of tokens"):
-        parts = groups.exchange(process_group, grad.split(list(lengths), 1), [shape] * world)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+        first, *others = groups.exchange(
+            process_group, grad.split(list(lengths), 1), [shape] * world
+        )
+    return sum(others, first)
 
 
 def _gather_formula(ctx: Any, grad: Tensor) -> Grads:
-    lengths, group = ctx.terms
-    return torch.ops.elsa.gather_shards_backward(grad, lengths, group), None, None
+    return torch.ops.elsa.gather_shards_backward(grad, *ctx.terms), None, None
 
 
 def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -191,22 +162,14 @@ def _gather_fake(tokens: Tensor, lengths: Sequence[int], group: str) -> Tensor:
 
 
 def _gather_backward_fake(grad: Tensor, lengths: Sequence[int], group: str) -> Tensor:
-    own = lengths[groups.by_name(group).rank()]
-    return grad.new_empty((grad.shape[0], own, grad.shape[2]))
+    return grad.new_empty((grad.shape[0], lengths[groups.by_name(group).rank()], grad.shape[2]))
 
 
-_LIBRARY.impl("gather_shards", _gather, "CompositeExplicitAutograd")
-_LIBRARY.impl("gather_shards_backward", _gather_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("elsa::gather_shards", _gather_fake, lib=_LIBRARY)
-torch.library.register_fake("elsa::gather_shards_backward", _gather_backward_fake, lib=_LIBRARY)
-torch.library.register_autograd(
-    "elsa::gather_shards", _gather_formula, setup_context=_gather_context, lib=_LIBRARY
-)
-_LIBRARY.impl("distributed_attention", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("distributed_attention_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("elsa::distributed_attention", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("elsa::distributed_attention_backward", _backward_fake, lib=_LIBRARY)
-torch.library.register_autograd(
-    "elsa::distributed_attention", _formula, setup_context=_setup_context, lib=_LIBRARY
-)
-torch.library.register_autograd("elsa::distributed_attention_backward", _once, lib=_LIBRARY)
+define(
+    "gather_shards(Tensor tokens, int[] lengths, str group) -> Tensor",
+    _gather, _gather_fake, _gather_formula, _gather_context,
+)  # fmt: skip
+define(
+    "gather_shards_backward(Tensor grad, int[] lengths, str group) -> Tensor",
+    _gather_backward, _gather_backward_fake,
+)  # fmt: skip

@@ -67,11 +67,7 @@ def shard_lengths(tokens: int, world: int) -> tuple[int, ...]:
 
 
 def check_method(method: str) -> None:
-    """Refuse a method that there is not.
-
-    Raises:
-        ArgumentError: names the choices.
-    """
+    """Refuse a method that there is not."""
     if method not in METHODS:
         raise ArgumentError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}")
 
@@ -82,20 +78,23 @@ def plan(agreed: Agreement) -> Plan:
     Raises:
         ArgumentError: the method asked for cannot serve the call.
     """
-    asked = agreed.common["method"]
-    refusal = _why_not_heads(agreed)
-    if asked == "heads" and refusal:
-        raise ArgumentError(f"method='heads' {refusal}")
+    asked, world = agreed.common["method"], agreed.world
+    heads, of_keys = (agreed.common[f"the number of {which} heads"] for which in ("query", "key"))
     seconds = _seconds(agreed)
-    if refusal:
+    if heads % world or of_keys % world:
+        if asked == "heads":
+            raise ArgumentError(
+                f"method='heads' needs numbers of heads that {world} ranks divide, not {heads} and "
+                f"{of_keys}"
+            )
         seconds.pop("heads")
     if asked != "auto":
         method, why = asked, "asked for"
-    elif agreed.world == 1:
+    elif world == 1:
         method, why = "gather", "there is one rank"
     else:
         fitting = dict(seconds)
-        if _kv_bytes(agreed, sum(agreed.keys)) > _LARGEST_GATHER:
+        if _bytes(agreed, "key", sum(agreed.keys)) > _LARGEST_GATHER:
             fitting.pop("gather")
         method = min(fitting, key=fitting.__getitem__)
         why = f"the least estimated time of {', '.join(fitting)}"
@@ -103,62 +102,42 @@ def plan(agreed: Agreement) -> Plan:
     return Plan(method, why, agreed.queries, agreed.keys, *sent, seconds)
 
 
-def _why_not_heads(agreed: Agreement) -> str:
-    heads, of_keys = (agreed.common[f"the number of {which} heads"] for which in ("query", "key"))
-    if heads % agreed.world or of_keys % agreed.world:
-        return f"needs numbers of heads that {agreed.world} ranks divide, not {heads} and {of_keys}"
-    return ""
-
-
-def _width(agreed: Agreement) -> int:
-    return _WIDTHS[agreed.common["the dtype"]]
-
-
-def _kv_bytes(agreed: Agreement, tokens: int) -> int:
+def _bytes(agreed: Agreement, which: str, tokens: int) -> int:
+    """Of keys and values, or of queries and outputs."""
     common = agreed.common
     channels = common["head_dim"] + common["the width of value"]
-    rows = common["the batch"] * common["the number of key heads"]
-    return int(rows * channels * tokens * _width(agreed))
-
-
-def _q_bytes(agreed: Agreement, tokens: int) -> int:
-    """Of queries and outputs."""
-    common = agreed.common
-    channels = common["head_dim"] + common["the width of value"]
-    rows = common["the batch"] * common["the number of query heads"]
-    return int(rows * channels * tokens * _width(agreed))
+    rows = common["the batch"] * common[f"the number of {which} heads"]
+    return int(rows * channels * tokens * _WIDTHS[common["the dtype"]])
 
 
 def _sent(agreed: Agreement, method: str) -> tuple[int, int]:
     """Bytes that this rank sends forward and backward. Masks, which rings keep, are left out."""
     world, rank = agreed.world, agreed.rank
-    own = _kv_bytes(agreed, agreed.keys[rank])
+    shards = [_bytes(agreed, "key", tokens) for tokens in agreed.keys]
+    wide = max(1, 4 // _WIDTHS[agreed.common["the dtype"]])  # gradients go in float32
     if method == "heads":
-        whole = own + _q_bytes(agreed, agreed.queries[rank])
+        whole = shards[rank] + _bytes(agreed, "query", agreed.queries[rank])
         away = whole * (world - 1) // world
         return away, 3 * away
     if method == "gather":
-        padded = _kv_bytes(agreed, max(agreed.keys))
-        others = _kv_bytes(agreed, sum(agreed.keys)) - own
-        wide = max(1, 4 // _width(agreed))
-        return padded * (world - 1), padded * (world - 1) + others * wide
-    # all shards but the last one that comes here are sent on; gradients go round once, in float32
-    shards = [_kv_bytes(agreed, n) for n in agreed.keys]
-    kept = shards[(rank - 1) % world]
-    wide = max(1, 4 // _width(agreed))
+        padded = max(shards) * (world - 1)
+        return padded, padded + (sum(shards) - shards[rank]) * wide
+    # all shards but the last one that comes here are sent on; gradients go round once
     total = sum(shards)
-    return total - kept, total - kept + (total * wide if world > 1 else 0)
+    sent = total - shards[(rank - 1) % world]
+    return sent, sent + (total * wide if world > 1 else 0)
 
 
 def _seconds(agreed: Agreement) -> dict[str, float]:
     """The forward by each method, in the model."""
     common, world = agreed.common, agreed.world
-    device = _DEVICES.get((common["the device"], min(4, _width(agreed))), _DEVICES["cpu", 4])
+    width = min(4, _WIDTHS[common["the dtype"]])
+    device = _DEVICES.get((common["the device"], width), _DEVICES["cpu", 4])
     channels = common["head_dim"] + common["the width of value"]
     rows = common["the batch"] * common["the number of query heads"] * max(agreed.queries)
     fold = rows * max(agreed.keys) * channels / device.multiply_adds
-    shard = _kv_bytes(agreed, max(agreed.keys)) / device.bandwidth
-    moved = shard + _q_bytes(agreed, max(agreed.queries)) / device.bandwidth
+    shard = _bytes(agreed, "key", max(agreed.keys)) / device.bandwidth
+    moved = shard + _bytes(agreed, "query", max(agreed.queries)) / device.bandwidth
     return {
         "gather": device.latency + (world - 1) * shard + world * fold,
         # a step of the ring is a call and a merge of its own

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from elsa_core.base.opaque import define
 from elsa_core.distributed import groups
 from elsa_core.distributed.plan import shard_lengths
 from elsa_core.ops.factory import Grads
@@ -99,29 +100,27 @@ def _moves(source: Cut, target: Cut, rank: int) -> _Moves:
     place = {row: (r, i) for r in range(world) for i, row in enumerate(rows_of(source, r))}
     wanted = [rows_of(target, r) for r in range(world)]
     sent = tuple(
-        tuple(_runs([place[row][1] for row in rows if place[row][0] == rank])) for rows in wanted
+        tuple(run for _, run in _runs([place[row] for row in rows if place[row][0] == rank]))
+        for rows in wanted
     )
     counts = [0] * world
-    placed: list[tuple[int, _Run]] = []
+    arriving = []
     for row in wanted[rank]:
         origin = place[row][0]
-        at = counts[origin]
+        arriving.append((origin, counts[origin]))
         counts[origin] += 1
-        if placed and placed[-1][0] == origin and placed[-1][1][1] == at:
-            placed[-1] = (origin, (placed[-1][1][0], at + 1))
-        else:
-            placed.append((origin, (at, at + 1)))
     anywhere = any(place[row][0] != r for r, rows in enumerate(wanted) for row in rows)
-    return _Moves(sent, tuple(placed), tuple(counts), anywhere)
+    return _Moves(sent, tuple(_runs(arriving)), tuple(counts), anywhere)
 
 
-def _runs(rows: Sequence[int]) -> list[_Run]:
-    found: list[_Run] = []
-    for row in rows:
-        if found and found[-1][1] == row:
-            found[-1] = (found[-1][0], row + 1)
+def _runs(places: Sequence[tuple[int, int]]) -> list[tuple[int, _Run]]:
+    """Rows of ranks, consecutive ones of one rank as a run."""
+    found: list[tuple[int, _Run]] = []
+    for rank, row in places:
+        if found and found[-1][0] == rank and found[-1][1][1] == row:
+            found[-1] = (rank, (found[-1][1][0], row + 1))
         else:
-            found.append((row, row + 1))
+            found.append((rank, (row, row + 1)))
     return found
 
 
@@ -156,14 +155,11 @@ def _move(
         with groups.watching(process_group, "exchanging rows of windows"):
             parts = groups.exchange(process_group, parts, shapes)
     parts[rank] = own
-    pieces = [parts[origin][:, a:b] for origin, (a, b) in moves.placed]
-    return torch.cat(pieces, 1) if pieces else x.new_empty((x.shape[0], 0, *x.shape[2:]))
+    return torch.cat([x[:, :0], *(parts[origin][:, a:b] for origin, (a, b) in moves.placed)], 1)
 
 
 def _joined(x: Tensor, pieces: list[Tensor]) -> Tensor:
-    if len(pieces) == 1:
-        return pieces[0]
-    return torch.cat(pieces, 1) if pieces else x[:, :0]
+    return pieces[0] if len(pieces) == 1 else torch.cat([x[:, :0], *pieces], 1)
 
 
 def _fake(
@@ -182,10 +178,7 @@ def _formula(ctx: Any, grad: Tensor) -> Grads:
     return back, None, None, None, None, None
 
 
-_LIBRARY = torch.library.Library("elsa", "FRAGMENT")
-_LIBRARY.define(
-    "move_rows(Tensor x, int[] lengths, int shift, int[] to, int to_shift, str group) -> Tensor"
-)
-_LIBRARY.impl("move_rows", _move, "CompositeExplicitAutograd")
-torch.library.register_fake("elsa::move_rows", _fake, lib=_LIBRARY)
-torch.library.register_autograd("elsa::move_rows", _formula, setup_context=_context, lib=_LIBRARY)
+define(
+    "move_rows(Tensor x, int[] lengths, int shift, int[] to, int to_shift, str group) -> Tensor",
+    _move, _fake, _formula, _context,
+)  # fmt: skip

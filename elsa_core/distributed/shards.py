@@ -69,12 +69,9 @@ class Rows:
         if mask is not None and mask.is_floating_point():
             mask = mask.double()
         return replace(
-            self,
-            query=self.query.double(),
-            attn_mask=mask,
-            precision="strict",
+            self, query=self.query.double(), attn_mask=mask, precision="strict",
             backend=dispatch.PLAIN,
-        )
+        )  # fmt: skip
 
 
 class _Block(NamedTuple):
@@ -123,18 +120,14 @@ def state(rows: Rows, runs: Iterable[Run], total: State | None = None) -> State 
             if total is None and block.rows.start == 0:
                 total = found
                 continue
-            if total is None:
-                total = _identity(rows, found)
+            if total is None:  # no key yet, of any row
+                shape, device = rows.query.shape[:3], found.m.device
+                sums = State.identity(shape, 1, dtype=found.m.dtype, device=device)
+                width, dtype = found.W.shape[3], found.W.dtype
+                weighted = State.identity(shape, width, dtype=dtype, device=device)
+                total = State(sums.m, sums.S, weighted.W)
             monoid.merge_(State(*(part[:, :, block.rows] for part in total)), found)
     return total
-
-
-def _identity(rows: Rows, like: State) -> State:
-    """The state of no key, of all rows, in the dtypes of another."""
-    shape, device = rows.query.shape[:3], like.m.device
-    sums = State.identity(shape, 1, dtype=like.m.dtype, device=device)
-    weighted = State.identity(shape, like.W.shape[3], dtype=like.W.dtype, device=device)
-    return State(sums.m, sums.S, weighted.W)
 
 
 def _of_block(rows: Rows, run: Run, block: _Block) -> State:
@@ -227,12 +220,7 @@ def narrowed(saved: Saved) -> Saved:
 
 
 def gradients(
-    rows: Rows,
-    run: Run,
-    saved: Saved,
-    sums: Sums,
-    wanted: Wanted,
-    memory: Tensor | None = None,
+    rows: Rows, run: Run, saved: Saved, sums: Sums, wanted: Wanted, memory: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Add a run's share to `sums`; give the gradients of its keys and values.
 
@@ -264,16 +252,10 @@ def gradients(
             elif needed:
                 total[:, :, block.columns] += grad
         if sums.attn_mask is not None:
-            part = _mask_of(_with_mask(rows, sums.attn_mask), block, run)
+            part = _mask_of(replace(rows, attn_mask=sums.attn_mask), block, run)
             assert part is not None
             part += grads[3]
     return of_key, of_value
-
-
-def _with_mask(rows: Rows, mask: Tensor) -> Rows:
-    return Rows(
-        rows.query, mask, rows.start, rows.is_causal, rows.scale, rows.precision, rows.backend
-    )
 
 
 def _block_gradients(rows: Rows, run: Run, block: _Block, saved: Saved, wanted: Wanted) -> Any:

@@ -7,6 +7,7 @@ downwards around the ring, or in the order of the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -98,19 +99,18 @@ def _packed(*tensors: Tensor) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _shapes(call: Call, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the keys and values of a rank's shard."""
+def _count(call: Call, rank: int) -> int:
+    """Numbers of the keys and values of a rank's shard."""
     batch, heads, _, head_dim = call.key.shape
-    tokens = call.agreed.keys[rank]
-    return (batch, heads, tokens, head_dim), (batch, heads, tokens, call.value.shape[3])
+    return int(batch * heads * call.agreed.keys[rank] * (head_dim + call.value.shape[3]))
 
 
 def _run(call: Call, rank: int, packed: Tensor) -> Run:
-    of_key, of_value = _shapes(call, rank)
-    count = torch.Size(of_key).numel()
-    return Run(
-        *call.agreed.columns(rank), packed[:count].view(of_key), packed[count:].view(of_value)
-    )
+    batch, heads, _, head_dim = call.key.shape
+    shape = (batch, heads, call.agreed.keys[rank])
+    count = math.prod(shape) * head_dim
+    key, value = packed[:count].view(*shape, head_dim), packed[count:]
+    return Run(*call.agreed.columns(rank), key, value.view(*shape, call.value.shape[3]))
 
 
 def _ring(call: Call) -> Iterator[tuple[int, Run]]:
@@ -122,8 +122,7 @@ def _ring(call: Call) -> Iterator[tuple[int, Run]]:
         works: list[dist.Work] = []
         coming = packed
         if step + 1 < world:
-            sizes = (torch.Size(shape).numel() for shape in _shapes(call, following))
-            coming = packed.new_empty(sum(sizes))
+            coming = packed.new_empty(_count(call, following))
             works = groups.pass_on(call.group, packed, coming)
         yield here, _run(call, here, packed)
         groups.finish(call.group, works)
@@ -175,7 +174,7 @@ def _gathered(call: Call) -> Run:
     if call.group.size() == 1:
         return Run(0, total, call.key, call.value)
     packed = _packed(call.key, call.value)
-    sizes = [sum(torch.Size(s).numel() for s in _shapes(call, r)) for r in range(call.group.size())]
+    sizes = [_count(call, rank) for rank in range(call.group.size())]
     message = packed.new_zeros(max(sizes))
     message[: packed.numel()] = packed
     with groups.watching(call.group, "gathering keys and values"):
@@ -190,21 +189,14 @@ def _summed_at_home(
     """Send each shard's gradients to its rank, which adds them in the order of the ranks."""
     if not (wanted.key or wanted.value):
         return None, None
-    parts = []
-    for rank in range(call.group.size()):
-        columns = slice(*call.agreed.columns(rank))
-        chosen = [
-            g[:, :, columns] for g, w in ((of_key, wanted.key), (of_value, wanted.value)) if w
-        ]
-        parts.append(_packed(*chosen))
+    chosen = [g for g, needed in ((of_key, wanted.key), (of_value, wanted.value)) if needed]
+    columns = [slice(*call.agreed.columns(rank)) for rank in range(call.group.size())]
+    parts = [_packed(*(g[:, :, place] for g in chosen)) for place in columns]
     size = _gradient_size(Run(0, 0, call.key, call.value), wanted)
     if call.group.size() > 1:
         with groups.watching(call.group, "returning gradients of keys and values"):
             parts = groups.exchange(call.group, parts, [(size,)] * call.group.size())
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return _unpacked(call, total, wanted)
+    return _unpacked(call, sum(parts[1:], parts[0]), wanted)
 
 
 def _to_heads(call: Call, tensor: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -272,8 +264,6 @@ def _heads_backward(call: Call, saved: Saved, wanted: Wanted) -> Gradients:
     ]
     of_mask = None
     if wanted.attn_mask and rows.attn_mask is not None:
-        parts = [
-            part.to(state_dtype(part.dtype)) for part in _to_tokens(call, grads[3], agreed.queries)
-        ]
-        of_mask = torch.cat(parts, 1).sum_to_size(rows.attn_mask.shape)
+        wide = torch.cat(_to_tokens(call, grads[3], agreed.queries), 1)
+        of_mask = wide.to(state_dtype(wide.dtype)).sum_to_size(rows.attn_mask.shape)
     return found[0], found[1], found[2], of_mask

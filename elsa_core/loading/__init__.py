@@ -11,7 +11,7 @@ from elsa_core.base import lazy
 
 if TYPE_CHECKING:
     from elsa_core.loading.architecture import check_sizes, files_of, meta_model, small_model
-    from elsa_core.loading.building import UninitialisedParameters
+    from elsa_core.loading.library import UninitialisedParameters
     from elsa_core.loading.loader import Loaded, load, load_model
     from elsa_core.loading.plan import PLAN_NAME, Plan, apply_plan, read_plan
     from elsa_core.loading.preprocessing import assumed_text, of_model, with_given
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "architecture": ("check_sizes", "files_of", "meta_model", "small_model"),
-    "building": ("UninitialisedParameters",),
+    "library": ("UninitialisedParameters",),
     "loader": ("Loaded", "load", "load_model"),
     "plan": ("PLAN_NAME", "Plan", "apply_plan", "read_plan"),
     "preprocessing": ("assumed_text", "of_model", "with_given"),

@@ -9,10 +9,10 @@ from pathlib import Path
 from torch import nn
 
 from elsa_core.errors import TooLargeError
-from elsa_core.loading.building import UninitialisedParameters
 from elsa_core.loading.fromfile import weights_in
 from elsa_core.loading.imagesize import with_image_size
 from elsa_core.loading.libraries import build, build_meta, default_recipe
+from elsa_core.loading.library import UninitialisedParameters
 from elsa_core.loading.plan import PLAN_NAME
 from elsa_core.loading.recognise import shallow
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse

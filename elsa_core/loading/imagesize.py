@@ -12,8 +12,8 @@ from elsa_core.base.messages import first_line, side
 from elsa_core.base.reading import memory_bytes
 from elsa_core.errors import ArgumentError, ModelError, TooLargeError
 from elsa_core.loading import libraries
-from elsa_core.loading.building import BUILD_ERRORS
 from elsa_core.loading.libraries import build_meta, patch_step, resized
+from elsa_core.loading.library import BUILD_ERRORS
 from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe
 
 MEMORY_SHARE = 0.8

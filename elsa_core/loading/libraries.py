@@ -14,8 +14,7 @@ from torch import nn
 
 from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
-from elsa_core.loading.building import BUILD_ERRORS, UninitialisedParameters, built
-from elsa_core.loading.library import Library
+from elsa_core.loading.library import BUILD_ERRORS, Library, UninitialisedParameters, built
 from elsa_core.loading.open_clip_models import OPEN_CLIP
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.timm_models import TIMM

@@ -18,13 +18,19 @@ from elsa_core.base.inputs import generated_inputs, resolved_input_size, text_sh
 from elsa_core.base.reading import read_json
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import hub, libraries, preprocessing, unsaid
-from elsa_core.loading.building import checked_device
 from elsa_core.loading.configuration import from_config
-from elsa_core.loading.fill import apply, drops_classifier
 from elsa_core.loading.fit import with_given
-from elsa_core.loading.fromfile import choose_recipe, read_weights, refuse_links, weights_in
+from elsa_core.loading.fromfile import (
+    apply,
+    choose_recipe,
+    drops_classifier,
+    read_weights,
+    refuse_links,
+    weights_in,
+)
 from elsa_core.loading.imagesize import checked_size, with_image_size
 from elsa_core.loading.libraries import build, build_published, classes, default_recipe, explicit
+from elsa_core.loading.library import checked_device
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
 from elsa_core.loading.python_models import build_own
 from elsa_core.loading.recipe import Given, Preprocess, Recipe, checked_args

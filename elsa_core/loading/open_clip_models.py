@@ -14,9 +14,8 @@ from torch import nn
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import hub, timm_models
-from elsa_core.loading.building import built
 from elsa_core.loading.checkpoint import check_file
-from elsa_core.loading.library import Library, Size, check_tag, imported, unknown
+from elsa_core.loading.library import Library, Size, built, check_tag, imported, unknown
 from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, RESIZE_MODES, Preprocess, Recipe
 from elsa_core.loading.shown import Shapes, Shown
 from elsa_core.loading.weights import Weights, one_file

@@ -19,10 +19,9 @@ from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading import libraries
-from elsa_core.loading.building import BUILD_ERRORS, UninitialisedParameters
 from elsa_core.loading.fit import differences, fitted, is_unused, matches, with_given
 from elsa_core.loading.libraries import build, build_meta, default_recipe, label, resized
-from elsa_core.loading.library import Library
+from elsa_core.loading.library import BUILD_ERRORS, Library, UninitialisedParameters
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.shown import Shapes, Shown
 from elsa_core.loading.spec import ModelSpec

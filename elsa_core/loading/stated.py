@@ -7,7 +7,6 @@ metadata of .safetensors files. What cannot be read counts as not stated.
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,6 @@ _ARCHITECTURE = ("arch", "architecture", "model_name", "model", "backbone")
 _LABELS = ("label_names", "class_names", "classes", "class_to_idx", "labels")
 _DEEPEST = 3
 _LONGEST = 100_000  # characters of one text that is parsed
-_LONGEST_LITERAL = 1000  # Python's parser recurses
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def stated(content: Any) -> Stated:
 
 
 def stated_in_metadata(metadata: Mapping[str, str]) -> Stated:
-    """Return what the metadata of a .safetensors file says: text, JSON or Python's literals."""
+    """Return what the metadata of a .safetensors file says: text, JSON or numbers."""
     return stated({key: _parsed(text) for key, text in metadata.items()})
 
 
@@ -130,6 +128,7 @@ def _numbers(value: Any) -> tuple[float, ...] | None:
 
 
 def _parsed(text: str) -> Any:
+    """JSON, or numbers as text of tuples and lists has them; else the text."""
     if len(text) > _LONGEST:
         return text
     try:
@@ -137,10 +136,6 @@ def _parsed(text: str) -> Any:
     except (ValueError, RecursionError):
         pass
     try:
-        return ast.literal_eval(text) if len(text) <= _LONGEST_LITERAL else text
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        pass
-    try:
-        return [float(part) for part in text.replace(",", " ").split()]
+        return [float(part) for part in text.strip("()[]").replace(",", " ").split()]
     except ValueError:
         return text

@@ -12,8 +12,7 @@ from torch import nn
 
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import hub
-from elsa_core.loading.building import built
-from elsa_core.loading.library import Library, Size, imported, unknown
+from elsa_core.loading.library import Library, Size, built, imported, unknown
 from elsa_core.loading.recipe import Preprocess, Recipe
 from elsa_core.loading.shown import Shapes
 from elsa_core.loading.weights import Weights

@@ -5,7 +5,6 @@ A compiler meets one opaque call, `elsa::offloaded_attention`: streams and event
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import index
 from typing import Any
 
@@ -15,27 +14,14 @@ from torch import Tensor
 from elsa_core import dispatch
 from elsa_core import precision as precisions
 from elsa_core.base import calls, operands
+from elsa_core.base.opaque import define
 from elsa_core.base.operands import leading_dims
 from elsa_core.distributed.shards import Saved, Wanted
 from elsa_core.errors import ArgumentError
+from elsa_core.monoid import state_dtype
 from elsa_core.offload import passes
 from elsa_core.ops.factory import Grads
 from elsa_core.ops.formulas import needed
-
-_TERMS = (
-    "bool is_causal, float scale, str precision, str backend, str device, int block, "
-    "int query_block"
-)
-_LIBRARY = torch.library.Library("elsa", "FRAGMENT")
-_LIBRARY.define(
-    f"offloaded_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_TERMS}) "
-    "-> (Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "offloaded_attention_backward(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, "
-    f"Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, {_TERMS}, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor)"
-)
 
 
 def attention(
@@ -92,7 +78,18 @@ def attention(
     Reference:
         ELSA (arXiv 2604.23798), Eq. 4.
     """
-    _require_supported(query, key, value, scale)
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        operands.require_tensor(name, given)
+    if isinstance(scale, Tensor):
+        raise ArgumentError(calls.NO_TENSOR_SCALE)
+    if scale is not None:
+        operands.require_number("scale", scale)
+    if calls.differentiates_otherwise():
+        raise ArgumentError(
+            "offload='host' has no forward-mode AD and no derivatives of torch.func: use backward()"
+        )
+    if calls.is_exporting():
+        raise ArgumentError("offload='host' cannot be exported: leave offload out of the program")
     operands.require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
     place = _device(query, key, value, attn_mask, device)
     if torch.is_autocast_enabled(place.type):
@@ -154,32 +151,8 @@ def requested(
     )  # fmt: skip
 
 
-def _require_supported(query: object, key: object, value: object, scale: object) -> None:
-    """Refuse what is no tensor or number, and calls that are not for this operator.
-
-    Raises:
-        TypeError, ArgumentError: the message names the argument, or what is not supported.
-    """
-    for name, given in (("query", query), ("key", key), ("value", value)):
-        operands.require_tensor(name, given)
-    if isinstance(scale, Tensor):
-        raise ArgumentError(calls.NO_TENSOR_SCALE)
-    if scale is not None:
-        operands.require_number("scale", scale)
-    if calls.differentiates_otherwise():
-        raise ArgumentError(
-            "offload='host' has no forward-mode AD and no derivatives of torch.func: use backward()"
-        )
-    if calls.is_exporting():
-        raise ArgumentError("offload='host' cannot be exported: leave offload out of the program")
-
-
 def _tokens(name: str, given: object) -> int:
-    """The tokens of a block; 0 where none were given.
-
-    Raises:
-        TypeError, ArgumentError: the message names the argument.
-    """
+    """The tokens of a block; 0 where none were given."""
     if given is None:
         return 0
     try:
@@ -198,11 +171,7 @@ def _device(
     attn_mask: Tensor | None,
     asked: torch.device | str | None,
 ) -> torch.device:
-    """Where a call computes.
-
-    Raises:
-        ArgumentError: a tensor is neither there nor, where it may be, on the host.
-    """
+    """Where a call computes: all tensors are there or, where they may be, on the host."""
     for name, given in (("key", key), ("value", value)):
         if given.device.type != "cpu":
             raise ArgumentError(
@@ -247,39 +216,26 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = query.shape
     out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return out, query.new_empty((batch, heads, length), dtype=wide)
+    return out, query.new_empty((batch, heads, length), dtype=state_dtype(query.dtype))
 
 
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    *terms, needs = rest
-    call = _call(query, key, value, attn_mask, *terms)
+def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *inputs, out, lse = arguments[:6]
+    *terms, needs = arguments[6:]
     saved = Saved(grad_out, out, lse, grad_lse if grad_lse.numel() else None)
     with torch.no_grad():
-        grads = passes.backward(call, saved, Wanted(needs[0], needs[1], needs[2], False))
+        grads = passes.backward(
+            _call(*inputs, *terms), saved, Wanted(needs[0], needs[1], needs[2], False)
+        )
     return tuple(
-        t.new_empty(0) if grad is None else grad
-        for grad, t in zip(grads, (query, key, value), strict=True)
+        t.new_empty(0) if grad is None else grad for grad, t in zip(grads, inputs[:3], strict=True)
     )
 
 
-def _backward_fake(
-    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    needs: Sequence[bool] = rest[-1]
+def _backward_fake(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(
         t.new_empty(t.shape if wanted else 0)
-        for t, wanted in zip((query, key, value), needs, strict=True)
+        for t, wanted in zip(arguments[:3], arguments[-1], strict=True)
     )
 
 
@@ -290,12 +246,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _formula(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
-    query, key, value, attn_mask, out, lse = ctx.saved_tensors
+    *inputs, out, lse = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:3])
     grads = torch.ops.elsa.offloaded_attention_backward(
         torch.zeros_like(out) if grad_out is None else grad_out,
         lse.new_empty(0) if grad_lse is None else grad_lse,
-        query, key, value, attn_mask, out, lse, *ctx.terms, needs,
+        *inputs, out, lse, *ctx.terms, needs,
     )  # fmt: skip
     return *needed(grads, needs), None, *(None for _ in ctx.terms)
 
@@ -304,11 +260,17 @@ def _once(ctx: Any, *grads: Tensor) -> Grads:
     raise ArgumentError("attention with offload='host' is differentiable once")
 
 
-_LIBRARY.impl("offloaded_attention", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("offloaded_attention_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("elsa::offloaded_attention", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("elsa::offloaded_attention_backward", _backward_fake, lib=_LIBRARY)
-torch.library.register_autograd(
-    "elsa::offloaded_attention", _formula, setup_context=_setup_context, lib=_LIBRARY
+_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
+_TERMS = (
+    "bool is_causal, float scale, str precision, str backend, str device, int block, "
+    "int query_block"
 )
-torch.library.register_autograd("elsa::offloaded_attention_backward", _once, lib=_LIBRARY)
+define(
+    f"offloaded_attention({_OPERANDS}, {_TERMS}) -> (Tensor, Tensor)",
+    _forward, _forward_fake, _formula, _setup_context,
+)  # fmt: skip
+define(
+    f"offloaded_attention_backward(Tensor grad_out, Tensor grad_lse, {_OPERANDS}, Tensor out, "
+    f"Tensor lse, {_TERMS}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    _backward, _backward_fake, _once,
+)  # fmt: skip

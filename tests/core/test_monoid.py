@@ -1,4 +1,4 @@
-"""The algebra of block summaries: laws, reductions, scans, gradients, dtypes."""
+"""The algebra of block summaries: laws, reductions, gradients, dtypes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from elsa_core.monoid import (
     lift,
     merge,
     merge_,
-    scan,
     tree,
 )
 
@@ -79,10 +78,6 @@ def stack(parts: list[State]) -> State:
     return State(*(torch.stack(t) for t in zip(*parts, strict=True)))
 
 
-def at(state: State, i: int) -> State:
-    return State(*(t[i] for t in state))
-
-
 def equal(a: State, b: State) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -123,18 +118,12 @@ def test_identity_changes_no_bit(a: State) -> None:
 
 @given(st.lists(states(), min_size=1, max_size=19))
 @settings(deadline=None, derandomize=True, max_examples=100)
-def test_tree_chain_scan_and_oracle_agree(parts: list[State]) -> None:
+def test_tree_chain_and_oracle_agree(parts: list[State]) -> None:
     expected = oracle(parts)
     stacked = stack(parts)
     ulps = 24.0 + 8.0 * len(parts)
-    inclusive = scan(stacked)
-    exclusive = scan(stacked, exclusive=True)
-    for total in (fold(parts), fold(stacked), tree(parts), tree(stacked), at(inclusive, -1)):
+    for total in (fold(parts), fold(stacked), tree(parts), tree(stacked)):
         assert_close(total, expected, parts, ulps)
-    for i in range(1, len(parts)):
-        assert_close(at(inclusive, i - 1), oracle(parts[:i]), parts[:i], ulps)
-        assert_close(at(exclusive, i), oracle(parts[:i]), parts[:i], ulps)
-    assert equal(at(exclusive, 0), State.identity((), VALUE_DIM, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 31, 64, 100])
@@ -146,7 +135,7 @@ def test_blocks_give_softmax(n: int, dtype: torch.dtype) -> None:
     blocks = [lift(scores[..., i, :], value[..., i, :, :]) for i in range(n)]
     whole = scores.flatten(-2).double()
     expected = torch.softmax(whole, -1) @ value.double().flatten(-3, -2).squeeze(1)
-    for state in (fold(blocks), tree(blocks), at(scan(blocks), -1)):
+    for state in (fold(blocks), tree(blocks)):
         output, lse = finalize(state)
         assert output.dtype == lse.dtype == dtype
         tolerance = 64 * torch.finfo(dtype).eps
@@ -171,8 +160,7 @@ def test_empty_blocks_and_empty_lists() -> None:
     none = State.identity((0, 2), 4)
     assert equal(fold(none), State.identity((2,), 4))
     assert equal(tree(none), State.identity((2,), 4))
-    assert scan(none).W.shape == (0, 2, 4)
-    for reduce in (fold, tree, scan):
+    for reduce in (fold, tree):
         with pytest.raises(ArgumentError, match="states: no state"):
             reduce([])
 
@@ -193,7 +181,7 @@ def test_gradients_are_those_of_softmax_and_never_nan() -> None:
     scores.requires_grad_()
     value = torch.randn(1, 12, VALUE_DIM, dtype=torch.float64, requires_grad=True)
     pairs = [lift(scores[:, i : i + 4], value[:, i : i + 4]) for i in (0, 4, 8)]
-    for reduce in (fold, tree, lambda s: at(scan(s), -1)):
+    for reduce in (fold, tree):
         output, lse = finalize(reduce(pairs))
         loss = output.square().sum() + lse[1:].sum()
         grads = torch.autograd.grad(loss, (scores, value), retain_graph=True)

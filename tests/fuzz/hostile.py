@@ -24,7 +24,7 @@ from elsa_cli import config
 from elsa_cli.commands import patch
 from elsa_cli.main import all_commands, run
 from elsa_core.backends import compiler, native
-from elsa_core.base.images import load_images
+from elsa_core.base.images import read_folder
 from elsa_core.exporting import archive
 from elsa_core.exporting.manifest import inside, parse_manifest
 from elsa_core.exporting.verify import verify
@@ -293,7 +293,7 @@ def check_image(given: tuple[str, str, list[Change]], folder: Path) -> None:
     kind, suffix, changes = given
     (folder / f"x.{suffix}").write_bytes(changed(PICTURES[kind], changes))
     ones = (1.0, 1.0, 1.0)
-    images = answered(lambda: load_images(folder, (3, 8, 8), ones, ones))
+    images = answered(lambda: read_folder(folder, (3, 8, 8), ones, ones).images)
     assert images is None or (images.shape == (1, 3, 8, 8) and images.isfinite().all())
 
 

@@ -13,9 +13,8 @@ import elsa_core as elsa
 from elsa_cli import completion, known_models, names
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import libraries, meta_model
-from elsa_core.loading.building import UninitialisedParameters
 from elsa_core.loading.configuration import from_config
-from elsa_core.loading.library import Library, unknown
+from elsa_core.loading.library import Library, UninitialisedParameters, unknown
 from elsa_core.loading.loader import load_model
 from elsa_core.loading.recipe import Preprocess, Recipe
 from elsa_core.loading.saving import save

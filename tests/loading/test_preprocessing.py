@@ -41,10 +41,10 @@ def test_a_deit_is_not_silently_a_vit(deit: Path) -> None:
 
 
 def test_what_is_given_is_not_assumed(deit: Path) -> None:
-    loaded = load_model(deit, preprocess=IMAGENET)
+    loaded = load_model(deit, arch=DEIT, preprocess=IMAGENET)
     assert loaded.warnings == () and loaded.recipe.preprocess.assumed == ()
     assert (loaded.mean, loaded.std, loaded.crop_pct) == IMAGENET_VALUES
-    some = load_model(deit, preprocess=Given(mean=[0.5], std=[0.5]))
+    some = load_model(deit, arch=DEIT, preprocess=Given(mean=[0.5], std=[0.5]))
     assert some.mean == (0.5, 0.5, 0.5) and not {"mean", "std"} & set(
         some.recipe.preprocess.assumed
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from elsa_core.base.images import load_images, read_folder
+from elsa_core.base.images import read_folder
 from elsa_core.errors import ArgumentError, ModelError
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
@@ -30,9 +30,9 @@ def test_same_as_timm_transform(tmp_path: Path) -> None:
 
     file = write(tmp_path / "a.png", 61, 47)
     for mode in ("center", "squash", "border"):
-        got = load_images(
+        got = read_folder(
             tmp_path, (3, 32, 32), MEAN, STD, crop_pct=0.9, crop_mode=mode, interpolation="bicubic"
-        )
+        ).images
         transform = create_transform(
             (3, 32, 32), mean=MEAN, std=STD, crop_pct=0.9, crop_mode=mode, interpolation="bicubic"
         )
@@ -63,15 +63,15 @@ def test_sorted_recursive_and_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["RGBA", "P", "L", "LA", "CMYK", "1"])
 def test_modes_become_rgb(tmp_path: Path, mode: str) -> None:
     write(tmp_path / ("a.tif" if mode == "CMYK" else "a.png"), mode=mode)
-    tensor = load_images(tmp_path, (3, 16, 16), MEAN, STD)
+    tensor = read_folder(tmp_path, (3, 16, 16), MEAN, STD).images
     assert tensor.shape == (1, 3, 16, 16) and bool(tensor.isfinite().all())
 
 
 def test_grey_model(tmp_path: Path) -> None:
     write(tmp_path / "a.png")
-    assert load_images(tmp_path, (1, 16, 16), (0.5,), (0.2,)).shape == (1, 1, 16, 16)
+    assert read_folder(tmp_path, (1, 16, 16), (0.5,), (0.2,)).images.shape == (1, 1, 16, 16)
     with pytest.raises(ArgumentError, match="12"):
-        load_images(tmp_path, (12, 16, 16), (0.5,), (0.2,))
+        read_folder(tmp_path, (12, 16, 16), (0.5,), (0.2,))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "text", "empty", "link"])
@@ -88,7 +88,7 @@ def test_broken_image_is_named(tmp_path: Path, damage: str) -> None:
         bad.unlink()
         bad.symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(ModelError, match=r"broken\.png") as error:
-        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+        read_folder(tmp_path, (3, 16, 16), MEAN, STD)
     assert "\n" not in str(error.value)
 
 
@@ -102,7 +102,7 @@ def test_decompression_bomb_is_refused(tmp_path: Path, side: int, words: str) ->
     )
     (tmp_path / "big.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
     with pytest.raises(ModelError, match=rf"big\.png.*{words}"):
-        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+        read_folder(tmp_path, (3, 16, 16), MEAN, STD)
 
 
 def test_a_name_starts_no_interpreter(tmp_path: Path) -> None:
@@ -110,17 +110,17 @@ def test_a_name_starts_no_interpreter(tmp_path: Path) -> None:
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\n0 0 20 20 rectfill\n"
     (tmp_path / "a.png").write_bytes(eps)
     with pytest.raises(ModelError, match=r"a\.png: cannot read this image \(none of JPEG, PNG"):
-        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+        read_folder(tmp_path, (3, 16, 16), MEAN, STD)
 
 
 def test_a_fifo_and_a_device_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.png")
     with pytest.raises(ModelError, match=r"a\.png cannot be read: it is a FIFO"):
-        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+        read_folder(tmp_path, (3, 16, 16), MEAN, STD)
     (tmp_path / "a.png").unlink()
     (tmp_path / "b.png").symlink_to("/dev/zero")
     with pytest.raises(ModelError, match=r"b\.png cannot be read: it is a device"):
-        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+        read_folder(tmp_path, (3, 16, 16), MEAN, STD)
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 60_000), (60_000, 1)])
@@ -128,7 +128,7 @@ def test_pixels_after_resizing_are_bounded(tmp_path: Path, width: int, height: i
     """The shorter side is resized to the input's: 60 000 pixels became 3.7 thousand million."""
     Image.new("L", (width, height)).save(tmp_path / "thin.png")
     with pytest.raises(ModelError, match=r"thin\.png: .* after resizing, more than") as caught:
-        load_images(tmp_path, (3, 224, 224), MEAN, STD, crop_pct=0.9)
+        read_folder(tmp_path, (3, 224, 224), MEAN, STD, crop_pct=0.9)
     assert "\n" not in str(caught.value)
 
 
@@ -146,17 +146,17 @@ def test_folders_nested_beyond_the_recursion_limit(tmp_path: Path) -> None:
 
 def test_nothing_to_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no image"):
-        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+        read_folder(tmp_path, (3, 16, 16), MEAN, STD)
     with pytest.raises(ModelError, match="not a folder"):
-        load_images(tmp_path / "missing", (3, 16, 16), MEAN, STD)
+        read_folder(tmp_path / "missing", (3, 16, 16), MEAN, STD)
     file = write(tmp_path / "a.png")
     with pytest.raises(ModelError, match="not a folder"):
-        load_images(file, (3, 16, 16), MEAN, STD)
+        read_folder(file, (3, 16, 16), MEAN, STD)
     for limit in (0, -1):
         with pytest.raises(ArgumentError, match="limit"):
-            load_images(tmp_path, (3, 16, 16), MEAN, STD, limit=limit)
+            read_folder(tmp_path, (3, 16, 16), MEAN, STD, limit=limit)
     with pytest.raises(ArgumentError, match="input_size"):
-        load_images(tmp_path, (3, 0, 16), MEAN, STD)
+        read_folder(tmp_path, (3, 0, 16), MEAN, STD)
 
 
 def test_links_in_a_loop(tmp_path: Path) -> None:

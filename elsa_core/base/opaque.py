@@ -1,0 +1,31 @@
+"""Operators of one implementation on every device, each one opaque call for a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("elsa", "FRAGMENT")
+
+
+def define(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    formula: Callable[..., Any] | None = None,
+    context: Callable[..., None] | None = None,
+) -> None:
+    """Define `elsa::name` of the schema "name(arguments) -> results".
+
+    formula and context are of its gradients, as `torch.library.register_autograd` takes them.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"elsa::{name}", fake, lib=_LIBRARY)
+    if formula is not None:
+        torch.library.register_autograd(
+            f"elsa::{name}", formula, setup_context=context, lib=_LIBRARY
+        )
