@@ -46,10 +46,7 @@ CASES: Final = (
     *(Case(shape, dtype) for shape in _LARGE for dtype in _DTYPES),
     *(Case((1, 8, 65536, 64), dtype, backward=True) for dtype in _DTYPES),
 )
-QUICK: Final = (
-    Case((1, 2, 257, 16), "fp32"),
-    Case((1, 2, 257, 16), "fp32", backward=True),
-)
+QUICK: Final = (Case((1, 2, 257, 16), "fp32"), Case((1, 2, 257, 16), "fp32", backward=True))
 
 
 def operands(case: Case, rank: int, device: torch.device) -> list[Tensor]:

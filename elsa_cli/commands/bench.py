@@ -172,12 +172,12 @@ def _attention(session: Session, options: Options, published: dict[str, Any] | N
     elif options.trace:
         bench_trace.run(session, chosen, device, backend=options.backend, seed=options.seed)
     else:
-        from elsa_core.measuring import plots
+        from elsa_core.profiling import figures
 
         bench_common.check_folder(options.output)
         bench_common.check_folder(options.plot)
         if options.plot is not None:
-            plots.check(options.plot, force=options.force)
+            figures.check(options.plot, force=options.force)
         bench_common.check_output(device, options, resumes=False)
         _measure(session, chosen, settings, device, options, published)
 
@@ -188,7 +188,8 @@ def _measure(
 ) -> None:  # fmt: skip
     """Measure the calls, show and write the result; what is wrong or became worse ends it."""
     from elsa_core.errors import UnavailableError
-    from elsa_core.profiling.bench import attention, plots, results
+    from elsa_core.profiling import figures
+    from elsa_core.profiling.bench import attention, results
 
     with session.stage("measuring") as update:
         report = attention.run(chosen, device=device, settings=settings, progress=update)
@@ -202,7 +203,7 @@ def _measure(
     if wrong:
         raise VerdictError(f"wrong results, nothing was written: {', '.join(wrong)}")
     if options.plot is not None:
-        session.written.append(plots.plot(document, options.plot, force=options.force))
+        session.written.append(figures.of_attention(document, options.plot, force=options.force))
         session.line(f"plot: {options.plot}")
     if options.output is not None:
         session.written.append(results.publish(

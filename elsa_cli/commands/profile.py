@@ -258,7 +258,7 @@ def _finish(session: Session, document: Document, files: dict[str, Path]) -> Non
     if "plot" in files:
         from elsa_core.profiling import figures
 
-        session.written.append(figures.plot(document, files["plot"]))
+        session.written.append(figures.of_profile(document, files["plot"]))
     for name in ("html", "plot"):
         if name in files:
             session.line(f"{name}: {files[name]}")

@@ -133,10 +133,7 @@ def take_samples(
 
 
 def _round_seconds(
-    contenders: Sequence[Contender],
-    device: torch.device,
-    budget: float,
-    first: Mapping[str, float],
+    contenders: Sequence[Contender], device: torch.device, budget: float, first: Mapping[str, float]
 ) -> float:
     """Warm the contenders up; seconds that one call of each takes."""
     cost = 0.0

@@ -7,17 +7,15 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
-from elsa_core.base.files import write_text
 from elsa_core.base.reading import RESULT_BYTES, read_text
 from elsa_core.errors import ModelError, UnavailableError
-from elsa_core.measuring.documents import finite
+from elsa_core.measuring import documents
 
 SCHEMA_VERSION: Final = 1
 COMMAND: Final = "profile"
 DONE: Final = "done"
 NO_MEMORY: Final = "out of memory"
 NOT_APPLICABLE: Final = "not applicable"
-_STATES: Final = (DONE, NO_MEMORY, NOT_APPLICABLE)
 
 Document = dict[str, Any]
 
@@ -29,7 +27,7 @@ def write(document: Document, path: Path) -> None:
         UnavailableError: the file cannot be written.
     """
     try:
-        write_text(json.dumps(finite(document), indent=1, allow_nan=False) + "\n", path)
+        documents.write(document, path)
     except OSError as error:
         raise UnavailableError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -55,50 +53,40 @@ class _MisfitError(Exception):
     """What is wrong with a document."""
 
 
-_NUMBER: Final = (int, float)
-_MAYBE: Final = (int, float, type(None))
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
 _TEXT: Final = (str,)
-# What is asked of the objects of a document: keys, and the types of their values.
-_SHAPES: Final[dict[str, dict[str, tuple[type, ...]]]] = {
-    "document": {"command": _TEXT, "environment": (dict,), "results": (dict,)},
-    "result": {"model": (dict,), "settings": (dict,), "complete": (bool,), "points": (list,)},
-    "point": {
-        "configuration": (dict,), "status": _TEXT, "reason": _TEXT, "profile": (dict, type(None)),
-    },
-    "configuration": {
-        "image_size": (list, type(None)), "batch": (int,), "dtype": _TEXT, "precision": _TEXT,
-    },
+_NUMBER: Final = (int, float)
+_NONE: Final = type(None)
+# What is asked of the objects of a document: the types of their values, and the keys.
+_SHAPES: Final[dict[str, dict[tuple[type, ...], str]]] = {
+    "document": {_TEXT: "command", (dict,): "environment results"},
+    "result": {(dict,): "model settings", (bool,): "complete", (list,): "points"},
+    "point": {_TEXT: "status reason", (dict,): "configuration", (dict, _NONE): "profile"},
+    "configuration": {_TEXT: "dtype precision", (int,): "batch", (list, _NONE): "image_size"},
     "profile": {
-        "device": _TEXT, "dtype": _TEXT, "batch": (int,), "image_size": (list, type(None)),
-        "precision": _TEXT, "backend": _TEXT, "rounds": (int,), "weight_bytes": (int,),
-        "runs": (list,), "left_out": (dict,), "best_baseline": _TEXT, "best_patched": _TEXT,
-        "gain": (dict,), "sites": (list,), "patched": (int,), "kept": (int,), "warnings": (list,),
-        "notes": (list,),
+        _TEXT: "device dtype precision backend best_baseline best_patched",
+        (int,): "batch rounds weight_bytes patched kept", (list, _NONE): "image_size",
+        (list,): "runs sites warnings notes", (dict,): "left_out gain",
     },
     "run": {
-        "name": _TEXT, "patched": (bool,), "seconds": _NUMBER, "seconds_p10": _NUMBER,
-        "seconds_p90": _NUMBER, "spread": _NUMBER, "images_per_second": _NUMBER,
-        "memory_bytes": (int, type(None)), "host_seconds": _MAYBE, "device_seconds": _MAYBE,
-        "bound": _TEXT, "joules": _MAYBE, "ratio": (dict, type(None)),
-        "ratio_to_best": (dict, type(None)),
+        _TEXT: "name bound", (bool,): "patched", (int, _NONE): "memory_bytes",
+        _NUMBER: "seconds seconds_p10 seconds_p90 spread images_per_second",
+        (*_NUMBER, _NONE): "host_seconds device_seconds joules",
+        (dict, _NONE): "ratio ratio_to_best",
     },
     "site": {
-        "path": _TEXT, "module_class": _TEXT, "kind": _TEXT, "num_heads": (int, type(None)),
-        "head_dim": (int, type(None)), "query_tokens": (int, type(None)),
-        "key_tokens": (int, type(None)), "extra": (list,), "patched": (bool,), "reason": _TEXT,
-        "seconds_before": _NUMBER, "seconds_after": _NUMBER, "share": _NUMBER, "ratio": (dict,),
-        "error": _MAYBE, "backend": _TEXT, "schedule": _TEXT, "precision": _TEXT,
+        _TEXT: "path module_class kind reason backend schedule precision", (bool,): "patched",
+        (int, _NONE): "num_heads head_dim query_tokens key_tokens", (list,): "extra",
+        _NUMBER: "seconds_before seconds_after share", (*_NUMBER, _NONE): "error",
+        (dict,): "ratio",
     },
-    "ratio": {
-        "value": _NUMBER, "low": _NUMBER, "high": _NUMBER, "rounds": (int,), "verdict": _TEXT,
-    },
+    "ratio": {_NUMBER: "value low high", (int,): "rounds", _TEXT: "verdict"},
 }  # fmt: skip
 _PARTS: Final = ("forward", "backward", "optimizer")
 _POSITIVE: Final = ("seconds", "seconds_before", "seconds_after", "value", "low", "high", "batch")
-
-
-def _refused(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _check(document: Any) -> None:
@@ -110,8 +98,7 @@ def _check(document: Any) -> None:
     for point in document["results"]["points"]:
         _fits(point, "point")
         _fits(point["configuration"], "configuration")
-        _fits_size(point["configuration"]["image_size"])
-        if point["status"] not in _STATES:
+        if point["status"] not in (DONE, NO_MEMORY, NOT_APPLICABLE):
             raise _MisfitError("a point has an unknown status")
         if point["status"] == DONE:
             _check_profile(point["profile"])
@@ -119,55 +106,45 @@ def _check(document: Any) -> None:
 
 def _check_profile(found: Any) -> None:
     _fits(found, "profile")
-    _fits_size(found["image_size"])
-    _fits(found["gain"], "ratio")
     for run in found["runs"]:
         _fits(run, "run")
-        _fits_parts(run.get("parts"))
-        for name in ("ratio", "ratio_to_best"):
-            if run[name] is not None:
-                _fits(run[name], "ratio")
+        parts = run.get("parts")  # of a training step
+        named = isinstance(parts, dict) and tuple(parts) == _PARTS
+        spans = parts.values() if named else ()
+        right = all(type(s) in _NUMBER and math.isfinite(s) and s >= 0 for s in spans)
+        if parts is not None and not (named and right):
+            raise _MisfitError("the parts of a run are no seconds of " + ", ".join(_PARTS))
     for site in found["sites"]:
         _fits(site, "site")
-        _fits(site["ratio"], "ratio")
-        within = site.get("within", [])  # older documents have none
-        if not isinstance(within, list) or not all(isinstance(each, str) for each in within):
-            raise _MisfitError("within of a site is no list of texts")
+        _are_texts(site.get("within", []), "within of a site is no list of texts")
     names = {run["name"] for run in found["runs"]}
     if not {"eager", found["best_baseline"], found["best_patched"]} <= names:
         raise _MisfitError("a point lacks its runs")
-    if not all(isinstance(line, str) for line in (*found["warnings"], *found["notes"])):
-        raise _MisfitError("warnings or notes are no texts")
+    _are_texts([*found["warnings"], *found["notes"]], "warnings or notes are no texts")
+
+
+def _are_texts(lines: Any, what: str) -> None:
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise _MisfitError(what)
 
 
 def _fits(value: Any, kind: str) -> None:
     if not isinstance(value, dict):
         raise _MisfitError(f"a {kind} is no object")
-    for name, types in _SHAPES[kind].items():
-        held = value.get(name)
-        right = name in value and isinstance(held, types)
-        # bool is an int to Python.
-        if not right or (isinstance(held, bool) and bool not in types):
-            raise _MisfitError(f"{name} of a {kind} is missing or of the wrong type")
-        if isinstance(held, float) and not math.isfinite(held):
-            raise _MisfitError(f"{name} of a {kind} is not finite")
-        if name in _POSITIVE and isinstance(held, int | float) and not held > 0:
-            raise _MisfitError(f"{name} of a {kind} is not positive")
-
-
-def _fits_parts(parts: Any) -> None:
-    """The parts of a training step; other runs have none."""
-    if parts is None:
-        return
-    spans: list[Any] = [None]
-    if isinstance(parts, dict) and tuple(parts) == _PARTS:
-        spans = list(parts.values())
-    if not all(type(span) in _NUMBER and math.isfinite(span) and span >= 0 for span in spans):
-        raise _MisfitError("the parts of a run are no seconds of forward, backward, optimizer")
-
-
-def _fits_size(size: Any) -> None:
-    sides = size if isinstance(size, list) else []
-    whole = len(sides) == 2 and all(type(each) is int and each > 0 for each in sides)
-    if size is not None and not whole:
-        raise _MisfitError("an image_size is no height and width")
+    for types, names in _SHAPES[kind].items():
+        for name in names.split():
+            held = value.get(name)
+            right = name in value and isinstance(held, types)
+            # bool is an int to Python.
+            if not right or (isinstance(held, bool) and bool not in types):
+                raise _MisfitError(f"{name} of a {kind} is missing or of the wrong type")
+            if isinstance(held, float) and not math.isfinite(held):
+                raise _MisfitError(f"{name} of a {kind} is not finite")
+            if name in _POSITIVE and isinstance(held, int | float) and not held > 0:
+                raise _MisfitError(f"{name} of a {kind} is not positive")
+            if name in ("gain", "ratio", "ratio_to_best") and held is not None:
+                _fits(held, "ratio")
+            if name == "image_size" and held is not None:
+                whole = all(type(each) is int and each > 0 for each in held)
+                if len(held) != 2 or not whole:
+                    raise _MisfitError("an image_size is no height and width")

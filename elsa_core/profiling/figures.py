@@ -1,85 +1,195 @@
-"""Latency, throughput and memory of a profile in one picture, by matplotlib: for --plot."""
+"""Pictures by matplotlib, for --plot: of `elsa profile` and of `elsa bench attention`."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from elsa_core.base.files import staged_file
+from elsa_core.base.messages import side
+from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.measuring.environment import label
-from elsa_core.measuring.plots import save
-from elsa_core.profiling.document import Document
-from elsa_core.profiling.series import METRICS, Series, axis_of, finished, series_of, ticks_of
+from elsa_core.profiling.charts import METRICS
+from elsa_core.profiling.document import DONE, Document
 
-_OURS_COLOUR, _BEFORE_COLOUR = "#0b6e4f", "#9aa5b1"
-_COLOURS: Final = ("#5b6770", "#c27c0e", "#8b5fbf", "#2f7ebc", "#b23a48", "#7f6a55")
-_OURS_COLOURS: Final = (_OURS_COLOUR, "#3aa76d", "#12355b", "#5bc0be")
+FORMATS: Final = (".png", ".svg")
+_OURS: Final = ("#0b6e4f", "#3aa76d", "#12355b", "#5bc0be")
+_OTHERS: Final = ("#5b6770", "#c27c0e", "#8b5fbf", "#2f7ebc", "#b23a48", "#7f6a55")
+Points = list[tuple[int, Any]]
 
 
-def plot(document: Document, path: Path) -> Path:
-    """Write the picture, whole or not at all; `elsa_core.measuring.plots.check` comes before.
+def check(path: Path, *, force: bool = False) -> None:
+    """Raise where a plot cannot be written to `path`: before anything is measured.
 
-    Args:
-        document: with at least one measured point.
-        path: a .png or .svg file.
+    Raises:
+        ArgumentError: another suffix, or an existing file without `force`.
+        UnavailableError: matplotlib is not installed.
     """
+    if path.suffix.lower() not in FORMATS:
+        raise ArgumentError(f"{path}: a plot is a {' or '.join(FORMATS)} file")
+    if path.exists() and not force:
+        raise ArgumentError(f"{path} exists; use --force to replace it")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnavailableError("plots need matplotlib: pip install 'elsa-attention[plot]'")
+
+
+def of_profile(document: Document, path: Path) -> Path:
+    """Draw latency, throughput and memory of the measured points; `check` comes before."""
+    rows = [row for row in document["results"]["points"] if row["status"] == DONE]
+    batches = {row["configuration"]["batch"] for row in rows}
+    by_batch = len(batches) > 1 and len({str(row["profile"]["image_size"]) for row in rows}) == 1
+    figure, panels = _figure(12.5, 4.2, 3)
+    for axes, (title, key, factor) in zip(panels, METRICS, strict=True):
+        series: dict[tuple[str, bool], Points] = {}
+        names: dict[int, str] = {}
+        for row in rows:
+            shape, batch = row["profile"]["image_size"] or [0, 0], row["profile"]["batch"]
+            x, text = (batch, str(batch)) if by_batch else (shape[0] * shape[1], side(shape))
+            extra = _apart(row, rows, by_batch)
+            for run in row["profile"]["runs"]:
+                if run[key] is not None:
+                    name = " ".join(filter(None, (run["name"], extra)))
+                    own = series.setdefault((name, run["patched"]), [])
+                    own.append((x, run[key] * factor))
+                    names[x] = text
+        if len(names) < 2:
+            values = [points[0][1] for points in series.values()]
+            colours = [_OURS[0] if patched else "#9aa5b1" for _, patched in series]
+            bars = axes.bar(range(len(series)), values, color=colours)
+            axes.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=8)
+            axes.set_xticks(range(len(series)), [_plain(name) for name, _ in series], rotation=20,
+                            ha="right", fontsize=8)  # fmt: skip
+        else:
+            _lines(axes, series)
+            axes.set_xticks(list(names), list(names.values()), fontsize=8)
+            axes.minorticks_off()
+            axes.set_xlabel("batch" if by_batch else "image size, pixels a side")
+        axes.set_title(title, fontsize=10)
+        axes.grid(True, axis="y", alpha=0.25)
+    return _save(figure, str(document["results"]["model"].get("name", "")), document, path)
+
+
+def _apart(row: Document, rows: Sequence[Document], by_batch: bool) -> str:
+    """What tells this point's series from the others: whatever varies except the x axis."""
+    parts = []
+    for key in ("batch", "dtype", "precision"):
+        values = {str(each["configuration"][key]) for each in rows}
+        if len(values) > 1 and not (by_batch and key == "batch"):
+            value = row["configuration"][key]
+            parts.append(f"batch {value}" if key == "batch" else str(value))
+    return ", ".join(parts)
+
+
+def of_attention(document: Document, path: Path, *, force: bool = False) -> Path:
+    """Draw the largest family of cases that differ in their length alone.
+
+    Left: median time of a call with the 10th to 90th percentile. Right: workspace beyond the
+    output.
+
+    Raises:
+        ArgumentError: another suffix, an existing file, or fewer than two lengths to draw.
+        UnavailableError: matplotlib is not installed.
+    """
+    check(path, force=force)
+    title, times, memory = family(document)
+    figure, panels = _figure(11, 4.6, 2)
+    spans = {
+        name: [(n, m["seconds_p10"] * 1e3, m["seconds_p90"] * 1e3) for n, m in points]
+        for name, points in times.items()
+    }
+    own = {name: name.startswith("elsa") for name in times}
+    milli = {(k, own[k]): [(n, m["seconds"] * 1e3) for n, m in p] for k, p in times.items()}
+    held = {(k, own[k]): [(n, size / 2**20) for n, size in p if size] for k, p in memory.items()}
+    _lines(panels[0], milli, spans)
+    _lines(panels[1], {key: points for key, points in held.items() if points})
+    for axes, what in zip(panels, ("time of a call, ms", "memory beyond the output, MiB"),
+                          strict=True):  # fmt: skip
+        axes.set(xlabel="tokens", ylabel=what)
+        axes.grid(True, which="both", alpha=0.25)
+    return _save(figure, title, document, path)
+
+
+def family(document: Document) -> tuple[str, dict[str, Points], dict[str, Points]]:
+    """The cases to draw: those equal in all but length, with the most lengths.
+
+    Returns:
+        (title, {contender: [(tokens, measurement)]}, {contender: [(tokens, workspace bytes)]}),
+        ordered by tokens.
+
+    Raises:
+        ArgumentError: no two cases differ in length alone.
+    """
+    families: defaultdict[tuple[Any, ...], dict[int, Document]] = defaultdict(dict)
+    for result in document["results"]["cases"]:
+        case = result["case"]
+        decode = case["queries"] == 1
+        key = (case["batch"], case["heads"], case["head_dim"], case["dtype"], case["mask"], decode)
+        families[key].setdefault(int(case["keys"]), result)
+    best = max(families, default=None,
+               key=lambda key: (len(families[key]), key[2] == 64, key[4] == "none"))  # fmt: skip
+    if best is None or len(families[best]) < 2:
+        raise ArgumentError("plot: no two of these cases differ in length alone; measure a sweep")
+    batch, heads, head_dim, dtype, mask, decode = best
+    title = f"{dtype} attention, batch {batch}, {heads} heads, head_dim {head_dim}"
+    title += ", additive mask" if mask != "none" else ""
+    title += ", one query" if decode else ""
+    times: defaultdict[str, Points] = defaultdict(list)
+    memory: defaultdict[str, Points] = defaultdict(list)
+    for tokens, result in sorted(families[best].items()):
+        for measured in result["measurements"]:
+            times[measured["contender"]].append((tokens, measured))
+            if measured["workspace_bytes"] is not None:
+                memory[measured["contender"]].append((tokens, measured["workspace_bytes"]))
+    return title, dict(times), dict(memory)
+
+
+def _figure(width: float, height: float, panels: int) -> tuple[Any, Sequence[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = finished(document)
-    figure = Figure(figsize=(12.5, 4.2), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, metric in zip(figure.subplots(1, 3), METRICS, strict=True):
-        _draw_metric(axes, rows, *metric)
-    name, where = document["results"]["model"].get("name", ""), label(document["environment"])
-    figure.suptitle(_plain(f"{name}\n{where}"), fontsize=9)
-    return save(figure, path)
+    return figure, figure.subplots(1, panels)
 
 
-def _draw_metric(axes: Any, rows: Sequence[Document], title: str, key: str, factor: float) -> None:
-    series = series_of(rows, key, factor)
-    ticks = ticks_of(series)
-    if len(ticks) < 2:
-        _bars(axes, series)
-    else:
-        _lines(axes, series, ticks)
-        axes.set_xlabel("batch" if axis_of(rows) == "batch" else "image size, pixels a side")
-    axes.set_title(title, fontsize=10)
-    axes.grid(True, axis="y", alpha=0.25)
-
-
-def _bars(axes: Any, series: Sequence[Series]) -> None:
-    values = [one.points[0][2] for one in series]
-    colours = [_OURS_COLOUR if one.patched else _BEFORE_COLOUR for one in series]
-    bars = axes.bar(range(len(series)), values, color=colours)
-    axes.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=8)
-    axes.set_xticks(range(len(series)), [_plain(one.name) for one in series], rotation=20,
-                    ha="right", fontsize=8)  # fmt: skip
-
-
-def _lines(axes: Any, series: Sequence[Series], ticks: dict[int, str]) -> None:
+def _lines(
+    axes: Any, series: dict[tuple[str, bool], Points],
+    spans: dict[str, list[tuple[int, float, float]]] | None = None,
+) -> None:  # fmt: skip
+    """Series by (name, whether it is elsa's), on logarithmic axes, with what they scatter over."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     counts = [0, 0]
-    for one in series:
-        palette = _OURS_COLOURS if one.patched else _COLOURS
-        colour = palette[counts[one.patched] % len(palette)]
-        counts[one.patched] += 1
-        axes.plot(
-            [x for x, _, _ in one.points], [y for _, _, y in one.points],
-            "o-" if one.patched else "s--", color=colour, markersize=4, label=_plain(one.name),
-        )  # fmt: skip
-    positive = all(y > 0 for one in series for _, _, y in one.points)
+    for (name, own), points in series.items():
+        palette = _OURS if own else _OTHERS
+        colour = palette[counts[own] % len(palette)]
+        counts[own] += 1
+        x, y = zip(*sorted(points), strict=True)
+        axes.plot(x, y, "o-" if own else "s--", color=colour, markersize=4, label=_plain(name),
+                  zorder=2 + own)  # fmt: skip
+        if spans:
+            x, low, high = zip(*spans[name], strict=True)
+            axes.fill_between(x, low, high, alpha=0.15, color=colour, linewidth=0)
+    positive = all(y > 0 for points in series.values() for _, y in points)
     axes.set(xscale="log", yscale="log" if positive else "linear")
-    axes.set_xticks(list(ticks), list(ticks.values()))
-    axes.minorticks_off()
     if positive:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.tick_params(axis="x", labelsize=8)
-    axes.legend(fontsize=7)
+    if series:
+        axes.legend(fontsize=7)
+
+
+def _save(figure: Any, title: str, document: Document, path: Path) -> Path:
+    """Write a figure, whole or not at all, in the format of the path's suffix."""
+    figure.suptitle(_plain(f"{title}\n{label(document['environment'])}"), fontsize=9)
+    with staged_file(path) as staging:
+        figure.savefig(staging, format=path.suffix.lower().lstrip("."), dpi=160)
+    return path
 
 
 def _plain(text: str) -> str:
-    """Text in which matplotlib finds no formula."""
-    return text.replace("$", "\\$")
+    """A name as text: matplotlib would read formulas between dollars."""
+    return text.replace("$", r"\$")

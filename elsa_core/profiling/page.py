@@ -10,7 +10,6 @@ from elsa_core.base import pages
 from elsa_core.measuring.environment import label
 from elsa_core.profiling import charts
 from elsa_core.profiling.document import DONE, Document
-from elsa_core.profiling.series import finished
 from elsa_core.profiling.words import (
     bound_text,
     duration,
@@ -41,7 +40,7 @@ def page(document: Document) -> str:
     """The whole page as HTML."""
     results = document["results"]
     name = str(results["model"].get("name", "model"))
-    rows = finished(document)
+    rows = [row for row in results["points"] if row["status"] == DONE]
     parts = [
         f"<h1>{pages.text(name)}: what patching gains</h1>",
         f'<p class="dim">{pages.text(label(document["environment"]))}</p>',
@@ -66,7 +65,6 @@ def page(document: Document) -> str:
         sites = row["profile"]["sites"]
         parts += [
             f"<h3>{pages.text(point_name(row))}</h3>",
-            pages.figure("the model in one call, its sites in order", charts.model_strips(sites)),
             pages.figure("time of each site in one call", charts.site_chart(sites)),
             _sites(sites),
         ]
@@ -89,12 +87,7 @@ def _points(rows: Sequence[Document]) -> str:
     lines = []
     for row in rows:
         if row["status"] != DONE:
-            lines.append(
-                [
-                    point_name(row),
-                    f"{row['status']}: {row['reason']}",
-                ]
-            )
+            lines.append([point_name(row), f"{row['status']}: {row['reason']}"])
             continue
         for i, run in enumerate(row["profile"]["runs"]):
             lines.append([

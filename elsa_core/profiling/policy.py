@@ -20,10 +20,7 @@ def faster(document: Document) -> Plan:
     Sites of one class and shape are judged together: they do the same work, and one of twelve
     equal ones is not slower, it was unlucky. A group is slower where the mean of its ratios, over
     its members and all points (geometric), is under 1 and most of its intervals exclude 1 from
-    below.
-
-    Args:
-        document: of a sweep in one precision, with sites.
+    below. A path is left alone if its group was slower at all image sizes.
 
     Raises:
         ArgumentError: no point has sites, or there are several precisions.
@@ -32,32 +29,47 @@ def faster(document: Document) -> Plan:
     precisions = {each["precision"] for each in found}
     if not any(each["sites"] for each in found) or len(precisions) > 1:
         raise ArgumentError("policy: needs measured sites in one precision")
+    sites = [site for each in found for site in each["sites"] if site["patched"]]
     groups: dict[str, list[Document]] = {}
-    for each in found:
-        for site in each["sites"]:
-            if site["patched"]:
-                groups.setdefault(_alike(site), []).append(site)
-    # Shapes differ between image sizes; a path is left alone if it was slower in all of them.
+    for site in sites:
+        groups.setdefault(_alike(site), []).append(site)
     verdicts: dict[str, list[tuple[bool, float]]] = {}
     for members in groups.values():
-        slower, mean = _slower(members)
+        ratios = [site["ratio"] for site in members]
+        mean = sum(math.log(ratio["value"]) for ratio in ratios) / len(ratios)
+        sure = sum(ratio["verdict"] == "slower" for ratio in ratios)
         for site in members:
+            slower = mean < 0 and sure > len(ratios) / 2
             verdicts.setdefault(site["path"], []).append((slower, mean))
     kept = {
-        path: f"slower when profiled: {math.exp(sum(math.log(m) for _, m in v) / len(v)):.2f}x"
+        path: f"slower when profiled: {math.exp(sum(m for _, m in v) / len(v)):.2f}x"
         for path, v in verdicts.items()
         if all(slower for slower, _ in v)
     }
+
+    def place(path: str) -> list[tuple[int, int, str]]:
+        parts = path.split(".")  # numbers by value, not by their digits
+        return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
+
+    ordered = sorted(verdicts, key=place)
     settings = document["results"]["settings"]
+    layers = {site["kind"] for site in sites}.intersection(LAYERS)
     return Plan(
         precision=str(found[0]["precision"]),
         backend=str(found[0]["backend"]),
         include=tuple(map(str, settings.get("include", ()))),
         exclude=tuple(map(str, settings.get("exclude", ()))),
-        sites=tuple(path for path in _in_order(verdicts) if path not in kept),
-        kept=tuple((path, kept[path]) for path in _in_order(verdicts) if path in kept),
-        scope=_scope(groups),
+        sites=tuple(path for path in ordered if path not in kept),
+        kept=tuple((path, kept[path]) for path in ordered if path in kept),
+        scope="model" if layers else "attention",
     )
+
+
+def _alike(site: Document) -> str:
+    keys = ("module_class", "kind", "num_heads", "head_dim", "query_tokens", "key_tokens", "extra")
+    # layers have neither heads nor tokens; older documents do not count their FLOPs
+    size = site.get("flops") if site["kind"] in LAYERS else None
+    return json.dumps([*(site[key] for key in keys), size])
 
 
 def unsure(document: Document) -> int:
@@ -81,33 +93,3 @@ def write(plan: Plan, path: Path) -> Path:
         return write_text(json.dumps(plan.to_dict(), indent=2) + "\n", path)
     except OSError as error:
         raise UnavailableError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _scope(groups: dict[str, list[Document]]) -> str:
-    """The scope of what was patched: its kinds tell."""
-    kinds = {site["kind"] for members in groups.values() for site in members}
-    return "model" if kinds.intersection(LAYERS) else "attention"
-
-
-def _slower(members: list[Document]) -> tuple[bool, float]:
-    ratios = [site["ratio"] for site in members]
-    mean = math.exp(sum(math.log(ratio["value"]) for ratio in ratios) / len(ratios))
-    sure = sum(ratio["verdict"] == "slower" for ratio in ratios)
-    return mean < 1.0 and sure > len(ratios) / 2, mean
-
-
-def _alike(site: Document) -> str:
-    keys = ("module_class", "kind", "num_heads", "head_dim", "query_tokens", "key_tokens", "extra")
-    # layers have neither heads nor tokens; older documents do not count their FLOPs
-    size = site.get("flops") if site["kind"] in LAYERS else None
-    return json.dumps([*(site[key] for key in keys), size])
-
-
-def _in_order(paths: dict[str, list[tuple[bool, float]]]) -> list[str]:
-    """Paths as a model has them: numbers by value, not by their digits."""
-
-    def key(path: str) -> list[tuple[int, int, str]]:
-        parts = path.split(".")
-        return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
-
-    return sorted(paths, key=key)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import itertools
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from elsa_core.errors import ArgumentError, ModelError, TooLargeError
 from elsa_core.exporting.manifest import hashed
 from elsa_core.loading import Loaded, ModelSpec, files_of
 from elsa_core.measuring import environment as place
-from elsa_core.measuring.memory_limit import is_out_of_memory, limited
+from elsa_core.measuring.documents import Plain
+from elsa_core.measuring.memory_limit import is_out_of_memory, limited, release
 from elsa_core.patching import patch, unpatch
 from elsa_core.precision import DTYPES, validate
 from elsa_core.profiling.document import (
@@ -43,7 +43,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Configuration:
+class Configuration(Plain):
     """One point of a sweep. `image_size` None is the model's own; `dtype` a key of `DTYPES`."""
 
     image_size: tuple[int, int] | None = None
@@ -56,16 +56,6 @@ class Configuration:
         """`384, batch 8, fp32 strict`."""
         size = "own size" if self.image_size is None else side(self.image_size)
         return f"{size}, batch {self.batch}, {self.dtype} {self.precision}"
-
-    def to_dict(self) -> Document:
-        """Plain data for JSON."""
-        size = None if self.image_size is None else list(self.image_size)
-        return {
-            "image_size": size,
-            "batch": self.batch,
-            "dtype": self.dtype,
-            "precision": self.precision,
-        }
 
 
 @dataclass(frozen=True)
@@ -96,12 +86,11 @@ def grid(
     Raises:
         ArgumentError: no combination of dtype and precision can be.
     """
+    combined = itertools.product(dtypes, sizes or [None], batches, precisions)
     found = tuple(
         dict.fromkeys(
             Configuration(size, batch, dtype, precision)
-            for dtype, size, batch, precision in itertools.product(
-                dtypes, sizes or [None], batches, precisions
-            )
+            for dtype, size, batch, precision in combined
         )
     )
     refusals = [_refusal(each) for each in found]
@@ -141,87 +130,72 @@ def run(
 
     Args:
         plan: what is measured.
-        points: the whole sweep.
-        document: from `started` or `resumed`; changed in place.
-        keep: called with the document after each point.
+        points: the whole sweep; those of one model (dtype, size) follow one another.
+        document: from `started` or `resumed`; changed in place, and given to `keep` after each.
         progress: called with (what, steps done, steps in all).
 
     Raises:
         ElsaError: what ends the sweep (a size that the model does not take, a missing backend). The
             points before it are in the document.
     """
-    rows: list[Document] = document["results"]["points"]
     missing = left(points, document)
     document["results"]["complete"] = not missing
-    for i, (group, members) in enumerate(_grouped(missing)):
-        loaded: Loaded | None = None
-        for point in members:
-            label = f"{point.name}: " if len(points) > 1 else ""
+    loaded: Loaded | None = None
+    of: tuple[Any, ...] = ()
+    for point in missing:
+        label = f"{point.name}: " if len(points) > 1 else ""
 
-            def tell(what: str, done: int, total: int, label: str = label) -> None:
-                if progress is not None:
-                    progress(label + what, done, total)
+        def tell(what: str, done: int, total: int, label: str = label) -> None:
+            if progress is not None:
+                progress(label + what, done, total)
 
-            refusal = _refusal(point)
-            if refusal:
-                rows.append(_row(point, NOT_APPLICABLE, refusal))
-            else:
-                tell("loading", 0, 0)
-                forget_compiled()
-                loaded, row = _measured(plan, point, group, loaded, tell)
-                if loaded is not None:
-                    about = {"architecture": loaded.name, "weights": loaded.weights}
-                    document["results"]["model"] |= about
-                rows.append(row)
-            document["results"]["complete"] = not left(points, document)
-            keep(document)
-        del loaded, i
-        gc.collect()
+        refusal, status, found = _refusal(point), NOT_APPLICABLE, None
+        if not refusal:
+            tell("loading", 0, 0)
+            forget_compiled()
+            if of != (point.image_size, point.dtype):
+                loaded, of = None, (point.image_size, point.dtype)
+                gc.collect()
+            loaded, found, refusal = _measured(plan, point, loaded, tell)
+            status = NO_MEMORY if found is None else DONE
+        if loaded is not None:
+            about = {"architecture": loaded.name, "weights": loaded.weights}
+            document["results"]["model"] |= about
+        document["results"]["points"].append(
+            {"configuration": point.to_dict(), "status": status, "reason": refusal,
+             "profile": found}
+        )  # fmt: skip
+        document["results"]["complete"] = not left(points, document)
+        keep(document)
     keep(document)
     return document
 
 
 def left(points: Sequence[Configuration], document: Document) -> list[Configuration]:
     """The points that the document does not hold yet; it may hold others, of an earlier sweep."""
-    present = {_key(row["configuration"]) for row in document["results"]["points"]}
-    return [point for point in points if _key(point.to_dict()) not in present]
+    present = [row["configuration"] for row in document["results"]["points"]]
+    return [point for point in points if point.to_dict() not in present]
 
 
 def only(points: Sequence[Configuration], document: Document) -> Document:
     """The document without the points that this sweep did not ask for."""
-    asked = {_key(point.to_dict()) for point in points}
+    asked = [point.to_dict() for point in points]
     results = document["results"]
-    rows = [row for row in results["points"] if _key(row["configuration"]) in asked]
+    rows = [row for row in results["points"] if row["configuration"] in asked]
     return document | {"results": results | {"points": rows}}
 
 
-def _grouped(
-    points: Sequence[Configuration],
-) -> Iterator[tuple[Configuration, list[Configuration]]]:
-    """Points that share a loaded model."""
-    for _, members in itertools.groupby(points, key=lambda each: (each.image_size, each.dtype)):
-        found = list(members)
-        yield found[0], found
-
-
 def _measured(
-    plan: Plan,
-    point: Configuration,
-    group: Configuration,
-    loaded: Loaded | None,
-    tell: Progress,
-) -> tuple[Loaded | None, Document]:
+    plan: Plan, point: Configuration, loaded: Loaded | None, tell: Progress
+) -> tuple[Loaded | None, Document | None, str]:
+    """The model, the profile, and why there is none: memory ran out."""
     try:
         with limited(plan.device):
             if loaded is None:
-                loaded = plan.load(group.image_size, "fp32" if plan.train else group.dtype)
+                loaded = plan.load(point.image_size, "fp32" if plan.train else point.dtype)
             arguments = loaded.example_inputs(point.batch, plan.seed)
-            options: dict[str, Any] = {
-                "precision": point.precision,
-                "seed": plan.seed,
-            } | plan.options
-            if plan.train:
-                options |= {"dtype": point.dtype}
+            options: dict[str, Any] = {"precision": point.precision, "seed": plan.seed}
+            options |= plan.options | ({"dtype": point.dtype} if plan.train else {})
             if loaded.is_watched and loaded.report is None:
                 unpatch(loaded.model)
                 keys = ("precision", "backend", "include", "exclude", "scope")
@@ -232,21 +206,10 @@ def _measured(
         if not isinstance(error, TooLargeError) and not is_out_of_memory(error):
             raise
         reason = first_line(error)
-        del error
-        gc.collect()
-        if plan.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None, _row(point, NO_MEMORY, reason)
-    return loaded, _row(point, DONE, "", found.to_dict())
-
-
-def _row(point: Configuration, status: str, reason: str, found: Document | None = None) -> Document:
-    return {
-        "configuration": point.to_dict(),
-        "status": status,
-        "reason": reason,
-        "profile": found,
-    }
+        del error, loaded
+        release(plan.device)
+        return None, None, reason
+    return loaded, found.to_dict(), ""
 
 
 def _refusal(point: Configuration) -> str:
@@ -255,17 +218,6 @@ def _refusal(point: Configuration) -> str:
     except ArgumentError as error:
         return str(error)
     return ""
-
-
-def _short(value: Any) -> str:
-    return str(value)[:60]
-
-
-def _key(configuration: Document) -> str:
-    return json.dumps(configuration, sort_keys=True)
-
-
-# The document and its file
 
 
 def started(plan: Plan, environment: Document) -> Document:
@@ -295,13 +247,13 @@ def resumed(path: Path, plan: Plan, environment: Document) -> Document:
     document = read(path)
     results = document["results"]
     for name, own in (("model", plan.model), ("settings", plan.settings)):
-        other = {key: (results[name].get(key), value) for key, value in own.items()}
-        differs = next((key for key, pair in other.items() if pair[0] != pair[1]), None)
-        if differs is not None:
-            raise ArgumentError(
-                f"{path} is of another sweep: its {differs} is {_short(other[differs][0])}, now it "
-                f"is {_short(own[differs])}; give another file, or --force without --resume"
-            )
+        for key, value in own.items():
+            other = results[name].get(key)
+            if other != value:
+                raise ArgumentError(
+                    f"{path} is of another sweep: its {key} is {str(other)[:60]}, now it is "
+                    f"{str(value)[:60]}; give another file, or --force without --resume"
+                )
     differs = place.difference(document, started(plan, environment))
     if differs:
         raise ArgumentError(

@@ -164,7 +164,7 @@ def test_memory_of_a_score_matrix_is_seen() -> None:
     case = Case("vit", 1, 4, 1024, 1024, 16)
     tensors = peers.Inputs(*inputs(case, "cpu"))
     output = 4 * 1024 * 16 * 4
-    eager = timing.workspace(peers._eager(tensors), torch.device("cpu"), output)
+    eager = timing.workspace(peers.eager(tensors), torch.device("cpu"), output)
     if eager is None:
         pytest.skip("the peak of resident memory cannot be reset on this system")
     assert eager > 0.9 * case.score_bytes

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.measuring import plots as drawing
-from elsa_core.profiling.bench import plots
+from elsa_core.profiling import figures
 
 
 def case(tokens: int, **more: Any) -> dict[str, Any]:
@@ -34,29 +33,29 @@ def document() -> dict[str, Any]:
 
 
 def test_the_longest_family_is_drawn(document: dict[str, Any]) -> None:
-    title, times, memory = plots.family(document)
+    title, times, memory = figures.family(document)
     assert title == "fp32 attention, batch 1, 12 heads, head_dim 64"
     assert [tokens for tokens, _ in times["elsa-strict"]] == [16, 197, 577]
     assert memory["sdpa-flash"][0] == (16, 2_000_000)
     document["results"]["cases"] = document["results"]["cases"][:1]
     with pytest.raises(ArgumentError, match="no two of these cases differ"):
-        plots.family(document)
+        figures.family(document)
 
 
-@pytest.mark.parametrize("suffix", drawing.FORMATS)
+@pytest.mark.parametrize("suffix", figures.FORMATS)
 def test_plots_are_written_whole(document: dict[str, Any], tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
-    path = plots.plot(document, tmp_path / f"plot{suffix}")
+    path = figures.of_attention(document, tmp_path / f"plot{suffix}")
     head = path.read_bytes()[:200]
     assert head.startswith(b"\x89PNG") if suffix == ".png" else b"<?xml" in head
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     with pytest.raises(ArgumentError, match="use --force"):
-        plots.plot(document, path)
+        figures.of_attention(document, path)
 
 
 def test_plots_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match=r"\.png or \.svg"):
-        drawing.check(tmp_path / "plot.pdf")
+        figures.check(tmp_path / "plot.pdf")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UnavailableError, match=r"elsa-attention\[plot\]"):
-        drawing.check(tmp_path / "plot.png")
+        figures.check(tmp_path / "plot.png")

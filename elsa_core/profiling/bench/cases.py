@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from elsa_core import ops
 from elsa_core.errors import ArgumentError
+from elsa_core.measuring.documents import Plain
 from elsa_core.precision import DTYPES, validate
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ WINDOW_IMAGES: Final = 4  # images that the windows of a case come from
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Plain):
     """One attention call to measure.
 
     Attributes:
@@ -92,7 +93,7 @@ class Case:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"name": self.name, **asdict(self), "precisions": list(self.precisions)}
+        return {"name": self.name, **super().to_dict()}
 
 
 def lengths_of(batch: int, longest: int) -> list[int]:
@@ -133,9 +134,7 @@ def from_shape(text: str, *, dtype: str = "fp32", precision: str = "strict") -> 
         raise ArgumentError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     validate(precision, DTYPES[dtype])
     batch, heads, queries, keys, head_dim = sizes
-    return Case(
-        "shape", batch, heads, queries, keys, head_dim, dtype=dtype, precisions=(precision,)
-    )
+    return Case("shape", batch, heads, queries, keys, head_dim, dtype, precisions=(precision,))
 
 
 def with_precision(case: Case, precision: str) -> Case:
@@ -145,40 +144,18 @@ def with_precision(case: Case, precision: str) -> Case:
     return replace(case, precisions=(precision,), goal=goal)
 
 
-def _square(table: str, shape: tuple[int, int, int, int], **more: Any) -> Case:
+def square(table: str, shape: tuple[int, int, int, int], **more: Any) -> Case:
+    """A case with as many queries as keys: [batch, heads, tokens, head_dim]."""
     batch, heads, tokens, head_dim = shape
     return Case(table, batch, heads, tokens, tokens, head_dim, **more)
 
 
-def _cpu_vit() -> Iterable[Case]:
-    goals = {
-        (8, 12, 197, 64): 1.4,
-        (1, 12, 197, 64): 1.4,
-        (1, 12, 577, 64): 1.2,
-        (1, 12, 1025, 64): 1.1,
-        (1, 12, 4097, 64): 1.0,
-    }
-    for shape, goal in goals.items():
-        yield _square("vit", shape, goal=goal, quick=shape[2] < 1000)
-
-
-def _cpu_window() -> Iterable[Case]:
-    # Windows, heads, side: the stages of Swin at 224 with windows of 7, and larger windows.
-    goals = {(256, 3, 7): 2.2, (16, 12, 7): 2.2, (64, 4, 12): 1.9, (16, 3, 16): 1.45}
-    for (windows, heads, side), goal in goals.items():
-        shape = (windows, heads, side * side, 32)
-        yield _square("window", shape, mask="additive", window=side, goal=goal, quick=side == 7)
-
-
-def _cpu_sweep() -> Iterable[Case]:
-    for mask in ("none", "additive"):
-        for head_dim in SWEEP_HEAD_DIMS:
-            for tokens in SWEEP_TOKENS:
-                quick = head_dim == 64 and tokens in (49, 197)
-                shape = (1, 12, tokens, head_dim)
-                yield _square("sweep", shape, mask=mask, goal=0.97, quick=quick)
-
-
+_VIT: Final = {
+    (8, 12, 197, 64): 1.4, (1, 12, 197, 64): 1.4, (1, 12, 577, 64): 1.2, (1, 12, 1025, 64): 1.1,
+    (1, 12, 4097, 64): 1.0,
+}  # fmt: skip
+# Windows, heads, side: the stages of Swin at 224 with windows of 7, and larger windows.
+_WINDOWS: Final = {(256, 3, 7): 2.2, (16, 12, 7): 2.2, (64, 4, 12): 1.9, (16, 3, 16): 1.45}
 # Shape: goals of fp32 strict and of fp16/bf16 against the best exact peer of the same dtype.
 _CUDA_GOALS: Final = {
     (8, 12, 197, 64): (2.2, 1.2),
@@ -198,42 +175,50 @@ _DECODE: Final = ((1, 32, 32768, 64), (1, 32, 262144, 64), (1, 8, 524288, 64), (
 _CUDA_QUICK: Final = ((8, 12, 197, 64), (1, 8, 4096, 64))
 
 
-def _cuda_prefill() -> Iterable[Case]:
-    for dtype in ("fp32", "fp16", "bf16"):
-        wide = dtype == "fp32"
-        precisions = ("strict", "turbo", "lean") if wide else ("strict",)
-        for shape, goals in _CUDA_GOALS.items():
-            yield _square(
-                dtype, shape, dtype=dtype, precisions=precisions,
-                goal=goals[0 if wide else 1], quick=shape in _CUDA_QUICK,
-            )  # fmt: skip
+def _prefill(dtype: str) -> tuple[Case, ...]:
+    wide = dtype == "fp32"
+    precisions = ("strict", "turbo", "lean") if wide else ("strict",)
+    return tuple(
+        square(dtype, shape, dtype=dtype, precisions=precisions, goal=goals[0 if wide else 1],
+               quick=shape in _CUDA_QUICK)
+        for shape, goals in _CUDA_GOALS.items()
+    )  # fmt: skip
 
 
-def _cuda_lengths() -> Iterable[Case]:
-    for dtype in ("fp32", "fp16"):
-        for exponent in range(8, 16):
-            yield _square("lengths", (1, 8, 2**exponent, 64), dtype=dtype)
-
-
-def _cuda_decode() -> Iterable[Case]:
-    for dtype, goal in (("fp16", 1.0), ("bf16", 1.0), ("fp32", 3.5)):
-        for batch, heads, keys, head_dim in _DECODE:
-            quick = keys == 32768 and dtype != "bf16"
-            yield Case("decode", batch, heads, 1, keys, head_dim, dtype, goal=goal, quick=quick)
-
-
-def _cuda_million() -> Iterable[Case]:
-    yield _square("million", (1, 1, 2**20, 64))
-
-
-CPU_TABLES: Final = {"vit": tuple(_cpu_vit()), "sweep": tuple(_cpu_sweep())}
-CPU_WINDOW_TABLES: Final = {"window": tuple(_cpu_window())}
+CPU_TABLES: Final = {
+    "vit": tuple(
+        square("vit", shape, goal=goal, quick=shape[2] < 1000) for shape, goal in _VIT.items()
+    ),
+    "sweep": tuple(
+        square("sweep", (1, 12, tokens, head_dim), mask=mask, goal=0.97,
+               quick=head_dim == 64 and tokens in (49, 197))
+        for mask in ("none", "additive")
+        for head_dim in SWEEP_HEAD_DIMS
+        for tokens in SWEEP_TOKENS
+    ),
+}  # fmt: skip
+CPU_WINDOW_TABLES: Final = {
+    "window": tuple(
+        square("window", (windows, heads, side * side, 32), mask="additive", window=side,
+               goal=goal, quick=side == 7)
+        for (windows, heads, side), goal in _WINDOWS.items()
+    )
+}  # fmt: skip
 CUDA_TABLES: Final = {
-    **{t: tuple(c for c in _cuda_prefill() if c.table == t) for t in ("fp32", "fp16", "bf16")},
-    "decode": tuple(_cuda_decode()),
-    "lengths": tuple(_cuda_lengths()),
-    "million": tuple(_cuda_million()),
-}
+    **{dtype: _prefill(dtype) for dtype in ("fp32", "fp16", "bf16")},
+    "decode": tuple(
+        Case("decode", batch, heads, 1, keys, head_dim, dtype, goal=goal,
+             quick=keys == 32768 and dtype != "bf16")
+        for dtype, goal in (("fp16", 1.0), ("bf16", 1.0), ("fp32", 3.5))
+        for batch, heads, keys, head_dim in _DECODE
+    ),
+    "lengths": tuple(
+        square("lengths", (1, 8, 2**exponent, 64), dtype=dtype)
+        for dtype in ("fp32", "fp16")
+        for exponent in range(8, 16)
+    ),
+    "million": (square("million", (1, 1, 2**20, 64)),),
+}  # fmt: skip
 
 
 def all_tables() -> dict[str, dict[str, tuple[Case, ...]]]:
@@ -247,17 +232,21 @@ def all_tables() -> dict[str, dict[str, tuple[Case, ...]]]:
 
 def bench_of(case: Case) -> Bench:
     """What measures a case: that of the operator in whose tables it is, or of attention."""
-    for bench in _benches():
-        if any(case.table in tables for tables in bench.tables.values()):
-            return bench
+    own = (b for b in _benches() if any(case.table in tables for tables in b.tables.values()))
     attention: Bench = ops.ATTENTION.part("bench")
-    return attention
+    return next(own, attention)
 
 
 def _benches() -> list[Bench]:
     kinds = ("bench", "bench_gradients")
     parts = (record.part(kind) for kind in kinds for record in ops.records())
     return [bench for bench in parts if bench is not None]
+
+
+def fits(case: Any, patterns: Sequence[str], quick: bool, dtype: str | None) -> bool:
+    """Whether a case is selected by the globs over its name, --quick and its inputs' dtype."""
+    named = not patterns or any(fnmatch.fnmatchcase(case.name, glob) for glob in patterns)
+    return named and (not quick or case.quick) and dtype in (None, case.dtype)
 
 
 def select(
@@ -293,10 +282,7 @@ def select(
         case
         for name, cases in of_device.items()
         for case in cases
-        if (not tables or name in tables)
-        and (not quick or case.quick)
-        and dtype in (None, case.dtype)
-        and (not patterns or any(fnmatch.fnmatchcase(case.name, glob) for glob in patterns))
+        if (not tables or name in tables) and fits(case, patterns, quick, dtype)
     )
     if not chosen:
         raise ArgumentError(

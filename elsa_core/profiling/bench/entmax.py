@@ -17,9 +17,9 @@ from torch import Tensor
 from elsa_core import ops
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops.entmax.api import entmax_attention, explain_entmax_attention
-from elsa_core.profiling.bench.cases import Case
+from elsa_core.profiling.bench.cases import Case, square
 from elsa_core.profiling.bench.operators import Bench
-from elsa_core.profiling.bench.peers import Inputs, too_large
+from elsa_core.profiling.bench.peers import Inputs, of_elsa, too_large
 
 ALPHA: Final = 1.5
 _CPU = ((8, 12, 197, 64), (1, 12, 577, 64), (1, 12, 1025, 64), (1, 4, 4096, 64))
@@ -27,26 +27,15 @@ _CUDA = tuple((1, 8, 2**exponent, 64) for exponent in range(11, 16))
 
 
 def _cases(dtypes: tuple[str, ...], shapes: tuple[tuple[int, int, int, int], ...]) -> list[Case]:
-    return [
-        Case("entmax", b, h, n, n, d, dtype, quick=(b, n) in ((8, 197), (1, 4096)) and h != 4)
-        for dtype in dtypes
-        for b, h, n, d in shapes
-    ]
+    quick = ((8, 12, 197, 64), (1, 8, 4096, 64))
+    return [square("entmax", s, dtype=dtype, quick=s in quick) for dtype in dtypes for s in shapes]
 
 
 def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
-    query, key, value, mask = tensors
-
-    def call() -> Tensor:
-        return entmax_attention(
-            query, key, value, mask, alpha=ALPHA, precision=precision, backend=backend
-        )
-
-    route = explain_entmax_attention(
-        query, key, value, mask, alpha=ALPHA, precision=precision, backend=backend
+    terms = {"alpha": ALPHA}
+    return of_elsa(
+        entmax_attention, explain_entmax_attention, tensors, precision, backend, terms=terms
     )
-    notes = {"backend": route.backend, "schedule": route.schedule, "arithmetic": route.arithmetic}
-    return Contender(f"elsa-{precision}", call, precision=precision, notes=notes)
 
 
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:

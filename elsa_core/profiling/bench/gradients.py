@@ -4,9 +4,9 @@ additive mask too. Who computes a forward computes its gradients.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,13 +18,12 @@ from elsa_core.measuring.timing import Contender
 from elsa_core.ops.attention.api import attention, explain
 from elsa_core.ops.window.api import window_attention
 from elsa_core.profiling.bench import flash4, peers
-from elsa_core.profiling.bench.cases import GRADIENTS_TABLE, Case
+from elsa_core.profiling.bench.cases import GRADIENTS_TABLE, Case, square
 from elsa_core.profiling.bench.operators import Bench
 from elsa_core.profiling.bench.peers import Inputs
 
 # Shape: the least ratio to the best exact peer that is aimed at.
 _CPU: Final = {(8, 12, 197, 64): 1.3, (1, 12, 1025, 64): 1.2}
-_WINDOWS: Final = {(256, 3, 7): 2.0}  # windows, heads, side
 _CUDA: Final = {
     "fp32": {
         (8, 12, 197, 64): 1.6, (8, 16, 577, 64): 2.2, (8, 12, 1025, 64): 2.5,
@@ -33,18 +32,6 @@ _CUDA: Final = {
     "fp16": {(8, 12, 197, 64): 1.0, (8, 12, 1025, 64): 0.95, (1, 8, 16384, 64): 0.9},
     "bf16": {(8, 12, 197, 64): 1.0, (8, 12, 1025, 64): 0.95, (1, 8, 16384, 64): 0.9},
 }  # fmt: skip
-
-
-def _case(shape: tuple[int, int, int, int], goal: float, **more: Any) -> Case:
-    batch, heads, tokens, head_dim = shape
-    return Case(GRADIENTS_TABLE, batch, heads, tokens, tokens, head_dim, goal=goal, **more)
-
-
-def _windows() -> tuple[Case, ...]:
-    return tuple(
-        _case((count, heads, side * side, 32), goal, mask="additive", window=side)
-        for (count, heads, side), goal in _WINDOWS.items()
-    )
 
 
 def slope(query: Tensor) -> Tensor:
@@ -77,37 +64,29 @@ def _trained(
 
 
 def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
-    if case.window:
-        return _elsa_windows(case, tensors, precision, backend)
     chosen: dict[str, Any] = {"precision": precision, "backend": backend}
-    leaves = [t for t in tensors if t is not None]
-    query, key, value = (t.detach().requires_grad_() for t in tensors[:3])
-    route = explain(query, key, value, tensors.mask, **chosen)
-    told = [reason for reason in route.reasons if reason.startswith("gradients")]
-    notes = {"backend": route.backend, "schedule": "; ".join([route.schedule, *told])}
+    notes: dict[str, str] = {}
+    parts: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list
+    if case.window:  # within images as a projection leaves them
+        assert tensors.mask is not None
+        leaves: list[Tensor] = [peers.image_of(case, tensors), tensors.mask[0]]
+        grad, cut = peers.joined(case, slope(tensors.query)), partial(peers.windows_of, case)
+        forward: Any = partial(
+            window_attention, num_heads=case.heads, window_size=(case.window,) * 2, **chosen
+        )
+
+        def parts(returned: Sequence[Tensor]) -> Sequence[Tensor]:
+            out, of_image, of_bias = returned
+            return [cut(out), *(cut(part) for part in of_image.chunk(3, -1)), of_bias]
+    else:
+        leaves = [t for t in tensors if t is not None]
+        query, key, value = (t.detach().requires_grad_() for t in tensors[:3])
+        route = explain(query, key, value, tensors.mask, **chosen)
+        told = [reason for reason in route.reasons if reason.startswith("gradients")]
+        notes = {"backend": route.backend, "schedule": "; ".join([route.schedule, *told])}
+        grad, forward = slope(query), partial(attention, **chosen)
     plain = Contender(f"elsa-{precision}", lambda: None, precision=precision, notes=notes)
-    forward: Any = functools.partial(attention, **chosen)
-    return _trained(plain, forward, leaves, slope(query))
-
-
-def _elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
-    """Windows and their gradients within images as a projection leaves them."""
-    assert tensors.mask is not None
-    image, cut = peers.image_of(case, tensors), functools.partial(peers.windows_of, case)
-
-    def forward(qkv: Tensor, bias: Tensor) -> Tensor:
-        return window_attention(
-            qkv, bias, num_heads=case.heads, window_size=(case.window,) * 2,
-            precision=precision, backend=backend,
-        )  # fmt: skip
-
-    def parts(returned: Sequence[Tensor]) -> list[Tensor]:
-        out, of_image, of_bias = returned
-        return [cut(out), *(cut(part) for part in of_image.chunk(3, -1)), of_bias]
-
-    plain = Contender(f"elsa-{precision}", lambda: None, precision=precision)
-    grad = peers.joined(case, slope(tensors.query))
-    return _trained(plain, forward, [image, tensors.mask[0]], grad, parts)
+    return _trained(plain, forward, leaves, grad, parts)
 
 
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:
@@ -128,7 +107,7 @@ def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Co
         if name == "onnxruntime":
             continue
         forward = forwards.get(name, lambda: F.scaled_dot_product_attention)
-        found[name] = made if isinstance(made, str) else functools.partial(trained, made, forward)
+        found[name] = made if isinstance(made, str) else partial(trained, made, forward)
     return found
 
 
@@ -165,12 +144,13 @@ GRADIENTS = Bench(
     {
         "cpu": {
             GRADIENTS_TABLE: (
-                *(_case(shape, goal) for shape, goal in _CPU.items()), *_windows(),
+                *(square(GRADIENTS_TABLE, shape, goal=goal) for shape, goal in _CPU.items()),
+                square(GRADIENTS_TABLE, (256, 3, 49, 32), mask="additive", window=7, goal=2.0),
             )
         },
         "cuda": {
             GRADIENTS_TABLE: tuple(
-                _case(shape, goal, dtype=dtype)
+                square(GRADIENTS_TABLE, shape, dtype=dtype, goal=goal)
                 for dtype, goals in _CUDA.items()
                 for shape, goal in goals.items()
             )

@@ -85,13 +85,16 @@ def of_attention(
     device = tensors.query.device
     large = too_large(case, device)
     found: dict[str, Callable[[], Contender] | str] = {
-        name: functools.partial(_sdpa, name, choice, tensors)
+        name: functools.partial(
+            Contender, name, functools.partial(F.scaled_dot_product_attention, *tensors),
+            functools.partial(sdpa_kernel, choice),
+        )
         for name, choice in _SDPA[device.type].items()
-    }
+    }  # fmt: skip
     if large:
         found["sdpa-math"] = large
     if device.type == "cpu":
-        found["eager"] = large or (lambda: _eager(tensors))
+        found["eager"] = large or (lambda: eager(tensors))
         found["onnxruntime"] = lambda: _onnxruntime(tensors)
         return found
     found[flash4.NAME] = flash4.refusal(tensors.query, tensors.mask) or (
@@ -128,12 +131,20 @@ def _try(found: Field, name: str, make: Callable[[], Contender], errors: Any = _
 
 def elsa_attention(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
     """`elsa.attention` of a case's inputs."""
-    query, key, value, mask = tensors
-    chosen: dict[str, Any] = {"precision": precision, "backend": backend}
-    route = explain(query, key, value, mask, **chosen)
-    call = functools.partial(attention, query, key, value, mask, **chosen)
+    return of_elsa(attention, explain, tensors, precision, backend)
+
+
+def of_elsa(
+    attend: Callable[..., Any], explained: Callable[..., Any], operands: tuple[Any, ...],
+    precision: str, backend: str, *, terms: dict[str, Any] | None = None,
+    read: Callable[[object], Tensor] | None = None,
+) -> Contender:  # fmt: skip
+    """A call of one of elsa's operators, and what serves it."""
+    chosen = {**(terms or {}), "precision": precision, "backend": backend}
+    route = explained(*operands, **chosen)
     notes = {"backend": route.backend, "schedule": route.schedule, "arithmetic": route.arithmetic}
-    return Contender(f"elsa-{precision}", call, precision=precision, notes=notes)
+    call = functools.partial(attend, *operands, **chosen)
+    return Contender(f"elsa-{precision}", call, precision=precision, read=read, notes=notes)
 
 
 def image_of(case: Case, tensors: Inputs) -> Tensor:
@@ -161,14 +172,11 @@ def windows_of(case: Case, image: Tensor) -> Tensor:
 
 def elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
     """Windows read from the images that they would have been cut from."""
-    image = image_of(case, tensors)
     bias = None if tensors.mask is None else tensors.mask[0]
-
-    def call() -> Tensor:
-        return window_attention(
-            image, bias, num_heads=case.heads, window_size=(case.window,) * 2,
-            precision=precision, backend=backend,
-        )  # fmt: skip
+    call = functools.partial(
+        window_attention, image_of(case, tensors), bias, num_heads=case.heads,
+        window_size=(case.window,) * 2, precision=precision, backend=backend,
+    )  # fmt: skip
 
     def read(returned: object) -> Tensor:
         assert isinstance(returned, Tensor)
@@ -179,12 +187,8 @@ def elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> C
     return Contender(f"elsa-{precision}", call, precision=precision, read=read, notes=notes)
 
 
-def _sdpa(name: str, choice: SDPBackend, tensors: Inputs) -> Contender:
-    call = functools.partial(F.scaled_dot_product_attention, *tensors)
-    return Contender(name, call, functools.partial(sdpa_kernel, choice))
-
-
-def _eager(tensors: Inputs) -> Contender:
+def eager(tensors: Inputs) -> Contender:
+    """Softmax in three operations."""
     return Contender("eager", functools.partial(plain_attention, *tensors))
 
 
@@ -225,6 +229,10 @@ def _onnxruntime(tensors: Inputs) -> Contender:
     for package in ("onnx", "onnxruntime"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"{package} is not installed")
+    import numpy as np
+    import onnxruntime
+    from onnx import TensorProto, helper
+
     query, key, value, mask = tensors
     batch, heads, queries, head_dim = query.shape
     if query.dtype != torch.float32:
@@ -233,29 +241,12 @@ def _onnxruntime(tensors: Inputs) -> Contender:
         name: t.transpose(1, 2).flatten(2).contiguous().numpy()
         for name, t in (("query", query), ("key", key), ("value", value))
     }
+    # Inputs by position: query, key, value, bias, key_padding_mask, attention_bias.
+    names = ["query", "key", "value"]
     if mask is not None:
         feeds["bias"] = mask.numpy()
-    session, binding = _onnx_session(heads, feeds, (batch, queries, heads * head_dim))
-
-    def read(_: object) -> Tensor:
-        flat = torch.from_numpy(binding.copy_outputs_to_cpu()[0])
-        return flat.view(batch, queries, heads, head_dim).transpose(1, 2)
-
-    # The session reads the arrays in place: the contender has to keep them alive.
-    call = functools.partial(_run_bound, session, binding, feeds)
-    return Contender("onnxruntime", call, read=read, pools=True)
-
-
-def _run_bound(session: Any, binding: Any, _: dict[str, Any]) -> None:
-    session.run_with_iobinding(binding)
-
-
-def _onnx_session(heads: int, feeds: dict[str, Any], output: tuple[int, ...]) -> tuple[Any, Any]:
-    import onnxruntime
-    from onnx import TensorProto, helper
-
-    # Inputs by position: query, key, value, bias, key_padding_mask, attention_bias.
-    names = ["query", "key", "value", *(["", "", "bias"] if "bias" in feeds else [])]
+        names += ["", "", "bias"]
+    shape = (batch, queries, heads * head_dim)
     node = helper.make_node(
         "MultiHeadAttention", names, ["output"], domain="com.microsoft", num_heads=heads
     )
@@ -263,7 +254,7 @@ def _onnx_session(heads: int, feeds: dict[str, Any], output: tuple[int, ...]) ->
         helper.make_tensor_value_info(name, TensorProto.FLOAT, array.shape)
         for name, array in feeds.items()
     ]
-    result = helper.make_tensor_value_info("output", TensorProto.FLOAT, output)
+    result = helper.make_tensor_value_info("output", TensorProto.FLOAT, shape)
     graph = helper.make_graph([node], "attention", described, [result])
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
@@ -276,12 +267,14 @@ def _onnx_session(heads: int, feeds: dict[str, Any], output: tuple[int, ...]) ->
     binding = session.io_binding()
     for name, array in feeds.items():
         binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
-    shape = onnxruntime.OrtValue.ortvalue_from_shape_and_type(output, _float32())
-    binding.bind_ortvalue_output("output", shape)
-    return session, binding
+    out = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, np.float32)
+    binding.bind_ortvalue_output("output", out)
 
+    def call(held: Any = feeds) -> None:  # the session reads the arrays in place
+        session.run_with_iobinding(binding)
 
-def _float32() -> Any:
-    import numpy as np
+    def read(_: object) -> Tensor:
+        flat = torch.from_numpy(binding.copy_outputs_to_cpu()[0])
+        return flat.view(batch, queries, heads, head_dim).transpose(1, 2)
 
-    return np.float32
+    return Contender("onnxruntime", call, read=read, pools=True)

@@ -5,7 +5,6 @@ Each result goes into the document at once, so that a long run can be stopped an
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from elsa_core.measuring import busy, environment
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.memory_limit import limited, release
 from elsa_core.precision import DTYPES
+from elsa_core.profiling.bench.cases import fits
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import ProfileReport, Progress
 
@@ -120,9 +120,7 @@ class Runner:
             for name, cases in of_device.items()
             for case in cases
             if (name in tables if tables else name != self.aside or named)
-            and (not quick or case.quick)
-            and dtype in (None, case.dtype)
-            and (not patterns or any(fnmatch.fnmatchcase(case.name, glob) for glob in patterns))
+            and fits(case, patterns, quick, dtype)
         )
         if not chosen:
             raise ArgumentError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from elsa_core import dispatch, monoid, reference
 from elsa_core.backends.partition import Partition
 from elsa_core.base import calls
 from elsa_core.errors import UnavailableError
+from elsa_core.measuring.documents import Plain
 from elsa_core.monoid import State
 from elsa_core.ops.attention.api import attention
 from elsa_core.precision import unit_roundoff, validate
@@ -40,7 +41,7 @@ _SCORES: Final = 2**24  # float64 scores that the replay holds at most
 
 
 @dataclass(frozen=True)
-class Claim:
+class Claim(Plain):
     """One claim: what was found, what it may be at most, and whether it holds.
 
     `ok` is None where the claim could not be tried; `note` says why, or what was compared.
@@ -76,20 +77,15 @@ class Trace:
             "precision": self.precision,
             "partition": self.partition.to_dict(),
             "sample": {"batch": 0, "heads": list(self.heads), "rows": list(self.rows)},
-            "claims": [asdict(claim) for claim in self.claims],
+            "claims": [claim.to_dict() for claim in self.claims],
             "ok": self.ok,
         }
 
 
 def run(
-    cases: Sequence[Case],
-    *,
-    device: torch.device | str = "cpu",
-    precision: str | None = None,
-    backend: str = "auto",
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> tuple[Trace, ...]:
+    cases: Sequence[Case], *, device: torch.device | str = "cpu", precision: str | None = None,
+    backend: str = "auto", seed: int = 0, progress: Progress | None = None,
+) -> tuple[Trace, ...]:  # fmt: skip
     """Trace `cases` on `device`, each in `precision` (its own first one where None).
 
     For CUDA without a GPU the calls are planned and replayed, and the kernel's claim stays untried.
@@ -97,13 +93,12 @@ def run(
     Raises:
         ArgumentError, UnavailableError: as `elsa_core.attention` would.
     """
-    device = torch.device(device)
     traces = []
     for i, case in enumerate(cases):
         if progress is not None:
             progress(case.name, i, len(cases))
         chosen = validate(precision or case.precisions[0], case.torch_dtype)
-        traces.append(trace(case, device, chosen, backend=backend, seed=seed))
+        traces.append(trace(case, torch.device(device), chosen, backend=backend, seed=seed))
     return tuple(traces)
 
 
@@ -115,7 +110,13 @@ def trace(
     # Without the GPU only the sampled heads are needed, and the call itself as shapes.
     made = replace(case, batch=1, heads=min(2, case.heads)) if absent else case
     tensors = Inputs(*inputs(made, "cpu" if absent else device, seed))
-    shapes = _shapes(case) if absent else tensors
+    shapes = tensors
+    if absent:
+        sizes = [(case.batch, case.heads, n, case.head_dim) for n in (case.queries, case.keys)]
+        query, key = (torch.empty(size, dtype=case.torch_dtype, device="meta") for size in sizes)
+        scores = (1, case.heads, case.queries, case.keys)
+        mask = None if case.mask == "none" else query.new_empty(scores)
+        shapes = Inputs(query, key, key, mask)
     partition = partition_of(shapes, precision, backend=backend, planned=absent)
     sample = sample_of(made, tensors)
     output: Tensor | None = None
@@ -158,16 +159,6 @@ def partition_of(
     return told(query, key, value, mask, False, precision)
 
 
-def _shapes(case: Case) -> Inputs:
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=case.torch_dtype, device="meta")
-
-    batch, heads, dim = case.batch, case.heads, case.head_dim
-    query, key = empty(batch, heads, case.queries, dim), empty(batch, heads, case.keys, dim)
-    mask = None if case.mask == "none" else empty(1, heads, case.queries, case.keys)
-    return Inputs(query, key, key, mask)
-
-
 class Sample(NamedTuple):
     """Rows of the first batch element that stand for all: [1, heads, rows, ...]."""
 
@@ -187,8 +178,7 @@ def sample_of(case: Case, tensors: Inputs) -> Sample:
     """The first and the last head, and evenly spread rows with the first and the last."""
     heads = tuple(sorted({0, case.heads - 1}))
     count = max(2, min(_ROWS, case.queries, _SCORES // (case.keys * len(heads))))
-    spread = {round(i * (case.queries - 1) / (count - 1)) for i in range(count)}
-    rows = tuple(sorted(spread))
+    rows = tuple(sorted({round(i * (case.queries - 1) / (count - 1)) for i in range(count)}))
     query, key, value, mask = tensors
     picked = None if mask is None else mask[:, list(heads)][:, :, list(rows)]
     return Sample(
@@ -210,45 +200,28 @@ def replay(partition: Partition, scores: Tensor, value: Tensor, dtype: torch.dty
     Returns:
         output [..., rows, dv] in `dtype`.
     """
+
+    def leaves(first: int, last: int) -> list[State]:
+        """Of a chain: those of a full tile are lifted at once, the ragged one alone."""
+        tile, found = partition.key_tile, []
+        ragged = first + (last - first) // tile * tile
+        for start, stop, size in ((first, ragged, tile), (ragged, last, last - ragged)):
+            if stop > start:
+                own = scores[..., start:stop].unflatten(-1, (-1, size)).movedim(-2, 0)
+                values = value[..., start:stop, :].unflatten(-2, (-1, size)).movedim(-3, 0)
+                state = monoid.lift(own, values[..., None, :, :])
+                parts = (part.to(dtype).unbind(0) for part in state)
+                found += [State(*leaf) for leaf in zip(*parts, strict=True)]
+        return found
+
     merged: list[State] = []
     for span in partition.spans():
-        chains = [
-            monoid.fold(_chain(partition, chain, scores, value, dtype))
-            for chain in partition.chains(*span)
-        ]
-        total = monoid.fold(chains)
-        merged.append(total if partition.splits == 1 else _travelled(total))
-    output, _ = monoid.finalize(monoid.tree(merged))
-    return output
-
-
-def _chain(
-    partition: Partition, chain: tuple[int, int], scores: Tensor, value: Tensor, dtype: torch.dtype
-) -> list[State]:
-    """The leaves of a chain, rounded to `dtype`."""
-    first, last = chain
-    ragged = first + (last - first) // partition.key_tile * partition.key_tile
-    ranges = [(first, ragged, partition.key_tile), (ragged, last, last - ragged)]
-    return [
-        State(*(part.to(dtype) for part in leaf))
-        for start, stop, size in ranges
-        if stop > start
-        for leaf in _leaves(scores[..., start:stop], value[..., start:stop, :], size)
-    ]
-
-
-def _leaves(scores: Tensor, value: Tensor, size: int) -> list[State]:
-    """The states of consecutive leaves of `size` keys, all lifted at once."""
-    split_scores = scores.unflatten(-1, (-1, size)).movedim(-2, 0)
-    split_value = value.unflatten(-2, (-1, size)).movedim(-3, 0)[..., None, :, :]
-    state = monoid.lift(split_scores, split_value)
-    return [State(*leaf) for leaf in zip(*(part.unbind(0) for part in state), strict=True)]
-
-
-def _travelled(state: State) -> State:
-    """The state after its round trip through memory as (lse, W / S)."""
-    output, lse = monoid.finalize(state)
-    return State(lse, (state.S > 0).to(state.S.dtype), output)
+        total = monoid.fold([monoid.fold(leaves(*c)) for c in partition.chains(*span)])
+        if partition.splits > 1:  # a round trip through memory as (lse, W / S)
+            output, lse = monoid.finalize(total)
+            total = State(lse, (total.S > 0).to(total.S.dtype), output)
+        merged.append(total)
+    return monoid.finalize(monoid.tree(merged))[0]
 
 
 def _cover(partition: Partition) -> Claim:
@@ -266,13 +239,18 @@ def _replayed(
     partition: Partition, sample: Sample, precision: str, output: Tensor | None
 ) -> list[Claim]:
     query, key, value = sample.query.double(), sample.key.double(), sample.value.double()
-    scale = query.shape[-1] ** -0.5
-    scores = query @ key.mT * scale
+    scores = query @ key.mT * query.shape[-1] ** -0.5
     if sample.mask is not None:
         scores = scores + sample.mask.double()
     oracle, _ = reference.attention(sample.query, sample.key, sample.value, sample.mask)
     exact = replay(partition, scores, value, torch.float64)
-    claims = [_exact(partition, exact, oracle, scores)]
+    # Two float64 computations of the same rows: merges and the scores' own rounding differ. A score
+    # is a sum of head_dim products; an error of it moves its weight by as much.
+    error = reference.relative_l2(exact, oracle)
+    score_rounding = 2 * exact.shape[-1] * float(scores.abs().amax())
+    allowed = unit_roundoff(torch.float64) * (partition.depth + score_rounding)
+    note = "replay in float64, against softmax"
+    claims = [Claim("exact", error, allowed, error <= allowed, note)]
     rounded = scores.float().double()
     truth = torch.softmax(rounded, -1) @ value
     error = reference.relative_l2(replay(partition, rounded, value, torch.float32), truth)
@@ -281,27 +259,12 @@ def _replayed(
         claims.append(Claim(name, error, bound, error <= bound, note))
     if output is None:
         note = "not run: torch sees no CUDA GPU here; the plan and its replay need none"
-        claims.append(Claim("kernel", None, None, None, note))
-    else:
-        claims.append(_kernel(sample, precision, output, exact, oracle))
-    return claims
-
-
-def _exact(partition: Partition, exact: Tensor, oracle: Tensor, scores: Tensor) -> Claim:
-    """Two float64 computations of the same rows: merges and the scores' own rounding differ."""
-    error = reference.relative_l2(exact, oracle)
-    # A score is a sum of head_dim products; an error of it moves its weight by as much.
-    score_rounding = 2 * exact.shape[-1] * float(scores.abs().amax())
-    allowed = unit_roundoff(torch.float64) * (partition.depth + score_rounding)
-    return Claim("exact", error, allowed, error <= allowed, "replay in float64, against softmax")
-
-
-def _kernel(sample: Sample, precision: str, output: Tensor, exact: Tensor, oracle: Tensor) -> Claim:
-    """The kernel's rows against the replay's; the yardstick is PyTorch's kernel on them."""
+        return [*claims, Claim("kernel", None, None, None, note)]
     error = max(reference.relative_l2(output, exact), reference.relative_l2(output, oracle))
     allowed = tolerance(sample, precision, oracle)
     ok = math.isfinite(error) and error <= allowed
-    return Claim("kernel", error, allowed, ok, "the kernel, against the replay and softmax")
+    note = "the kernel, against the replay and softmax"
+    return [*claims, Claim("kernel", error, allowed, ok, note)]
 
 
 def tolerance(sample: Sample, precision: str, oracle: Tensor) -> float:

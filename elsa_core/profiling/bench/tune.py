@@ -7,14 +7,14 @@ backend reads before its shipped one. A tile never changes what is computed, onl
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from elsa_core import reference
 from elsa_core.backends.triton.attention import planner, tiling
@@ -23,14 +23,16 @@ from elsa_core.backends.triton.attention.tiling import Plan, Shape, Table, Tile
 from elsa_core.backends.triton.shared import device as gpu
 from elsa_core.backends.triton.shared import usertable
 from elsa_core.base.limits import LARGEST_HEAD_DIM
+from elsa_core.base.messages import first_line
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.measuring import environment, timing
+from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.timing import Contender
 from elsa_core.profiling.bench.cases import Case, inputs
 from elsa_core.profiling.bench.peers import Inputs
 from elsa_core.profiling.bench.results import Settings
-from elsa_core.profiling.bench.trace import Sample, sample_of, tolerance
+from elsa_core.profiling.bench.trace import sample_of, tolerance
 
 Progress = Callable[[str, int, int], None]
 
@@ -41,7 +43,7 @@ _ACCUMULATORS: Final = 160  # registers of a thread that an output tile may take
 
 
 @dataclass(frozen=True)
-class Timed:
+class Timed(Plain):
     """One candidate. `seconds` is None where it did not compile or was wrong: `reason` says so."""
 
     tile: Tile
@@ -51,13 +53,9 @@ class Timed:
     error: float | None = None
     reason: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Tuned:
+class Tuned(Plain):
     """The candidates of one call, fastest first, and what the fastest gains over the shipped."""
 
     case: Case
@@ -66,17 +64,6 @@ class Tuned:
     candidates: tuple[Timed, ...]
     gain: float | None
     chosen: Tile | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "case": self.case.to_dict(),
-            "precision": self.precision,
-            "mode": self.mode,
-            "gain": self.gain,
-            "chosen": None if self.chosen is None else asdict(self.chosen),
-            "candidates": [timed.to_dict() for timed in self.candidates],
-        }
 
 
 def shape_of(case: Case) -> Shape:
@@ -295,23 +282,41 @@ def _tune(case: Case, precision: str, device: torch.device, settings: Settings) 
     sample = sample_of(case, tensors)
     oracle, _ = reference.attention(sample.query, sample.key, sample.value, sample.mask)
     allowed = tolerance(sample, precision, oracle)
-    mode = gpu.mode_of(case.torch_dtype, precision)
-    judged = [
-        _judged(case, plan, shipped, precision, tensors, sample, oracle, allowed)
-        for plan, shipped in plans
-    ]
-    running = [(timed, call) for timed, call in judged if call is not None]
+    running: list[tuple[Timed, Call]] = []
+    failed: list[Timed] = []
+    for plan, is_shipped in plans:
+        timed = Timed(plan.tile, plan.partitions, is_shipped)
+        try:
+            call = planner.plan_call(*tensors, False, case.head_dim**-0.5, precision, tiles=plan)
+            error = reference.relative_l2(sample.pick(planner.execute(call, *tensors)[0]), oracle)
+        except Exception as problem:  # a compiler may fail in any way; the candidate is left out
+            failed.append(replace(timed, reason=first_line(problem)[:160]))
+            continue
+        if error <= allowed:
+            running.append((replace(timed, error=error), call))
+        else:
+            failed.append(replace(timed, error=error, reason=f"wrong: error {error:.1e}"))
+
+    def seconds_of(some: Sequence[int], rounds: int) -> dict[int, float]:
+        """Median seconds of each, rounds interleaved, under CUDA graph."""
+        if not some:
+            return {}
+        contenders = [
+            Contender(str(i), functools.partial(planner.execute, running[i][1], *tensors))
+            for i in some
+        ]
+        samples, _ = timing.time_cuda(
+            contenders, rounds=rounds, budget_seconds=settings.budget_seconds
+        )
+        return {i: percentile(samples[str(i)], 0.5) for i in some}
+
     # Everyone briefly, then the fastest few and the shipped one as long as asked for.
-    first = _timed(running, tensors, rounds=3, budget=settings.budget_seconds)
-    order = sorted(range(len(running)), key=first.__getitem__)
+    first = seconds_of(range(len(running)), 3)
+    order = sorted(first, key=first.__getitem__)
     final = order[:_FINALISTS] + [i for i in order[_FINALISTS:] if running[i][0].shipped]
-    again = _timed(
-        [running[i] for i in final], tensors, rounds=settings.rounds,
-        budget=settings.budget_seconds,
-    )  # fmt: skip
-    seconds = dict(enumerate(first)) | dict(zip(final, again, strict=True))
+    seconds = first | seconds_of(final, settings.rounds)
     measured = [replace(running[i][0], seconds=digits(seconds[i])) for i in order]
-    failed = [timed for timed, call in judged if call is None]
+    mode = gpu.mode_of(case.torch_dtype, precision)
     return conclude(case, precision, mode, measured, failed, finalists=len(final))
 
 
@@ -341,45 +346,3 @@ def conclude(
 def _seconds(timed: Timed) -> float:
     assert timed.seconds is not None
     return timed.seconds
-
-
-def _judged(
-    case: Case,
-    plan: Plan,
-    shipped: bool,
-    precision: str,
-    tensors: Inputs,
-    sample: Sample,
-    oracle: Tensor,
-    allowed: float,
-) -> tuple[Timed, Call | None]:
-    """Compile and run one candidate; without a call where it cannot take part."""
-    timed = Timed(plan.tile, plan.partitions, shipped)
-    query, key, value, mask = tensors
-    try:
-        call = planner.plan_call(
-            query, key, value, mask, False, case.head_dim**-0.5, precision, tiles=plan
-        )
-        output, _ = planner.execute(call, *tensors)
-        error = reference.relative_l2(sample.pick(output), oracle)
-    except Exception as problem:  # a compiler may fail in any way; the candidate is left out
-        text = str(problem).strip().splitlines()
-        return replace(timed, reason=text[0][:160] if text else type(problem).__name__), None
-    if not error <= allowed:
-        return replace(timed, error=error, reason=f"wrong: error {error:.1e}"), None
-    return replace(timed, error=error), call
-
-
-def _timed(
-    running: Sequence[tuple[Timed, Call]], tensors: Inputs, *, rounds: int, budget: float
-) -> list[float]:
-    """Median seconds of each, rounds interleaved, under CUDA graph."""
-
-    def contender(i: int, call: Call) -> Contender:
-        return Contender(str(i), lambda: planner.execute(call, *tensors))
-
-    contenders = [contender(i, call) for i, (_, call) in enumerate(running)]
-    if not contenders:
-        return []
-    samples, _ = timing.time_cuda(contenders, rounds=rounds, budget_seconds=budget)
-    return [percentile(samples[c.name], 0.5) for c in contenders]

@@ -18,17 +18,12 @@ from elsa_core.base import packing
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops.attention.api import attention
 from elsa_core.ops.varlen.api import explain_varlen_attention, varlen_attention
-from elsa_core.profiling.bench.cases import VARLEN_TABLE, Case, lengths_of
+from elsa_core.profiling.bench.cases import VARLEN_TABLE, Case, lengths_of, square
 from elsa_core.profiling.bench.operators import Bench
-from elsa_core.profiling.bench.peers import Inputs
+from elsa_core.profiling.bench.peers import Inputs, of_elsa
 
 _SHAPES: Final = ((16, 12, 576, 64), (8, 12, 1024, 64), (16, 3, 197, 64), (4, 12, 2048, 64))
 _CUDA_SHAPES: Final = ((16, 16, 4096, 64), (32, 12, 1024, 64))
-
-
-def _case(shape: tuple[int, int, int, int], dtype: str, goal: float) -> Case:
-    batch, heads, tokens, head_dim = shape
-    return Case(VARLEN_TABLE, batch, heads, tokens, tokens, head_dim, dtype=dtype, goal=goal)
 
 
 class _Packed:
@@ -58,13 +53,10 @@ class _Packed:
 
 def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
     packed = _Packed(case, tensors)
-    chosen: dict[str, Any] = {"precision": precision, "backend": backend}
     given: tuple[Any, ...] = (*packed.operands, packed.starts, None, packed.longest)
-    route = explain_varlen_attention(*given, **chosen)
-    notes = {"backend": route.backend, "schedule": route.schedule, "arithmetic": route.arithmetic}
-    call = functools.partial(varlen_attention, *given, **chosen)
-    name = f"elsa-{precision}"
-    return Contender(name, call, precision=precision, read=packed.read, notes=notes)
+    return of_elsa(
+        varlen_attention, explain_varlen_attention, given, precision, backend, read=packed.read
+    )
 
 
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:
@@ -130,10 +122,10 @@ def _hides(key: Tensor) -> Tensor:
 
 VARLEN = Bench(
     {
-        "cpu": {VARLEN_TABLE: tuple(_case(shape, "fp32", 1.5) for shape in _SHAPES)},
+        "cpu": {VARLEN_TABLE: tuple(square(VARLEN_TABLE, shape, goal=1.5) for shape in _SHAPES)},
         "cuda": {
             VARLEN_TABLE: tuple(
-                _case(shape, dtype, goal)
+                square(VARLEN_TABLE, shape, dtype=dtype, goal=goal)
                 for dtype, goal in (("fp32", 5.0), ("fp16", 1.0), ("bf16", 1.0))
                 for shape in _CUDA_SHAPES
             )
