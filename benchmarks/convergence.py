@@ -57,14 +57,8 @@ class Data:
 
 
 def split(name: str, images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> Data:
-    """Every fifth image of each class into the test set; under 16 pixels a side they are enlarged.
-
-    Args:
-        images: [N, H, W], any range. labels: [N], whole numbers.
-
-    Raises:
-        ModelError: arrays of other shapes.
-    """
+    """Every fifth of the images [N, H, W] of a class is for the test; below 16 pixels a side they
+    are enlarged."""
     if images.ndim != 3 or images.shape[1] != images.shape[2] or len(labels) != len(images):
         raise ModelError(f"{name}: images must be [N, side, side] with N labels")
     pixels = torch.from_numpy(np.asarray(images, np.float32)).unsqueeze(1)
@@ -80,13 +74,7 @@ def split(name: str, images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any])
 
 
 def arrays(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Images [N, H, W] and labels [N] of "digits", "mnist5k" or an .npz file.
-
-    Raises:
-        ArgumentError: another name.
-        UnavailableError: the package that ships the data is not installed.
-        ModelError: the file cannot be read.
-    """
+    """Images [N, H, W] and labels [N] of "digits", "mnist5k" or an .npz file."""
     if name.endswith(".npz"):
         try:
             with np.load(name, allow_pickle=False) as held:
@@ -109,11 +97,7 @@ def arrays(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def build(kind: str, side: int) -> nn.Module:
-    """A ViT or a Swin with shifted windows for images [B, 1, side, side] and ten classes.
-
-    Raises:
-        ArgumentError: the windows (4 or 7 patches of 2 pixels) do not divide the image.
-    """
+    """A ViT or a Swin with shifted windows for images [B, 1, side, side] and ten classes."""
     from timm.models.swin_transformer import SwinTransformer
     from timm.models.vision_transformer import VisionTransformer
 

@@ -2,8 +2,7 @@
 
 Attention of long sequences on one device and sharded over all ranks, and a ViT-B of 4096 pixels in
 patches of 8 (262 145 tokens): seconds (of ranks the slowest), their ratio, peak memory, and errors
-of sampled rows against float64. `--model 4,8` adds to each forward what the model of cost
-(`elsa_core.distributed.plan`) says of as many ranks: arithmetic on three numbers of a device.
+of sampled rows against float64.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from benchmarks.harness import Row, main, options, row
 from elsa_core import reference
 from elsa_core.distributed import attention as sharded_attention
 from elsa_core.distributed import explain
-from elsa_core.distributed import plan as costs
-from elsa_core.distributed.agreement import Agreement
 from elsa_core.distributed.plan import shard_lengths
+from elsa_core.measuring.memory_limit import release
 from elsa_core.measuring.timing import synchronize
 from elsa_core.ops.attention.api import attention
 from elsa_core.profiling.runs.scaling import scaling
@@ -62,42 +60,6 @@ def operands(case: Case, rank: int, device: torch.device) -> list[Tensor]:
     ]
 
 
-def modelled(case: Case, world: int, device_type: str) -> dict[str, dict[str, float]]:
-    """What the model of cost says of a case's forward over `world` ranks, by method.
-
-    Of each: bytes that the last rank sends, seconds, the share of the messages' time that runs
-    under a fold, and the efficiency: seconds of one rank / (ranks x seconds). Methods that cannot
-    serve the case are left out.
-    """
-    batch, heads, tokens, head_dim = case.shape
-
-    def agreed(ranks: int, method: str) -> Agreement:
-        lengths = shard_lengths(tokens, ranks)
-        common = {
-            "the device": device_type, "the dtype": str(_DTYPES[case.dtype]).removeprefix("torch."),
-            "the batch": batch, "the number of query heads": heads,
-            "the number of key heads": heads, "head_dim": head_dim, "the width of value": head_dim,
-            "method": method,
-        }  # fmt: skip
-        return Agreement(lengths, lengths, ranks - 1, common)
-
-    device = costs._DEVICES[device_type, _DTYPES[case.dtype].itemsize]
-    one = costs.plan(agreed(1, "ring")).seconds["ring"]
-    found = {}
-    for method, seconds in costs.plan(agreed(world, "auto")).seconds.items():
-        sent = costs.plan(agreed(world, method)).bytes_sent
-        messages = {"ring": 2 * (world - 1), "gather": 1, "heads": 4}[method]
-        moving = sent / device.bandwidth + messages * device.latency
-        exposed = seconds - one / world
-        found[method] = {
-            "bytes_sent": sent,
-            "seconds": seconds,
-            "overlap": max(0.0, 1 - exposed / moving),
-            "efficiency": one / world / seconds,
-        }
-    return found
-
-
 def measure(name: str, case: Case, given: Namespace) -> list[Row]:
     """One case on every rank; rank 0's rows are written."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), given.device
@@ -110,7 +72,7 @@ def measure(name: str, case: Case, given: Namespace) -> list[Row]:
         rows.append(row(name, "one", times, memory_bytes=memory))
         one = one[:, :, : shard_lengths(case.shape[2], world)[0]].clone()
         del whole
-    _release(device)
+    release(device)
     dist.barrier()
     lengths = shard_lengths(case.shape[2], world)
 
@@ -132,10 +94,6 @@ def measure(name: str, case: Case, given: Namespace) -> list[Row]:
         error, scale = _error(case, own[0], one, device)
         rows[0]["error"] = (error / scale) ** 0.5
         rows[1]["ratio"] = rows[0]["median"] / rows[1]["median"]
-    for ranks in given.worlds if not case.backward else ():
-        for method, said in modelled(case, ranks, device.type).items():
-            estimate = {"median": said.pop("seconds"), "method": method, **said}
-            rows.append({"case": name, "contender": f"estimate: {ranks} ranks", **estimate})
     return rows
 
 
@@ -213,11 +171,6 @@ def cases(given: Namespace) -> dict[str, Case | tuple[str, int]]:
     return found if given.no_model else {**found, f"{size[0]}-{size[1]}-fp32": size}
 
 
-def _release(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def measured(name: str, case: Case | tuple[str, int], given: Namespace) -> list[Row]:
     if isinstance(case, Case):
         return measure(name, case, given)
@@ -234,8 +187,6 @@ def run() -> None:
     parser = options(__doc__, device=device, rounds=5, seconds=1e9)
     parser.add_argument("--method", default="auto", help="auto, ring, gather or heads")
     parser.add_argument("--no-model", action="store_true")
-    parser.add_argument("--model", dest="worlds", default=(), type=_counts, metavar="4,8",
-                        help="ranks that the model of cost is asked about")  # fmt: skip
     if dist.get_rank() == 0:
         main(__doc__, cases, measured, parser)
     else:
@@ -244,10 +195,6 @@ def run() -> None:
             if given.match in name:
                 measured(name, case, given)
     dist.destroy_process_group()
-
-
-def _counts(text: str) -> list[int]:
-    return [int(count) for count in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ longest, in one call and in one for each.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,8 +31,8 @@ from elsa_core.ops.entmax.api import entmax_attention
 from elsa_core.ops.entmax.varlen import entmax_varlen_attention
 from elsa_core.ops.varlen.api import varlen_attention
 from elsa_core.precision import DTYPES
+from elsa_core.profiling.bench.entmax import ALPHA, by_adasplash, by_entmax, missing
 
-ALPHA: Final = 1.5
 RUNS: Final = 11  # of alike tokens: 1 - 1 / 11 of the tiles are empty, but for those at the edges
 _LARGEST: Final = 2**28  # scores that a package may hold, which holds all of them
 _PLAIN: Final = 2**27  # scores of a call that plain PyTorch computes in less than seconds
@@ -147,12 +146,12 @@ def functions(case: Case, device: torch.device) -> dict[str, Function | str]:
     found["softmax-elsa"] = softmax
     found["softmax-torch"] = functools.partial(F.scaled_dot_product_attention, is_causal=causal)
     found["entmax"] = (
-        _missing("entmax")
+        missing("entmax")
         or ("all scores would be in memory" if scores > _LARGEST else "")
-        or functools.partial(_entmax, causal=causal)
+        or functools.partial(by_entmax, causal=causal)
     )
-    why = "it needs a GPU" if device.type != "cuda" else _missing("adasplash")
-    found["adasplash_v1"] = why or functools.partial(_adasplash_v1, causal=causal)
+    why = "it needs a GPU" if device.type != "cuda" else missing("adasplash")
+    found["adasplash_v1"] = why or functools.partial(by_adasplash, causal=causal)
     found["adasplash_v2"] = why or ("it is causal alone" if not causal else _adasplash_v2)
     return found
 
@@ -184,29 +183,6 @@ def _packed(case: Case, device: torch.device) -> dict[str, Function | str]:
         "each-sequence": each,
         "softmax-elsa": at_once(varlen_attention),
     }
-
-
-def _missing(package: str) -> str:
-    found = importlib.util.find_spec(package) is not None
-    return "" if found else f"the package {package} is not installed"
-
-
-def _entmax(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
-    from entmax import entmax_bisect
-
-    scores = query @ key.mT * query.shape[-1] ** -0.5
-    if causal:
-        hidden = ~scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
-        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min / 4)
-    weights: Tensor = entmax_bisect(scores, ALPHA, n_iter=30)
-    return weights @ value
-
-
-def _adasplash_v1(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
-    from adasplash import adasplash_v1
-
-    out: Tensor = adasplash_v1(query, key, value, alpha=ALPHA, is_causal=causal)
-    return out
 
 
 def _adasplash_v2(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ import copy
 import gc
 import json
 import random
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -95,18 +95,19 @@ def steps(case: Case, device: torch.device, rounds: int) -> Result:
     model, images = _loaded(case, device, torch.float32)
     first: dict[str, float] = {}
     memory: dict[str, dict[str, float]] = {}
-    for kind in _KINDS:
-        with _alone(device) as base:
-            step = Step(case, model, kind, images)
-            first[kind] = _seconds(step, device)
-            memory[kind] = _memory(step, device, base)
-            del step
+    for kind in _KINDS:  # each alone
+        gc.collect()
+        torch.cuda.empty_cache()
+        base = torch.cuda.memory_allocated(device)
+        step = Step(case, model, kind, images)
+        first[kind] = _seconds(step, device)
+        memory[kind] = _memory(step, device, base)
+        del step
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
     contenders = [Contender(kind, Step(case, model, kind, images)) for kind in _KINDS]
-    times = _times(contenders, device, rounds, calls=4)
-    return {
-        **case._asdict(), "ms": _milli(times), "first_seconds": _rounded(first),
-        "memory_mb": memory, "patched graphed over": _ratios(times, "patched graphed"),
-    }  # fmt: skip
+    return _row(case, _times(contenders, device, rounds, 4), first, memory_mb=memory)
 
 
 def calls(case: Case, device: torch.device, rounds: int, *, compiled: bool) -> Result:
@@ -125,7 +126,11 @@ def calls(case: Case, device: torch.device, rounds: int, *, compiled: bool) -> R
         runs[_COMPILED] = torch.compile(copy.deepcopy(model), mode="reduce-overhead")
     contenders, first, left_out = [], {}, {}
     for kind, run in runs.items():
-        call = _call(run, images)
+
+        def call(run: Callable[..., Any] = run) -> object:
+            with torch.inference_mode():
+                return run(images)
+
         try:
             first[kind] = _seconds(call, device)
             for _ in range(3):  # what fails in later calls is left out too
@@ -137,41 +142,18 @@ def calls(case: Case, device: torch.device, rounds: int, *, compiled: bool) -> R
         contenders.append(Contender(kind, call))
     replays = {kind: replay for kind, held in graphs.items() for replay in held.replays()}
     found = [Contender(f"{kind}: replay", replay) for kind, replay in replays.items()]
-    times = _times([*contenders, *found], device, rounds, calls=5, awaited=True)
+    times = _times([*contenders, *found], device, rounds, 5, awaited=True)
     beside = {
-        kind: round((_median(times[kind]) - _median(times[f"{kind}: replay"])) * 1e6, 1)
+        kind: round((median(times[kind]) - median(times[f"{kind}: replay"])) * 1e6, 1)
         for kind in replays
     }
-    return {
-        **case._asdict(), "ms": _milli(times), "first_seconds": _rounded(first),
-        "beside_replay_us": beside, "left_out": left_out,
-        "patched graphed over": _ratios(times, "patched graphed"),
-    }  # fmt: skip
-
-
-def _call(run: Callable[..., Any], images: torch.Tensor) -> Callable[[], object]:
-    def call() -> object:
-        with torch.inference_mode():
-            return run(images)
-
-    return call
+    return _row(case, times, first, beside_replay_us=beside, left_out=left_out)
 
 
 def _loaded(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
     model = elsa.load(case.model, device=device, dtype=dtype)
     size = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
     return model, torch.randn((case.batch, *size), device=device, dtype=dtype)
-
-
-@contextmanager
-def _alone(device: torch.device) -> Iterator[int]:
-    """With the bytes that are taken before."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield torch.cuda.memory_allocated(device)
-    gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -207,13 +189,9 @@ def _memory(step: Step, device: torch.device, base: int) -> dict[str, float]:
 
 
 def _times(
-    contenders: list[Contender],
-    device: torch.device,
-    rounds: int,
-    calls: int,
-    *,
+    contenders: list[Contender], device: torch.device, rounds: int, calls: int, *,
     awaited: bool = False,
-) -> dict[str, list[float]]:
+) -> dict[str, list[float]]:  # fmt: skip
     """Seconds of a call, a sample a round: of `calls` in a row, each waited for if `awaited`."""
 
     def sample(contender: Contender) -> float:
@@ -230,51 +208,35 @@ def _times(
     return interleaved(contenders, rounds, sample, shuffle=random.Random(0))
 
 
-_median = statistics.median
-
-
-def _milli(times: dict[str, list[float]]) -> dict[str, float]:
-    return {name: round(_median(own) * 1e3, 3) for name, own in times.items()}
-
-
-def _rounded(seconds: dict[str, float]) -> dict[str, float]:
-    return {name: round(each, 3) for name, each in seconds.items()}
-
-
-def _ratios(times: dict[str, list[float]], name: str) -> dict[str, float]:
-    """Medians of the rounds' ratios: how many times as fast as each other contender."""
-    return {
-        other: round(_median([a / b for a, b in zip(own, times[name], strict=True)]), 3)
-        for other, own in times.items()
-        if other != name and "replay" not in other
+def _row(case: Case, times: dict[str, list[float]], first: dict[str, float], **more: Any) -> Result:
+    """Medians, and how many times as fast as each other contender the patched graph is: medians of
+    the rounds' ratios."""
+    own = times["patched graphed"]
+    ratios = {
+        other: round(median([a / b for a, b in zip(taken, own, strict=True)]), 3)
+        for other, taken in times.items()
+        if other != "patched graphed" and "replay" not in other
     }
+    return {
+        **case._asdict(), "ms": {name: round(median(own) * 1e3, 3) for name, own in times.items()},
+        "first_seconds": {name: round(each, 3) for name, each in first.items()}, **more,
+        "patched graphed over": ratios,
+    }  # fmt: skip
 
 
-def _table(rows: list[Result]) -> str:
+def _table(row: Result) -> str:
     """Milliseconds of each contender, and what else a reader wants in one line a case."""
-    lines = []
-    for row in rows:
-        if "error" in row:
-            lines.append(f"{row['model']} {row['dtype']} b{row['batch']}: {row['error']}")
-            continue
-        times = "  ".join(f"{name} {ms:.3f}" for name, ms in row["ms"].items())
-        first = "  ".join(f"{name} {s:.2f}" for name, s in row["first_seconds"].items())
-        lines += [f"{row['model']} {row['dtype']} b{row['batch']}", f"  ms: {times}",
-                  f"  seconds to the first: {first}",
-                  f"  patched graphed over: {row['patched graphed over']}"]  # fmt: skip
-        for name in ("beside_replay_us", "memory_mb", "left_out"):
-            if row.get(name):
-                lines.append(f"  {name}: {row[name]}")
+    title = f"{row['model']} {row['dtype']} b{row['batch']}"
+    if "error" in row:
+        return f"{title}: {row['error']}\n"
+    times = "  ".join(f"{name} {ms:.3f}" for name, ms in row["ms"].items())
+    first = "  ".join(f"{name} {s:.2f}" for name, s in row["first_seconds"].items())
+    lines = [title, f"  ms: {times}", f"  seconds to the first: {first}",
+             f"  patched graphed over: {row['patched graphed over']}"]  # fmt: skip
+    for name in ("beside_replay_us", "memory_mb", "left_out"):
+        if row.get(name):
+            lines.append(f"  {name}: {row[name]}")
     return "\n".join(lines) + "\n"
-
-
-def _measured(kind: str, case: Case, device: torch.device, given: Any) -> Result:
-    try:
-        if kind == "steps":
-            return steps(case, device, given.rounds)
-        return calls(case, device, given.rounds, compiled=not given.no_compile)
-    except Exception as error:  # one case that fails ends no benchmark
-        return {**case._asdict(), "error": f"{type(error).__name__}: {first_line(error)}"}
 
 
 def main(arguments: list[str]) -> None:
@@ -299,8 +261,16 @@ def main(arguments: list[str]) -> None:
         rows: list[Result] = []
         for case in cases if given.what in (kind, "all") else ():
             if given.match in case.name:
-                rows.append(_measured(kind, case, device, given))
-                sys.stderr.write(_table(rows[-1:]))
+                try:
+                    if kind == "steps":
+                        rows.append(steps(case, device, given.rounds))
+                    else:
+                        compiled = not given.no_compile
+                        rows.append(calls(case, device, given.rounds, compiled=compiled))
+                except Exception as error:  # one case that fails ends no benchmark
+                    why = f"{type(error).__name__}: {first_line(error)}"
+                    rows.append({**case._asdict(), "error": why})
+                sys.stderr.write(_table(rows[-1]))
                 gc.collect()
                 torch.cuda.empty_cache()
         document[kind] = rows

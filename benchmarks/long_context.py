@@ -66,17 +66,12 @@ def operands(shape: tuple[int, ...], device: torch.device, queries: int = 0) -> 
 
 def million(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
     """One head of a million tokens."""
-    name, tensors = _name("million", sizes.million), operands(sizes.million, device)
-    yield (own := _resident(name, tensors, rounds))
-    yield _offloaded(name, _away(tensors), tensors, rounds, own["median"])
-    yield _peer(name, tensors, own["median"])
+    yield from _ways("million", sizes.million, device, rounds, offloaded=True, peer=True)
 
 
 def host(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
     """Keys and values on the host: as fast as on the device?"""
-    name, tensors = _name("host", sizes.host), operands(sizes.host, device)
-    yield (own := _resident(name, tensors, rounds))
-    yield _offloaded(name, _away(tensors), tensors, rounds, own["median"])
+    yield from _ways("host", sizes.host, device, rounds, offloaded=True)
 
 
 def exceeding(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
@@ -86,7 +81,10 @@ def exceeding(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
     tensors.clear()
     moved = away[1].nbytes + away[2].nbytes
     with _device_of(moved // 2, device):
-        fits = _fits(lambda: [t.to(device) for t in away])
+        try:
+            fits = bool([t.to(device) for t in away])
+        except torch.OutOfMemoryError:
+            fits = False
         release(device)
         times, out = _timed(lambda: _streamed(*away), lambda: _streamed(*away), rounds)
     few = f", {sizes.few} queries, memory for half of the keys and values"
@@ -98,9 +96,28 @@ def exceeding(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
 
 def vggt(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
     """The global attention of a VGGT over 416 400 tokens, in float32."""
-    name, tensors = _name("vggt", sizes.vggt), operands(sizes.vggt, device)
-    yield (own := _resident(name, tensors, rounds))
-    yield _peer(name, tensors, own["median"])
+    yield from _ways("vggt", sizes.vggt, device, rounds, peer=True)
+
+
+def _ways(
+    group: str, shape: tuple[int, ...], device: torch.device, rounds: int, *,
+    offloaded: bool = False, peer: bool = False,
+) -> Iterator[Row]:  # fmt: skip
+    """elsa resident; offloaded (`ratio`: of the resident call's speed); PyTorch's own choice of
+    kernel, once (`ratio`: its time over elsa's)."""
+    name, tensors = _name(group, shape), operands(shape, device)
+
+    def timed(who: str, call: Callable[..., Any], given: list[Tensor], rounds: int) -> Row:
+        times, out = _timed(lambda: call(*given), lambda: _warm(call, given), rounds)
+        return row(name, who, times, error=reference.relative_l2(_sampled(out), _oracle(*tensors)))
+
+    yield (own := timed("elsa", attention, tensors, rounds))
+    if offloaded:
+        found = timed(HOST, _streamed, _away(tensors), rounds)
+        yield found | _report() | {"ratio": own["median"] / found["median"]}
+    if peer:
+        found = timed("sdpa", F.scaled_dot_product_attention, tensors, 1)
+        yield found | {"ratio": found["median"] / own["median"]}
 
 
 def llama(
@@ -233,38 +250,10 @@ def _name(group: str, shape: tuple[int, ...]) -> str:
     return f"{group}/{'x'.join(map(str, shape))}-fp32"
 
 
-def _resident(name: str, tensors: list[Tensor], rounds: int) -> Row:
-    times, out = _timed(lambda: _own(*tensors), lambda: _warm(_own, tensors), rounds)
-    return row(name, "elsa", times, error=_error(out, *tensors))
-
-
-def _offloaded(
-    name: str, away: list[Tensor], tensors: list[Tensor], rounds: int, resident: float
-) -> Row:
-    """`ratio`: of the resident call's speed."""
-    times, out = _timed(lambda: _streamed(*away), lambda: _warm(_streamed, away), rounds)
-    found = row(name, HOST, times, error=_error(out, *tensors), **_report())
-    return found | {"ratio": resident / found["median"]}
-
-
 def _report() -> Row:
     report = streaming.report()
     assert report is not None
     return {"hidden": report.hidden, "copied_bytes": report.copied_bytes}
-
-
-def _peer(name: str, tensors: list[Tensor], own: float) -> Row:
-    """PyTorch's own choice of kernel, its memory-efficient one in float32 on a GPU. `ratio`: its
-    time over elsa's.
-    """
-    peer: Callable[..., Tensor] = F.scaled_dot_product_attention
-    times, out = _timed(lambda: peer(*tensors), lambda: _warm(peer, tensors), 1)
-    found = row(name, "sdpa", times, error=_error(out, *tensors))
-    return found | {"ratio": found["median"] / own}
-
-
-def _own(query: Tensor, key: Tensor, value: Tensor) -> Any:
-    return attention(query, key, value)
 
 
 def _streamed(query: Tensor, key: Tensor, value: Tensor) -> Any:
@@ -309,10 +298,6 @@ def _oracle(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.cat(heads, 1)
 
 
-def _error(out: Tensor, query: Tensor, key: Tensor, value: Tensor) -> float:
-    return reference.relative_l2(_sampled(out), _oracle(query, key, value))
-
-
 @contextmanager
 def _device_of(size: int, device: torch.device) -> Iterator[None]:
     """This process may take so many bytes of the device beside what it has; on a CPU all."""
@@ -327,14 +312,6 @@ def _device_of(size: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-
-
-def _fits(make: Callable[[], object]) -> bool:
-    try:
-        make()
-    except torch.OutOfMemoryError:
-        return False
-    return True
 
 
 def _wait() -> None:

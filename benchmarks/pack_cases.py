@@ -106,11 +106,7 @@ def written_down(rows: Rows) -> Iterator[None]:
 
 
 def collect(names: list[str]) -> dict[str, Any]:
-    """The document of `cases.json`.
-
-    Raises:
-        ModelError, NothingPatchedError: a model cannot be built or has nothing to patch.
-    """
+    """The document of `cases.json`."""
     rows = Rows()
     with written_down(rows), torch.no_grad():
         for name in names:

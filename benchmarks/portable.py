@@ -1,7 +1,7 @@
 """Portable kernels against Triton's `ieee` and PyTorch: `python -m benchmarks.portable`.
 
 Times are under CUDA graphs; rates count the products alone, 4 B H Nq Nk D operations, also as a
-share of what cuBLAS reaches with FMA. `--tune` times other tiles too.
+share of what cuBLAS reaches with FMA.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from benchmarks.harness import Row, compared, main, options
 from elsa_core import reference
 from elsa_core.backends.portable import attention as portable
-from elsa_core.backends.portable.tiling import TILES, Tile
 from elsa_core.measuring.intervals import percentile
 from elsa_core.measuring.timing import Contender, time_cuda
 from elsa_core.ops.attention.api import attention
@@ -28,14 +27,6 @@ SHAPES: Final = ((8, 12, 1025, 64), (8, 12, 4096, 64), (8, 12, 197, 64), (4, 16,
                  (8, 16, 729, 72), (2, 8, 2048, 256), (1, 3, 197, 64), (1, 12, 197, 64),
                  (1, 8, 16384, 64), (1, 3, 1025, 64), (4, 16, 1024, 80), (8, 12, 1024, 32),
                  (1, 12, 4097, 128))  # fmt: skip
-# Tiles beside those of the table.
-OTHERS: Final = (
-    Tile(64, 8, 4, 8, 4, 3), Tile(64, 8, 8, 4, 8, 1), Tile(64, 8, 8, 8, 8, 1),
-    Tile(64, 16, 8, 4, 4, 3), Tile(64, 16, 8, 4, 8, 2),
-    Tile(80, 16, 8, 4, 8, 1),
-    Tile(128, 16, 8, 2, 4, 2), Tile(128, 16, 4, 4, 8, 2),
-    Tile(256, 16, 4, 2, 4, 2),
-)  # fmt: skip
 _SIDE: Final = 8192
 
 
@@ -54,15 +45,15 @@ def cases(given: Namespace) -> dict[str, Shape]:
 
 
 def measure(name: str, shape: Shape, given: Namespace) -> list[Row]:
-    """The kernels, other tiles, Triton and PyTorch in float32."""
+    """The kernels, Triton and PyTorch in float32."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     q, k, v = (torch.randn(shape, device="cuda") for _ in range(3))
     scale = shape[3] ** -0.5
     exact = reference.attention(q[:1, :1], k[:1, :1], v[:1, :1])[0]
 
-    def by(tiles: tuple[Tile, ...] = ()) -> Tensor:
-        return portable.attention(q, k, v, None, False, scale, *([tiles] if tiles else []))[0]
+    def by() -> Tensor:
+        return portable.attention(q, k, v, None, False, scale)[0]
 
     ieee = partial(attention, q, k, v, precision="ieee", backend="triton")
     contenders = [
@@ -70,10 +61,6 @@ def measure(name: str, shape: Shape, given: Namespace) -> list[Row]:
         Contender("triton ieee", ieee),
         Contender("pytorch", partial(F.scaled_dot_product_attention, q, k, v)),
     ]
-    if given.tune:
-        widest = min(tile.widest for tile in TILES if tile.widest >= shape[3])
-        fitting = (tile for tile in (*TILES, *OTHERS) if tile.widest == widest)
-        contenders += [Contender(f"tile {tuple(t)}", partial(by, (t,))) for t in fitting]
 
     def judge(contender: Contender) -> Row:
         return {"error": reference.relative_l2(contender.output()[:1, :1], exact)}
@@ -88,6 +75,4 @@ def measure(name: str, shape: Shape, given: Namespace) -> list[Row]:
 
 
 if __name__ == "__main__":
-    parser = options(__doc__, device=torch.device("cuda"))
-    parser.add_argument("--tune", action="store_true", help="time other tiles too")
-    main(__doc__, cases, measure, parser)
+    main(__doc__, cases, measure, options(__doc__, device=torch.device("cuda")))

@@ -66,11 +66,7 @@ class Case(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def trained_model(epochs: int = 8) -> tuple[nn.Module, Tensor, float]:
-    """A ViT of two layers, the images it was tested on, and its accuracy there.
-
-    Raises:
-        UnavailableError: scikit-learn is not installed.
-    """
+    """A ViT of two layers, the images it was tested on, and its accuracy there."""
     from timm.models.vision_transformer import VisionTransformer
 
     data = convergence.split("digits", *convergence.arrays("digits"))

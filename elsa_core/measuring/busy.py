@@ -20,6 +20,7 @@ BUSY_GPU: Final = 8
 WIDE: Final = 0.10
 """Spread (10th to 90th percentile over the median) above which a contender is named."""
 _THERMAL: Final = "/sys/devices/system/cpu"
+_MOMENT: Final = 0.3  # seconds
 
 
 def reason(device: torch.device | str) -> str:
@@ -28,8 +29,9 @@ def reason(device: torch.device | str) -> str:
     Looks at other programs only: their share of the processors in a moment of idling, and for a
     GPU its other processes and its utilisation.
     """
-    device = torch.device(device)
-    share = _others_share()
+    device, before = torch.device(device), processor_times()
+    time.sleep(_MOMENT)
+    share = others_share_between(before, processor_times())
     if share > BUSY_CPU:
         return f"other programs use {share:.0%} of the processors (limit {BUSY_CPU:.0%})"
     return gpu_busy(device) if device.type == "cuda" else ""
@@ -44,11 +46,7 @@ class Watch:
         self._throttles = throttle_count()
 
     def warnings(self, spreads: Mapping[str, float]) -> tuple[str, ...]:
-        """One line for each reason to doubt.
-
-        Args:
-            spreads: relative spread of each contender's samples.
-        """
+        """One line for each reason to doubt."""
         found = []
         share = others_share_between(self._ticks, processor_times())
         if share > BUSY_CPU:
@@ -77,12 +75,7 @@ def throttle_count(root: str = _THERMAL) -> int:
 
 
 def gpu_throttling(query: Any, device: torch.device) -> list[str]:
-    """What slows the GPU's clocks right after the measurement, in words.
-
-    Args:
-        query: `environment.nvidia_smi`, or what stands for it.
-        device: a CUDA device.
-    """
+    """What slows the GPU's clocks right after the measurement, in words."""
     reasons = {
         "hw_thermal_slowdown": "heat (hardware)",
         "sw_thermal_slowdown": "heat (driver)",
@@ -94,19 +87,9 @@ def gpu_throttling(query: Any, device: torch.device) -> list[str]:
     if not lines:
         return []
     states = [state.strip() for state in lines[0].split(",")]
-    active = [
-        word
-        for word, state in zip(reasons.values(), states, strict=False)
-        if state.lower() == "active"
-    ]
+    pairs = zip(reasons.values(), states, strict=False)
+    active = [word for word, state in pairs if state.lower() == "active"]
     return [f"the GPU's clocks were held down by {', '.join(active)}"] if active else []
-
-
-def _others_share(interval: float = 0.3) -> float:
-    """Share of all processors that other processes used during `interval` seconds."""
-    before = processor_times()
-    time.sleep(interval)
-    return others_share_between(before, processor_times())
 
 
 def others_share_between(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections.abc import Callable
@@ -20,11 +21,7 @@ class Meter:
         self._library, self._handle = library, handle
 
     def joules(self) -> float:
-        """The counter.
-
-        Raises:
-            OSError: the GPU keeps none (Volta and later do).
-        """
+        """The counter."""
         milli = ctypes.c_ulonglong()
         _checked(
             self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(milli))
@@ -37,20 +34,15 @@ def meter(device: torch.device) -> Meter | None:
     if device.type != "cuda":
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         found = open_meter(ctypes.CDLL("libnvidia-ml.so.1"), f"GPU-{uuid}")
         found.joules()
-    except (OSError, AttributeError):
-        return None
-    return found
+        return found
+    return None
 
 
 def open_meter(library: Any, uuid: str) -> Meter:
-    """The meter of the GPU with this UUID (which CUDA_VISIBLE_DEVICES does not renumber).
-
-    Raises:
-        OSError: NVML refuses.
-    """
+    """The meter of the GPU with this UUID (which CUDA_VISIBLE_DEVICES does not renumber)."""
     _checked(library.nvmlInit_v2())
     handle = ctypes.c_void_p()
     _checked(library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)))

@@ -16,14 +16,8 @@ from typing import Any, Final
 import torch
 
 _PACKAGES: Final = (
-    "torch",
-    "timm",
-    "open_clip_torch",
-    "torchvision",
-    "onnxruntime",
-    "triton",
-    "numpy",
-)
+    "torch", "timm", "open_clip_torch", "torchvision", "onnxruntime", "triton", "numpy"
+)  # fmt: skip
 _ALIKE: Final[dict[str, tuple[str, ...]]] = {
     "": ("cpu", "threads", "gpu", "isa", "kernels"),
     "gpu_details": ("multiprocessors", "cuda", "driver"),
@@ -41,6 +35,24 @@ def describe(device: torch.device | str) -> dict[str, Any]:
     """
     device = torch.device(device)
     cuda = device.type == "cuda"
+    kernels = details = None
+    if cuda:
+        properties = torch.cuda.get_device_properties(device)
+        details = {
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "driver": next(iter(nvidia_smi("--query-gpu=driver_version")), None),
+        }
+    else:
+        native: Any = importlib.import_module("elsa_core.backends.native")
+        with contextlib.suppress(Exception):  # a description must not end a measurement
+            kernels = str(native.isa()) if native.load().ok else None
+    versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in versions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": device.type,
@@ -50,35 +62,33 @@ def describe(device: torch.device | str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
         "isa": torch.backends.cpu.get_cpu_capability(),
-        "kernels": None if cuda else _native_isa(),
+        "kernels": kernels,
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if cuda else None,
-        "gpu_details": _gpu(device) if cuda else None,
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "gpu_details": details,
+        "packages": versions,
     }
 
 
 def difference(there: dict[str, Any], now: dict[str, Any]) -> str:
     """What keeps the figures of two documents from standing side by side, in words; else empty.
 
-    Args:
-        there: a document read from a file, whose environment may hold anything.
-        now: one of this machine.
+    `there` was read from a file: its environment may hold anything.
     """
-    before, after = _compared(there), _compared(now)
+
+    def compared(document: dict[str, Any]) -> dict[str, Any]:
+        found = {}
+        for part, names in _ALIKE.items():
+            held = document["environment"]
+            held = held.get(part) if part else held
+            found |= {name: held.get(name) if isinstance(held, dict) else None for name in names}
+        return {**found, "elsa": document.get("elsa_version")}
+
+    before, after = compared(there), compared(now)
     name = next((name for name in after if before[name] != after[name]), None)
     if name is None:
         return ""
     return f"{name} was {str(before[name])[:60]}, now it is {str(after[name])[:60]}"
-
-
-def _compared(document: dict[str, Any]) -> dict[str, Any]:
-    environment = document["environment"]
-    found = {}
-    for part, names in _ALIKE.items():
-        held = environment.get(part) if part else environment
-        found.update({name: held.get(name) if isinstance(held, dict) else None for name in names})
-    return {**found, "elsa": document.get("elsa_version")}
 
 
 def label(environment: dict[str, Any]) -> str:
@@ -101,33 +111,6 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _native_isa() -> str | None:
-    native: Any = importlib.import_module("elsa_core.backends.native")
-    try:
-        return str(native.isa()) if native.load().ok else None
-    except Exception:  # a description of the machine must not end a measurement
-        return None
-
-
-def _gpu(device: torch.device) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(device)
-    driver = nvidia_smi("--query-gpu=driver_version")
-    return {
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-        "cuda": torch.version.cuda,
-        "driver": driver[0] if driver else None,
-    }
 
 
 def nvidia_smi(*query: str) -> list[str]:

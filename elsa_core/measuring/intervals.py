@@ -118,10 +118,6 @@ def middle_means(order: Sequence[float], parts: Sequence[Sequence[float]]) -> li
     """Means over the middle half of the rounds, ranked by `order`.
 
     Means of parts add up to the mean of the whole, which medians do not, and outliers stay out.
-
-    Args:
-        order: a number for each round.
-        parts: for each of them a time of each round.
     """
     quarter = len(order) // 4
     kept = np.argsort(np.asarray(order, float), kind="stable")[quarter : len(order) - quarter]

@@ -22,10 +22,6 @@ def limited(device: torch.device, available: int | None = None) -> Iterator[None
 
     What goes beyond raises (MemoryError, or PyTorch's RuntimeError). On CUDA, and where the system
     has no such limit, nothing changes.
-
-    Args:
-        device: where the model runs.
-        available: bytes; default: what the system says.
     """
     there = available_bytes("cpu") if available is None else available
     size = kernel_bytes("/proc/self/status", "VmSize")  # None where there is no `resource`

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -260,6 +260,20 @@ def _gpu_seconds(call: Callable[[], object], flush: Tensor, calls: int) -> float
         pairs.append((start, end))
     torch.cuda.synchronize()
     return statistics.median(float(start.elapsed_time(end)) for start, end in pairs) / 1e3
+
+
+def mark(device: torch.device) -> Any:
+    """Now: by the host's clock, or as an event on the current stream of a GPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(begin: Any, end: Any) -> float:
+    """Seconds between two marks; the GPU has come to its end."""
+    return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1e3
 
 
 def synchronize(device: torch.device) -> None:

@@ -21,9 +21,6 @@ def around(module: nn.Module, enter: Callable[[], None], leave: Callable[[], Non
     A block with a method of its own for attention is watched there. In any other block the calls of
     its children that have weights and do not hold the attention are left out: `leave` comes
     before, `enter` after each of them.
-
-    Args:
-        module: the site, of the original or of a patched model; it is changed for good.
     """
     inner = attention_within(module)
     name = entry(module)

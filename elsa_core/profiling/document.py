@@ -21,11 +21,7 @@ Document = dict[str, Any]
 
 
 def write(document: Document, path: Path) -> None:
-    """Write a document, whole or not at all.
-
-    Raises:
-        UnavailableError: the file cannot be written.
-    """
+    """Write a document, whole or not at all."""
     try:
         documents.write(document, path)
     except OSError as error:
@@ -33,11 +29,7 @@ def write(document: Document, path: Path) -> None:
 
 
 def read(path: Path) -> Document:
-    """A document from a file that may be anything.
-
-    Raises:
-        ModelError: it cannot be read, or is no document of `elsa profile`.
-    """
+    """A document from a file that may be anything."""
     try:
         document: Document = json.loads(read_text(path, RESULT_BYTES), parse_constant=_refused)
     except (ValueError, RecursionError) as error:
@@ -64,7 +56,7 @@ _NONE: Final = type(None)
 _SHAPES: Final[dict[str, dict[tuple[type, ...], str]]] = {
     "document": {_TEXT: "command", (dict,): "environment results"},
     "result": {(dict,): "model settings", (bool,): "complete", (list,): "points"},
-    "point": {_TEXT: "status reason", (dict,): "configuration", (dict, _NONE): "profile"},
+    "point": {(dict,): "configuration", _TEXT: "status reason", (dict, _NONE): "profile"},
     "configuration": {_TEXT: "dtype precision", (int,): "batch", (list, _NONE): "image_size"},
     "profile": {
         _TEXT: "device dtype precision backend best_baseline best_patched",

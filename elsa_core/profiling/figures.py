@@ -22,12 +22,7 @@ Points = list[tuple[int, Any]]
 
 
 def check(path: Path, *, force: bool = False) -> None:
-    """Raise where a plot cannot be written to `path`: before anything is measured.
-
-    Raises:
-        ArgumentError: another suffix, or an existing file without `force`.
-        UnavailableError: matplotlib is not installed.
-    """
+    """Raise where a plot cannot be written to `path`: before anything is measured."""
     if path.suffix.lower() not in FORMATS:
         raise ArgumentError(f"{path}: a plot is a {' or '.join(FORMATS)} file")
     if path.exists() and not force:
@@ -88,10 +83,6 @@ def of_attention(document: Document, path: Path, *, force: bool = False) -> Path
 
     Left: median time of a call with the 10th to 90th percentile. Right: workspace beyond the
     output.
-
-    Raises:
-        ArgumentError: another suffix, an existing file, or fewer than two lengths to draw.
-        UnavailableError: matplotlib is not installed.
     """
     check(path, force=force)
     title, times, memory = family(document)
@@ -118,9 +109,6 @@ def family(document: Document) -> tuple[str, dict[str, Points], dict[str, Points
     Returns:
         (title, {contender: [(tokens, measurement)]}, {contender: [(tokens, workspace bytes)]}),
         ordered by tokens.
-
-    Raises:
-        ArgumentError: no two cases differ in length alone.
     """
     families: defaultdict[tuple[Any, ...], dict[int, Document]] = defaultdict(dict)
     for result in document["results"]["cases"]:

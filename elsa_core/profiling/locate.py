@@ -69,13 +69,7 @@ class Asked:
 def located(
     ready: Prepared, found: ProfileReport, samples: Samples, asked: Asked, tell: Progress
 ) -> ProfileReport:
-    """A report with its sites, timed and their errors checked.
-
-    Args:
-        ready, found, samples: the model, its runs, and the samples these were made of.
-        asked: what is wanted.
-        tell: progress.
-    """
+    """A report with its sites, timed and their errors checked."""
     always = asked.sites is True or (asked.sites is None and ready.first.device.type == "cuda")
     both = sum(found.run(name).seconds for name in _PAIR)
     least = 2 * _LEAST_ROUNDS * both

@@ -28,11 +28,7 @@ from elsa_core.profiling.words import (
 
 
 def write(document: Document, path: Path) -> Path:
-    """Write the page, whole or not at all.
-
-    Raises:
-        UnavailableError: the file cannot be written.
-    """
+    """Write the page, whole or not at all."""
     return pages.write(page(document), path)
 
 

@@ -21,9 +21,6 @@ def faster(document: Document) -> Plan:
     equal ones is not slower, it was unlucky. A group is slower where the mean of its ratios, over
     its members and all points (geometric), is under 1 and most of its intervals exclude 1 from
     below. A path is left alone if its group was slower at all image sizes.
-
-    Raises:
-        ArgumentError: no point has sites, or there are several precisions.
     """
     found = [row["profile"] for row in document["results"]["points"] if row["status"] == DONE]
     precisions = {each["precision"] for each in found}
@@ -84,11 +81,7 @@ def unsure(document: Document) -> int:
 
 
 def write(plan: Plan, path: Path) -> Path:
-    """Write a plan, whole or not at all.
-
-    Raises:
-        UnavailableError: the file cannot be written.
-    """
+    """Write a plan, whole or not at all."""
     try:
         return write_text(json.dumps(plan.to_dict(), indent=2) + "\n", path)
     except OSError as error:

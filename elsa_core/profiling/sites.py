@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from elsa_core.errors import ElsaError
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import Ratio, digits, middle_means, ratio
 from elsa_core.measuring.rounds import Sample
+from elsa_core.measuring.timing import between, mark
 from elsa_core.ops.attention.api import explain
 from elsa_core.ops.linear.api import explain_linear
 from elsa_core.ops.window.api import explain_window_attention
@@ -78,43 +78,30 @@ class SiteClock:
     """
 
     def __init__(self, model: nn.Module, paths: Sequence[str], device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._seconds = dict.fromkeys(paths, 0.0)
-        self._events: list[tuple[str, Any, Any]] = []
+        self._device = device
+        self._spans: list[tuple[str, Any, Any]] = []
         self._open: dict[str, list[Any]] = {path: [] for path in paths}
         for path in paths:
-            around(
-                model.get_submodule(path), partial(self._enter, path), partial(self._leave, path)
-            )
+            enter, leave = partial(self._enter, path), partial(self._leave, path)
+            around(model.get_submodule(path), enter, leave)
 
     def reset(self) -> None:
         """Forget what was seen."""
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
-        self._events.clear()
+        self._spans.clear()
 
     def read(self) -> dict[str, float]:
         """Seconds by path since `reset`. On CUDA the caller has waited for the GPU."""
-        found = dict(self._seconds)
-        for path, begin, end in self._events:
-            found[path] += float(begin.elapsed_time(end)) / 1e3
+        found = dict.fromkeys(self._open, 0.0)
+        for path, begin, end in self._spans:
+            found[path] += between(begin, end)
         return found
 
     def _enter(self, path: str) -> None:
-        self._open[path].append(self._mark())
+        self._open[path].append(mark(self._device))
 
     def _leave(self, path: str) -> None:
-        begin, end = self._open[path].pop(), self._mark()
-        if self._cuda:
-            self._events.append((path, begin, end))
-        else:
-            self._seconds[path] += end - begin
-
-    def _mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        end = mark(self._device)
+        self._spans.append((path, self._open[path].pop(), end))
 
 
 def outermost(
@@ -130,9 +117,7 @@ def inside(
 ) -> dict[str, tuple[str, ...]]:
     """By site, the paths of the others that lie in what is timed of it.
 
-    Args:
-        timed: of a site of which only a part is timed (the attention of a Swin block) the path of
-            that part.
+    `timed`: of a site of which only a part is timed (the attention of a Swin block) its path.
     """
     parts = {site.path: (timed or {}).get(site.path, site.path) for site in sites}
     return {
@@ -265,16 +250,7 @@ def profiles(
     seed: int,
     within: Mapping[str, tuple[str, ...]] | None = None,
 ) -> tuple[SiteProfile, ...]:
-    """All rows, slowest first; the rest of the model is the last one.
-
-    Args:
-        sites: `outermost` ones, `patched` set where the patched model runs them on elsa.
-        before, after: of the model whose sites were timed, unpatched and patched, in pairs.
-        routes: from `served`.
-        errors: (patched, original) by path.
-        seed: of the bootstrap.
-        within: from `inside`.
-    """
+    """All rows, slowest first; the rest of the model is the last one."""
     order = order_of(before, after)
     (whole,) = middle_means(order, [[_whole(sample) for sample in before]])
 

@@ -81,11 +81,7 @@ def grid(
     dtypes: Sequence[str],
     precisions: Sequence[str],
 ) -> tuple[Configuration, ...]:
-    """All combinations, those of one model (dtype, size) together.
-
-    Raises:
-        ArgumentError: no combination of dtype and precision can be.
-    """
+    """All combinations, those of one model (dtype, size) together."""
     combined = itertools.product(dtypes, sizes or [None], batches, precisions)
     found = tuple(
         dict.fromkeys(
@@ -103,9 +99,6 @@ def weights_sha256(spec: ModelSpec) -> str:
     """One hash over all that a file or a saved directory is built from; "" for a name.
 
     Whole files, not their headers: models of one architecture differ in their values alone.
-
-    Raises:
-        ModelError: a file that cannot be read, or a directory without weights.
     """
     if spec.path is None:
         return ""
@@ -126,18 +119,7 @@ def run(
     keep: Callable[[Document], None],
     progress: Progress | None = None,
 ) -> Document:
-    """Measure the points that the document does not hold yet, in order.
-
-    Args:
-        plan: what is measured.
-        points: the whole sweep; those of one model (dtype, size) follow one another.
-        document: from `started` or `resumed`; changed in place, and given to `keep` after each.
-        progress: called with (what, steps done, steps in all).
-
-    Raises:
-        ElsaError: what ends the sweep (a size that the model does not take, a missing backend). The
-            points before it are in the document.
-    """
+    """Measure the points that the document does not hold yet, in order."""
     missing = left(points, document)
     document["results"]["complete"] = not missing
     loaded: Loaded | None = None
@@ -237,13 +219,7 @@ def started(plan: Plan, environment: Document) -> Document:
 
 
 def resumed(path: Path, plan: Plan, environment: Document) -> Document:
-    """The document that a sweep left in `path`.
-
-    Raises:
-        ArgumentError: the file is of another model, of other settings, of another machine or of
-            other versions.
-        ModelError: it cannot be read, or is no result of `elsa profile`.
-    """
+    """The document that a sweep left in `path`."""
     document = read(path)
     results = document["results"]
     for name, own in (("model", plan.model), ("settings", plan.settings)):

@@ -46,11 +46,7 @@ class Cut:
 
 
 class Marked:
-    """A model, with a kernel that does nothing around each site, as a CUDA graph.
-
-    Raises:
-        RuntimeError: a graph cannot hold it.
-    """
+    """A model, with a kernel that does nothing around each site, as a CUDA graph."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...], paths: Sequence[str]) -> None:
         self.order: list[tuple[str, bool]] = []
@@ -71,18 +67,9 @@ def timelines(
 ) -> list[tuple[Cut, ...]]:
     """Replay all of them in turns and cut what the profiler saw.
 
-    Args:
-        marked: models as marked graphs.
-        budget_seconds: for all of it, under which there are fewer sessions, but no fewer than
-            `LEAST_SESSIONS`.
-        progress: called with (sessions done, in all).
-
     Returns:
         For each model the middle replay of each session: replays of one session have its conditions
         in common and are no rounds of their own.
-
-    Raises:
-        RuntimeError: the profiler did not see whole replays.
     """
     cuts: list[list[Cut]] = [[] for _ in marked]
     start, sessions, done = time.perf_counter(), SESSIONS, 0

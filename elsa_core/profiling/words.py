@@ -36,11 +36,7 @@ def duration(seconds: float) -> str:
 
 
 def three(number: float, *, zeros: bool = False) -> str:
-    """A number of three digits at least, never in powers of ten: `2,536`, `25.4`, `0.082`.
-
-    Args:
-        zeros: keep zeros at the end: `1.60` for 1.6.
-    """
+    """A number of three digits at least, never in powers of ten: `2,536`, `25.4`, `0.082`."""
     if number >= 99.95:
         return f"{number:,.0f}"
     text = f"{number:#.3g}" if zeros else f"{number:.3g}"
@@ -175,11 +171,7 @@ def shares(sites: Sequence[Document]) -> list[str]:
 
 
 def profile_summary(found: Document) -> Summary:
-    """A profile as a table: its runs, then its sites, slowest first.
-
-    Args:
-        found: `ProfileReport.to_dict()`, or the "profile" of a point.
-    """
+    """A profile as a table: its runs, then its sites, slowest first."""
     size = f"{side(found['image_size'])} px, " if found["image_size"] else ""
     what = f"{size}batch {found['batch']}, {found['dtype']} on {found['device']}"
     runs = [

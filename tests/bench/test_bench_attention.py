@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.measuring import busy, timing
+from elsa_core.measuring import timing
 from elsa_core.measuring.timing import Contender
 from elsa_core.profiling.bench import attention, peers, results
 from elsa_core.profiling.bench.cases import Case, inputs
@@ -184,11 +184,3 @@ def test_publishing_is_refused_on_a_busy_machine(report: Report, tmp_path: Path)
         results.publish(replace(report, busy=""), target)
     results.publish(replace(report, busy=""), target, force=True)
     assert json.loads(target.read_text())["results"]["busy"] == ""
-
-
-def test_busy_counts_other_programs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = [(100.0, 1000.0), (150.0, 1100.0), (100.0, 1000.0), (105.0, 1100.0)]
-    seen = iter([*ticks, None, None])
-    monkeypatch.setattr(busy, "processor_times", lambda: next(seen))
-    assert "use 50% of the processors" in busy.reason("cpu")
-    assert busy.reason("cpu") == busy.reason("cpu") == ""

@@ -42,7 +42,7 @@ def report() -> ProfileReport:
     model = small_vit()
     images = torch.randn(1, 3, 96, 96)
     return profile(
-        model, images, baselines=["eager", "control", "sdpa"], budget_seconds=8, sites=True
+        model, images, baselines=["eager", "control", "sdpa"], budget_seconds=4, sites=True
     )
 
 

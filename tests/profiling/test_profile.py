@@ -34,7 +34,7 @@ from tests.profiling.conftest import small_vit
 model, images, right = small_vit(), torch.randn(1, 3, 96, 96), 0
 for seed in range(3):
     report = profile(
-        model, images, baselines=["control"], sites=False, budget_seconds=6,
+        model, images, baselines=["control"], sites=False, budget_seconds=3,
         seed=3 * int(sys.argv[1]) + seed,
     )
     ratio = report.run("control").ratio.to_dict()
@@ -92,7 +92,7 @@ def test_a_slower_model_is_seen() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.more(x) if self.fused_attn else self.base(x)  # type: ignore[no-any-return]
 
-    found = profile(Either(), images, baselines=["sdpa"], sites=False, budget_seconds=8)
+    found = profile(Either(), images, baselines=["sdpa"], sites=False, budget_seconds=4)
     slower = found.run("sdpa").ratio
     assert slower is not None and slower.verdict == "slower"
     assert 0.7 < slower.value < 0.95

@@ -39,15 +39,6 @@ def run(
     """Measure `cases` on `device`, one after another.
 
     A contender that fails is left out of its case with the reason; it ends nothing.
-
-    Args:
-        cases: from `elsa_core.profiling.bench.cases.select`.
-        device: "cpu" or a CUDA device.
-        settings: how to measure.
-        progress: called with (name of the case, index, number of cases) before each.
-
-    Raises:
-        UnavailableError: `device` is CUDA and there is none.
     """
     device = torch.device(device)
     settings = settings or Settings()

@@ -119,11 +119,7 @@ def inputs(
 
 
 def from_shape(text: str, *, dtype: str = "fp32", precision: str = "strict") -> Case:
-    """A case of its own: `B,H,N,D`, or `B,H,NQ:NK,D` where queries and keys differ in number.
-
-    Raises:
-        ArgumentError: not such a shape, an unknown dtype, or a precision that does not take it.
-    """
+    """A case of its own: `B,H,N,D`, or `B,H,NQ:NK,D` where queries and keys differ in number."""
     found = re.fullmatch(r"(\d+),(\d+),(\d+)(?::(\d+))?,(\d+)", text.replace(" ", ""))
     sizes = [int(size) for size in found.groups(default=found[3])] if found else [0]
     if min(sizes) < 1:
@@ -257,18 +253,7 @@ def select(
     quick: bool = False,
     dtype: str | None = None,
 ) -> tuple[Case, ...]:
-    """The cases of a device.
-
-    Args:
-        device_type: "cpu" or "cuda".
-        tables: names of tables; all of the device's where empty.
-        patterns: globs over the cases' names; a case that matches any of them is taken.
-        quick: only the cases of --quick.
-        dtype: only the cases with inputs of this dtype, a key of `DTYPES`.
-
-    Raises:
-        ArgumentError: a device or table without cases, or nothing matches.
-    """
+    """The cases of a device."""
     measured = all_tables()
     of_device = measured.get(device_type)
     if of_device is None:

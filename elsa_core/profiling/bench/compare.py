@@ -64,12 +64,7 @@ class Comparison(Plain):
 
 
 def compare(own: Document, published: Document) -> Comparison:
-    """Set two result documents of the same command side by side.
-
-    Args:
-        own: of this machine, now.
-        published: what it is held against. Its cases that `own` lacks are `missing`.
-    """
+    """Set two result documents of the same command side by side."""
     same = all(own["environment"].get(n) == published["environment"].get(n) for n in _MACHINE)
     mine = {case["case"]["name"]: case for case in own["results"]["cases"]}
     rows, missing = [], []

@@ -42,45 +42,52 @@ def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Co
     """The packages `entmax` (all scores in memory, 30 halvings) and `adasplash` (CUDA), both of the
     authors of alpha-entmax; softmax by PyTorch, which computes something else."""
     device = tensors.query.device
-    softmax = functools.partial(F.scaled_dot_product_attention, *tensors)
+
+    def made(name: str, attend: Callable[..., Tensor], **notes: str) -> Callable[[], Contender]:
+        return lambda: Contender(name, functools.partial(attend, *tensors), notes=notes)
+
+    softmax = made("softmax", F.scaled_dot_product_attention, computes="softmax")
     found: dict[str, Callable[[], Contender] | str] = {
-        "softmax": lambda: Contender("softmax", softmax, notes={"computes": "softmax"}),
-        "entmax": too_large(case, device) or (lambda: _entmax(tensors)),
+        "softmax": softmax,
+        "entmax": missing("entmax") or too_large(case, device) or made("entmax", by_entmax),
     }
-    if importlib.util.find_spec("entmax") is None:
-        found["entmax"] = "the package entmax is not installed"
-    if device.type != "cuda":
-        return found
-    # its second version is causal alone: see `entmax_steps`
-    if importlib.util.find_spec("adasplash") is None:
-        return found | {"adasplash_v1": "the package adasplash is not installed"}
-    return found | {"adasplash_v1": lambda: _adasplash(tensors)}
+    if device.type == "cuda":
+        why = missing("adasplash")
+        found["adasplash_v1"] = why or made("adasplash_v1", by_adasplash)
+    return found
 
 
-def _entmax(tensors: Inputs) -> Contender:
+def missing(package: str) -> str:
+    """Why a package takes no part: it is not installed."""
+    found = importlib.util.find_spec(package) is not None
+    return "" if found else f"the package {package} is not installed"
+
+
+def by_entmax(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, causal: bool = False
+) -> Tensor:
+    """By the authors' package `entmax`: all scores in memory, 30 halvings."""
     from entmax import entmax_bisect
 
-    query, key, value, mask = tensors
-    scale, transposed = query.shape[-1] ** -0.5, key.transpose(-1, -2)
-
-    def call() -> Tensor:
-        scores = query @ transposed * scale
-        scores = scores if mask is None else scores + mask
-        weights: Tensor = entmax_bisect(scores, ALPHA, n_iter=30)
-        return weights @ value
-
-    return Contender("entmax", call)
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    if causal:
+        hidden = ~scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min / 4)
+    scores = scores if mask is None else scores + mask
+    weights: Tensor = entmax_bisect(scores, ALPHA, n_iter=30)
+    return weights @ value
 
 
-def _adasplash(tensors: Inputs) -> Contender:
+def by_adasplash(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, causal: bool = False
+) -> Tensor:
+    """By the authors' package `adasplash`, in its first version: the second is causal alone."""
     from adasplash import adasplash_v1
 
-    query, key, value, mask = tensors
     if mask is not None:
         raise NotImplementedError("it takes no mask")
-    return Contender(
-        "adasplash_v1", lambda: adasplash_v1(query, key, value, alpha=ALPHA, is_causal=False)
-    )
+    out: Tensor = adasplash_v1(query, key, value, alpha=ALPHA, is_causal=causal)
+    return out
 
 
 def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

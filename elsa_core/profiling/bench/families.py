@@ -97,16 +97,7 @@ def rows(device_type: str) -> Iterator[tuple[str, str, int, int, str]]:
 
 
 def protocol(device: torch.device, cases: Sequence[Any], asked: Document) -> Document:
-    """How to measure these cases: this table has a protocol of its own.
-
-    Args:
-        device: where the models run.
-        cases: those that were selected.
-        asked: rounds, budget_seconds and baselines; None where the user named none.
-
-    Raises:
-        ArgumentError: families and other cases together.
-    """
+    """How to measure these cases; `asked` is None where the user named nothing."""
     kinds = {case.table == TABLE for case in cases}
     if len(kinds) > 1:
         raise ArgumentError("table: families have a protocol of their own: measure them alone")

@@ -35,9 +35,6 @@ def attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
     It takes tokens before heads. Strides are arguments of its kernels, so that transposed views of
     queries, keys, values and gradients reach them without a copy.
-
-    Raises:
-        UnavailableError: the package is not installed.
     """
     try:
         from flash_attn.cute import flash_attn_func
@@ -58,11 +55,7 @@ def attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def contender(query: Tensor, key: Tensor, value: Tensor) -> Contender:
-    """Its forward. The first call compiles kernels, a second or two for each.
-
-    Raises:
-        UnavailableError: the package is not installed.
-    """
+    """Its forward. The first call compiles kernels, a second or two for each."""
     call = functools.partial(attention(), query, key, value)
     try:
         package = f"{NAME} {metadata.version(NAME)}"

@@ -258,12 +258,7 @@ class Product(Plain):
 
 
 def check_device(device: torch.device, *, measuring: bool = False) -> None:
-    """Only the GPU kernels are to be measured.
-
-    Raises:
-        ArgumentError: `device` is not a GPU.
-        UnavailableError: there is none, and something is to be measured.
-    """
+    """Only the GPU kernels are to be measured."""
     if device.type != "cuda":
         raise ArgumentError(
             f"--tune: {device.type} keeps PyTorch's products, there is nothing to choose; "
@@ -280,12 +275,7 @@ def tune(
     budget_seconds: float = 5.0,
     progress: Progress | None = None,
 ) -> tuple[Product, ...]:
-    """Measure every product of `SHAPES`; writes nothing.
-
-    Raises:
-        ArgumentError: the device is no GPU.
-        UnavailableError: there is no GPU.
-    """
+    """Measure every product of `SHAPES`; writes nothing."""
     check_device(device, measuring=True)
     found = []
     for i, shape in enumerate(SHAPES):

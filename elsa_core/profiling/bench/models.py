@@ -81,9 +81,6 @@ def build(case: ModelCase, device: torch.device, seed: int) -> nn.Module:
     """The model of a case with random weights from `seed`; of a CLIP the image tower.
 
     Families have their default size, and are filled where the model runs.
-
-    Raises:
-        ElsaError: its library is missing or cannot build it.
     """
     from elsa_core.loading import UninitialisedParameters, load
 

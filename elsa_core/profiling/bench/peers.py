@@ -58,12 +58,6 @@ def field_of(case: Case, tensors: Inputs, *, backend: str = "auto", flex: bool =
 
     Each contender is called once here, which compiles and warms it. One that fails is left out
     with the first line of its error.
-
-    Args:
-        case: what is measured.
-        tensors: its inputs; the device is theirs.
-        backend: the backend of elsa's contenders.
-        flex: also compile and measure FlexAttention (CUDA).
     """
     found, bench = Field([], {}), bench_of(case)
     for precision in case.precisions:

@@ -41,20 +41,15 @@ _NAME: Final = re.compile(
     r"(?P<table>\w+)/(?P<batch>\d+)x(?P<heads>\d+)x(?:(?P<queries>\d+):)?(?P<keys>\d+)"
     r"x(?P<head_dim>\d+)-(?P<dtype>\w+?)(?P<mask>-mask)?"
 )
-_WHOLE: Final = {"n", "sites", "px", "batch"}
 _TEXT: Final = {"case", "contender", "environment", "precision", "best", "label", "model", "dtype",
-                "note"}  # fmt: skip
+                "note", "sites", "px"}  # fmt: skip
 
 Document = dict[str, Any]
 Row = dict[str, Any]
 
 
 def find(name: str) -> Path | None:
-    """The published file of a name like `attention_cpu`, if there is one.
-
-    Raises:
-        ArgumentError: the package was installed without results.
-    """
+    """The published file of a name like `attention_cpu`, if there is one."""
     if not RESULTS.is_dir():
         raise ArgumentError(
             "the published results are in elsa's repository, not in the installed package: "
@@ -65,11 +60,7 @@ def find(name: str) -> Path | None:
 
 
 def load(path: Path) -> Document:
-    """A document that `elsa bench -o` wrote, or a published file.
-
-    Raises:
-        ArgumentError: the file is missing, or is neither.
-    """
+    """A document that `elsa bench -o` wrote, or a published file."""
     if not path.exists():
         raise ArgumentError(f"{path}: no such result; `elsa bench -o` writes it")
     if path.suffix == ".csv":
@@ -86,54 +77,55 @@ def load(path: Path) -> Document:
 
 
 def read(path: Path) -> Document:
-    """The document of a published file, whose environments stand beside it.
-
-    Raises:
-        ArgumentError: the file or its environment is missing, or holds something else.
-    """
-    try:
-        rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
-        about = json.loads((path.parent / ENVIRONMENTS).read_text(encoding="utf-8"))
-        return document_of(rows, about)
-    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ArgumentError(f"{path}: not a published result: {error}") from None
-
-
-def document_of(rows: Sequence[Row], environments: Document) -> Document:
-    """The document of rows: what tables and comparisons read of one.
+    """The document of a published file, whose environments stand beside it: what tables and
+    comparisons read of one.
 
     A file of profiles has several environments; its document is of the first one, and `lines` are
     the commands of all.
     """
-    keys = list(dict.fromkeys(row["environment"] for row in rows))
-    entry = environments[keys[0]]
-    attention = entry["command"] == "bench attention"
-    grouped: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        typed = {name: _typed(name, text) for name, text in row.items()}
-        grouped.setdefault((row["environment"], row["case"]), []).append(typed)
-    made = _attention_case if attention else _model_case
-    unknown = {"python": "", "platform": "", "machine": "", "gpu": None, "isa": None}
-    described = unknown | {name: value for name, value in entry.items() if name not in ABOUT}
-    return {
-        "command": entry["command"], "elsa_version": entry["elsa_version"],
-        "lines": [environments[key]["line"] for key in keys], "environment": described,
-        "results": {"busy": "", **{name: entry[name] for name in ABOUT if name in entry}}
-        | {"cases": [made(name, members) for (_, name), members in grouped.items()]},
-    }  # fmt: skip
+    try:
+        rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
+        environments = json.loads((path.parent / ENVIRONMENTS).read_text(encoding="utf-8"))
+        keys = list(dict.fromkeys(row["environment"] for row in rows))
+        entry = environments[keys[0]]
+        made = _attention_case if entry["command"] == "bench attention" else _model_case
+        grouped: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            grouped.setdefault((row["environment"], row["case"]), []).append(_typed(row))
+        unknown = {"python": "", "platform": "", "machine": "", "gpu": None, "isa": None}
+        return {
+            "command": entry["command"],
+            "elsa_version": entry["elsa_version"],
+            "lines": [environments[key]["line"] for key in keys],
+            "environment": unknown | {n: v for n, v in entry.items() if n not in ABOUT},
+            "results": {
+                "busy": "", **{name: entry[name] for name in ABOUT if name in entry},
+                "cases": [made(name, members) for (_, name), members in grouped.items()],
+            },
+        }  # fmt: skip
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ArgumentError(f"{path}: not a published result: {error}") from None
 
 
-def _typed(name: str, text: str) -> Any:
-    if name in _TEXT or name in ("sites", "px"):
-        return text
-    if not text:
-        return None
-    return int(text) if name in _WHOLE else float(text)
+def _typed(row: dict[str, str]) -> Row:
+    """Figures as numbers, None where there are none."""
+    found: Row = dict(row)
+    for name, text in row.items():
+        if name not in _TEXT:
+            found[name] = (int if name in ("n", "batch") else float)(text) if text else None
+    return found
 
 
-def _parts(members: Sequence[Row]) -> Document:
+def _parts(members: Sequence[Row], columns: Sequence[str]) -> Document:
     """What cases of all kinds have."""
-    measured = [row for row in members if row["median"] is not None]
+    measured = [
+        dict.fromkeys(columns)
+        | row
+        | {"seconds": row["median"], "seconds_p10": row["p10"], "seconds_p90": row["p90"],
+           "precision": row["precision"] or None}
+        for row in members
+        if row["median"] is not None
+    ]  # fmt: skip
     best = [row for row in measured if row["best"] == "best"]
     return {
         "measurements": measured,
@@ -144,31 +136,20 @@ def _parts(members: Sequence[Row]) -> Document:
     }
 
 
-def _run(row: Row) -> Document:
-    return row | {
-        "seconds": row["median"], "seconds_p10": row["p10"], "seconds_p90": row["p90"],
-        "precision": row["precision"] or None,
-    }  # fmt: skip
-
-
 def _attention_case(name: str, members: Sequence[Row]) -> Document:
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(f"{name!r} is no name of a case")
     about = found.groupdict()
-    sizes = {key: int(about[key]) for key in ("batch", "heads", "keys", "head_dim")}
-    parts = _parts(members)
-    parts["measurements"] = [
-        dict.fromkeys(ATTENTION)
-        | _run(row)
-        | {"notes": dict(each.split(": ", 1) for each in row["note"].split("; ") if each)}
-        for row in parts["measurements"]
-    ]
+    parts = _parts(members, ATTENTION)
+    for row in parts["measurements"]:
+        row["notes"] = dict(each.split(": ", 1) for each in row["note"].split("; ") if each)
     own = [row for row in parts["measurements"] if row["precision"]]
     return parts | {
         "case": {
-            "name": name, "table": about["table"], **sizes,
-            "queries": int(about["queries"] or about["keys"]), "dtype": about["dtype"],
+            "name": name, "table": about["table"], "dtype": about["dtype"],
+            **{key: int(about[key]) for key in ("batch", "heads", "keys", "head_dim")},
+            "queries": int(about["queries"] or about["keys"]),
             "mask": "additive" if about["mask"] else "none",
             "precisions": [row["precision"] for row in own] or ["strict"],
             "goal": own[0].get("goal") if own else None,
@@ -177,26 +158,23 @@ def _attention_case(name: str, members: Sequence[Row]) -> Document:
 
 
 def _model_case(name: str, members: Sequence[Row]) -> Document:
-    parts, first = _parts(members), members[0]
-    runs = []
-    for row in parts["measurements"]:
-        run = dict.fromkeys(MODELS) | _run(row)
-        if row.get("ratio") is not None:
-            value, low, high = (digits(row[name]) for name in _RATIO)
-            run["ratio_to_best"] = Ratio(value, low, high, row["n"]).to_dict()
-        if row.get("forward") is not None:
-            run["parts"] = {part: row[part] for part in PARTS}
-        runs.append(run)
-    by_name = {run["contender"]: run for run in runs}
-    own = by_name.get(parts["best_own"], {})
-    original = by_name.get("eager") or by_name.get(parts["best_peer"]) or {}
+    parts, first = _parts(members, MODELS), members[0]
+    runs = {row["contender"]: row for row in parts["measurements"]}
+    for row in runs.values():
+        if row["ratio"] is not None:
+            value, low, high = (digits(row[key]) for key in _RATIO)
+            row["ratio_to_best"] = Ratio(value, low, high, row["n"]).to_dict()
+        if row["forward"] is not None:
+            row["parts"] = {part: row[part] for part in PARTS}
+    own = runs.get(parts["best_own"], {})
+    original = runs.get("eager") or runs.get(parts["best_peer"]) or {}
     errors = [own.get("error"), original.get("error")]
-    sites = first.get("sites") or ""
     asked = {key: first.get(key) or "" for key in ("label", "model", "dtype")}
     return parts | {
-        "measurements": runs, "gain": own.get("ratio_to_best"),
+        "gain": own.get("ratio_to_best"),
         "errors": None if errors == [None, None] else errors,
-        "sites": [int(count) for count in sites.split("/") if count], "warnings": [],
+        "sites": [int(count) for count in (first.get("sites") or "").split("/") if count],
+        "warnings": [],
         "case": {"name": name, "table": name.partition("/")[0], **asked,
                  "image_size": first.get("px"), "batch": first.get("batch")},
     }  # fmt: skip

@@ -181,18 +181,7 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def publish(report: Report, path: Path, *, force: bool = False, allow_busy: bool = False) -> Path:
-    """Write the result document to `path`, whole or not at all.
-
-    Args:
-        report: what was measured.
-        path: a JSON file in an existing folder.
-        force: replace an existing file.
-        allow_busy: also where other programs used the machine (the document says so).
-
-    Raises:
-        ArgumentError: `path` exists and `force` is not set.
-        UnavailableError: the machine was busy and `allow_busy` is not set.
-    """
+    """Write the result document to `path`, whole or not at all."""
     if report.busy and not allow_busy:
         raise UnavailableError(
             f"not written: {report.busy}; measure again on a free machine, or use --allow-busy"

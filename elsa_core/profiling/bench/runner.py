@@ -106,9 +106,6 @@ class Runner:
         """The cases of a device; arguments as of `elsa_core.profiling.bench.cases.select`.
 
         The table aside is chosen by its name, or by it in every pattern.
-
-        Raises:
-            ArgumentError: a table that does not exist, or nothing matches.
         """
         of_device = self.tables.get(device_type, {})
         for table in tables:
@@ -132,11 +129,7 @@ class Runner:
         self, device: torch.device, *, baselines: Sequence[str] | None = None, rounds: int = 20,
         budget_seconds: float = 20.0, seed: int = 0, backend: str = "auto",
     ) -> Document:  # fmt: skip
-        """How to measure, as plain data.
-
-        Raises:
-            ArgumentError, UnavailableError: a baseline that is unknown, or that the device lacks.
-        """
+        """How to measure, as plain data."""
         own: Document = {}
         if self.baselines is not None:
             own["baselines"] = list(self.baselines(baselines, device))
@@ -167,14 +160,6 @@ class Runner:
         """Measure the cases that the document does not hold yet.
 
         A case that fails is a row with its reason. None begins after `limit_seconds`.
-
-        Args:
-            cases: from `select`.
-            document: from `started` or `read`; changed in place.
-            device: where it is measured.
-            keep: called with the document after each case.
-            limit_seconds: of the whole run; None for no limit.
-            progress: called with (what, index, number of cases).
         """
         results, missing = document["results"], left(cases, document)
         places = {case.name: i for i, case in enumerate(cases)}
@@ -220,17 +205,7 @@ def left(cases: Sequence[Case], document: Document) -> list[Case]:
 
 
 def read(path: Path, fresh: Document) -> Document:
-    """The document that a run left in `path`, to go on with it.
-
-    Args:
-        path: the file.
-        fresh: what `started` gives now; the file must be of the same machine, versions and
-            settings.
-
-    Raises:
-        ArgumentError: it is of another machine, of other versions or of other settings.
-        ModelError: it cannot be read, or is no such document.
-    """
+    """The document that a run left in `path`, to go on with it."""
     alien = f"{path} is no result of `elsa {fresh['command']}`"
     try:
         document: Document = json.loads(read_text(path, RESULT_BYTES))

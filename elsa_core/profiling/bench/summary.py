@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 from elsa_core.measuring.environment import label
@@ -25,7 +24,12 @@ def of_attention(document: Document) -> str:
     ]
     faster = sum(ratio >= 1 for _, _, ratio in judged)
     text = f"Measured on {label(document['environment'])}. "
-    text += _threads_line(document)
+    # two threads that share a core have the arithmetic of one
+    limits = document["results"].get("ceilings", {})
+    one, every = limits.get("gemm_fp32_one_thread"), limits.get("gemm_fp32")
+    if one and every:
+        text += f"Its {document['environment'].get('threads')} threads reach {every / one:.1f}x "
+        text += f"the matrix products of one ({every / 1e9:.0f} GFLOP/s). "
     text += f"At least as fast as the best peer in {faster} of {len(judged)} cases."
     missed = [(ratio / goal, name, ratio, goal) for name, goal, ratio in judged if goal]
     missed = sorted(each for each in missed if each[0] < 1)
@@ -33,9 +37,10 @@ def of_attention(document: Document) -> str:
         named = [f"{name} ({ratio:.2f} of {goal:g})" for _, name, ratio, goal in missed[:_NAMED]]
         more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
         text += f" Under their goals: {', '.join(named)}{more}."
-    others = _of_other_functions(cases)
+    notes = [(m["contender"], m.get("notes") or {}) for c in cases for m in c["measurements"]]
+    others = {name for name, said in notes if "computes" in said}  # as they say themselves
     wrong = [f"{c['case']['name']}: {n}" for c in cases for n in c["wrong"] if n not in others]
-    packages = {m["notes"]["package"] for m in _measured(cases) if "package" in m["notes"]}
+    packages = {said["package"] for _, said in notes if "package" in said}
     if packages:
         text += f" With {', '.join(sorted(packages))}."
     if others:
@@ -45,27 +50,6 @@ def of_attention(document: Document) -> str:
     if document["results"].get("busy"):
         text += f" The machine was not free: {document['results']['busy']}."
     return text
-
-
-def _of_other_functions(cases: Sequence[Document]) -> set[str]:
-    """Contenders that say themselves that they compute something else."""
-    return {m["contender"] for m in _measured(cases) if "computes" in m["notes"]}
-
-
-def _measured(cases: Sequence[Document]) -> list[Document]:
-    return [m | {"notes": m.get("notes") or {}} for case in cases for m in case["measurements"]]
-
-
-def _threads_line(document: Document) -> str:
-    """How much the threads add: two that share a core have the arithmetic of one."""
-    limits = document["results"].get("ceilings", {})
-    one, all_threads = limits.get("gemm_fp32_one_thread"), limits.get("gemm_fp32")
-    if not one or not all_threads:
-        return ""
-    return (
-        f"Its {document['environment'].get('threads')} threads reach {all_threads / one:.1f}x the "
-        f"matrix products of one ({all_threads / 1e9:.0f} GFLOP/s). "
-    )
 
 
 def own_of(case: Document) -> Document | None:

@@ -89,9 +89,6 @@ def run(
     """Trace `cases` on `device`, each in `precision` (its own first one where None).
 
     For CUDA without a GPU the calls are planned and replayed, and the kernel's claim stays untried.
-
-    Raises:
-        ArgumentError, UnavailableError: as `elsa_core.attention` would.
     """
     traces = []
     for i, case in enumerate(cases):
@@ -134,16 +131,6 @@ def partition_of(
 ) -> Partition:
     """The partition with which a backend's kernels serve a call; of `auto` the one behind the
     measured table, which gives some calls to PyTorch's own kernels.
-
-    Args:
-        tensors: its inputs, not empty. Layout and device matter, values do not; meta tensors do.
-        precision: of the call.
-        backend: as in `elsa_core.attention`.
-        planned: plan the call for a GPU although none is here (with a shipped tuning table).
-
-    Raises:
-        ArgumentError, UnavailableError: as `elsa_core.attention` would; and where a backend tells
-            no partition.
     """
     query, key, value, mask = tensors
     if planned:

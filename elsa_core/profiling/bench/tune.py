@@ -85,9 +85,6 @@ def candidates(
 
     A pure function of shapes, the shipped table and the GPU's sizes; needs no GPU. specialized: the
     kernels of sm_90 alone may take the call (`may_specialize`).
-
-    Raises:
-        ArgumentError: a call that no tile table serves.
     """
     if case.queries == 1:
         raise ArgumentError(f"{case.name}: one query is streamed without tiles; nothing to tune")
@@ -193,12 +190,7 @@ def run(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> tuple[Tuned, ...]:
-    """Measure the candidates of every case and precision on a GPU; writes nothing.
-
-    Raises:
-        ArgumentError: the device has no tile table, or a case cannot be tuned.
-        UnavailableError: no GPU that the kernels serve.
-    """
+    """Measure the candidates of every case and precision on a GPU; writes nothing."""
     device, settings = torch.device(device), settings or Settings()
     check_device(device, measuring=True)
     device = torch.device("cuda", device.index or 0)
@@ -223,12 +215,7 @@ def tasks_of(cases: Sequence[Case]) -> list[tuple[Case, str]]:
 
 
 def check_device(device: torch.device, *, measuring: bool = False) -> None:
-    """Only the GPU kernels have tiles to choose.
-
-    Raises:
-        ArgumentError: `device` is not a GPU.
-        UnavailableError: there is none, and something is to be measured.
-    """
+    """Only the GPU kernels have tiles to choose."""
     if device.type != "cuda":
         raise ArgumentError(
             f"--tune: {device.type} has no tile table, its kernels size themselves; "

@@ -54,14 +54,7 @@ def run_errors(
     arguments: tuple[Any, ...],
     precision: str = "strict",
 ) -> RunErrors:
-    """The errors of the contenders, "eager" among them.
-
-    Args:
-        plain: the original model, in eval mode.
-        contenders: each returns the model's output.
-        arguments: that they hold.
-        precision: of the patched runs; turbo promises TF32's significands, for float32.
-    """
+    """The errors of the contenders, "eager" among them."""
     try:
         with torch.inference_mode():
             outputs = {}

@@ -137,11 +137,7 @@ class ProfileReport(Summarised, Plain):
     notes: tuple[str, ...] = ()
 
     def run(self, name: str) -> Run:
-        """The run of this name.
-
-        Raises:
-            KeyError: it did not take part.
-        """
+        """The run of this name."""
         return {run.name: run for run in self.runs}[name]
 
     def to_dict(self) -> dict[str, Any]:
@@ -182,17 +178,16 @@ def measure_runs(
     settings: Settings,
     *,
     baselines: Sequence[str] | None = None,
-    precision: str = "strict",
-    backend: str = "auto",
     progress: Progress | None = None,
     errors: bool = True,
     costs: bool = True,
+    **patching: Any,
 ) -> ProfileReport:
     """`profile` without sites; `errors` and `costs` as of `timed`."""
     tell = progress or (lambda what, done, total: None)
     arguments = next(iter(as_cases(inputs).values()))
     with on_device(first_tensor(arguments).device):
-        ready = prepare(model, arguments, baselines, tell, precision=precision, backend=backend)
+        ready = prepare(model, arguments, baselines, tell, **patching)
         return timed(ready, settings, tell, errors=errors, costs=costs)[0]
 
 
@@ -202,22 +197,13 @@ def prepare(
     baselines: Sequence[str] | None,
     tell: Progress,
     *,
-    precision: str,
-    backend: str,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-    scope: str = "auto",
     step: variants.Calling | None = None,
+    **patching: Any,
 ) -> Prepared:
     """Copy, patch and build; a model that is patched already keeps its patches.
 
-    `step` makes the training step of a copy; None: calls are inference.
-
-    Raises:
-        ArgumentError: an argument is wrong, or the model cannot be copied.
-        ModelError: the model does not run on the arguments.
-        NothingPatchedError: no site of the model can be patched.
-        UnavailableError: a baseline or backend that this machine lacks.
+    `step` makes the training step of a copy; None: calls are inference. `patching`: precision,
+    backend, include, exclude and scope, as for `elsa_core.patch`.
     """
     first = first_tensor(arguments)
     names = variants.chosen(baselines, first.device)
@@ -237,10 +223,7 @@ def prepare(
         )  # fmt: skip
     else:
         patched = shared_copy(plain)
-        report = patch(
-            patched, precision=precision, backend=backend, include=include, exclude=exclude,
-            scope=scope,
-        )  # fmt: skip
+        report = patch(patched, **patching)
     built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell, step)
     return Prepared(plain, patched, arguments, first, report, built, step is not None)
 

@@ -7,10 +7,9 @@ model's weights and one AdamW, so that they differ in what computes alone.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any, Final
 
 import torch
@@ -21,6 +20,7 @@ from elsa_core.base.inputs import ModelInput, as_cases
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring.intervals import digits, middle_means
 from elsa_core.measuring.rounds import Settings
+from elsa_core.measuring.timing import between, mark
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import ProfileReport, Progress, Run, prepare, timed
 from elsa_core.profiling.runs.variants import first_tensor, on_device
@@ -39,7 +39,7 @@ class StepClock:
     """Seconds of each part of one step: the host's on a CPU, the GPU's between events on CUDA."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._marks: list[Any] = []
 
     def reset(self) -> None:
@@ -48,17 +48,11 @@ class StepClock:
 
     def mark(self) -> None:
         """A part begins or ends here."""
-        if not self._cuda:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
+        self._marks.append(mark(self._device))
 
     def read(self) -> dict[str, float]:
         """Seconds by part of the step since `reset`; the GPU has come to its end."""
-        pairs = pairwise(self._marks[-len(PARTS) - 1 :])
-        spans = [float(a.elapsed_time(b)) / 1e3 if self._cuda else b - a for a, b in pairs]
+        spans = starmap(between, pairwise(self._marks[-len(PARTS) - 1 :]))
         return dict(zip(PARTS, spans, strict=True))
 
 
@@ -129,18 +123,7 @@ class TrainingRun(Run):
 
 
 def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
-    """The baselines of a training step, "eager" always first.
-
-    Args:
-        names: of `variants.BASELINES` without graphs of compiled models; None for the device's
-            `DEFAULTS`, "all" for every one.
-        device: where the model trains.
-
-    Raises:
-        ArgumentError: an unknown name, a graph of a compiled model, or a device whose calls cannot
-            be timed.
-        UnavailableError: a CUDA graph without a GPU.
-    """
+    """The baselines of a training step, "eager" always first."""
     graphs = _GRAPHS if device.type == "cuda" else ()
     fit = [n for n in variants.BASELINES if not n.endswith(variants.GRAPH) or n in graphs]
     if names is not None and "all" in names:
@@ -158,12 +141,8 @@ def measure_training(
     *,
     dtype: str = "fp32",
     baselines: Sequence[str] | None = None,
-    precision: str = "strict",
-    backend: str = "auto",
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-    scope: str = "auto",
     progress: Progress | None = None,
+    **patching: Any,
 ) -> ProfileReport:
     """Measure training steps of a model, patched against the ways one would otherwise train it.
 
@@ -172,23 +151,9 @@ def measure_training(
     otherwise the mean square of every floating tensor of the output. The model itself, in float32,
     is not changed.
 
-    Args:
-        model: any module with attention sites that can be patched.
-        inputs: a tensor [B, C, H, W], or a tuple of the model's arguments, on its device.
-        settings: rounds and budget.
-        dtype: "fp32", or "fp16" or "bf16" for autocast.
-        baselines: see `chosen`.
-        precision, backend, include, exclude: as for `elsa_core.patch`.
-        progress: called with (what, steps done, steps in all; 0 unknown).
-
     Returns:
         The report: no sites, and runs that are `TrainingRun`; `memory_bytes` is the growth at the
         peak of a step, beyond weights and the optimizer's state.
-
-    Raises:
-        ArgumentError: an argument is wrong, no parameter wants a gradient, or the model cannot be
-            copied.
-        ElsaError: as `elsa_core.profiling.runs.runs.prepare`.
     """
     tell = progress or (lambda what, done, total: None)
     arguments = next(iter(as_cases(inputs).values()))
@@ -205,10 +170,7 @@ def measure_training(
         return Step(module, arguments, loss, optimizer, dtype, first.device)
 
     with on_device(first.device):
-        ready = prepare(
-            own, arguments, names, tell, precision=precision, backend=backend, include=include,
-            exclude=exclude, scope=scope, step=step,
-        )  # fmt: skip
+        ready = prepare(own, arguments, names, tell, step=step, **patching)
         clocks = {c.name: c.call.clock for c in ready.built.contenders if isinstance(c.call, Step)}
         found, samples = timed(ready, settings, tell, clocks)
     runs = []
@@ -226,11 +188,7 @@ def measure_training(
 
 
 def own_copy(model: nn.Module) -> nn.Module:
-    """A copy with weights of its own and without gradients.
-
-    Raises:
-        ArgumentError: the model cannot be copied.
-    """
+    """A copy with weights of its own and without gradients."""
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     try:
         own = copy.deepcopy(model)

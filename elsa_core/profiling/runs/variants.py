@@ -77,18 +77,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
-    """The baselines to measure, "eager" always first.
-
-    Args:
-        names: as the user gave them; None for the device's defaults, "all" for every one that the
-            device has.
-        device: where the model runs.
-
-    Raises:
-        TypeError: no collection and no text.
-        ArgumentError: an unknown name, or a device whose calls cannot be timed.
-        UnavailableError: a CUDA graph without a GPU.
-    """
+    """The baselines to measure, "eager" first. None: the device's; "all": every one it has."""
     cuda = device.type == "cuda"
     if device.type not in DEFAULTS:
         raise ArgumentError(f"device: cpu and cuda can be profiled, not {device.type}")
@@ -138,19 +127,10 @@ def build(
     progress: Callable[[str, int, int], None] | None = None,
     calling: Calling | None = None,
 ) -> Built:
-    """Make and warm up the contenders `names`; one that fails is left out with its reason.
+    """Make and warm up the contenders `names` of a model and of its `patched` copy.
 
-    Args:
-        model: as it was loaded, unpatched.
-        patched: a `shared_copy` of it, patched.
-        inputs: the model's arguments, on its device.
-        names: of `BASELINES` and `ours`.
-        progress: called with (name, index, number).
-        calling: makes the calls; None: each runs its model on `inputs`.
-
-    Raises:
-        ModelError: "eager" or "patched" do not run on the inputs.
-        RuntimeError, MemoryError: memory ran out in one of those two (`is_out_of_memory`).
+    One that fails is left out with its reason; "eager" and "patched" raise. `calling` makes the
+    calls; None: each runs its model on `inputs`.
     """
     found: list[Contender] = []
     left_out: dict[str, str] = {}
@@ -198,11 +178,7 @@ def build(
 
 
 def _first(call: Callable[[], object], held: GraphedModel) -> int:
-    """Make the first call of a graphed model; the memory that its graphs hold.
-
-    Raises:
-        RuntimeError: no graph holds the call.
-    """
+    """Make the first call of a graphed model, captured or not at all; the memory of its graphs."""
 
     def reserved() -> int:
         if not torch.cuda.is_initialized():
