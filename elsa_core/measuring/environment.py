@@ -77,7 +77,7 @@ def difference(there: dict[str, Any], now: dict[str, Any]) -> str:
     """
 
     def compared(document: dict[str, Any]) -> dict[str, Any]:
-        found = {}
+        found: dict[str, Any] = {}
         for part, names in _ALIKE.items():
             held = document["environment"]
             held = held.get(part) if part else held
