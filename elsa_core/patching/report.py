@@ -39,17 +39,9 @@ class PatchReport(Summarised):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "patched": [site.to_dict() for site in self.patched],
-            "kept": [site.to_dict() for site in self.kept],
-            "precision": self.precision,
-            "backend": self.backend,
-            "include": list(self.include),
-            "exclude": list(self.exclude),
-            "scope": self.scope,
-            "sparsity": self.sparsity,
-            "offload": self.offload,
-        }
+        found = vars(self) | {"include": list(self.include), "exclude": list(self.exclude)}
+        sites = {name: [one.to_dict() for one in found[name]] for name in ("patched", "kept")}
+        return found | sites
 
     def summary(self) -> Summary:
         """The patched sites as a table, and why the others were kept."""

@@ -23,7 +23,7 @@ from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ArgumentError
 from elsa_core.patching import adapters, hints, layers
 from elsa_core.patching.adapters import table
-from elsa_core.patching.probe import Observation, Probe, ProbeError, probe
+from elsa_core.patching.probe import Probe, ProbeError, probe
 from elsa_core.patching.text import reasons, sites_of, sites_table
 from elsa_core.patching.watching import Attentions, Example, watch
 
@@ -71,17 +71,17 @@ class AttentionSite:
     path: str
     module_class: str
     kind: str
-    num_heads: int | None
-    head_dim: int | None
-    query_tokens: int | None
-    key_tokens: int | None
-    extra: tuple[str, ...]
-    flops: int | None
-    flops_share: float | None
-    patchable: bool
-    reason: str
-    adapter: str | None
-    patched: bool
+    num_heads: int | None = None
+    head_dim: int | None = None
+    query_tokens: int | None = None
+    key_tokens: int | None = None
+    extra: tuple[str, ...] = ()
+    flops: int | None = None
+    flops_share: float | None = None
+    patchable: bool = False
+    reason: str = ""
+    adapter: str | None = None
+    patched: bool = False
 
     @property
     def class_name(self) -> str:
@@ -123,14 +123,8 @@ class Inspection(Summarised):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "model_class": self.model_class,
-            "input_size": list(self.input_size),
-            "total_flops": self.total_flops,
-            "sites": [site.to_dict() for site in self.sites],
-            "note": self.note,
-            "scope": self.scope,
-        }
+        sites = [site.to_dict() for site in self.sites]
+        return vars(self) | {"input_size": list(self.input_size), "sites": sites}
 
     def summary(self) -> Summary:
         """Every site as a table, and why some cannot be patched."""
@@ -174,31 +168,24 @@ def inspect(
     """
     model = plain_model(model)
     example: Example | None = None
-    given = input_size
-    if any(isinstance(one, Tensor) for one in tree_leaves(given)):
-        example, input_size = given, None  # type: ignore[assignment]
+    if any(isinstance(one, Tensor) for one in tree_leaves(input_size)):
+        example, input_size = input_size, None  # type: ignore[assignment]
     size = resolved_input_size(model, input_size)  # type: ignore[arg-type]
     scope = layers.scope_of(model, scope)
-    sites = find_sites(model, scope)
-    ran = None if example is None else watch(model, example)
-    if ran is not None:
-        sites = find_sites(model, scope, ran)
+    sites = find_sites(model, scope, None if example is None else watch(model, example))
     note, total = "", None
-    result: Probe | None = None
     try:
         kinds = {site.path: site.kind in table.LAYERS for site in sites}
         result = probe(model, kinds, size, example)
+        total, sites = result.total_flops, tuple(_observed(site, result) for site in sites)
     except ProbeError as error:
         if input_size is not None:
             raise ArgumentError(
                 f"input_size={list(size)}: {type(model).__name__} does not run on it: {error}"
             ) from error
         note = f"tokens and FLOPs are unknown: the model could not be run ({error})"
-    if result is not None:
-        total = result.total_flops
-        sites = tuple(_observed(site, result) for site in sites)
-    cls = adapters.base_class(model)
-    return Inspection(f"{cls.__module__}.{cls.__qualname__}", size, total, sites, note, scope)
+    cls = table.qualified(adapters.base_class(model))
+    return Inspection(cls, size, total, sites, note, scope)
 
 
 def plain_model(model: object) -> nn.Module:
@@ -245,67 +232,36 @@ def _sites(model: nn.Module, whole: bool, ran: Attentions | None) -> Iterator[At
     for path, module in model.named_modules():
         if module in within:
             continue
+        cls, patched = adapters.base_class(module), adapters.is_patched(module)
         layer = layers.support(module) if whole else None
         if layer is not None:
             within.update(adapters.parts(module))
-            yield _layer_site(path, module, layer)
+            yield AttentionSite(
+                path, table.qualified(cls), layers.kind_of(cls) or table.LAYER,
+                patchable=layer.ok, reason=layer.reason,
+                adapter=adapters.name_of(cls) if layer.ok else None, patched=patched,
+            )  # fmt: skip
             continue
         attention = adapters.attention_within(module) or module
         if attention is not module:
             within.add(attention)
-        kind = _kind_of(adapters.base_class(attention))
-        seen = ran is not None and ran.paths[path] > 0
-        if kind is None and (seen or adapters.is_watched(module)):
+        kind: str | None = None
+        own: Any = adapters.base_class(attention)
+        row = _row(own)
+        if row is not None:
+            kind = None if row.kind == table.NONE else row.kind
+        elif hints.may_attend(own, getattr(own, "forward", None)):
             kind = table.GLOBAL
-        if kind is None:
+        seen = ran is not None and ran.paths[path] > 0
+        if kind is None and not seen and not adapters.is_watched(module):
             continue
-        cls = adapters.base_class(module)
         answer, adapter = _support(module, cls, seen)
         heads = _first_int(attention, "num_heads", "heads", "n_heads", "groups")
         yield AttentionSite(
-            path=path,
-            module_class=table.qualified(cls),
-            kind=kind,
-            num_heads=heads,
-            head_dim=_head_dim(attention, heads),
-            query_tokens=None,
-            key_tokens=None,
-            extra=_extras(module, attention),
-            flops=None,
-            flops_share=None,
-            patchable=answer.ok,
-            reason=answer.reason,
-            adapter=adapter,
-            patched=adapters.is_patched(module),
-        )
-
-
-def _layer_site(path: str, module: nn.Module, answer: Support) -> AttentionSite:
-    cls = adapters.base_class(module)
-    return AttentionSite(
-        path=path,
-        module_class=table.qualified(cls),
-        kind=layers.kind_of(cls) or table.LAYER,
-        num_heads=None,
-        head_dim=None,
-        query_tokens=None,
-        key_tokens=None,
-        extra=(),
-        flops=None,
-        flops_share=None,
-        patchable=answer.ok,
-        reason=answer.reason,
-        adapter=adapters.name_of(cls) if answer.ok else None,
-        patched=adapters.is_patched(module),
-    )
-
-
-def _kind_of(cls: type) -> str | None:
-    """The kind of attention that a class computes itself, None where it computes none."""
-    row = _row(cls)
-    if row is not None:
-        return None if row.kind == table.NONE else row.kind
-    return table.GLOBAL if hints.may_attend(cls, getattr(cls, "forward", None)) else None
+            path, table.qualified(cls), kind or table.GLOBAL, heads, _head_dim(attention, heads),
+            extra=_extras(module, attention), patchable=answer.ok, reason=answer.reason,
+            adapter=adapter, patched=patched,
+        )  # fmt: skip
 
 
 def _row(cls: type) -> table.Row | None:
@@ -320,10 +276,8 @@ def _row(cls: type) -> table.Row | None:
 
 
 def _support(module: nn.Module, cls: type[nn.Module], seen: bool) -> tuple[Support, str | None]:
-    """Whether a site can be patched, how or why not, and its adapter.
-
-    `seen`: whether attention was recognised in a run of its forward.
-    """
+    """Whether a site can be patched, how or why not, and its adapter; `seen`: whether attention was
+    recognised in a run of its forward."""
     row = _row(cls)
     if row is not None and row.reason:
         return Support(False, row.reason), None
@@ -345,10 +299,15 @@ def _observed(site: AttentionSite, result: Probe) -> AttentionSite:
     share = seen.flops / result.total_flops if result.total_flops else None
     if site.kind in table.LAYERS:
         return replace(site, flops=seen.flops, flops_share=share)
-    heads = site.num_heads or seen.heads
+    heads, kind = site.num_heads or seen.heads, site.kind
+    if kind == table.GLOBAL:  # the class name leaves it open
+        if heads and seen.problems and seen.problems > heads:
+            kind = table.WINDOW
+        elif seen.query_tokens == 1 and seen.key_tokens not in (None, 1):
+            kind = table.POOLING
     return replace(
         site,
-        kind=_observed_kind(site.kind, heads, seen),
+        kind=kind,
         num_heads=heads,
         head_dim=seen.head_dim if site.head_dim is None else site.head_dim,
         query_tokens=None if site.kind in _NOT_OVER_TOKENS else seen.query_tokens,
@@ -357,17 +316,6 @@ def _observed(site: AttentionSite, result: Probe) -> AttentionSite:
         flops=seen.flops,
         flops_share=share,
     )
-
-
-def _observed_kind(kind: str, heads: int | None, seen: Observation) -> str:
-    """The kind where the class name alone leaves it open: "global" may prove to be windowed."""
-    if kind != "global":
-        return kind
-    if heads and seen.problems and seen.problems > heads:
-        return "window"
-    if seen.query_tokens == 1 and seen.key_tokens not in (None, 1):
-        return "pooling"
-    return kind
 
 
 def _extras(site: nn.Module, module: nn.Module) -> tuple[str, ...]:
@@ -384,6 +332,7 @@ def _extras(site: nn.Module, module: nn.Module) -> tuple[str, ...]:
 
     heads, kv_heads = getattr(module, "num_heads", None), getattr(module, "num_kv_heads", None)
     dropout = getattr(getattr(module, "attn_drop", None), "p", 0.0)
+    shift = getattr(site, "shift_size", None)
     found = {
         "relative bias": has(*_BIAS_NAMES),
         "decomposed relative positions": has("rel_pos_h", "use_rel_pos"),
@@ -392,17 +341,11 @@ def _extras(site: nn.Module, module: nn.Module) -> tuple[str, ...]:
         "scale-norm": adapters.written(adapters.base_class(module)) is not None and has("norm"),
         "gate": has("gate"),
         "cosine": has("logit_scale", "temperature"),
-        "mask": _is_shifted(site),
+        "mask": isinstance(shift, tuple | list) and any(shift),  # between regions of windows
         "grouped keys": isinstance(kv_heads, int) and kv_heads != heads,
         "dropout": isinstance(dropout, float) and dropout > 0,
     }
     return tuple(name for name, present in found.items() if present)
-
-
-def _is_shifted(site: nn.Module) -> bool:
-    """Whether the site shifts its windows, and so masks tokens of different regions."""
-    shift = getattr(site, "shift_size", None)
-    return isinstance(shift, tuple | list) and any(shift)
 
 
 def _head_dim(module: nn.Module, heads: int | None) -> int | None:

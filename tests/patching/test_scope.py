@@ -435,31 +435,3 @@ def test_a_plan_of_attention_alone(tmp_path):
     assert apply_plan(model, plan, tmp_path).patched == report.patched
     assert [type(m) for m in model.modules()] == classes
     torch.testing.assert_close(model(image()), wanted)
-
-
-def test_products_of_an_encoder_layer(monkeypatch):
-    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)).eval()
-    x = torch.randn(2, 5, 16)
-    with torch.no_grad():
-        wanted = model(x)
-        elsa.patch(model, scope="model")
-        seen = Calls(monkeypatch)
-        torch.testing.assert_close(model(x), wanted)
-        assert [call[:2] for call in seen] == [
-            (48, "none"), (16, "none"), (32, "relu"), (16, "none")]  # fmt: skip
-
-
-@pytest.mark.parametrize("activation", ["relu", "gelu", nn.SiLU(), nn.Tanh()])
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_an_encoder_layer_of_pytorch(activation, norm_first):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.3, activation, norm_first=norm_first)
-    model, x = nn.Sequential(layer), torch.randn(5, 2, 16)
-    torch.manual_seed(1)
-    wanted = model(x)
-    elsa.patch(model, scope="model", exclude="*.self_attn")
-    torch.manual_seed(1)
-    torch.testing.assert_close(model(x), wanted)
-    assert type(pickle.loads(pickle.dumps(model))[0]).__name__ == "ElsaTransformerEncoderLayer"
-    elsa.unpatch(model)
-    assert type(model[0]) is nn.TransformerEncoderLayer

@@ -1,4 +1,4 @@
-"""The adapter table: what is known of attention classes by name, one row a class.
+"""The adapter table: what is known of attention classes by name.
 
 A class without an adapter runs its own forward, watched (`elsa_core.patching.adapters.watched`). So
 does one that is missing here, where its code or a run on an example shows attention. A row with a
@@ -10,14 +10,12 @@ Adapters of other packages are registered with `register_adapter`.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
 from elsa_core.errors import ArgumentError
-from elsa_core.patching.adapters import transformers_rows
 
 GLOBAL, WINDOW, CROSS, POOLING, CLASS = "global", "window", "cross", "pooling", "class"
 # A block whose adapter computes the attention within it: the kind is that attention's own.
@@ -34,222 +32,177 @@ KINDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One class.
 
     Attributes:
-        name: its qualified name; in a library's rows without the library.
         kind: one of KINDS or LAYERS, or BLOCK, NONE or COMPANION.
-        adapter: where its adapter is, "module.Class" in this package, imported when a model brings
-            the class; "" where none is written.
+        adapter: where its adapter is; "" where none is written.
         reason: why the class is never rewritten; "" otherwise.
     """
 
-    name: str
     kind: str
     adapter: str = ""
     reason: str = ""
 
 
+# Adapters, by the class that each replaces: its kind, and where the adapter is, "module.Class" in
+# this package, imported when a model brings the class.
+ADAPTERS = {
+    "torch.nn.modules.linear.Linear": (LAYER, "torch_layers.ElsaLinear"),
+    "torch.nn.modules.conv.Conv2d": (PATCHES, "torch_layers.ElsaPatchConv2d"),
+    "torch.nn.modules.container.Sequential": (MLP, "torch_layers.ElsaSequential"),
+    "torch.nn.modules.activation.MultiheadAttention": (
+        GLOBAL, "torch_multihead.ElsaMultiheadAttention",
+    ),
+    "timm.layers.attention.Attention": (GLOBAL, "timm_attention.ElsaAttention"),
+    "timm.layers.attention.AttentionRope": (GLOBAL, "timm_attention.ElsaAttentionRope"),
+    "timm.layers.mlp.GluMlp": (MLP, "timm_mlp.ElsaGluMlp"),
+    "timm.layers.mlp.Mlp": (MLP, "timm_mlp.ElsaMlp"),
+    "timm.layers.mlp.SwiGLU": (MLP, "timm_mlp.ElsaSwiGLU"),
+    "timm.models.davit.SpatialBlock": (BLOCK, "timm_windows.ElsaSpatialBlock"),
+    "timm.models.eva.EvaAttention": (GLOBAL, "timm_eva.ElsaEvaAttention"),
+    "timm.models.maxxvit.PartitionAttentionCl": (BLOCK, "timm_maxxvit.ElsaPartitionAttentionCl"),
+    "timm.models.mvitv2.MultiScaleAttention": (GLOBAL, "timm_mvitv2.ElsaMultiScaleAttention"),
+    "timm.models.naflexvit.NaFlexVit": (COMPANION, "timm_naflex.ElsaNaFlexVit"),
+    "timm.models.swin_transformer.SwinTransformerBlock": (
+        BLOCK, "timm_swin.ElsaSwinTransformerBlock",
+    ),
+    "timm.models.swin_transformer_v2.SwinTransformerV2Block": (
+        BLOCK, "timm_swin.ElsaSwinTransformerV2Block",
+    ),
+    "timm.models.swin_transformer_v2_cr.SwinTransformerV2CrBlock": (
+        BLOCK, "timm_swin.ElsaSwinTransformerV2CrBlock",
+    ),
+    "timm.models.tiny_vit.TinyVitBlock": (BLOCK, "timm_windows.ElsaTinyVitBlock"),
+    "timm.models.twins.LocallyGroupedAttn": (WINDOW, "timm_windows.ElsaLocallyGroupedAttn"),
+    "timm.models.vision_transformer.Block": (COMPANION, "timm_blocks.ElsaBlock"),
+    "timm.models.vision_transformer_sam.Attention": (GLOBAL, "timm_sam.ElsaSamAttention"),
+    "torchvision.models.maxvit.PartitionAttentionLayer": (
+        BLOCK, "torchvision_maxvit.ElsaPartitionAttentionLayer",
+    ),
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": (
+        WINDOW, "torchvision_swin.ElsaShiftedWindowAttention",
+    ),
+    "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": (
+        WINDOW, "torchvision_swin.ElsaShiftedWindowAttentionV2",
+    ),
+    "torchvision.models.vision_transformer.MLPBlock": (MLP, "torchvision_mlp.ElsaMLPBlock"),
+    "torchvision.ops.misc.MLP": (MLP, "torchvision_mlp.ElsaMLP"),
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLVisionAttention": (
+        GLOBAL, "transformers_packed.ElsaQwen2_5_VLVisionAttention",
+    ),
+    "transformers.models.qwen2_vl.modeling_qwen2_vl.VisionAttention": (
+        GLOBAL, "transformers_packed.ElsaVisionAttention",
+    ),
+    "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionAttention": (
+        GLOBAL, "transformers_packed.ElsaQwen3VLVisionAttention",
+    ),
+    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionAttention": (
+        GLOBAL, "transformers_packed.ElsaQwen3VLMoeVisionAttention",
+    ),
+    "transformers.models.siglip2.modeling_siglip2.Siglip2Attention": (
+        GLOBAL, "transformers_siglip2.ElsaSiglip2Attention",
+    ),
+    "transformers.models.siglip2.modeling_siglip2.Siglip2Encoder": (
+        COMPANION, "transformers_siglip2.ElsaSiglip2Encoder",
+    ),
+}  # fmt: skip
+# Classes that run their own forward, watched, by kind.
+_WATCHED = {
+    GLOBAL: """
+        timm.layers.attention2d.Attention2d timm.layers.attention2d.MultiQueryAttention2d
+        timm.layers.attention2d.MultiQueryAttentionV2 timm.layers.bottleneck_attn.BottleneckAttn
+        timm.layers.diff_attention.DiffAttention timm.layers.non_local_attn.NonLocalAttn
+        timm.models.beit.Attention timm.models.convit.MHSA timm.models.cpubone.ConvAttention
+        timm.models.efficientformer.Attention timm.models.fastvit.Attention
+        timm.models.gemma4_vit.Gemma4Attention timm.models.hiera.MaskUnitAttention
+        timm.models.hieradet_sam2.MultiScaleAttention timm.models.iformer.SHMA
+        timm.models.levit.Attention timm.models.levit.AttentionDownsample
+        timm.models.lowformer.ConvAttention timm.models.maxxvit.Attention2d
+        timm.models.metaformer.Attention timm.models.mvitv2.MultiScaleAttentionPoolFirst
+        timm.models.nextvit.EfficientAttention timm.models.pvt_v2.Attention
+        timm.models.shvit.SHSA timm.models.tnt.Attention timm.models.twins.GlobalSubSampleAttn
+        timm.models.visformer.Attention timm.models.vision_transformer.DiffParallelScalingBlock
+        timm.models.vision_transformer.ParallelScalingBlock
+        timm.models.vision_transformer_relpos.RelPosAttention timm.models.volo.Attention
+        open_clip.transformer.Attention torchvision.models.video.mvit.MultiscaleAttention
+    """,
+    POOLING: """
+        timm.layers.attention_pool.AttentionPoolLatent
+        timm.layers.attention_pool.AttentionPoolPrr timm.layers.attention_pool2d.AttentionPool2d
+        timm.layers.attention_pool2d.RotAttentionPool2d timm.layers.other_pool.SimPool1d
+        timm.layers.other_pool.SimPool2d open_clip.modified_resnet.AttentionPool2d
+    """,
+    NONE: """
+        timm.layers.global_context.GlobalContext
+    """,
+    WINDOW: """
+        timm.layers.halo_attn.HaloAttn timm.models.davit.WindowAttention
+        timm.models.efficientvit_msra.CascadedGroupAttention
+        timm.models.gcvit.WindowAttentionGlobal timm.models.maxxvit.AttentionCl
+        timm.models.nest.Attention timm.models.swin_transformer.WindowAttention
+        timm.models.swin_transformer_v2.WindowAttention
+        timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention
+        timm.models.tiny_vit.Attention
+        torchvision.models.maxvit.RelativePositionalMultiHeadAttention
+        torchvision.models.video.swin_transformer.ShiftedWindowAttention3d
+    """,
+    CLASS: """
+        timm.models.cait.ClassAttn timm.models.volo.ClassAttention
+    """,
+    CROSS: """
+        timm.models.crossvit.CrossAttention
+    """,
+}
 _TALKING = "mixes heads around the softmax, so that no head is softmax(QK^T)V alone"
 _CHANNEL = "attends over channels: its scores are channels x channels"
-
-_TORCH = (
-    Row("nn.modules.linear.Linear", LAYER, "torch_layers.ElsaLinear"),
-    Row("nn.modules.conv.Conv2d", PATCHES, "torch_layers.ElsaPatchConv2d"),
-    Row("nn.modules.container.Sequential", MLP, "torch_layers.ElsaSequential"),
-    Row(
-        "nn.modules.transformer.TransformerEncoderLayer",
-        COMPANION,
-        "torch_layers.ElsaTransformerEncoderLayer",
+# Classes that are never rewritten: they compute something else than softmax(Q K^T * s + b) V.
+_NEVER = {
+    "timm.layers.lambda_layer.LambdaLayer": (
+        "linear", "a lambda layer: softmax over keys alone, then K^T V",
     ),
-    Row(
-        "nn.modules.activation.MultiheadAttention", GLOBAL, "torch_multihead.ElsaMultiheadAttention"
+    "timm.models.cait.TalkingHeadAttn": ("talking-heads", _TALKING),
+    "timm.models.coat.FactorAttnConvRelPosEnc": (
+        "linear", "factorised attention: softmax over keys alone, then K^T V",
     ),
-)
-
-_TIMM = (
-    Row("layers.attention.Attention", GLOBAL, "timm_attention.ElsaAttention"),
-    Row("layers.attention.AttentionRope", GLOBAL, "timm_attention.ElsaAttentionRope"),
-    Row("layers.attention2d.Attention2d", GLOBAL),
-    Row("layers.attention2d.MultiQueryAttention2d", GLOBAL),
-    Row("layers.attention2d.MultiQueryAttentionV2", GLOBAL),
-    Row("layers.attention_pool.AttentionPoolLatent", POOLING),
-    Row("layers.attention_pool.AttentionPoolPrr", POOLING),
-    Row("layers.attention_pool2d.AttentionPool2d", POOLING),
-    Row("layers.attention_pool2d.RotAttentionPool2d", POOLING),
-    Row("layers.bottleneck_attn.BottleneckAttn", GLOBAL),
-    Row("layers.diff_attention.DiffAttention", GLOBAL),
-    Row("layers.global_context.GlobalContext", NONE),
-    Row("layers.halo_attn.HaloAttn", WINDOW),
-    Row(
-        "layers.lambda_layer.LambdaLayer",
-        "linear",
-        reason="a lambda layer: softmax over keys alone, then K^T V",
+    "timm.models.convit.GPSA": (
+        "gated-positional", "blends two softmaxes by a gate, one of them of positions alone",
     ),
-    Row("layers.mlp.GluMlp", MLP, "timm_mlp.ElsaGluMlp"),
-    Row("layers.mlp.Mlp", MLP, "timm_mlp.ElsaMlp"),
-    Row("layers.mlp.SwiGLU", MLP, "timm_mlp.ElsaSwiGLU"),
-    Row("layers.non_local_attn.NonLocalAttn", GLOBAL),
-    Row("layers.other_pool.SimPool1d", POOLING),
-    Row("layers.other_pool.SimPool2d", POOLING),
-    Row("models.beit.Attention", GLOBAL),
-    Row("models.cait.ClassAttn", CLASS),
-    Row("models.cait.TalkingHeadAttn", "talking-heads", reason=_TALKING),
-    Row(
-        "models.coat.FactorAttnConvRelPosEnc",
-        "linear",
-        reason="factorised attention: softmax over keys alone, then K^T V",
+    "timm.models.csatv2.SpatialTransformerBlock": (
+        "other", "its products run across the images of the batch, not across tokens",
     ),
-    Row(
-        "models.convit.GPSA",
-        "gated-positional",
-        reason="blends two softmaxes by a gate, one of them of positions alone",
+    "timm.models.davit.ChannelAttention": ("channel", _CHANNEL),
+    "timm.models.davit.ChannelAttentionV2": ("channel", _CHANNEL),
+    "timm.models.edgenext.CrossCovarianceAttn": ("channel", _CHANNEL),
+    "timm.models.efficientformer_v2.Attention2d": ("talking-heads", _TALKING),
+    "timm.models.efficientformer_v2.Attention2dDownsample": ("talking-heads", _TALKING),
+    "timm.models.efficientvim.HSMSSD": (
+        "linear", "a state-space mixer: its softmax is over time steps, not over query-key scores",
     ),
-    Row("models.convit.MHSA", GLOBAL),
-    Row("models.cpubone.ConvAttention", GLOBAL),
-    Row("models.crossvit.CrossAttention", CROSS),
-    Row(
-        "models.csatv2.SpatialTransformerBlock",
-        "other",
-        reason="its products run across the images of the batch, not across tokens",
+    "timm.models.efficientvit_mit.LiteMLA": (
+        "linear", "ReLU linear attention: there is no softmax",
     ),
-    Row("models.davit.ChannelAttention", "channel", reason=_CHANNEL),
-    Row("models.davit.ChannelAttentionV2", "channel", reason=_CHANNEL),
-    Row("models.davit.SpatialBlock", BLOCK, "timm_windows.ElsaSpatialBlock"),
-    Row("models.davit.WindowAttention", WINDOW),
-    Row("models.edgenext.CrossCovarianceAttn", "channel", reason=_CHANNEL),
-    Row("models.efficientformer.Attention", GLOBAL),
-    Row("models.efficientformer_v2.Attention2d", "talking-heads", reason=_TALKING),
-    Row("models.efficientformer_v2.Attention2dDownsample", "talking-heads", reason=_TALKING),
-    Row(
-        "models.efficientvim.HSMSSD",
-        "linear",
-        reason="a state-space mixer: its softmax is over time steps, not over query-key scores",
+    "timm.models.mobilevit.LinearSelfAttention": (
+        "linear", "separable attention: one score a token, no query-key products",
     ),
-    Row(
-        "models.efficientvit_mit.LiteMLA",
-        "linear",
-        reason="ReLU linear attention: there is no softmax",
+    "timm.models.swiftformer.EfficientAdditiveAttention": (
+        "linear", "additive attention: one score a token, no query-key products",
     ),
-    Row("models.efficientvit_msra.CascadedGroupAttention", WINDOW),
-    Row("models.eva.EvaAttention", GLOBAL, "timm_eva.ElsaEvaAttention"),
-    Row("models.fastvit.Attention", GLOBAL),
-    Row("models.gcvit.WindowAttentionGlobal", WINDOW),
-    Row("models.gemma4_vit.Gemma4Attention", GLOBAL),
-    Row("models.hiera.MaskUnitAttention", GLOBAL),
-    Row("models.hieradet_sam2.MultiScaleAttention", GLOBAL),
-    Row("models.iformer.SHMA", GLOBAL),
-    Row("models.levit.Attention", GLOBAL),
-    Row("models.levit.AttentionDownsample", GLOBAL),
-    Row("models.lowformer.ConvAttention", GLOBAL),
-    Row("models.maxxvit.Attention2d", GLOBAL),
-    Row("models.maxxvit.AttentionCl", WINDOW),
-    Row("models.maxxvit.PartitionAttentionCl", BLOCK, "timm_maxxvit.ElsaPartitionAttentionCl"),
-    Row("models.metaformer.Attention", GLOBAL),
-    Row(
-        "models.mobilevit.LinearSelfAttention",
-        "linear",
-        reason="separable attention: one score a token, no query-key products",
+    "timm.models.volo.OutlookAttention": (
+        "outlook", "its weights come from a linear layer, not from query-key products",
     ),
-    Row("models.mvitv2.MultiScaleAttention", GLOBAL, "timm_mvitv2.ElsaMultiScaleAttention"),
-    Row("models.mvitv2.MultiScaleAttentionPoolFirst", GLOBAL),
-    Row("models.naflexvit.NaFlexVit", COMPANION, "timm_naflex.ElsaNaFlexVit"),
-    Row("models.nest.Attention", WINDOW),
-    Row("models.nextvit.EfficientAttention", GLOBAL),
-    Row("models.pvt_v2.Attention", GLOBAL),
-    Row("models.shvit.SHSA", GLOBAL),
-    Row(
-        "models.swiftformer.EfficientAdditiveAttention",
-        "linear",
-        reason="additive attention: one score a token, no query-key products",
-    ),
-    Row(
-        "models.swin_transformer.SwinTransformerBlock", BLOCK, "timm_swin.ElsaSwinTransformerBlock"
-    ),
-    Row("models.swin_transformer.WindowAttention", WINDOW),
-    Row(
-        "models.swin_transformer_v2.SwinTransformerV2Block",
-        BLOCK,
-        "timm_swin.ElsaSwinTransformerV2Block",
-    ),
-    Row("models.swin_transformer_v2.WindowAttention", WINDOW),
-    Row(
-        "models.swin_transformer_v2_cr.SwinTransformerV2CrBlock",
-        BLOCK,
-        "timm_swin.ElsaSwinTransformerV2CrBlock",
-    ),
-    Row("models.swin_transformer_v2_cr.WindowMultiHeadAttention", WINDOW),
-    Row("models.tiny_vit.Attention", WINDOW),
-    Row("models.tiny_vit.TinyVitBlock", BLOCK, "timm_windows.ElsaTinyVitBlock"),
-    Row("models.tnt.Attention", GLOBAL),
-    Row("models.twins.GlobalSubSampleAttn", GLOBAL),
-    Row("models.twins.LocallyGroupedAttn", WINDOW, "timm_windows.ElsaLocallyGroupedAttn"),
-    Row("models.visformer.Attention", GLOBAL),
-    Row("models.vision_transformer.Block", COMPANION, "timm_blocks.ElsaBlock"),
-    Row("models.vision_transformer.DiffParallelScalingBlock", GLOBAL),
-    Row("models.vision_transformer.ParallelScalingBlock", GLOBAL),
-    Row("models.vision_transformer_relpos.RelPosAttention", GLOBAL),
-    Row("models.vision_transformer_sam.Attention", GLOBAL, "timm_sam.ElsaSamAttention"),
-    Row("models.volo.Attention", GLOBAL),
-    Row("models.volo.ClassAttention", CLASS),
-    Row(
-        "models.volo.OutlookAttention",
-        "outlook",
-        reason="its weights come from a linear layer, not from query-key products",
-    ),
-    Row("models.xcit.XCA", "channel", reason=_CHANNEL),
-)
-
-_OPEN_CLIP = (
-    Row("modified_resnet.AttentionPool2d", POOLING),
-    Row("transformer.Attention", GLOBAL),
-)
-
-_TORCHVISION = (
-    Row(
-        "models.maxvit.PartitionAttentionLayer",
-        BLOCK,
-        "torchvision_maxvit.ElsaPartitionAttentionLayer",
-    ),
-    Row("models.maxvit.RelativePositionalMultiHeadAttention", WINDOW),
-    Row(
-        "models.swin_transformer.ShiftedWindowAttention",
-        WINDOW,
-        "torchvision_swin.ElsaShiftedWindowAttention",
-    ),
-    Row(
-        "models.swin_transformer.ShiftedWindowAttentionV2",
-        WINDOW,
-        "torchvision_swin.ElsaShiftedWindowAttentionV2",
-    ),
-    Row("models.vision_transformer.MLPBlock", MLP, "torchvision_mlp.ElsaMLPBlock"),
-    Row("models.video.mvit.MultiscaleAttention", GLOBAL),
-    Row("models.video.swin_transformer.ShiftedWindowAttention3d", WINDOW),
-    Row("ops.misc.MLP", MLP, "torchvision_mlp.ElsaMLP"),
-)
-
-_TRANSFORMERS = tuple(Row(*row) for row in transformers_rows.ROWS)
-
-# A library is imported only by the adapters of its classes.
-LIBRARIES = {
-    "torch": _TORCH,
-    "timm": _TIMM,
-    "open_clip": _OPEN_CLIP,
-    "torchvision": _TORCHVISION,
-    "transformers": _TRANSFORMERS,
-}
+    "timm.models.xcit.XCA": ("channel", _CHANNEL),
+}  # fmt: skip
 # Attributes of timm's modules that choose between fused attention and eager softmax.
 SWITCHES = ("fused_attn", "use_fsdpa")
 
-ROWS = MappingProxyType(
-    {
-        f"{library}.{row.name}": replace(row, name=f"{library}.{row.name}")
-        for library, rows in LIBRARIES.items()
-        for row in rows
-    }
-)
+# By the qualified name of the class.
+ROWS: Mapping[str, Row] = {
+    **{name: Row(kind) for kind, names in _WATCHED.items() for name in names.split()},
+    **{name: Row(kind, reason=reason) for name, (kind, reason) in _NEVER.items()},
+    **{name: Row(*row) for name, row in ADAPTERS.items()},
+}
 
 _Adapter = TypeVar("_Adapter", bound=type[nn.Module])
 
@@ -291,7 +244,7 @@ def register_adapter(adapter: _Adapter, *, kind: str = GLOBAL) -> _Adapter:
     if reason:
         raise ArgumentError(f"adapter={getattr(adapter, '__qualname__', adapter)!r} {reason}")
     base = adapter.__dict__["elsa_base"]
-    _REGISTERED[base] = (Row(qualified(base), kind, qualified(adapter)), adapter)
+    _REGISTERED[base] = (Row(kind, qualified(adapter)), adapter)
     return adapter
 
 

@@ -1,11 +1,8 @@
 """timm's `Attention` and `AttentionRope` on `elsa_core.attention`.
 
 Read against timm 1.0.20 (no is_causal, no gate), 1.0.29 (both) and 1.0.31 (grouped key/value heads
-in AttentionRope): the forwards below take the newest signature, which contains the older ones, and
-ask for what a version may lack.
-
-Queries, keys and values stay views of the packed projection, and the heads come back side by side,
-so that nothing is copied on either side of the operator.
+in AttentionRope). Queries, keys and values stay views of the packed projection, and the heads come
+back side by side, so that nothing is copied on either side of the operator.
 """
 
 from __future__ import annotations
@@ -38,19 +35,11 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     """timm's ViT attention: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = Attention
-    elsa_precision: str
-    elsa_backend: str
 
-    def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Any:
         if self.elsa_runs_original(x, attn_mask):
-            own = super().forward
-            if is_causal is False:  # older versions do not have it
-                shown: Tensor = own(x, attn_mask)
-            else:
-                shown = own(x, attn_mask, is_causal=is_causal)
-            return shown
+            # older versions do not have is_causal
+            return super().forward(x, attn_mask, **({"is_causal": True} if is_causal else {}))
         return self.elsa_added(x, None, None, attn_mask, is_causal)
 
     def elsa_runs_original(self, x: Tensor, attn_mask: Tensor | None) -> bool:
@@ -84,8 +73,6 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
     """timm's attention with rotary positions: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = AttentionRope
-    elsa_precision: str
-    elsa_backend: str
 
     @all_tokens
     def forward(
@@ -109,25 +96,18 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
         return attended(self, q, k, v, attn_mask, is_causal, gate)
 
 
-# The helpers take the module as Any: timm is untyped, and its attributes differ between versions.
-
-
 def gate_of(module: Any, x: Tensor) -> Tensor | None:
     """The sigmoid gate on the output, [B, N, C], where the module has one."""
     gate = getattr(module, "gate", None)
-    if gate is None:
-        return None
-    opening: Tensor = gate(x).sigmoid()
+    opening: Tensor | None = None if gate is None else gate(x).sigmoid()
     return opening
 
 
 def rotate(module: Any, x: Tensor, rope: Tensor, like: Tensor) -> Tensor:
     """Rotate the tokens after the prefix (class and register tokens), in `like`'s dtype."""
-    prefix = module.num_prefix_tokens
-    half = getattr(module, "rotate_half", False)
-    rotated: Tensor = apply_rot_embed_cat(x[:, :, prefix:, :], rope, half=half)
-    turned: Tensor = torch.cat([x[:, :, :prefix, :], rotated], dim=2).type_as(like)
-    return turned
+    prefix, half = module.num_prefix_tokens, getattr(module, "rotate_half", False)
+    rotated = apply_rot_embed_cat(x[:, :, prefix:, :], rope, half=half)
+    return torch.cat([x[:, :, :prefix, :], rotated], dim=2).type_as(like)
 
 
 def attended(
@@ -155,7 +135,6 @@ def attended(
     x = module.norm(join_heads(out))
     if gate is not None:
         x = x * gate
-    joined: Tensor = module.proj_drop(
-        project(module, module.proj, x, residual=residual, scale=scale)
-    )
+    out = project(module, module.proj, x, residual=residual, scale=scale)
+    joined: Tensor = module.proj_drop(out)
     return joined

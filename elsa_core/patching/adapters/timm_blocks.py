@@ -25,8 +25,6 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
 
     elsa_base = Block
     elsa_companion = True
-    elsa_precision: str
-    elsa_backend: str
 
     @staticmethod
     def elsa_serves(module: Any) -> tuple[nn.Module, ...]:

@@ -23,8 +23,6 @@ class ElsaEvaAttention(EvaAttention):  # type: ignore[misc]  # timm is untyped
     """EVA's attention, whose keys have no bias: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = EvaAttention
-    elsa_precision: str
-    elsa_backend: str
 
     @all_tokens
     def forward(

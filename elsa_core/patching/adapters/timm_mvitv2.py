@@ -43,8 +43,6 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
     """Pooling after the projection: [B, N, C] -> [B, N', C'] and the size of N'."""
 
     elsa_base = MultiScaleAttention
-    elsa_precision: str
-    elsa_backend: str
 
     @runs_original(pooled_work, layered=False)
     def forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:

@@ -26,8 +26,6 @@ class ElsaSamAttention(Attention):  # type: ignore[misc]  # timm is untyped
     """Attention over an image or a window of it, [B, H, W, C] -> [B, H, W, C]."""
 
     elsa_base = Attention
-    elsa_precision: str
-    elsa_backend: str
 
     @runs_original(lambda site, x: x.numel() * x.shape[1] * x.shape[2])
     def forward(self, x: Tensor) -> Tensor:

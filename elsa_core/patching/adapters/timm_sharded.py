@@ -74,8 +74,6 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
 
     elsa_base = VisionTransformer
     elsa_companion = True
-    elsa_precision: str
-    elsa_backend: str
     elsa_group: str
     elsa_lengths: tuple[int, ...]
 

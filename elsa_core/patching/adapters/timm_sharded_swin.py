@@ -64,8 +64,6 @@ class _ShardedSwin(_Module):  # type: ignore[misc]
     """
 
     elsa_companion = True
-    elsa_precision: str
-    elsa_backend: str
     elsa_group: str
     elsa_lengths: tuple[int, ...]
 

@@ -1,5 +1,5 @@
 """PyTorch's own layers on `elsa_core.linear`: `nn.Linear`, the convolution of a patch embedding,
-chains of linear layers and activations, the encoder layer.
+chains of linear layers and activations.
 
 Read against torch 2.10 to 2.15. On a CPU a recorded program holds PyTorch's own operators: bundles
 of a model patched as a whole need no library for its layers there.
@@ -29,7 +29,7 @@ from elsa_core.patching.adapters.common import (
     project_by,
     why_no_weight,
 )
-from elsa_core.patching.adapters.hooks import has_hooks, is_watched
+from elsa_core.patching.adapters.hooks import has_hooks
 
 _Module: Any = nn.Module  # untyped, as the classes are that stand beside it
 
@@ -85,8 +85,7 @@ class ElsaPatchConv2d(nn.Conv2d):
         return project_by(self, patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-def _is_small(input: Tensor, weight: Tensor) -> bool:
-    """As `common.is_small`, with fewer questions: PyTorch's product is right whatever they ask."""
+def _is_small(input: Tensor, weight: Tensor) -> bool:  # `common.is_small` with fewer questions
     if not isinstance(input, Tensor):  # of torch.fx
         return True
     if not input.is_cuda or is_compiling():  # which may read no length
@@ -148,34 +147,6 @@ class ElsaSequential(Chain, nn.Sequential):
     """A sequence that is an MLP: [..., C] -> [..., N], any floating dtype."""
 
     elsa_base = nn.Sequential
-
-
-_FUNCTIONS = {functional.relu: "relu", functional.gelu: "gelu"}
-
-
-class ElsaTransformerEncoderLayer(nn.TransformerEncoderLayer):
-    """PyTorch's encoder layer, whose first linear layer takes the activation: no site itself."""
-
-    elsa_base = nn.TransformerEncoderLayer
-    elsa_companion = True
-    elsa_precision: str
-    elsa_backend: str
-
-    @staticmethod
-    def elsa_serves(module: Any) -> tuple[nn.Module, ...]:
-        """The sites whose products take the layer's terms."""
-        return module.linear1, module.linear2
-
-    def _ff_block(self, x: Tensor) -> Tensor:
-        activate: Any = self.activation
-        if isinstance(activate, nn.Module):
-            name = "" if is_watched(activate) else activation_of(activate)
-        else:
-            name = _FUNCTIONS.get(activate, "")
-        if not name:
-            return super()._ff_block(x)
-        x = passed(self.dropout, project(self, self.linear1, x, activation=name))
-        return passed(self.dropout2, project(self, self.linear2, x))
 
 
 def why_not_plain(layer: nn.Module) -> str:

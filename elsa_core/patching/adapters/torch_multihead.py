@@ -8,6 +8,8 @@ PyTorch reads before it takes that path.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -66,11 +68,16 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
                 raise ArgumentError(
                     "nested tensors are served in self-attention without masks and weights"
                 )
-            return self._elsa_nested(query), None
+            # within each sequence of a nested tensor (TransformerEncoder makes one)
+            padded = query.to_padded_tensor(0.0)
+            lengths = torch.tensor([len(one) for one in query.unbind()], device=query.device)
+            absent = torch.arange(padded.shape[1], device=query.device) >= lengths[:, None]
+            out, _ = self.forward(padded, padded, padded, absent, need_weights=False)
+            return torch._nested_tensor_from_mask(out, ~absent, mask_check=False), None
         if need_weights or self.elsa_why_not(self):
             return self._elsa_by_pytorch(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights,
-                is_causal,
+                query, key, value, key_padding_mask=key_padding_mask, need_weights=need_weights,
+                attn_mask=attn_mask, average_attn_weights=average_attn_weights, is_causal=is_causal,
             )  # fmt: skip
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, which is missing")
@@ -118,55 +125,20 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
 
-    def _elsa_nested(self, x: Tensor) -> Tensor:
-        """Self-attention within each sequence of a nested tensor (TransformerEncoder makes one)."""
-        padded = x.to_padded_tensor(0.0)
-        lengths = torch.tensor([len(sequence) for sequence in x.unbind()], device=x.device)
-        absent = torch.arange(padded.shape[1], device=x.device) >= lengths[:, None]
-        out, _ = self.forward(padded, padded, padded, absent, need_weights=False)
-        nested: Tensor = torch._nested_tensor_from_mask(out, ~absent, mask_check=False)
-        return nested
-
     def _elsa_by_pytorch(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        average_attn_weights: bool,
-        is_causal: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, **masks: Any
     ) -> tuple[Tensor, Tensor | None]:
         """PyTorch's function, for weights that are wanted and keys that are appended."""
         turn = self.batch_first and query.dim() == 3
         if turn:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         out, weights = F.multi_head_attention_forward(
-            query,
-            key,
-            value,
-            self.embed_dim,
-            self.num_heads,
-            self.in_proj_weight,
-            self.in_proj_bias,
-            self.bias_k,
-            self.bias_v,
-            self.add_zero_attn,
-            self.dropout,
-            self.out_proj.weight,
-            self.out_proj.bias,
-            training=self.training,
-            key_padding_mask=key_padding_mask,
-            need_weights=need_weights,
-            attn_mask=attn_mask,
-            use_separate_proj_weight=self.in_proj_weight is None,
-            q_proj_weight=self.q_proj_weight,
-            k_proj_weight=self.k_proj_weight,
-            v_proj_weight=self.v_proj_weight,
-            average_attn_weights=average_attn_weights,
-            is_causal=is_causal,
-        )
+            query, key, value, self.embed_dim, self.num_heads, self.in_proj_weight,
+            self.in_proj_bias, self.bias_k, self.bias_v, self.add_zero_attn, self.dropout,
+            self.out_proj.weight, self.out_proj.bias, training=self.training,
+            use_separate_proj_weight=self.in_proj_weight is None, q_proj_weight=self.q_proj_weight,
+            k_proj_weight=self.k_proj_weight, v_proj_weight=self.v_proj_weight, **masks,
+        )  # fmt: skip
         return out.transpose(0, 1) if turn else out, weights
 
 
@@ -193,7 +165,12 @@ def _merged_mask(
         return None
     if all(mask.dtype == torch.bool for mask in given):
         return ~(given[0] if len(given) == 1 else given[0] | given[1])
-    terms = [_additive(mask, q.dtype) for mask in given]
+    terms = [
+        mask.to(q.dtype)
+        if mask.dtype != torch.bool
+        else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, float("-inf"))
+        for mask in given
+    ]
     return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
 
@@ -203,9 +180,3 @@ def _check(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
         raise ArgumentError(f"{name} is {mask.dtype}: expected torch.bool or a floating dtype")
     if tuple(mask.shape) != shape:
         raise ArgumentError(f"{name} is {list(mask.shape)}: expected {list(shape)}")
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

@@ -31,8 +31,6 @@ class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transform
     """
 
     elsa_base = Siglip2Attention
-    elsa_precision: str
-    elsa_backend: str
 
     @staticmethod
     def elsa_why_not(module: Any) -> str:
@@ -67,8 +65,6 @@ class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
     elsa_base = Siglip2Encoder
     elsa_companion = True
     elsa_any_scope = True
-    elsa_precision: str
-    elsa_backend: str
 
     @staticmethod
     def elsa_why_not(module: Any) -> str:

@@ -404,7 +404,8 @@ class Watch(TorchFunctionMode):
 
         try:
             if sources and not calls.recorded():
-                call = _Call(*called, grad=True, autocast=(autocast, wide))
+                func, args, kwargs = called
+                call = _Call(func, args, kwargs, True, (autocast, wide))
                 out: Tensor = _Attended.apply(run, call, *sources)  # type: ignore[no-untyped-call]
             else:
                 out = run(())
