@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
 
 from elsa_core.base import calls
-from elsa_core.errors import ArgumentError, ElsaError
+from elsa_core.errors import ArgumentError
 
 
 def operands(
@@ -140,42 +139,6 @@ def require_number(name: str, given: object) -> None:
     # a compiler knows the first test, and not the protocol
     if not isinstance(given, (int, float)) and not isinstance(given, SupportsFloat):
         raise TypeError(f"{name} must be a number, not {type(given).__name__}")
-
-
-def explain_types(
-    error: Exception,
-    *,
-    tensors: Mapping[str, object],
-    terms: Mapping[str, object],
-    scale: object = None,
-    numbers: Mapping[str, object] | None = None,
-    flags: Mapping[str, object] | None = None,
-    names: Mapping[str, object] | None = None,
-) -> None:
-    """Say which argument of a call that failed has a wrong type; nothing is looked at before.
-
-    So right calls cost nothing. A call that failed for another reason passes.
-
-    Args:
-        error: what the call raised; an error of elsa says itself what was wrong.
-        tensors, terms: arguments by name; a term may be None.
-        scale: a number, or None.
-        numbers, flags, names: further arguments that must be a number, a bool and text.
-
-    Raises:
-        TypeError: names the argument.
-    """
-    if isinstance(error, ElsaError):
-        return
-    for name, given in (*tensors.items(), *((n, t) for n, t in terms.items() if t is not None)):
-        require_tensor(name, given)
-    for name, given in {"scale": 1.0 if scale is None else scale, **(numbers or {})}.items():
-        require_number(name, given)
-    for kind, arguments in ((bool, flags or {}), (str, names or {})):
-        for name, given in arguments.items():
-            if not isinstance(given, kind):
-                word = "True or False" if kind is bool else "text"
-                raise TypeError(f"{name} must be {word}, not {type(given).__name__}")
 
 
 def require_inside(bias_index: Tensor, rows: int) -> bool:
@@ -309,17 +272,3 @@ def _equal_heads(
     common = math.lcm(of_key, of_value)
     key, value = (t.repeat_interleave(common // t.shape[-3], dim=-3) for t in (key, value))
     return key, value
-
-
-def require_gate(value: Any, columns: int, depth: int) -> None:
-    """Refuse a value of `elsa_core.linear` that does not fit a weight [columns, depth]."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ArgumentError("value must be a pair: the weight [N, K], and the bias [N] or None")
-    if value[0] is None:
-        raise TypeError("value's weight must be a torch.Tensor, not None")
-    if value[0].shape != (columns, depth):
-        raise ArgumentError(
-            f"value's weight must be {[columns, depth]}, not {list(value[0].shape)}"
-        )
-    if value[1] is not None and value[1].shape != (columns,):
-        raise ArgumentError(f"value's bias must be [{columns}], not {list(value[1].shape)}")

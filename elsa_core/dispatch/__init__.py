@@ -16,19 +16,17 @@ from elsa_core.base.switches import switched
 from elsa_core.dispatch import launches
 from elsa_core.dispatch.chooser import (
     BY_ROW,
-    DIRECT,
     RUNS,
     SERVING,
-    Chosen,
     choose,
     chosen,
-    gradient_name,
     implementation,
     is_whole,
     kernels_of,
     mask_kind,
     names,
     plain_alone,
+    recomputes,
     register,
     rows_of,
     select,
@@ -36,62 +34,26 @@ from elsa_core.dispatch.chooser import (
     support,
     unregister,
 )
-from elsa_core.dispatch.explained import route
 from elsa_core.dispatch.faults import Layout, peer_fault, without_gaps
-from elsa_core.dispatch.gradients import recomputes, recorded, shard_backward
+from elsa_core.dispatch.gradients import recorded, shard_backward
 from elsa_core.dispatch.measured import (
     GATED,
+    attention_facts,
     eager_least,
     eager_products,
-    linear_by_pytorch,
     linear_form,
     product_by_pytorch,
     scope,
     unmeasured,
 )
-from elsa_core.dispatch.route import Route
+from elsa_core.dispatch.route import Route, route
 from elsa_core.dispatch.table import BACKENDS, PLAIN, SHIPPED
 
 __all__ = [
-    "BACKENDS",
-    "BY_ROW",
-    "DIRECT",
-    "GATED",
-    "PLAIN",
-    "RUNS",
-    "SERVING",
-    "SHIPPED",
-    "Chosen",
-    "Layout",
-    "Route",
-    "choose",
-    "chosen",
-    "eager_least",
-    "eager_products",
-    "gradient_name",
-    "implementation",
-    "is_whole",
-    "kernels_of",
-    "launches",
-    "linear_by_pytorch",
-    "linear_form",
-    "mask_kind",
-    "names",
-    "peer_fault",
-    "plain_alone",
-    "product_by_pytorch",
-    "recomputes",
-    "recorded",
-    "register",
-    "route",
-    "rows_of",
-    "scope",
-    "select",
-    "shard_backward",
-    "state_run",
-    "support",
-    "switched",
-    "unmeasured",
-    "unregister",
-    "without_gaps",
-]
+    "BACKENDS", "BY_ROW", "GATED", "PLAIN", "RUNS", "SERVING", "SHIPPED", "Layout", "Route",
+    "attention_facts", "choose", "chosen", "eager_least", "eager_products", "implementation",
+    "is_whole", "kernels_of", "launches", "linear_form", "mask_kind", "names", "peer_fault",
+    "plain_alone", "product_by_pytorch", "recomputes", "recorded", "register", "route", "rows_of",
+    "scope", "select", "shard_backward", "state_run", "support", "switched", "unmeasured",
+    "unregister", "without_gaps",
+]  # fmt: skip

@@ -26,16 +26,15 @@ class Chosen(NamedTuple):
     """What serves calls of one kind: a name, what to call, and the rows that may overrule it."""
 
     name: str
-    run: Callable[..., Any] | None
+    run: Any
     direct: Callable[..., Any] | None
-    rows: tuple[tuple[Row, Callable[..., Any]], ...]
+    rows: tuple[Row, ...]
 
 
-# What compilers and every call read. RUNS: what to call, by operator and backend; DIRECT: the
-# kernel behind it, BY_ROW: what a row calls, see `Implementation`. SERVING: what may compute a
-# projection faster than PyTorch (or gives None), by operator, device and what `backend=` asks for.
+# What compilers and every call read. RUNS: what to call, by operator and backend; BY_ROW: what a
+# row calls, see `Implementation`. SERVING: what may compute a projection faster than PyTorch (or
+# gives None), by operator, device and what `backend=` asks for.
 RUNS: dict[tuple[str, str], Callable[..., Any]] = {}
-DIRECT: dict[tuple[str, str], Callable[..., Any]] = {}
 BY_ROW: dict[tuple[str, str], Callable[..., Any]] = {}
 SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
 
@@ -149,17 +148,15 @@ def chosen(
     Raises:
         ArgumentError, UnavailableError: as `select`.
     """
-    request = Request(
-        device.type, dtype, head_dim, value_dim, precision, operator, ordinal=_ordinal(device)
-    )
+    request = _request(operator, device, dtype, head_dim, value_dim, precision)
     name = select(request, backend)[0]
     found = implementation(operator, name)
-    rows: tuple[tuple[Row, Callable[..., Any]], ...] = ()
+    rows: tuple[Row, ...] = ()
     if backend == "auto" and head_dim == value_dim and name in SHIPPED:
         rows = tuple(
-            (row, BY_ROW[operator, row.backend])
-            for row in measured.rows(operator, device, dtype, precision)
-            if row.head_dim == head_dim and support(request, row.backend).ok
+            row
+            for row in measured.rows(operator, "infer", device, dtype, precision, head_dim)
+            if support(request, row.by).ok
         )
     return Chosen(name, found.run, None if found.whole else found.direct, rows)
 
@@ -175,9 +172,7 @@ def choose(
     mode: str = "traced",
     *,
     gradient: tuple[str, ...] = (),
-    work: int | None = None,
-    masked: bool = False,
-    tokens: int = 0,
+    **facts: int | None,
 ) -> str:
     """Who serves calls of one kind, by name: the first row of the table that holds, else the first
     backend that can.
@@ -188,35 +183,34 @@ def choose(
         place: a device, "cuda:1" say. backend: as the caller asks for it.
         mode: "traced": whose kernel the operator is, in every program. "infer": as that, and
             PyTorch's own kernels where plain PyTorch is left on a GPU (without Triton, before
-            sm_80, channels without kernels). "train": as "traced", or who takes forward and
+            sm_80, channels without kernels). "train": as "infer", or who takes forward and
             gradients as a whole. "site": "original" where a patched module trains by its own
             forward, else empty.
         gradient: the arguments that a gradient is wanted of.
-        work: multiply-adds of query key^T in an eager call, whose time may be the host's; None
-            where a compiler or a graph saves the host's time.
-        masked: it has a boolean `attn_mask`. tokens: of a window.
+        facts: what rows of training read. work: multiply-adds of query key^T in an eager call,
+            whose time may be the host's; none where a compiler saves the host's time. boolean:
+            whether it has a boolean `attn_mask`. graph, head_dim, tokens: of a call of equal
+            shapes without a mask in a CUDA graph. Of a site, tokens: of a window.
 
     Raises:
         ArgumentError, UnavailableError: as `select`.
     """
     device = torch.device(place)
-    if mode == "traced":
-        return chosen(operator, device, dtype, head_dim, value_dim, precision, backend).name
-    request = Request(
-        device.type, dtype, head_dim, value_dim, precision, operator, gradient=gradient,
-        tokens=tokens, ordinal=_ordinal(device),
-    )  # fmt: skip
+    kind = (operator, device, dtype, head_dim, value_dim, precision)
     if mode == "site":
+        request = _request(*kind, gradient, facts.get("tokens") or 0)
         return measured.ORIGINAL if _leaves_to_original(request) else ""
-    name = chosen(operator, device, dtype, head_dim, value_dim, precision, backend).name
+    name = chosen(*kind, backend).name
     # of a mask's gradient alone PyTorch's memory-efficient kernel keeps no lse, and fails
-    if backend != "auto" or gradient == ("attn_mask",):
+    if mode == "traced" or backend != "auto" or gradient == ("attn_mask",):
         return name
-    if mode == "train":
-        rows = measured.trained(operator, device, dtype)
-        held = tuple(row for row in rows if row.holds(work, masked))
-        return _trained_by(switched(), request, held) or name if name in SHIPPED else name
+    if mode == "train" and name in SHIPPED:
+        for row, taken in _trained(switched(), *kind, gradient):
+            if row.holds(facts):
+                name = taken or name
+                break
     if name == PLAIN and device.type == "cuda" and dtype.itemsize <= 4:
+        request = _request(*kind, gradient)
         for each in BACKENDS:
             offered = each.operators.get(operator)
             if offered is not None and offered.whole and offered.support(request).ok:
@@ -224,18 +218,32 @@ def choose(
     return name
 
 
+def _request(
+    operator: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int,
+    precision: str, gradient: tuple[str, ...] = (), tokens: int = 0,
+) -> Request:  # fmt: skip
+    return Request(
+        device.type, dtype, head_dim, value_dim, precision, operator, gradient=gradient,
+        tokens=tokens, ordinal=-1 if device.index is None else device.index,
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1024)  # every layer of a training step asks
-def _trained_by(_: Hashable, request: Request, rows: tuple[measured.Trained, ...]) -> str:
-    """Who takes training calls as a whole, for the switches of this moment; empty: no other."""
-    for row in rows:
-        if not row.without_gradients or gradient_name(request)[0] == PLAIN:
-            return row.backend if support(request, row.backend).ok else ""
-    return ""
+def _trained(
+    _: Hashable, operator: str, device: torch.device, dtype: torch.dtype, *rest: Any
+) -> tuple[tuple[Row, str], ...]:
+    """The rows of training, for the switches of this moment, and who takes the calls of each;
+    empty: no other than otherwise."""
+    request = _request(operator, device, dtype, *rest)
+    return tuple(
+        (row, row.by if support(request, row.by).ok else "")
+        for row in measured.rows(operator, "train", device, dtype)
+        if not row.without_gradients or gradient_name(request)[0] == PLAIN
+    )
 
 
 def _leaves_to_original(request: Request) -> bool:
-    """Whether a patched site leaves training calls to the module it came from: where the shipped
-    table says so and no backend has a kernel of these gradients."""
+    # no backend has a kernel of these gradients, and the table says so of what is shipped
     operator, device = request.operator, request.device_type
     guests = (each for each in BACKENDS if each.name not in SHIPPED and operator in each.operators)
     if any(each.device == device for each in guests) or not measured.originals(operator, device):
@@ -244,9 +252,8 @@ def _leaves_to_original(request: Request) -> bool:
 
 
 def rows_of(operator: str, place: str, *kind: Any) -> tuple[Row, ...]:
-    """The rows of `chosen`; a constant for the compiler, as `choose`, whose arguments
-    it takes."""
-    return tuple(row for row, _ in chosen(operator, torch.device(place), *kind).rows)
+    """The rows of `chosen`; takes the arguments of `choose`, and is a constant as it is."""
+    return chosen(operator, torch.device(place), *kind).rows
 
 
 def state_run(
@@ -267,21 +274,12 @@ def state_run(
     return implementation("attention", choose("attention", *kind)).state
 
 
-def _ordinal(device: torch.device) -> int:
-    return -1 if device.index is None else device.index
-
-
 def is_whole(operator: str, name: str) -> bool:
     """Whether a backend takes calls of an operator as a whole, forward and gradients.
 
     A constant for the compiler, as `choose`.
     """
     return implementation(operator, name).whole
-
-
-# The mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
-for _constant in (choose, rows_of, is_whole):
-    _constant._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 
 def kernels_of(operator: str, device_type: str) -> str:
@@ -321,6 +319,14 @@ def gradient_name(request: Request) -> tuple[str, tuple[str, ...]]:
     return PLAIN, tuple(reasons)
 
 
+def recomputes(operator: str, place: str, *kind: Any, gradient: tuple[str, ...], mask: str) -> bool:
+    """Whether no backend has a kernel of the gradients of such calls; takes the arguments of
+    `choose`, and is a constant as it is."""
+    request = _request(operator, torch.device(place), *kind)
+    request = request._replace(gradient=gradient, mask=mask)
+    return gradient_name(request)[0] == PLAIN
+
+
 def mask_kind(attn_mask: Tensor | None, is_causal: bool) -> str:
     """The word of `Request.mask`."""
     if attn_mask is None:
@@ -328,15 +334,16 @@ def mask_kind(attn_mask: Tensor | None, is_causal: bool) -> str:
     return "bool" if attn_mask.dtype == torch.bool else "additive"
 
 
-measured.ON_CHANGE.append(cuda.forget)  # what held before
+# The mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
+for _constant in (choose, rows_of, is_whole, recomputes):
+    _constant._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 
 def _forget() -> None:
     """Build what compilers read, and drop what was chosen."""
     chosen.cache_clear()
-    _trained_by.cache_clear()
     cuda.forget()
-    tables: tuple[dict[Any, Any], ...] = (RUNS, DIRECT, BY_ROW, SERVING)
+    tables: tuple[dict[Any, Any], ...] = (RUNS, BY_ROW, SERVING)
     for table in tables:
         table.clear()
     for record in ops.records():
@@ -346,8 +353,6 @@ def _forget() -> None:
         for operator, offered in each.operators.items():
             if offered.run is not None:
                 RUNS[operator, each.name] = offered.run
-            if offered.direct is not None:
-                DIRECT[operator, each.name] = offered.direct
             by_row = offered.by_row or (offered.direct if offered.whole else None)
             if by_row is not None:
                 BY_ROW[operator, each.name] = by_row

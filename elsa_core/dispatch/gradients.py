@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,55 +16,74 @@ from elsa_core.backends import cuda, eager, native_backward
 from elsa_core.backends.support import Request
 from elsa_core.base import packing
 from elsa_core.dispatch import measured
-from elsa_core.dispatch.chooser import DIRECT, gradient_name, implementation, mask_kind
+from elsa_core.dispatch.chooser import implementation, mask_kind
 from elsa_core.dispatch.faults import Layout, peer_fault
-from elsa_core.dispatch.table import PLAIN
 from elsa_core.ops import flops
 from elsa_core.ops.attention import record as attention_operator
 from elsa_core.ops.factory import implement
+from elsa_core.ops.formulas import names_of
 from elsa_core.ops.window import record as window_operator
 
-
-def attention_backward(*arguments: Any) -> Any:
-    """`elsa::attention_backward` on every device: the first backend of the table that serves it."""
-    return _of_attention(ops.ATTENTION, arguments)
-
-
-def attention_dropout_backward(*arguments: Any) -> Any:
-    """`elsa::attention_dropout_backward` on every device: as `attention_backward`."""
-    return _of_attention(ops.ATTENTION_DROPOUT, arguments)
-
-
-def _of_attention(record: ops.Operator, arguments: tuple[Any, ...]) -> Any:
-    query, key, value, attn_mask = arguments[2:6]
-    is_causal, precision, needs = arguments[8], arguments[10], arguments[-1]
-    wanted = zip(record.terms, needs, strict=True)
-    dense = all(t.stride(-1) == 1 for t in (query, key, value))
-    request = Request(
-        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, record.name,
-        mask_kind(attn_mask, is_causal), "dense" if dense else "strided",
-        tuple(name for name, needed in wanted if needed), ordinal=query.get_device(),
-    )  # fmt: skip
-    grads = _by_the_table(request, arguments, _layout_of(arguments))
-    return record.recomputed(*arguments) if grads is None else grads
-
-
-def _layout_of(arguments: tuple[Any, ...]) -> Layout:
-    """Of the arguments of `elsa::attention_backward`."""
-    return Layout(*arguments[2:5], *arguments[8:10])
+Named = Mapping[str, Any]
 
 
 def _by_the_table(
-    request: Request, arguments: tuple[Any, ...], layout: Layout | None = None
-) -> Any:
-    """The gradients by the first backend of the table that serves the call, or None."""
-    names = measured.gradients(request.operator, request.device_type, request.dtype)
-    return _by_backends(request, names, arguments, layout)
+    record: ops.Operator,
+    finished: Callable[[Any, tuple[Any, ...]], Any] | None = None,
+    otherwise: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """`elsa::<name>_backward`: the first backend of the table that serves a call, else plain
+    PyTorch.
+
+    Args:
+        finished: completes what a backend gives, which it takes with the arguments.
+        otherwise: in the place of plain PyTorch on CUDA devices.
+    """
+    assert record.gradients is not None and record.gradients.backward is not None
+    names = names_of(record.gradients.backward.schema)
+
+    def backward(*arguments: Any) -> Any:
+        named = dict(zip(names, arguments, strict=True))
+        request = _request_of(record, named)
+        asked = measured.gradients(record.name, request.device_type, request.dtype)
+        grads = _by_backends(request, asked, arguments, named)
+        if grads is not None:
+            return grads if finished is None else finished(grads, arguments)
+        if otherwise is not None and request.device_type == "cuda":
+            return otherwise(*arguments)
+        return record.recomputed(*arguments)
+
+    return backward
+
+
+def _request_of(record: ops.Operator, named: Named) -> Request:
+    first, tokens, layout, mask = named.get("query"), 0, "dense", "none"
+    if first is None:
+        first = named["qkv"]
+        head_dim = value_dim = first.shape[-1] // (3 * named["num_heads"])
+        tokens = math.prod(named["window_size"])
+    else:
+        head_dim, value_dim = first.shape[-1], named["value"].shape[-1]
+    if "attn_mask" in named:
+        mask = mask_kind(named["attn_mask"], named["is_causal"])
+    if record.name.startswith("attention"):
+        dense = all(named[each].stride(-1) == 1 for each in ("query", "key", "value"))
+        layout = "dense" if dense else "strided"
+    wanted = zip(record.terms, named["needs"], strict=True)
+    return Request(
+        first.device.type, first.dtype, head_dim, value_dim, named["precision"], record.name,
+        mask, layout, tuple(name for name, needed in wanted if needed), tokens,
+        first.get_device(),
+    )  # fmt: skip
 
 
 def _by_backends(
-    request: Request, names: Iterable[str], arguments: tuple[Any, ...], layout: Layout | None
+    request: Request, names: Iterable[str], arguments: tuple[Any, ...], named: Named
 ) -> Any:
+    """The gradients by the first of these backends that serves the call, or None."""
+    layout = None
+    if "query" in named:
+        layout = Layout(*(named[n] for n in ("query", "key", "value", "is_causal", "scale")))
     for name in names:
         offered = implementation(request.operator, name)
         if offered.backward is None or not (offered.gradient and offered.gradient(request).ok):
@@ -79,7 +98,8 @@ def _by_backends(
 
 
 def shard_backward(*arguments: Any) -> Any:
-    """As `attention_backward`, for keys and values that are a shard of those that the rows see.
+    """As `elsa::attention_backward`, for keys and values that are a shard of those that the rows
+    see.
 
     `out` and `lse` are of the whole rows, so that a kernel serves only where it reads both as they
     are: P = exp(score - lse), delta = rowsum(grad_out * out). In float32 the CPU kernels do, whose
@@ -88,58 +108,22 @@ def shard_backward(*arguments: Any) -> Any:
     all in float64, an lse of float64 scores among it: here scores are rounded otherwise than those
     that it was summed of, and the weights of a row would not sum to one.
     """
-    query, value, attn_mask = arguments[2], arguments[4], arguments[5]
-    is_causal, _, precision, needs = arguments[8:]
+    record = ops.ATTENTION
+    assert record.gradients is not None and record.gradients.backward is not None
+    named = dict(zip(names_of(record.gradients.backward.schema), arguments, strict=True))
+    query, grads = named["query"], None
     asked = measured.gradients("attention", query.device.type, query.dtype)
-    if not asked or not (query.numel() and value.numel()):
-        return eager.backward(*arguments, is_shard=True)
-    wanted = zip(ops.ATTENTION.terms, needs, strict=True)
-    request = Request(
-        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, "attention",
-        mask_kind(attn_mask, is_causal), "dense", tuple(name for name, needed in wanted if needed),
-        ordinal=query.get_device(),
-    )  # fmt: skip
-    single = query.dtype == torch.float32
-    if single and "native" in asked:
-        support = implementation("attention", "native").gradient
-        if support is not None and support(request).ok:
-            grads = native_backward.attention_backward(*arguments, is_shard=True)
-            if grads is not None:
-                return grads
-    read = ("triton", "sdpa") if single else ("sdpa",)
-    names = [name for name in asked if name in read]
-    grads = _by_backends(request, names, arguments, _layout_of(arguments))
+    if asked and query.numel() and named["value"].numel():
+        request = _request_of(record, named)._replace(layout="dense")
+        single = query.dtype == torch.float32
+        if single and "native" in asked:
+            support = implementation("attention", "native").gradient
+            if support is not None and support(request).ok:
+                grads = native_backward.attention_backward(*arguments, is_shard=True)
+        if grads is None:
+            read = ("triton", "sdpa") if single else ("sdpa",)
+            grads = _by_backends(request, [n for n in asked if n in read], arguments, named)
     return eager.backward(*arguments, is_shard=True) if grads is None else grads
-
-
-def window_attention_backward(*arguments: Any) -> Any:
-    """`elsa::window_attention_backward` on every device: as `attention_backward`."""
-    qkv, num_heads, precision, needs = arguments[1], arguments[6], arguments[13], arguments[14]
-    head_dim = qkv.shape[-1] // (3 * num_heads)
-    wanted = zip(ops.WINDOW_ATTENTION.terms, needs, strict=True)
-    request = Request(
-        qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
-        gradient=tuple(name for name, needed in wanted if needed), tokens=math.prod(arguments[7]),
-        ordinal=qkv.get_device(),
-    )  # fmt: skip
-    grads = _by_the_table(request, arguments)
-    return ops.WINDOW_ATTENTION.recomputed(*arguments) if grads is None else grads
-
-
-def varlen_attention_backward(*arguments: Any) -> Any:
-    """`elsa::varlen_attention_backward` on every device: as `attention_backward`."""
-    query, value, precision, needs = arguments[2], arguments[4], arguments[11], arguments[12]
-    wanted = zip(ops.VARLEN_ATTENTION.terms, needs, strict=True)
-    request = Request(
-        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision,
-        "varlen_attention", gradient=tuple(name for name, needed in wanted if needed),
-        ordinal=query.get_device(),
-    )  # fmt: skip
-    grads = _by_the_table(request, arguments, Layout(*arguments[2:5], *arguments[9:11]))
-    if grads is not None:
-        return grads
-    otherwise = padded_backward if query.is_cuda else ops.VARLEN_ATTENTION.recomputed
-    return otherwise(*arguments)
 
 
 def padded_backward(
@@ -200,21 +184,6 @@ def _wanted(
     return first, second, third
 
 
-def entmax_backward_cpu(*arguments: Any) -> Any:
-    """`elsa::entmax_attention_backward` on the CPU: as `attention_backward`."""
-    query, value, precision, needs = arguments[1], arguments[3], arguments[12], arguments[13]
-    record = ops.ENTMAX_ATTENTION
-    wanted = zip(record.terms, needs, strict=True)
-    request = Request(
-        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, record.name,
-        mask_kind(arguments[4], arguments[10]), "dense",
-        tuple(name for name, needed in wanted if needed),
-        ordinal=query.get_device(),
-    )  # fmt: skip
-    grads = _by_the_table(request, arguments)
-    return record.recomputed(*arguments) if grads is None else _with_mask(grads, arguments)
-
-
 def entmax_backward_cuda(*arguments: Any) -> Any:
     """`elsa::entmax_attention_backward` on CUDA: Triton's kernels; of a mask plain PyTorch."""
     from elsa_core.backends.triton.attention.entmax import entmax_backward
@@ -242,42 +211,18 @@ def _with_mask(grads: Sequence[Tensor], arguments: tuple[Any, ...]) -> tuple[Ten
     return *grads[:3], ops.ENTMAX_ATTENTION.recomputed(*terms, of_mask)[3], grads[4]
 
 
-def recomputes(
-    operator: str,
-    place: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    precision: str,
-    gradient: tuple[str, ...],
-    mask: str,
-) -> bool:
-    """Whether no backend has a kernel of the gradients of such calls on a device, "cuda:1" say: a
-    constant for the compiler, as `chooser.choose`."""
-    device = torch.device(place)
-    request = Request(
-        device.type, dtype, head_dim, value_dim, precision, operator, mask, gradient=gradient,
-        ordinal=-1 if device.index is None else device.index,
-    )  # fmt: skip
-    return gradient_name(request)[0] == PLAIN
-
-
-recomputes._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def recorded(operator: str, backend: str) -> Callable[..., Any] | None:
-    """`elsa::<operator>` of a backend, for eager calls whose gradient autograd records.
+def recorded(operator: str, direct: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """`elsa::<operator>` by a backend's `direct` kernel, for eager calls whose gradient autograd
+    records.
 
     The same kernels and formulas in fewer steps: the Python layers of
     `torch.library.register_autograd`, in both directions, take the host more time than all else of
-    a call. None where a backend has no kernel to be called directly. Only for calls that none of
-    `calls.traced` sees.
+    a call. None where there is no such kernel. Only for calls that none of `calls.traced` sees.
     """
-    kernel = DIRECT.get((operator, backend))
-    if kernel is None:
+    if direct is None:
         return None
     function, backward = _EAGER[operator]
-    return partial(function.apply, kernel, backward)
+    return partial(function.apply, direct, backward)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -286,29 +231,29 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False)
 
 
-implement("attention_backward", attention_backward, "CompositeExplicitAutograd")
-implement("varlen_attention_backward", varlen_attention_backward, "CompositeExplicitAutograd")
-implement("attention_dropout_backward", attention_dropout_backward, "CompositeExplicitAutograd")
-implement("window_attention_backward", window_attention_backward, "CompositeExplicitAutograd")
-implement("entmax_attention_backward", entmax_backward_cpu, "CPU")
+_BACKWARD = {
+    "attention": _by_the_table(ops.ATTENTION),
+    "attention_dropout": _by_the_table(ops.ATTENTION_DROPOUT),
+    "varlen_attention": _by_the_table(ops.VARLEN_ATTENTION, otherwise=padded_backward),
+    "window_attention": _by_the_table(ops.WINDOW_ATTENTION),
+}
+for _name, _kernel in _BACKWARD.items():
+    implement(f"{_name}_backward", _kernel, "CompositeExplicitAutograd")
+implement("entmax_attention_backward", _by_the_table(ops.ENTMAX_ATTENTION, _with_mask), "CPU")
 implement("entmax_attention_backward", entmax_backward_cuda, "CUDA")
 implement("entmax_varlen_attention_backward", entmax_varlen_backward_cuda, "CUDA")
 # The plans of these are dropped where backends come or go (`chooser.register`).
-cuda.offer(
-    {
-        "attention_backward": attention_backward,
-        "window_attention_backward": window_attention_backward,
-    }
-)
+cuda.offer({f"{name}_backward": _BACKWARD[name] for name in ("attention", "window_attention")})
+
+
+def _eager(function: Any, name: str) -> tuple[Any, Callable[..., Any]]:
+    overload = getattr(torch.ops.elsa, f"{name}_backward").default
+    return function, cuda.direct(overload, _BACKWARD[name])
+
+
 # The function of autograd that records an eager call, and what computes its gradients.
-_EAGER: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "attention": (
-        attention_operator.Eager,
-        cuda.direct(torch.ops.elsa.attention_backward.default, attention_backward),
-    ),
-    "window_attention": (
-        window_operator.Eager,
-        cuda.direct(torch.ops.elsa.window_attention_backward.default, window_attention_backward),
-    ),
+_EAGER = {
+    "attention": _eager(attention_operator.Eager, "attention"),
+    "window_attention": _eager(window_operator.Eager, "window_attention"),
 }
 flops.offer()  # of all operators, which are defined now

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elsa_core.backends import cuda
 from elsa_core.base import calls
 from elsa_core.base.limits import HALF_DEPTH
 from elsa_core.base.switches import switched
@@ -64,20 +65,15 @@ class Launches:
     def works(self) -> bool:
         """Whether this process has such a cache."""
         if not self._looked:
-            self._look()
+            if cuda.serves(self._operator):
+                from elsa_core.backends.cuda import library
+
+                with _LOCK:
+                    found = None if self._looked else library.load().short(self._operator)
+                    if found is not None:
+                        self._admit, self.find = found[1], found[0]
+            self._looked = True
         return self._admit is not None
-
-    def _look(self) -> None:
-        from elsa_core.backends import cuda
-
-        if cuda.serves(self._operator):
-            from elsa_core.backends.cuda import library
-
-            with _LOCK:
-                found = None if self._looked else library.load().short(self._operator)
-                if found is not None:
-                    self._admit, self.find = found[1], found[0]
-        self._looked = True
 
 
 ATTENTION = Launches("attention")
@@ -96,14 +92,17 @@ def find_linear(arguments: tuple[Any, ...]) -> Tensor | None:
     """A linear layer, given as the operator's arguments, by a cached launch, or by cuBLASLt in half
     precision; None of any other call.
     """
+    x = arguments[0]
+    single = x.dtype == torch.float32
+    if LINEAR.find is None if single else not x.is_cuda:  # at once on a CPU
+        return None
     if _cast() or calls.traced():
         return None
-    dtype = arguments[0].dtype
-    if dtype == torch.float32:
-        if LINEAR.find is None or takes_tf32() or is_seen(*arguments):
+    if single:
+        if takes_tf32() or is_seen(*arguments):
             return None
-        return LINEAR.find(*arguments)
-    if dtype in _HALF and arguments[6] == "strict" and arguments[1].shape[-1] > HALF_DEPTH:
+        return LINEAR.find(*arguments)  # type: ignore[misc]
+    if x.dtype in _HALF and arguments[6] == "strict" and arguments[1].shape[-1] > HALF_DEPTH:
         return _by_cublas(*arguments[:6])
     return None
 

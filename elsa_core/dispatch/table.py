@@ -165,7 +165,7 @@ _LINEAR: list[Callable[..., Tensor | None]] = []
 def _linear_by_triton(input: Tensor, weight: Tensor, *terms: Any) -> Tensor | None:
     _, activation, residual, scale, precision, *_ = terms
     alone = activation == "none" and residual is None and scale is None
-    if alone and precision == "strict" and measured.product_by_pytorch(input, weight):
+    if alone and precision == "strict" and measured.product_by_pytorch(input, weight) is not None:
         return None
     if not is_compiling() and _LINEAR:  # in this order: a compiler guards on what it reads
         return _LINEAR[0](input, weight, *terms)

@@ -12,6 +12,15 @@ from elsa_core.base import calls
 from elsa_core.ops.factory import Backward, Gradients, Grads
 
 
+def _arguments(schema: str) -> list[str]:
+    return schema[1 : schema.index(") ->")].split(", ")
+
+
+def names_of(schema: str) -> list[str]:
+    """The names of an operator's arguments."""
+    return [one.split()[-1] for one in _arguments(schema)]
+
+
 class Formulas:
     """The gradients of an operator by `elsa::<name>_backward`, all of which its schema tells.
 
@@ -35,8 +44,7 @@ class Formulas:
         self, name: str, schema: str, terms: tuple[str, ...], reference: Callable[..., Any], *,
         saved: tuple[str, ...], like: int, again: Callable[..., Sequence[Tensor]] | None = None,
     ):  # fmt: skip
-        given = schema[1 : schema.index(") ->")].split(", ")
-        names = [one.split()[-1] for one in given]
+        given, names = _arguments(schema), names_of(schema)
         self.name, self.terms, self.again, self.like = name, terms, again, like
         self.leading = next(i for i, one in enumerate(given) if not one.startswith("Tensor"))
         rest = given[self.leading :]

@@ -155,5 +155,5 @@ def test_rows_of_a_whole_gpu_do_not_hold_for_a_part(
     """A part has fewer multiprocessors and less bandwidth: nothing was measured on one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    found = measured.rows("attention", torch.device("cuda", 0), torch.float16)
+    found = measured.rows("attention", "infer", torch.device("cuda", 0), torch.float16)
     assert bool(found) is held

@@ -66,11 +66,12 @@ def test_small_calls_of_a_processor(
     file.write_text(f"vendor_id\t: {vendor}\n")
     monkeypatch.setattr(processor, "CPUINFO", file)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    rows = measured.trained.__wrapped__("attention", torch.device(device), torch.float32)
+    rows = measured.rows("attention", "train", torch.device(device), torch.float32)
     rows = [row for row in rows if not row.without_gradients]
 
     def by(work):
-        return next((row.backend for row in rows if row.holds(work, False)), "native")
+        facts = {"work": work, "boolean": 0}
+        return next((row.by for row in rows if row.holds(facts)), "native")
 
     assert by(below - 1) == "sdpa" and by(below) == "native" == by(None)
 
@@ -84,11 +85,18 @@ def test_small_masked_calls_train_by_the_native_kernels() -> None:
     assert elsa.explain(q, q, q, mask).backend == "native"
     assert elsa.explain(q, q, q, mask.float()).backend == "sdpa"
     kind = ("attention", "cuda", torch.float32, 64, 64, "strict")
-    terms = {"mode": "train", "gradient": ("query",), "work": 1, "masked": True}
+    terms = {"mode": "train", "gradient": ("query",), "work": 1, "boolean": 1}
     assert whole_by(*kind, **terms) == "sdpa"  # not measured to be slower
 
 
 # Inference on the GPU that was measured
+
+
+def inferred(*shapes, dtype=torch.float16, precision="strict", **terms):
+    """The rows of inference that hold for [B, H, N, D] of query and key, and a mask."""
+    kind = (torch.device("cuda", 0), dtype, precision, shapes[0][-1])
+    facts = measured.attention_facts(*shapes, **terms)
+    return [row for row in measured.rows("attention", "infer", *kind) if row.holds(facts)]
 
 
 @pytest.fixture
@@ -112,9 +120,8 @@ def h200(monkeypatch):
     ],
 )
 def test_long_rows_of_half_precision(shape, dtype, held, h200) -> None:
-    rows = measured.rows("attention", torch.device("cuda", 0), dtype)
-    assert any(row.holds(shape, shape) for row in rows) is held
-    assert not any(row.holds(shape, (*shape[:2], 1, shape[3])) for row in rows)
+    assert bool(inferred(shape, shape, dtype=dtype)) is held
+    assert not inferred(shape, (*shape[:2], 1, shape[3]), dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -130,37 +137,31 @@ def test_long_rows_of_half_precision(shape, dtype, held, h200) -> None:
     ],
 )
 def test_masks_of_half_precision(shape, mask, held, h200) -> None:
-    rows = measured.rows("attention", torch.device("cuda", 0), torch.float16)
-    assert any(row.holds(shape, shape, mask) for row in rows) is held
-    assert not any(row.holds(shape, shape, mask) for row in rows if not row.masked)
-    assert not any(row.holds(shape, shape) for row in rows if row.masked)
-    assert not any(
-        row.masked for row in measured.rows("attention", torch.device("cuda", 0), torch.float32)
-    )
+    found = inferred(shape, shape, mask)
+    assert bool(found) is held
+    assert all(dict(row.ranges)["masked"] == (1, 1) for row in found)
+    assert not inferred(shape, shape, mask, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("precision", "held"), [("ieee", True), ("strict", False)])
 def test_float32_multiply_adds_are_the_portable_kernels(precision, held, h200) -> None:
-    rows = measured.rows("attention", torch.device("cuda", 0), torch.float32, precision)
-    assert not any(row.holds((1, 3, 1025, 64), (1, 3, 1025, 64)) for row in rows), "few programs"
+    kind = {"dtype": torch.float32, "precision": precision}
+    assert not inferred((1, 3, 1025, 64), (1, 3, 1025, 64), **kind), "few programs"
     for shape in ((8, 12, 1025, 64), (1, 12, 197, 64), (4, 16, 2048, 128)):
-        assert any(row.holds(shape, shape) for row in rows) is held
-        assert not any(row.holds((*shape[:2], 1, shape[3]), shape) for row in rows), "one query"
-        mask = (1, 1, shape[2], shape[2])
-        assert not any(row.holds(shape, shape, mask) for row in rows)
+        assert bool(inferred(shape, shape, **kind)) is held
+        assert not inferred((*shape[:2], 1, shape[3]), shape, **kind), "one query"
+        assert not inferred(shape, shape, (1, 1, shape[2], shape[2]), **kind)
 
 
 def test_another_gpu_has_no_rows(h200, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
-    assert not measured.rows("attention", torch.device("cuda", 0), torch.float16)
+    assert not measured.rows("attention", "infer", torch.device("cuda", 0), torch.float16)
 
 
 def test_prefills_of_many_wide_heads(h200) -> None:
     """Causal ones, as they were measured: 17 to 40 heads of 128."""
-    rows = measured.rows("attention", torch.device("cuda", 0), torch.float16)
     shape = (1, 40, 32768, 128)
-    assert any(row.holds(shape, shape, causal=True) for row in rows)
-    assert not any(row.holds(shape, shape) for row in rows)
+    assert inferred(shape, shape, causal=True) and not inferred(shape, shape)
 
 
 def test_plain_pytorch_is_named_for_every_operator() -> None:
@@ -317,7 +318,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
-    caches = (triton._environment, dispatch.chosen, chooser._trained_by)
+    caches = (triton._environment, dispatch.chosen, chooser._trained)
     for each in caches:
         each.cache_clear()
     yield

@@ -185,7 +185,7 @@ def test_a_wheel_holds_the_code_and_no_results(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert not [name for name in names if "/results/" in name]
     assert {
-        "elsa_core/dispatch/losses.json",
+        "elsa_core/dispatch/measured.json",
         "elsa_core/measuring/timing.py",
         "elsa_core/profiling/bench/published.py",
         "elsa_core/profiling/bench/tune.py",

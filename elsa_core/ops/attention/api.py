@@ -9,8 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from elsa_core.base import calls
-from elsa_core.base.operands import explain_types, require_tensor
+from elsa_core.base.operands import require_tensor
 from elsa_core.errors import ArgumentError
+from elsa_core.ops.arguments import explain_types
 from elsa_core.ops.attention import dense, nested
 from elsa_core.ops.attention.dense import explain
 from elsa_core.ops.sparse import api as sparse
@@ -116,12 +117,8 @@ def attention(
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError) as error:
         explain_types(
-            error,
-            tensors={"query": query, "key": key, "value": value},
-            terms={"attn_mask": attn_mask},
-            scale=scale,
-            numbers={"dropout_p": dropout_p},
-            flags={"is_causal": is_causal, "enable_gqa": enable_gqa},
-            names={"precision": precision, "backend": backend},
-        )
+            error, query=query, key=key, value=value, attn_mask=attn_mask, scale=scale,
+            dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa, precision=precision,
+            backend=backend,
+        )  # fmt: skip
         raise

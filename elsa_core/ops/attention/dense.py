@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from operator import index
 from typing import Any
 
 import torch
@@ -11,16 +9,17 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from elsa_core import dispatch, ops
-from elsa_core.backends.support import Request
+from elsa_core.backends import philox
 from elsa_core.base import calls
-from elsa_core.base.operands import autocast, checked_mask, leading_dims, operands, require_dense
-from elsa_core.dispatch import Chosen, Layout, Route, launches, measured
-from elsa_core.errors import UnavailableError
-from elsa_core.ops.attention import dropping
+from elsa_core.base.operands import checked_mask, operands, require_dense
+from elsa_core.dispatch import Layout, Route, launches
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.ops.arguments import Kind, default_scale, kind_of, prepared, request_of, restored
 from elsa_core.ops.sparse import api as sparse
 
 Answer = Tensor | tuple[Tensor, Tensor]
 _profiled, _cast = torch._C._autograd._profiler_enabled, torch._C._is_any_autocast_enabled
+_required = torch._C._any_requires_grad
 
 
 def attention(
@@ -102,126 +101,106 @@ def ordinary(
         if scale is None:
             scale = head_dim**-0.5 if head_dim else 1.0
         choice = dispatch.chosen("attention", device, dtype, head_dim, head_dim, precision, backend)
-        recorded = calls.differentiates(query, key, value, attn_mask)
+        recorded = torch.is_grad_enabled() and _required(query, key, value, attn_mask)
         by_pytorch = device.type == "cuda" and choice.name == dispatch.PLAIN
-        by_name = backend != "auto" and dispatch.peer_fault(
-            backend, Layout(query, key, value, is_causal, scale), "whole"
-        )
-        if by_pytorch or (recorded and return_lse) or by_name:
-            return None
         arguments = (query, key, value, attn_mask, is_causal, scale, precision)
+        by_name = backend != "auto" and dispatch.peer_fault(backend, _layout(arguments), "whole")
+        if by_pytorch or by_name or (recorded and return_lse):
+            return None
         if recorded:
             return _recorded(arguments, choice, backend)
-        result = _inferred(choice, arguments, given if auto else None)
-        return _with_lse(*result, backend) if return_lse else result[0]
+        out, lse = _inferred(arguments, choice, given if auto else None)
+        return _with_lse(out, lse, backend) if return_lse else out
     except (AttributeError, RuntimeError):
         require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
         raise
 
 
+def _layout(arguments: tuple[Any, ...]) -> Layout:
+    return Layout(*arguments[:3], *arguments[4:6])
+
+
 def _inferred(
-    choice: Chosen, arguments: tuple[Any, ...], given: tuple[Any, ...] | None
+    arguments: tuple[Any, ...], choice: Any, given: tuple[Any, ...] | None
 ) -> tuple[Tensor, Tensor | None]:
     """A call that autograd does not record. given: of the caller, where `auto` chooses and the
     output alone is wanted.
     """
-    if given is not None:
-        out = _by_row(choice, *arguments)
-        if out is not None:
-            return out, None
+    held = _holding(choice.rows, arguments) if choice.rows and given is not None else ()
+    out = _by_row(held, arguments) if held else None
+    if out is not None:
+        return out, None
     found: tuple[Tensor, Tensor | None]
     if choice.direct is None or _profiled():
         found = calls.below_autograd(choice.run, *arguments)
         return found
     found = choice.direct(*arguments)
     # where a row holds, its backend declined this call alone
-    if given is not None and found[0].is_cuda and not _has_row(choice, *arguments[:5]):
+    if given is not None and not held and found[0].is_cuda:
         launches.ATTENTION.admit(arguments, given)
     return found
 
 
-def _has_row(
-    choice: Chosen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
-) -> bool:
-    masked = None if mask is None else mask.shape
-    shapes = query.shape, key.shape, masked
-    return any(row.holds(*shapes, causal=causal) for row, _ in choice.rows)
+def _holding(rows: Any, arguments: tuple[Any, ...], known: Any = bool) -> list[Any]:
+    """The rows of inference that hold, whose backends compute this call right."""
+    query, key, _, mask, causal = arguments[:5]
+    if mask is not None and mask.dtype != query.dtype:
+        return []
+    of_mask = None if mask is None else mask.shape
+    facts = dispatch.attention_facts(query.shape, key.shape, of_mask, known, causal=causal)
+    layout = _layout(arguments)
+    return [
+        row
+        for row in rows
+        if row.holds(facts, known) and not dispatch.peer_fault(row.by, layout, "whole")
+    ]
 
 
-def _by_row(
-    choice: Chosen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
-) -> Tensor | None:
+def _by_row(held: Any, arguments: tuple[Any, ...]) -> Tensor | None:
     """An inference call by the backend that was measured to be faster there; None if there is none.
 
     Not for exported programs, which hold for other lengths too.
     """
-    if mask is not None and mask.dtype != query.dtype:
-        return None
-    masked = None if mask is None else mask.shape
-    for row, serve in choice.rows:
-        if row.holds(query.shape, key.shape, masked, causal=rest[0]):
-            layout = Layout(query, key, value, rest[0], rest[1])
-            if dispatch.peer_fault(row.backend, layout, "whole"):
-                continue
-            out: Tensor | None = serve(query, key, value, mask, *rest)
-            if out is not None:
-                return out
+    for row in held:
+        out: Tensor | None = dispatch.BY_ROW["attention", row.by](*arguments)
+        if out is not None:
+            return out
     return None
 
 
-def _measured_faster(
-    kind: tuple[str, torch.dtype, int, int, str], backend: str, arguments: tuple[Any, ...]
-) -> Tensor | None:
-    """The output of a call, as `_by_row` gives it; a compiler may be tracing it."""
+def _measured_faster(kind: Kind, backend: str, arguments: tuple[Any, ...]) -> Tensor | None:
+    """The output of a call, as `_by_row` gives it; a compiler may be tracing it.
+
+    A length that the compiler left open decides nothing: the graph would be made anew for each.
+    """
     query, key, value, attn_mask = arguments[:4]
     if calls.exporting():  # such a program holds for other lengths and GPUs
         return None
+    known: Any = bool
     if is_compiling():
-        if calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask):
-            return None
-        return _compiled_by_row(kind, backend, arguments)
-    if calls.traced() or calls.differentiates(query, key, value, attn_mask):
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # 1.7 s
+
+        known = statically_known_true
+    elif calls.traced():
         return None
-    choice = dispatch.chosen("attention", query.device, *kind[1:], backend)
-    return _by_row(choice, *arguments)
-
-
-def _compiled_by_row(
-    kind: tuple[str, torch.dtype, int, int, str], backend: str, arguments: tuple[Any, ...]
-) -> Tensor | None:
-    """As `_by_row`, for a graph that `torch.compile` makes for the lengths of this call alone.
-
-    A length that it left open decides nothing: the graph would be made anew for each.
-    """
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # 1.7 s, not eager's
-
-    query, key, value, mask, causal, scale = arguments[:6]
-    if mask is not None and mask.dtype != query.dtype:
+    if calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask):
         return None
-    masked = None if mask is None else mask.shape
-    for row in dispatch.rows_of("attention", *kind, backend):
-        if row.holds(query.shape, key.shape, masked, statically_known_true, causal=causal):
-            if dispatch.peer_fault(row.backend, Layout(query, key, value, causal, scale), "whole"):
-                continue
-            out: Tensor | None = dispatch.BY_ROW["attention", row.backend](*arguments)
-            if out is not None:
-                return out
-    return None
+    rows = dispatch.rows_of("attention", *kind, backend)
+    return _by_row(_holding(rows, arguments, known), arguments) if rows else None
 
 
-def _recorded(arguments: tuple[Any, ...], choice: Chosen, backend: str) -> Tensor | None:
-    """An ordinary call that autograd records; None where it is made of PyTorch's operations."""
-    query, key, value, attn_mask = arguments[:4]
-    if dispatch.plain_alone(backend):
-        return None
-    head_dim = query.shape[3]
-    kind = (calls.place(query), query.dtype, head_dim, head_dim, arguments[6])
-    whole = _whole(query, key, value, attn_mask, kind, backend, False, *arguments[4:6])
-    run = dispatch.RUNS["attention", whole or choice.name]
+def _recorded(arguments: tuple[Any, ...], choice: Any, backend: str) -> Tensor:
+    """An ordinary call that autograd records."""
+    query, head_dim = arguments[0], arguments[0].shape[3]
+    run = None
+    if backend == "auto":
+        kind = (calls.place(query), query.dtype, head_dim, head_dim, arguments[6])
+        whole = _whole(kind, arguments)
+        run = dispatch.RUNS["attention", whole] if whole else None
     # a profile looks for the operator's name
-    if not whole and run is ops.ATTENTION.overload and not _profiled():
-        run = dispatch.recorded("attention", choice.name) or run
-    out: Tensor = run(*arguments)[0]
+    if run is None and choice.run is ops.ATTENTION.overload and not _profiled():
+        run = dispatch.recorded("attention", choice.direct)
+    out: Tensor = (run or choice.run)(*arguments)[0]
     return out
 
 
@@ -239,60 +218,64 @@ def checked(
     return_lse: bool,
 ) -> Answer:
     """A call with every argument checked and brought to the operator's layout."""
-    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
-        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
-    scale = _default_scale(q) if scale is None else scale
-    out, lse = _served(
-        q, k, v, mask, is_causal, scale, precision, dropout_p=dropout_p, backend=backend,
-        return_lse=return_lse,
-    )  # fmt: skip
-    if not query.dim() == key.dim() == value.dim() == 4:
-        leading = leading_dims(query, key, value)
-        out = out.reshape(*leading, *out.shape[2:])
-        lse = None if lse is None else lse.reshape(*leading, *lse.shape[2:])
+    q, k, v, mask = prepared(query, key, value, attn_mask, is_causal, enable_gqa)
+    scale = default_scale(q) if scale is None else scale
+    arguments = (q, k, v, mask, is_causal, scale, precision)
+    found = _served(arguments, dropout_p, backend, return_lse)
+    out, lse = restored((query, key, value), *found)
     return _with_lse(out, lse, backend) if return_lse else out
 
 
 def _served(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    *,
-    dropout_p: float,
-    backend: str,
-    return_lse: bool,
+    arguments: tuple[Any, ...], dropout_p: float, backend: str, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """A call in the operator's layout, by who serves it; lse is None where it was not asked for."""
-    kind = (calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
+    kind = kind_of(arguments[0], arguments[2], arguments[6])
     name = dispatch.choose("attention", *kind, backend)
-    answer: tuple[Tensor, Tensor | None]
+    run: Any
     if calls.exporting_onnx():
-        exported = ops.ATTENTION.exported
-        answer = exported(q, k, v, mask, is_causal, scale, precision, with_lse=return_lse)
-    elif dropout_p != 0.0:
-        terms = (q, k, v, mask, is_causal, scale, precision)
-        answer = dropping.dropped(
-            *terms, dropout_p=dropout_p, backend=backend, return_lse=return_lse
-        )
-    elif dispatch.plain_alone(backend):
-        answer = ops.ATTENTION.reference(q, k, v, mask, is_causal, scale)
-    else:
-        name = _whole(q, k, v, mask, kind, backend, return_lse, is_causal, scale) or name
-        _refuse_faulty(backend, Layout(q, k, v, is_causal, scale))
-        arguments = (q, k, v, mask, is_causal, scale, precision)
-        faster = None if return_lse else _measured_faster(kind, backend, arguments)
-        run = dispatch.RUNS["attention", name]
-        answer = run(*arguments) if faster is None else (faster, None)
-    return answer
+        return ops.ATTENTION.exported(*arguments, with_lse=return_lse)  # type: ignore[no-any-return]
+    if dropout_p != 0.0:
+        name = _dropped_by(kind, arguments, dropout_p, backend, return_lse)
+        run = dispatch.RUNS["attention_dropout", name]
+        # PyTorch's own kernels draw for themselves, as they do in the original model
+        own = dispatch.is_whole("attention_dropout", name)
+        seed = None if own else philox.draw(arguments[0].device)
+        if calls.differentiates_otherwise():
+            run = ops.ATTENTION_DROPOUT.reference
+        return run(*arguments, float(dropout_p), seed)  # type: ignore[no-any-return]
+    if dispatch.plain_alone(backend):
+        return ops.ATTENTION.reference(*arguments[:6])  # type: ignore[no-any-return]
+    _refuse_faulty(backend, _layout(arguments))
+    if not return_lse:
+        if backend == "auto" and not calls.exporting():
+            name = _whole(kind, arguments) or name
+        out = _measured_faster(kind, backend, arguments)
+        if out is not None:
+            return out, None
+    run = dispatch.RUNS["attention", name]
+    return run(*arguments)  # type: ignore[no-any-return]
 
 
-def _default_scale(query: Tensor) -> float:
-    return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
+def _dropped_by(
+    kind: Kind, arguments: tuple[Any, ...], dropout_p: float, backend: str, return_lse: bool
+) -> str:
+    """The backend of a call with dropout; that a gradient is wanted does not change it, because a
+    reentrant checkpoint runs without gradients first and must drop the same weights again.
+
+    Raises:
+        ArgumentError: dropout_p is no probability.
+        UnavailableError: the backend asked for by name cannot serve the call.
+    """
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ArgumentError(f"dropout_p={dropout_p} must be in [0, 1]")
+    if dispatch.plain_alone(backend):
+        return dispatch.PLAIN
+    if backend == "auto" and not return_lse and dropout_p < 1.0:
+        whole = _whole(kind, arguments, "attention_dropout")
+        if whole:
+            return whole
+    return dispatch.choose("attention_dropout", *kind, backend)
 
 
 def _refuse_faulty(backend: str, layout: Layout) -> None:
@@ -308,46 +291,31 @@ def _with_lse(out: Tensor, lse: Tensor | None, backend: str) -> tuple[Tensor, Te
     return out, lse
 
 
-def _whole(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    kind: tuple[str, torch.dtype, int, int, str],
-    backend: str,
-    return_lse: bool,
-    is_causal: bool,
-    scale: float,
-) -> str:
-    """The backend of PyTorch's own kernels that takes this call, and its gradients where they are
-    wanted, as a whole; empty where there is none. A graph that is exported holds elsa's operators.
+def _whole(kind: Kind, arguments: tuple[Any, ...], operator: str = "attention") -> str:
+    """The backend of PyTorch's own kernels that takes a call of which lse is not wanted, and its
+    gradients where they are wanted, as a whole; empty where there is none. A graph that is exported
+    holds elsa's operators.
     """
-    if backend != "auto" or return_lse or calls.exporting():
-        return ""
+    query, key, value, attn_mask, is_causal = arguments[:5]
     gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
-    work = None if calls.traced() else query.numel() * key.shape[2]
-    plain = attn_mask is None and not is_causal
-    if work is not None and gradient and plain and query.is_cuda and _leads(query, key, value):
-        work = None
-    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
-    name = dispatch.choose("attention", *kind, mode="infer", gradient=gradient)
-    if gradient:
-        trained = dispatch.choose(
-            "attention", *kind, mode="train", gradient=gradient, work=work, masked=boolean
-        )
-        name = trained if dispatch.is_whole("attention", trained) else name
-    layout = Layout(query, key, value, is_causal, scale)
-    if not dispatch.is_whole("attention", name) or dispatch.peer_fault(name, layout, "whole"):
+    facts: Any = {}
+    if operator != "attention":
+        gradient = gradient or ("query",)
+    elif gradient and not calls.traced():
+        boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+        facts = {"work": query.numel() * key.shape[2], "boolean": int(boolean)}
+        plain = attn_mask is None and not is_causal
+        if plain and query.is_cuda and query.shape == key.shape == value.shape:
+            graph = int(torch.cuda.is_current_stream_capturing())
+            facts |= {"graph": graph, "head_dim": query.shape[3], "tokens": query.shape[2]}
+    mode = "train" if gradient else "infer"
+    name = dispatch.choose(operator, *kind, "auto", mode, gradient=gradient, **facts)
+    if not dispatch.is_whole(operator, name):
         return ""
-    takes = dispatch.implementation("attention", name).takes
+    if dispatch.peer_fault(name, _layout(arguments), "whole"):
+        return ""
+    takes = dispatch.implementation(operator, name).takes
     return name if takes is None or takes(query, key, attn_mask) else ""
-
-
-def _leads(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether a CUDA graph, which saves the host's time, records a small training call that the
-    table gives to this package's kernels there.
-    """
-    return torch.cuda.is_current_stream_capturing() and measured.leads_in_graphs(query, key, value)
 
 
 def explain(
@@ -368,11 +336,8 @@ def explain(
 
     Takes the arguments of `attention` (tensors' shapes, strides, dtypes and devices matter, their
     values do not) and refuses as it does: dense tensors that do not fit, dropout_p, precision,
-    backend and sparsity. Nested tensors are refused. Where the published results show a loss near
-    this call, a reason says so.
+    backend and sparsity. Nested tensors are refused.
     """
-    from elsa_core.dispatch.losses import losing_case
-
     if sparsity is not None:
         sparse.asked(query, key, value, attn_mask, dropout_p, sparsity)
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
@@ -380,50 +345,32 @@ def explain(
         route = sparse.route(q, k, v, mask, is_causal, precision, backend, sparsity)
         if route is not None:
             return route
-    dense = all(t.stride(-1) == 1 for t in (q, k, v))
     gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
-    request = Request(
-        q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, "attention",
-        dispatch.mask_kind(mask, is_causal), "dense" if dense else "strided", gradient,
-        ordinal=q.get_device(),
-    )  # fmt: skip
-    arguments = (q, k, v, mask, is_causal, precision)
-    scale = _default_scale(q) if scale is None else scale
-    layout = Layout(q, k, v, is_causal, scale)
-    _refuse_faulty(backend, layout)
+    of_mask = dispatch.mask_kind(mask, is_causal)
+    request = request_of("attention", (q, k, v), precision, of_mask, gradient)
+    words = (q, k, v, mask, is_causal, precision)
+    arguments = (q, k, v, mask, is_causal, default_scale(q) if scale is None else scale, precision)
+    kind = kind_of(q, v, precision)
+    _refuse_faulty(backend, _layout(arguments))
     if dropout_p != 0.0:
-        name = dropping.backend_of(layout, mask, precision, dropout_p, backend, return_lse=False)
-        request = request._replace(operator="attention_dropout")
-        return dispatch.route(request, name, schedule=arguments)
+        name = _dropped_by(kind, arguments, dropout_p, backend, return_lse=False)
+        return dispatch.route(request._replace(operator="attention_dropout"), name, schedule=words)
     alone = dispatch.plain_alone(backend)
     if alone:
-        return dispatch.route(
-            request, dispatch.PLAIN, schedule=arguments, because=f"has no {alone}"
-        )
-    kind = (calls.place(q), q.dtype, q.shape[-1], v.shape[-1], precision)
-    given = (q, k, v, mask, kind, backend, False, is_causal, scale)
-    whole = _whole(*given)
+        return dispatch.route(request, dispatch.PLAIN, schedule=words, because=f"has no {alone}")
+    whole = _whole(kind, arguments) if backend == "auto" and not calls.exporting() else ""
     if whole:
         faster = "trains slower: the shipped table of measurements"
         if dispatch.choose("attention", *kind) == dispatch.PLAIN:
             faster = "serves exported graphs and calls with lse; PyTorch's own kernels are faster"
-        return dispatch.route(request, whole, schedule=arguments, because=faster)
-    found = dispatch.route(request, backend, schedule=arguments)
-    if not gradient and (mask is None or mask.dtype == q.dtype):
-        of_mask = None if mask is None else mask.shape
-        for row, _ in dispatch.chosen("attention", q.device, *kind[1:], backend).rows:
-            serves = dispatch.implementation("attention", row.backend).serves
-            held = row.holds(q.shape, k.shape, of_mask, causal=is_causal)
-            held = held and not dispatch.peer_fault(row.backend, layout, "whole")
-            if held and (serves is None or serves(q, k, v, mask, is_causal)):
-                slower = (
-                    f"{row.ratio[0]} to {row.ratio[1]} of its speed in the shipped table; "
-                    "serves exported programs, open lengths of compiled ones and calls with lse"
-                )
-                return dispatch.route(request, row.backend, schedule=arguments, because=slower)
-    if found.backend != dispatch.PLAIN:
-        masked = mask is not None or is_causal
-        shape = (q.shape[0], q.shape[1], q.shape[2], q.shape[3])
-        lost = losing_case(q.device.type, shape, k.shape[2], q.dtype, masked, precision)
-        found = replace(found, reasons=(*found.reasons, lost)) if lost else found
-    return found
+        return dispatch.route(request, whole, schedule=words, because=faster)
+    rows = () if gradient else dispatch.rows_of("attention", *kind, backend)
+    for row in _holding(rows, arguments):
+        serves = dispatch.implementation("attention", row.by).serves
+        if serves is None or serves(q, k, v, mask, is_causal):
+            slower = (
+                f"{row.ratio[0]} to {row.ratio[1]} of its speed in the shipped table; "
+                "serves exported programs, open lengths of compiled ones and calls with lse"
+            )
+            return dispatch.route(request, row.by, schedule=words, because=slower)
+    return dispatch.route(request, backend, schedule=words)

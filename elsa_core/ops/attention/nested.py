@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.base import calls
+from elsa_core.base.operands import require_tensor
 from elsa_core.errors import ArgumentError
 from elsa_core.ops.varlen.api import varlen_attention
 
@@ -44,7 +45,7 @@ def attention(
 
 
 def packed(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+    query: Any, key: Any, value: Any, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None, int | None]:
     """The first arguments of `elsa_core.varlen_attention` for jagged [B, H, j, D].
 
@@ -60,18 +61,17 @@ def packed(
             "query, key and value have different batch sizes: "
             f"{query.shape[0]}, {key.shape[0]}, {value.shape[0]}"
         )
-    starts, others, of_values = (_offsets(t) for t in (query, key, value))
+    starts, others, of_values = query.offsets(), key.offsets(), value.offsets()
     if others is not of_values and not calls.traced() and not torch.equal(others, of_values):
         raise ArgumentError("key and value have sequences of different lengths")
     q, k, v = (t.values().transpose(0, 1) for t in (query, key, value))  # [T, H, D] each
-    longest = _longest(query), _longest(key)
+    # the longest sequences, where they are known without asking the device
+    longest = (getattr(t, "_maybe_max_seqlen", None) for t in (query, key))
     return q, k, v, starts, None if others is starts else others, *longest
 
 
-def _check(name: str, given: Any) -> None:
-    tensor = given  # of a class that types do not know
-    if not isinstance(given, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+def _check(name: str, tensor: Any) -> None:
+    require_tensor(name, tensor)
     if not tensor.is_nested:
         raise ArgumentError(f"{name} is dense, but query, key or value is nested: all or none")
     if tensor.layout is not torch.jagged:
@@ -87,18 +87,7 @@ def _check(name: str, given: Any) -> None:
         raise ArgumentError(f"{name} is a nested tensor with holes: call contiguous() on it")
 
 
-def _offsets(nested: Any) -> Tensor:
-    found: Tensor = nested.offsets()
-    return found
-
-
-def _longest(nested: Any) -> int | None:
-    """The longest sequence, where it is known without asking the device."""
-    found: int | None = getattr(nested, "_maybe_max_seqlen", None)
-    return found
-
-
 def jagged(values: Tensor, like: Any) -> Tensor:
     """[H, T, ...] as [B, H, j, ...] with the lengths of `like`, of one symbol with its j."""
-    found: Tensor = torch.nested.nested_tensor_from_jagged(values, _offsets(like), jagged_dim=2)
+    found: Tensor = torch.nested.nested_tensor_from_jagged(values, like.offsets(), jagged_dim=2)
     return found

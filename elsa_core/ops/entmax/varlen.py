@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from elsa_core import dispatch
-from elsa_core.backends.support import Request
 from elsa_core.base import calls, packing
-from elsa_core.base.operands import autocast, explain_types
+from elsa_core.base.operands import autocast
 from elsa_core.dispatch import Route
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.ops.arguments import default_scale, explain_types, is_cast, kind_of, request_of
 from elsa_core.ops.attention import nested
-from elsa_core.ops.entmax import dense as dense_entmax
+from elsa_core.ops.entmax import api as dense
 from elsa_core.ops.varlen import api as varlen
 from elsa_core.ops.varlen.api import Packed, varlen_attention
 
@@ -93,36 +93,37 @@ def entmax_varlen_attention(
         "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "precision": precision,
         "backend": backend,
     }  # fmt: skip
-    longest = max_seqlen_q, max_seqlen_k
+    told = max_seqlen_q, max_seqlen_k
     try:
-        if dense_entmax.is_softmax(alpha):
-            softmax: Any = varlen_attention(
-                query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, **terms
+        if dense.is_softmax(alpha):
+            return varlen_attention(  # type: ignore[return-value]  # no lse was asked for
+                query, key, value, cu_seqlens_q, cu_seqlens_k, *told, **terms
             )
-            return softmax  # type: ignore[no-any-return]
-        given = varlen._checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
+        given = varlen.checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
         heads = _of_heads(alpha, given)
         if query.device.type == "meta":
             return query.new_empty((*query.shape[:2], value.shape[2]))
-        if torch.is_autocast_enabled(query.device.type):
+        if is_cast(query):
             q, k, v, _ = autocast(*given[:3], None)
             given = given._replace(query=q, key=k, value=v)
-        name = _served_by(*_kind(given, precision), backend)
+        name = _served_by(*kind_of(given.query, given.value, precision), backend)
         if name and not (calls.exporting_onnx() or dispatch.plain_alone(backend)):
-            return _by_kernels(name, given, _bounded(given, *longest), heads, terms)
+            number, head_alpha = (0.0, heads) if isinstance(heads, Tensor) else (heads, None)
+            factor = default_scale(given.query) if scale is None else scale
+            bounds = _bounded(given, *told)
+            found: Tensor = dispatch.RUNS[_OPERATOR, name](
+                *given, head_alpha, *bounds, number, is_causal, factor, precision
+            )[0]
+            return found
         if not _reads(query):
-            return _by_padding(given, _needed(given, *longest), heads, terms)
-        varlen._longest(given, *longest)
+            return _by_padding(given, _needed(given, *told), heads, terms)
+        varlen.longest_of(given, *told)
         return _by_sequence(given, heads, terms)
     except (AttributeError, RuntimeError, TypeError) as error:
         explain_types(
-            error,
-            tensors={"query": query, "key": key, "value": value},
-            terms={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
-            scale=scale,
-            flags={"is_causal": is_causal, "enable_gqa": enable_gqa},
-            names={"precision": precision, "backend": backend},
-        )
+            error, query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, **terms,
+        )  # fmt: skip
         raise
 
 
@@ -148,18 +149,23 @@ def explain_entmax_varlen_attention(
         "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "precision": precision,
         "backend": backend,
     }  # fmt: skip
-    if dense_entmax.is_softmax(alpha):
+    if dense.is_softmax(alpha):
         return varlen.explain_varlen_attention(
             query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **terms
         )
-    given = varlen._checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
+    given = varlen.checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
     heads = _of_heads(alpha, given)
-    name = _served_by(*_kind(given, precision), backend)
-    if name and not dispatch.plain_alone(backend):
-        return _of_kernels(given, heads, is_causal, precision, backend)
-    varlen._longest(given, max_seqlen_q, max_seqlen_k)
+    q, k, v = given[:3]
+    if _served_by(*kind_of(q, v, precision), backend) and not dispatch.plain_alone(backend):
+        head_alpha = heads if isinstance(heads, Tensor) else None
+        gradient = calls.wanted(query=q, key=k, value=v, head_alpha=head_alpha)
+        mask = "causal" if is_causal else "none"
+        request = request_of(_OPERATOR, (q, k, v), precision, mask, gradient)
+        found = dispatch.route(request, backend, schedule=(q, k))
+        return replace(found, schedule=f"all sequences in one launch; {found.schedule}")
+    varlen.longest_of(given, max_seqlen_q, max_seqlen_k)
     alone = heads[:1] if isinstance(heads, Tensor) else heads
-    found = dense_entmax.explain(*_batched(*given[:3]), alpha=alone, **terms)
+    found = dense.explain_entmax_attention(*_batched(q, k, v), alpha=alone, **terms)
     return replace(found, schedule=f"one sequence after another; {found.schedule}")
 
 
@@ -172,11 +178,7 @@ def of_nested(
     alpha: float | Tensor,
     **terms: Any,
 ) -> Tensor:
-    """`elsa_core.entmax_attention` of jagged [B, H, j, D]: out [B, H, j, Dv], jagged.
-
-    Raises:
-        TypeError, ArgumentError: an argument does not fit; the message names it.
-    """
+    """`elsa_core.entmax_attention` of jagged [B, H, j, D]: out [B, H, j, Dv], jagged."""
     packed = nested.packed(query, key, value, attn_mask)
     out = entmax_varlen_attention(*packed, alpha=alpha, **terms)
     return nested.jagged(out.transpose(0, 1), query)
@@ -186,14 +188,8 @@ def _of_heads(alpha: float | Tensor, given: Packed) -> float | Tensor:
     """alpha as a number, or a tensor [S or 1, Hq or 1, 1, 1]."""
     sequences = given.cu_seqlens_q.shape[0] - 1
     batch = given.query.new_empty((sequences, given.query.shape[1]))
-    number, heads = dense_entmax.of_heads(alpha, batch)
+    number, heads = dense.of_heads(alpha, batch)
     return number if heads is None else heads
-
-
-def _kind(given: Packed, precision: str) -> tuple[str, torch.dtype, int, int, str]:
-    """What decides who serves a call."""
-    q, _, v, *_ = given
-    return calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision
 
 
 def _served_by(
@@ -261,39 +257,6 @@ def _count(name: str, given: int) -> int:
     return given
 
 
-def _by_kernels(
-    name: str,
-    given: Packed,
-    longest: tuple[int, int],
-    alpha: float | Tensor,
-    terms: dict[str, Any],
-) -> Tensor:
-    """By the operator of packed sequences."""
-    number, head_alpha = (0.0, alpha) if isinstance(alpha, Tensor) else (alpha, None)
-    scale, dim = terms["scale"], given.query.shape[-1]
-    if scale is None:
-        scale = dim**-0.5 if dim else 1.0
-    run = dispatch.RUNS[_OPERATOR, name]
-    causal, precision = terms["is_causal"], terms["precision"]
-    found: Tensor = run(*given, head_alpha, *longest, number, causal, scale, precision)[0]
-    return found
-
-
-def _of_kernels(
-    given: Packed, alpha: float | Tensor, is_causal: bool, precision: str, backend: str
-) -> Route:
-    """How the operator of packed sequences serves a call."""
-    q, k, v, *_ = given
-    head_alpha = alpha if isinstance(alpha, Tensor) else None
-    gradient = calls.wanted(query=q, key=k, value=v, head_alpha=head_alpha)
-    request = Request(
-        q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, _OPERATOR,
-        "causal" if is_causal else "none", gradient=gradient, ordinal=q.get_device(),
-    )  # fmt: skip
-    found = dispatch.route(request, backend, schedule=(q, k))
-    return replace(found, schedule=f"all sequences in one launch; {found.schedule}")
-
-
 def _reads(query: Tensor) -> bool:
     """Whether a call may read the lengths."""
     if torch.compiler.is_compiling():
@@ -328,7 +291,7 @@ def _by_sequence(given: Packed, alpha: float | Tensor, terms: dict[str, Any]) ->
     )
     for i, part in enumerate(parts if queries else ()):
         own = alpha[i : i + 1] if isinstance(alpha, Tensor) and alpha.shape[0] > 1 else alpha
-        out = dense_entmax.attention(*_batched(*part), alpha=own, **terms)
+        out = dense.entmax_attention(*_batched(*part), alpha=own, **terms)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
@@ -341,8 +304,8 @@ def _by_padding(
     q = packing.padded(given.query, starts, longest[0]).transpose(1, 2)
     k, v = (packing.padded(t, others, longest[1]).transpose(1, 2) for t in (given.key, given.value))
     causal = terms["is_causal"]
-    mask = varlen._hides(given, longest, causal)
-    out = dense_entmax.attention(
+    mask = varlen.hides(given, longest, causal)
+    out = dense.entmax_attention(
         q, k, v, mask, alpha=alpha, **terms | {"is_causal": causal and mask is None}
     )
     return packing.packed(out.transpose(1, 2), starts, given.query.shape[0])

@@ -14,9 +14,10 @@ from torch.nn import functional
 from elsa_core import dispatch
 from elsa_core.backends.support import Request
 from elsa_core.base import calls
-from elsa_core.base.operands import explain_types, require_gate
+from elsa_core.base.operands import require_tensor
 from elsa_core.dispatch import Route, launches
 from elsa_core.errors import ArgumentError
+from elsa_core.ops.arguments import explain_types
 from elsa_core.ops.linear.record import ACTIVATIONS, epilogue
 from elsa_core.precision import validate
 
@@ -86,9 +87,8 @@ def linear(
         _check(input, weight, bias, residual, scale, value)
         _check_names(activation, precision, backend, input.dtype)
     except (AttributeError, TypeError) as error:
-        terms = {"bias": bias, "residual": residual, "scale": scale}
-        names = {"activation": activation, "precision": precision, "backend": backend}
-        _explain_types(error, input, weight, terms, value, names)
+        _explain_types(error, input, weight, bias, activation, residual, scale, value,
+                       precision, backend)  # fmt: skip
         raise
     if value is not None:
         out = served_gated(input, (weight, bias), value, activation, precision, backend)
@@ -96,7 +96,8 @@ def linear(
             out = served(input, weight, bias, activation, precision=precision, backend=backend)
             out = out * served(input, *value, precision=precision, backend=backend)
         return epilogue(out, "none", residual, scale)
-    return _computed(input, weight, bias, activation, residual, scale, precision, backend)
+    given = (input, weight, bias, activation, residual, scale, precision, None, None)
+    return _computed(given, backend)
 
 
 def served(
@@ -116,33 +117,21 @@ def served(
     `halves` and `powers` are `elsa::split_weight` of this weight, kept by the caller, who answers
     for the weight not having changed since.
     """
+    given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
     if not is_compiling() and backend == "auto":
-        given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
         found = launches.find_linear(given)
         if found is not None:
             return found
-    return _computed(
-        input, weight, bias, activation, residual, scale, precision, backend, halves, powers
-    )
+    return _computed(given, backend)
 
 
-def _computed(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str = "none",
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    precision: str = "strict",
-    backend: str = "auto",
-    halves: Tensor | None = None,
-    powers: Tensor | None = None,
-) -> Tensor:
-    """A call that the cache of launches does not hold."""
-    given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
+def _computed(given: tuple[Any, ...], backend: str) -> Tensor:
+    """A call that the cache of launches does not hold, given as the operator's arguments."""
+    input, weight, bias, activation, residual, scale, precision, *_ = given
     fused = activation != "none" or residual is not None or scale is not None
     if fused and _composes(input, weight, bias, residual, scale):
-        product = _computed(input, weight, bias, precision=precision, backend=backend)
+        nothing = (None,) * 2
+        product = _computed((input, weight, bias, "none", *nothing, precision, *nothing), backend)
         return epilogue(product, activation, residual, scale)
     device_type = "cuda" if input.is_cuda else input.device.type
     if device_type == "cpu" and calls.keeps_products() and _is_uniform(input, weight, bias):
@@ -158,7 +147,7 @@ def _computed(
             if backend == "auto" and serve is serving[0] and device_type == "cuda":
                 _admit(given)
             return out
-    if not calls.recorded():
+    if input.dtype == torch.bfloat16 and not calls.recorded():
         input = dispatch.without_gaps(input)
     product = functional.linear(input, weight, bias)
     return epilogue(product, activation, residual, scale) if fused else product
@@ -243,63 +232,45 @@ def explain_linear(
         _check(input, weight, bias, residual, scale, value)
         _check_names(activation, precision, backend, input.dtype)
     except (AttributeError, TypeError) as error:
-        terms = {"bias": bias, "residual": residual, "scale": scale}
-        names = {"activation": activation, "precision": precision, "backend": backend}
-        _explain_types(error, input, weight, terms, value, names)
+        _explain_types(error, input, weight, bias, activation, residual, scale, value,
+                       precision, backend)  # fmt: skip
         raise
+    gradient = calls.wanted(input=input, weight=weight, bias=bias, residual=residual, scale=scale)
     request = Request(
-        input.device.type, input.dtype, weight.shape[-1], weight.shape[0], precision,
-        "linear",
-        gradient=calls.wanted(
-            input=input, weight=weight, bias=bias, residual=residual, scale=scale
-        ),
-        ordinal=input.get_device(),
+        input.device.type, input.dtype, weight.shape[-1], weight.shape[0], precision, "linear",
+        gradient=gradient, ordinal=input.get_device(),
     )  # fmt: skip
-    given = (backend, input, weight, bias)
-    found = _explained(request, *given)
-    if value is None:
-        fused = activation != "none" or residual is not None or scale is not None
-        return found if fused else _unless_slower(found, request, *given)
-    gradient = request.gradient + calls.wanted(value=value[0], value_bias=value[1])
-    gated = _explained(request._replace(operator="gated_linear", gradient=gradient), *given)
-    if gated.backend != dispatch.PLAIN:
-        return gated
-    ahead = (f"in one launch with the gate: {reason}" for reason in gated.reasons)
-    return replace(found, reasons=(*ahead, *found.reasons))
 
+    def explained(request: Request) -> Route:
+        serving = (request.operator, request.device_type, backend) in dispatch.SERVING
+        asked = "auto" if backend == "auto" or serving else dispatch.PLAIN
+        return dispatch.route(request, asked, schedule=(input, weight, bias))
 
-def _explained(
-    request: Request, backend: str, input: Tensor, weight: Tensor, bias: Tensor | None
-) -> Route:
-    serving = (request.operator, request.device_type, backend) in dispatch.SERVING
-    asked = "auto" if backend == "auto" or serving else dispatch.PLAIN
-    return dispatch.route(request, asked, schedule=(input, weight, bias))
-
-
-def _unless_slower(
-    found: Route, request: Request, backend: str, input: Tensor, weight: Tensor, bias: Tensor | None
-) -> Route:
-    """What serves a product with at most a bias: PyTorch some that the shipped table names."""
-    if found.backend == dispatch.PLAIN or request.precision != "strict":
+    found = explained(request)
+    if value is not None:
+        gradient += calls.wanted(value=value[0], value_bias=value[1])
+        gated = explained(request._replace(operator="gated_linear", gradient=gradient))
+        if gated.backend != dispatch.PLAIN:
+            return gated
+        ahead = (f"in one launch with the gate: {reason}" for reason in gated.reasons)
+        return replace(found, reasons=(*ahead, *found.reasons))
+    fused = activation != "none" or residual is not None or scale is not None
+    if fused or found.backend == dispatch.PLAIN or precision != "strict":
         return found
-    for row in dispatch.linear_by_pytorch(input.device, input.dtype):
-        if row.holds(input.numel(), request.head_dim, request.value_dim):
-            slower = (
-                f"{row.ratio[0]} to {row.ratio[1]} of PyTorch's speed in the shipped table; serves "
-                "exported programs and open lengths of compiled ones"
-            )
-            terms = (input, weight, bias)
-            return dispatch.route(request, dispatch.PLAIN, schedule=terms, because=slower)
-    return found
+    row = dispatch.product_by_pytorch(input, weight)
+    if row is None:
+        return found
+    slower = (
+        f"{row.ratio[0]} to {row.ratio[1]} of PyTorch's speed in the shipped table; serves "
+        "exported programs and open lengths of compiled ones"
+    )
+    return dispatch.route(request, dispatch.PLAIN, schedule=(input, weight, bias), because=slower)
 
 
 def _composes(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
+    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     scale: Tensor | None,
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether what follows the product is PyTorch's: a derivative is wanted, or dtypes differ."""
     # promoted as PyTorch does
     if residual is not None and residual.dtype != input.dtype:
@@ -325,29 +296,22 @@ def _is_uniform(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _explain_types(
-    error: Exception,
-    input: object,
-    weight: object,
-    terms: dict[str, Tensor | None],
-    value: object,
-    names: dict[str, str],
-) -> None:
-    """`explain_types` of a call that failed."""
-    parts: dict[str, object] = {}
+    error: Exception, input: Any, weight: Any, bias: Any, activation: Any, residual: Any,
+    scale: Any, value: Any, precision: Any, backend: Any,
+) -> None:  # fmt: skip
+    parts: dict[str, Any] = {}
     if isinstance(value, (tuple, list)):
         parts.update(zip(("value's weight", "value's bias"), value, strict=False))
-    tensors = {"input": input, "weight": weight}
-    explain_types(error, tensors=tensors, terms=terms | parts, names=names)
+    explain_types(error, input=input, weight=weight, bias=bias, residual=residual, **parts)
+    if scale is not None:
+        require_tensor("scale", scale)  # of other operators it is a number
+    explain_types(error, activation=activation, precision=precision, backend=backend)
 
 
 def _check(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    value: Value | None,
-) -> None:
+    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    scale: Tensor | None, value: Value | None,
+) -> None:  # fmt: skip
     """Refuse shapes that do not fit; what PyTorch broadcasts beyond the contract is refused too.
 
     Raises:
@@ -367,11 +331,24 @@ def _check(
         if vector is not None and (vector.dim() != 1 or vector.shape[0] != columns):
             raise ArgumentError(f"{name} must be [{columns}], not {list(vector.shape)}")
     if value is not None:
-        require_gate(value, columns, depth)
+        _check_gate(value, columns, depth)
     if residual is not None and residual.shape != (*input.shape[:-1], columns):
         raise ArgumentError(
             f"residual must be {[*input.shape[:-1], columns]}, not {list(residual.shape)}"
         )
+
+
+def _check_gate(value: Any, columns: int, depth: int) -> None:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ArgumentError("value must be a pair: the weight [N, K], and the bias [N] or None")
+    if value[0] is None:
+        raise TypeError("value's weight must be a torch.Tensor, not None")
+    if value[0].shape != (columns, depth):
+        raise ArgumentError(
+            f"value's weight must be {[columns, depth]}, not {list(value[0].shape)}"
+        )
+    if value[1] is not None and value[1].shape != (columns,):
+        raise ArgumentError(f"value's bias must be [{columns}], not {list(value[1].shape)}")
 
 
 def _check_names(activation: str, precision: str, backend: str, dtype: torch.dtype) -> None:

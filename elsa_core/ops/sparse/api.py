@@ -6,18 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
-from operator import index
 
 import torch
 from torch import Tensor
 
 from elsa_core import dispatch
-from elsa_core.backends.support import Request
 from elsa_core.base import calls
-from elsa_core.base.operands import autocast, leading_dims, operands, require_number, require_tensor
+from elsa_core.base.operands import require_number, require_tensor
 from elsa_core.base.skipping import exact_threshold
 from elsa_core.dispatch import Route
 from elsa_core.errors import ArgumentError
+from elsa_core.ops.arguments import default_scale, kind_of, prepared, request_of, restored, run
 from elsa_core.ops.sparse.record import FROZEN, ORDER, SUMMARIES
 
 EXACT = "exact"
@@ -41,12 +40,7 @@ def checked(sparsity: object) -> str | float | None:
 
 
 def asked(
-    query: object,
-    key: object,
-    value: object,
-    attn_mask: object,
-    dropout_p: float,
-    sparsity: object,
+    query: object, key: object, value: object, attn_mask: object, dropout_p: float, sparsity: object
 ) -> str | float | None:
     """`checked`, for a call with these arguments.
 
@@ -61,7 +55,11 @@ def asked(
         require_tensor("attn_mask", attn_mask)
     if dropout_p != 0.0:
         raise ArgumentError("sparsity and dropout_p exclude each other")
-    if isinstance(found, float) and _gradients(query, key, value, attn_mask):
+    given = (query, key, value, attn_mask)
+    learns = torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in given
+    )
+    if isinstance(found, float) and learns:
         raise ArgumentError(
             f"sparsity={sparsity} has no gradients: use 'exact' or None in training, or no_grad"
         )
@@ -113,46 +111,22 @@ def serve(
         TypeError, ArgumentError: as `asked`, and scale is no number.
         UnavailableError: the backend asked for by name cannot serve the call.
     """
-    sparsity_asked = asked(query, key, value, attn_mask, dropout_p, sparsity)
+    found = asked(query, key, value, attn_mask, dropout_p, sparsity)
     if scale is not None:
         require_number("scale", scale)
-    if query.is_nested or _is_exported() or dispatch.plain_alone(backend):
+    # a program for elsewhere holds `elsa::attention` alone
+    if query.is_nested or calls.exporting_onnx() or calls.exporting():
         return None
-    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
-        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-    kind = (calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
-    name = dispatch.choose("sparse_attention", *kind, backend)
+    if dispatch.plain_alone(backend):
+        return None
+    q, k, v, mask = prepared(query, key, value, attn_mask, is_causal, enable_gqa)
+    name = dispatch.choose("sparse_attention", *kind_of(q, v, precision), backend)
     if backend == "auto" and name == dispatch.PLAIN:
         return None
-    run = dispatch.RUNS["sparse_attention", name]
-    bits, limit = relief_bits(relief), threshold(sparsity_asked)
-    arguments = (q, k, v, mask, is_causal, float(scale), precision, limit, bits)
-    out: Tensor
-    if calls.traced() or calls.differentiates(q, k, v, mask):
-        out, lse, counts = run(*arguments)
-    else:
-        out, lse, counts = calls.below_autograd(run, *arguments)
-    if not query.dim() == key.dim() == value.dim() == 4:
-        leading = leading_dims(query, key, value)
-        out = out.reshape(*leading, *out.shape[2:])
-        lse = lse.reshape(*leading, *lse.shape[2:])
-    return out, lse, counts
-
-
-def _is_exported() -> bool:
-    """Whether a program for elsewhere is written: it holds `elsa::attention` alone."""
-    if calls.exporting_onnx() or calls.is_exporting():
-        return True
-    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
-
-
-def _gradients(*operands: object) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(t, Tensor) and t.requires_grad for t in operands
-    )
+    factor = float(default_scale(q) if scale is None else scale)
+    terms = (is_causal, factor, precision, threshold(found), relief_bits(relief))
+    out, lse, counts = run("sparse_attention", name, (q, k, v, mask, *terms), (q, k, v, mask))
+    return *restored((query, key, value), out, lse), counts  # type: ignore[return-value]
 
 
 def route(
@@ -170,20 +144,15 @@ def route(
     Raises:
         ArgumentError, UnavailableError: as `serve`.
     """
-    found_sparsity = checked(sparsity)
     if dispatch.plain_alone(backend):
         return None
-    dense = all(t.stride(-1) == 1 for t in (query, key, value))
-    request = Request(
-        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision,
-        "sparse_attention", dispatch.mask_kind(attn_mask, is_causal),
-        "dense" if dense else "strided", ordinal=query.get_device(),
-    )  # fmt: skip
+    of_mask = dispatch.mask_kind(attn_mask, is_causal)
+    request = request_of("sparse_attention", (query, key, value), precision, of_mask)
     name, _ = dispatch.select(request, backend)
     if backend == "auto" and name == dispatch.PLAIN:
         return None
     terms = (query, key, value, attn_mask, is_causal, precision)
     found = dispatch.route(request, backend, schedule=terms)
-    limit = threshold(found_sparsity) or exact_threshold(query.dtype, key.shape[2])
+    limit = threshold(checked(sparsity)) or exact_threshold(query.dtype, key.shape[2])
     words = f"{found.schedule}; tiles of keys whose weights are all below 2**{limit:.1f} left out"
     return replace(found, schedule=words)

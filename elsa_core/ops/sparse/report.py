@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from elsa_core import dispatch, reference
-from elsa_core.base import calls
 from elsa_core.base.operands import operands, require_tensor
 from elsa_core.base.skipping import exact_threshold
+from elsa_core.ops.arguments import default_scale, kind_of
 from elsa_core.ops.attention.api import attention
 from elsa_core.ops.sparse.api import EXACT, TAKEN, checked, relief_bits, threshold
 
@@ -105,9 +104,8 @@ def sparsity_report(
         require_tensor(name, tensor)
     with torch.no_grad():
         q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
-        scale = scale if scale is not None else q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-        kind = (calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
-        name = dispatch.choose("sparse_attention", *kind, backend)
+        scale = default_scale(q) if scale is None else scale
+        name = dispatch.choose("sparse_attention", *kind_of(q, v, precision), backend)
         run = dispatch.RUNS["sparse_attention", name]
         bits, limit = relief_bits(relief), threshold(found)
         out, _, counts = run(q, k, v, mask, is_causal, float(scale), precision, limit, bits)

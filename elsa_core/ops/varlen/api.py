@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from operator import index
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from elsa_core import dispatch, ops
-from elsa_core.backends.support import Request
 from elsa_core.base import calls, packing
-from elsa_core.base.operands import autocast, explain_types, require_dense
+from elsa_core.base.operands import autocast, require_dense
 from elsa_core.dispatch import Route
 from elsa_core.errors import ArgumentError
+from elsa_core.ops.arguments import (
+    Kind,
+    default_scale,
+    explain_types,
+    is_cast,
+    kind_of,
+    request_of,
+    run,
+)
 from elsa_core.ops.attention.dense import attention, explain
 
 
@@ -87,51 +94,34 @@ def varlen_attention(
     if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
     try:
-        given = _checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
+        given = checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
         told = max_seqlen_q, max_seqlen_k
-        longest = _longest(given, *told)
-        if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+        longest = longest_of(given, *told)
+        if is_cast(query):
             q, k, v, _ = autocast(*given[:3], None)
             given = given._replace(query=q, key=k, value=v)
-        q = given.query
-        if scale is None:
-            scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-        kind = (
-            calls.place(q),
-            q.dtype,
-            index(q.shape[-1]),
-            index(given.value.shape[-1]),
-            precision,
-        )
-        out: Tensor
-        lse: Tensor
+        q, k, v = given[:3]
+        kind = kind_of(q, v, precision)
+        terms = (*given, is_causal, default_scale(q) if scale is None else scale)
         if calls.exporting_onnx():
-            out, lse = ops.VARLEN_ATTENTION.exported(*given, is_causal, scale)
+            out, lse = ops.VARLEN_ATTENTION.exported(*terms)
         elif dispatch.plain_alone(backend):
-            out, lse = ops.VARLEN_ATTENTION.reference(*given, is_causal, scale)
+            out, lse = ops.VARLEN_ATTENTION.reference(*terms)
         elif _pads(kind, backend) or _spares_waiting(kind, given, is_causal, backend, told):
-            if longest is not None and q.shape[0] and given.key.shape[0]:
-                out, lse = _by_padding(given, longest, is_causal, scale, precision)
+            if longest is not None and q.shape[0] and k.shape[0]:
+                out, lse = _by_padding(given, longest, *terms[5:], precision)
             else:  # nothing to pad; or a compiled program, which cannot ask for the longest length
-                out, lse = ops.VARLEN_ATTENTION.eager(*given, is_causal, scale, precision)
+                out, lse = ops.VARLEN_ATTENTION.eager(*terms, precision)
         else:
             name = dispatch.choose("varlen_attention", *kind, backend)
-            run = dispatch.RUNS["varlen_attention", name]
-            arguments = (*given, is_causal, scale, precision)
-            if calls.traced() or calls.differentiates(*given[:3]):
-                out, lse = run(*arguments)
-            else:
-                out, lse = calls.below_autograd(run, *arguments)
+            out, lse = run("varlen_attention", name, (*terms, precision), (q, k, v))
         return (out, lse) if return_lse else out
     except (AttributeError, RuntimeError, TypeError) as error:
         explain_types(
-            error,
-            tensors={"query": query, "key": key, "value": value},
-            terms={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
-            scale=scale,
-            flags={"is_causal": is_causal, "enable_gqa": enable_gqa},
-            names={"precision": precision, "backend": backend},
-        )
+            error, query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, scale=scale, is_causal=is_causal, enable_gqa=enable_gqa,
+            precision=precision, backend=backend,
+        )  # fmt: skip
         raise
 
 
@@ -154,16 +144,13 @@ def explain_varlen_attention(
 
     Takes the arguments of `varlen_attention` and raises what it would raise.
     """
-    given = _checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
+    given = checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
     q, k, v = given[:3]
     told = max_seqlen_q, max_seqlen_k
-    longest = _longest(given, *told)
-    kind = (calls.place(q), q.dtype, q.shape[-1], v.shape[-1], precision)
-    request = Request(
-        q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, "varlen_attention",
-        _limits(given, is_causal), gradient=calls.wanted(query=query, key=key, value=value),
-        ordinal=q.get_device(),
-    )  # fmt: skip
+    longest, kind = longest_of(given, *told), kind_of(q, v, precision)
+    wanted = calls.wanted(query=query, key=key, value=value)
+    limits = _limits(given, is_causal)
+    request = request_of("varlen_attention", given[:3], precision, limits, wanted)
     alone = dispatch.plain_alone(backend)
     if alone:
         return dispatch.route(request, dispatch.PLAIN, schedule=(q,), because=f"has no {alone}")
@@ -172,7 +159,7 @@ def explain_varlen_attention(
         return dispatch.route(request, backend, schedule=(q, k, given.cu_seqlens_q))
     if longest is None or not (q.shape[0] and k.shape[0]):
         return dispatch.route(request, dispatch.PLAIN, schedule=(q,))
-    mask = _hides(given, longest, is_causal)
+    mask = hides(given, longest, is_causal)
     like = [
         t.new_empty(t.shape[2], requires_grad=t.requires_grad).as_strided(
             (given.cu_seqlens_q.shape[0] - 1, t.shape[1], n, t.shape[2]), (0, 0, 0, 1)
@@ -183,14 +170,14 @@ def explain_varlen_attention(
         like[0], like[1], like[2], mask, is_causal=is_causal and mask is None, enable_gqa=True,
         precision=precision,
     )  # fmt: skip
-    return replace(
-        found,
-        schedule=f"padded to {longest[0]} queries and {longest[1]} keys; {found.schedule}",
-        reasons=(*_passed_over(request, spares), *found.reasons),
-    )
+    name, reasons = dispatch.select(request)
+    if spares:
+        reasons = (*reasons, f"{name}: its gradients would wait for the device")
+    words = f"padded to {longest[0]} queries and {longest[1]} keys; {found.schedule}"
+    return replace(found, schedule=words, reasons=(*reasons, *found.reasons))
 
 
-def _pads(kind: tuple[str, torch.dtype, int, int, str], backend: str) -> bool:
+def _pads(kind: Kind, backend: str) -> bool:
     """Whether a call is served by `attention` of a padded batch: on a GPU, where no backend has
     kernels of packed sequences."""
     if backend != "auto" or not kind[0].startswith("cuda"):
@@ -198,18 +185,8 @@ def _pads(kind: tuple[str, torch.dtype, int, int, str], backend: str) -> bool:
     return dispatch.choose("varlen_attention", *kind, backend) == dispatch.PLAIN
 
 
-def _passed_over(request: Request, spares: bool) -> tuple[str, ...]:
-    """Why no kernel of packed sequences serves a call that is padded."""
-    name, reasons = dispatch.select(request)
-    return (*reasons, f"{name}: its gradients would wait for the device") if spares else reasons
-
-
 def _spares_waiting(
-    kind: tuple[str, torch.dtype, int, int, str],
-    given: Packed,
-    is_causal: bool,
-    backend: str,
-    told: tuple[int | None, int | None],
+    kind: Kind, given: Packed, is_causal: bool, backend: str, told: tuple[int | None, int | None]
 ) -> bool:
     """Whether a call pads ahead since its gradients will: those of packed sequences would ask the
     device for the longest lengths, which the caller `told` (max_seqlen_q, max_seqlen_k)."""
@@ -218,7 +195,7 @@ def _spares_waiting(
     wanted = calls.wanted(query=given.query, key=given.key, value=given.value)
     known = told[1] is not None or given.cu_seqlens_k is given.cu_seqlens_q
     return bool(wanted and known) and dispatch.recomputes(
-        "varlen_attention", *kind, wanted, _limits(given, is_causal)
+        "varlen_attention", *kind, gradient=wanted, mask=_limits(given, is_causal)
     )
 
 
@@ -237,7 +214,7 @@ def _by_padding(
     tokens = given.query.shape[0]
     q = packing.padded(given.query, starts, longest[0]).transpose(1, 2)
     k, v = (packing.padded(t, others, longest[1]).transpose(1, 2) for t in (given.key, given.value))
-    mask = _hides(given, longest, is_causal)
+    mask = hides(given, longest, is_causal)
     out, lse = attention(
         q, k, v, mask, is_causal=is_causal and mask is None, scale=scale, enable_gqa=True,
         precision=precision, return_lse=True,
@@ -246,7 +223,7 @@ def _by_padding(
     return packing.packed(out.transpose(1, 2), starts, tokens), lse
 
 
-def _hides(given: Packed, longest: tuple[int, int], is_causal: bool) -> Tensor | None:
+def hides(given: Packed, longest: tuple[int, int], is_causal: bool) -> Tensor | None:
     """What hides padding, bool [S, 1, 1 or Nq, Nk]; None where the causal limit does."""
     if is_causal and given.cu_seqlens_q is given.cu_seqlens_k:
         return None  # padded keys come after every query that is there
@@ -254,7 +231,7 @@ def _hides(given: Packed, longest: tuple[int, int], is_causal: bool) -> Tensor |
     return mask & mask.new_ones(longest).tril() if is_causal else mask
 
 
-def _checked(
+def checked(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -262,11 +239,7 @@ def _checked(
     cu_seqlens_k: Tensor | None,
     enable_gqa: bool,
 ) -> Packed:
-    """The operands, or what is wrong with them.
-
-    Raises:
-        TypeError, ArgumentError: see `varlen_attention`.
-    """
+    """The operands, or what is wrong with them: TypeError, ArgumentError."""
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     tensors = {"query": query, "key": key, "value": value}
@@ -315,7 +288,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         )
 
 
-def _longest(
+def longest_of(
     given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[int, int] | None:
     """The longest sequences of queries and keys; None where a compiler must not ask.
@@ -328,14 +301,14 @@ def _longest(
     if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
         max_seqlen_k = max_seqlen_q
     queries, keys = given.query.shape[0], given.key.shape[0]
-    of_queries = of_keys = _longest_of("q", queries, given.cu_seqlens_q, max_seqlen_q)
+    of_queries = of_keys = _longest("q", queries, given.cu_seqlens_q, max_seqlen_q)
     same = given.cu_seqlens_k is given.cu_seqlens_q and max_seqlen_k == max_seqlen_q
     if calls.traced() or not (same and queries == keys):  # on a GPU the host waits but once
-        of_keys = _longest_of("k", keys, given.cu_seqlens_k, max_seqlen_k)
+        of_keys = _longest("k", keys, given.cu_seqlens_k, max_seqlen_k)
     return None if of_queries is None or of_keys is None else (of_queries, of_keys)
 
 
-def _longest_of(side: str, tokens: int, cu_seqlens: Tensor, most: int | None) -> int | None:
+def _longest(side: str, tokens: int, cu_seqlens: Tensor, most: int | None) -> int | None:
     unread = cu_seqlens.device.type == "meta" or calls.traced()
     if unread or (most is not None and cu_seqlens.device.type != "cpu"):
         return most

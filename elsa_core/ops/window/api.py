@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -13,13 +13,15 @@ from torch import Tensor
 from elsa_core import dispatch, ops
 from elsa_core.backends.support import Request
 from elsa_core.base import calls
-from elsa_core.base.operands import explain_types, require_inside, require_tensor
+from elsa_core.base.operands import require_inside, require_tensor
 from elsa_core.dispatch import Route, launches
 from elsa_core.errors import ArgumentError
+from elsa_core.ops.arguments import explain_types
 
 LAYOUTS = ("qkv", "head")
 _HALF = (torch.float16, torch.bfloat16)
 _Triple = tuple[int, int, int]
+_required, _profiled = torch._C._any_requires_grad, torch._C._autograd._profiler_enabled
 
 
 def window_attention(
@@ -104,54 +106,72 @@ def window_attention(
             )  # fmt: skip
             if found is not None:
                 return found
-        window, shift = _geometry(qkv, window_size, shift_size, grid)
-        head_dim = _head_dim(qkv, num_heads, layout)
-        terms = _Terms(bias, bias_index, pad_qkv, logit_scale)
-        _check_terms(qkv, terms, num_heads, math.prod(window))
-        bias, pad_qkv, logit_scale = (_readable(t, qkv.dtype) for t in (bias, pad_qkv, logit_scale))
-        read = (bias, bias_index, pad_qkv, logit_scale)
-        as_given = all(t is u for t, u in zip(terms, read, strict=True))
+        head_dim, window, shift = _geometry(qkv, num_heads, window_size, shift_size, layout, grid)
+        terms = read = (bias, bias_index, pad_qkv, logit_scale)
+        if not (bias is bias_index is pad_qkv is logit_scale is None):
+            _check_terms(qkv, terms, num_heads, math.prod(window))
+            read = (
+                _readable(bias, qkv.dtype), bias_index, _readable(pad_qkv, qkv.dtype),
+                _readable(logit_scale, qkv.dtype),
+            )  # fmt: skip
         if not mask_value <= 0:  # NaN too
             raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
-        kind = (calls.place(qkv), qkv.dtype, head_dim, head_dim, precision)
-        name = dispatch.choose("window_attention", *kind, backend)
-        run: Callable[..., Tensor] = ops.WINDOW_ATTENTION.reference
-        if calls.exporting_onnx():
-            run = ops.WINDOW_ATTENTION.exported
-        elif not dispatch.plain_alone(backend):
-            run = dispatch.RUNS["window_attention", name]
         image = qkv if qkv.dim() == 5 else qkv.unsqueeze(1)
         if image.stride(-1) != 1:
             image = image.contiguous()
         arguments = (
-            image, bias, bias_index, pad_qkv, logit_scale, num_heads, window, shift,
-            head_dim**-0.5 if scale is None else scale, mask_value, layout, grid, precision,
+            image, *read, num_heads, window, shift, head_dim**-0.5 if scale is None else scale,
+            mask_value, layout, grid, precision,
         )  # fmt: skip
+        kind = (qkv.dtype, head_dim, head_dim, precision, backend)
         if traced:
-            out = run(*arguments)
-        elif calls.differentiates(qkv, bias, pad_qkv, logit_scale):
-            out = _recorded(run, name)(*arguments)
+            out = _traced(qkv, kind, arguments)
         else:
-            out = calls.below_autograd(run, *arguments)
-            ours = run is ops.WINDOW_ATTENTION.overload
-            if qkv.is_cuda and backend == "auto" and ours and as_given:
-                launches.WINDOW_ATTENTION.admit(
-                    arguments,
-                    (qkv, bias, bias_index, pad_qkv, logit_scale, num_heads, window_size,
-                     shift_size, scale, mask_value, layout, grid, precision),
-                )  # fmt: skip
+            choice = dispatch.chosen("window_attention", qkv.device, *kind)
+            if torch.is_grad_enabled() and _required(qkv, bias, pad_qkv, logit_scale):
+                out = _recorded(choice, arguments)
+            else:
+                out = calls.below_autograd(choice.run, *arguments)
+                if qkv.is_cuda and backend == "auto" and _keeps_launch(choice, terms, read):
+                    launches.WINDOW_ATTENTION.admit(
+                        arguments,
+                        (qkv, *terms, num_heads, window_size, shift_size, scale, mask_value, layout,
+                         grid, precision),
+                    )  # fmt: skip
         return out if qkv.dim() == 5 else out.squeeze(1)
     except (AttributeError, RuntimeError, TypeError) as error:
-        _explain_types(error, qkv, num_heads, scale, mask_value, grid, (layout, precision, backend))
+        _require_whole(num_heads)
+        explain_types(
+            error, qkv=qkv, scale=scale, mask_value=mask_value, grid=grid, layout=layout,
+            precision=precision, backend=backend,
+        )  # fmt: skip
         raise
 
 
-def _recorded(run: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
-    """What computes an eager call that autograd records, by the backend of this name."""
-    profiled = torch._C._autograd._profiler_enabled()  # which looks for the operator's name
-    if run is ops.WINDOW_ATTENTION.overload and not profiled:
-        return dispatch.recorded("window_attention", name) or run
-    return run
+def _recorded(choice: Any, arguments: tuple[Any, ...]) -> Any:
+    """An eager call that autograd records."""
+    run = None
+    # a profile looks for the operator's name
+    if choice.run is ops.WINDOW_ATTENTION.overload and not _profiled():
+        run = dispatch.recorded("window_attention", choice.direct)
+    return (run or choice.run)(*arguments)
+
+
+def _keeps_launch(choice: Any, terms: tuple[Any, ...], read: tuple[Any, ...]) -> bool:
+    """Whether the operator's kernel read the terms as they were given."""
+    as_given = all(t is u for t, u in zip(terms, read, strict=True))
+    return as_given and choice.run is ops.WINDOW_ATTENTION.overload
+
+
+def _traced(qkv: Tensor, kind: tuple[Any, ...], arguments: tuple[Any, ...]) -> Tensor:
+    """A call that a compiler, tracer or transform sees."""
+    name = dispatch.choose("window_attention", calls.place(qkv), *kind)
+    run: Callable[..., Tensor] = ops.WINDOW_ATTENTION.reference
+    if calls.exporting_onnx():
+        run = ops.WINDOW_ATTENTION.exported
+    elif not dispatch.plain_alone(kind[-1]):
+        run = dispatch.RUNS["window_attention", name]
+    return run(*arguments)
 
 
 def explain_window_attention(
@@ -173,13 +193,9 @@ def explain_window_attention(
 ) -> Route:
     """Say which backend and arithmetic would serve `window_attention` with these arguments, and
     who its gradients; takes and raises what it does."""
-    window, _ = _geometry(qkv, window_size, shift_size, grid)
-    try:
-        head_dim = _head_dim(qkv, num_heads, layout)
-    except TypeError:
-        _require_whole(num_heads)
-        raise
-    _check_terms(qkv, _Terms(bias, bias_index, pad_qkv, logit_scale), num_heads, math.prod(window))
+    _require_whole(num_heads)
+    head_dim, window, _ = _geometry(qkv, num_heads, window_size, shift_size, layout, grid)
+    _check_terms(qkv, (bias, bias_index, pad_qkv, logit_scale), num_heads, math.prod(window))
     request = Request(
         qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
         "none" if bias is None else "additive", "dense" if qkv.stride(-1) == 1 else "strided",
@@ -192,49 +208,20 @@ def explain_window_attention(
     return dispatch.route(request, backend, schedule=(qkv,))
 
 
-def _explain_types(
-    error: Exception,
-    qkv: object,
-    num_heads: object,
-    scale: object,
-    mask_value: object,
-    grid: object,
-    names: tuple[object, object, object],
-) -> None:
-    """`explain_types` of a call that failed; `names` are layout, precision and backend."""
-    _require_whole(num_heads)
-    explain_types(
-        error,
-        tensors={"qkv": qkv},
-        terms={},
-        scale=scale,
-        numbers={"mask_value": mask_value},
-        flags={"grid": grid},
-        names=dict(zip(("layout", "precision", "backend"), names, strict=True)),
-    )
-
-
 def _require_whole(num_heads: object) -> None:
     if not isinstance(num_heads, SupportsIndex):
         raise TypeError(f"num_heads must be a whole number, not {type(num_heads).__name__}")
 
 
-class _Terms(NamedTuple):
-    bias: Tensor | None
-    bias_index: Tensor | None
-    pad_qkv: Tensor | None
-    logit_scale: Tensor | None
-
-
 def _geometry(
-    qkv: Tensor, window_size: Sequence[int], shift_size: Sequence[int], grid: bool
-) -> tuple[_Triple, _Triple]:
-    """Window and shift on three axes; a 2-D image has depth 1."""
+    qkv: Tensor, num_heads: int, window_size: Sequence[int], shift_size: Sequence[int],
+    layout: str, grid: bool,
+) -> tuple[int, _Triple, _Triple]:  # fmt: skip
+    """head_dim, and window and shift on three axes; a 2-D image has depth 1."""
     require_tensor("qkv", qkv)
     if not qkv.dtype.is_floating_point:
         raise ArgumentError(f"qkv must be floating, not {qkv.dtype}")
-    window = _whole("window_size", window_size)
-    shift = _whole("shift_size", shift_size)
+    window, shift = _whole("window_size", window_size), _whole("shift_size", shift_size)
     axes = len(window)
     if axes not in (2, 3) or qkv.dim() != axes + 2:
         raise ArgumentError(
@@ -252,14 +239,23 @@ def _geometry(
             raise ArgumentError(
                 f"shift_size {shift} must be at least 0 and smaller than window_size {window}"
             )
+    sizes = qkv.shape[1:-1]
+    if grid and (any(shift) or any(n % w for n, w in zip(sizes, window, strict=True))):
+        raise ArgumentError(
+            f"grid=True needs an image of a multiple of window_size {window} and no "
+            f"shift, not {list(sizes)} shifted by {shift}"
+        )
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"layout={layout!r} is unknown: choose one of {', '.join(LAYOUTS)}")
+    channels = index(qkv.shape[-1])  # a constant for the compiler
+    if num_heads < 1 or channels == 0 or channels % (3 * num_heads):
+        raise ArgumentError(
+            f"num_heads={num_heads} does not divide C: qkv has {channels} channels, which must be "
+            "3 * num_heads * head_dim"
+        )
     if axes == 2:
         window, shift = (1, *window), (0, *shift)
-    if grid and (any(shift) or any(n % w for n, w in zip(_sizes(qkv), window, strict=True))):
-        raise ArgumentError(
-            f"grid=True needs an image of a multiple of window_size {window[-axes:]} and no "
-            f"shift, not {list(qkv.shape[1:-1])} shifted by {shift[-axes:]}"
-        )
-    return window, shift  # type: ignore[return-value]  # three entries each, by the line above
+    return channels // (3 * num_heads), window, shift  # type: ignore[return-value]  # three each
 
 
 def _whole(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -269,45 +265,31 @@ def _whole(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
         raise ArgumentError(f"{name} must be whole numbers for each axis, not {sizes!r}") from None
 
 
-def _sizes(qkv: Tensor) -> tuple[int, ...]:
-    return (1,) * (5 - qkv.dim()) + tuple(qkv.shape[1:-1])
-
-
-def _head_dim(qkv: Tensor, num_heads: int, layout: str) -> int:
-    if layout not in LAYOUTS:
-        raise ArgumentError(f"layout={layout!r} is unknown: choose one of {', '.join(LAYOUTS)}")
-    channels = index(qkv.shape[-1])  # a constant for the compiler
-    if num_heads < 1 or channels == 0 or channels % (3 * num_heads):
-        raise ArgumentError(
-            f"num_heads={num_heads} does not divide C: qkv has {channels} channels, which must be "
-            "3 * num_heads * head_dim"
-        )
-    return channels // (3 * num_heads)
-
-
-def _check_terms(qkv: Tensor, terms: _Terms, num_heads: int, tokens: int) -> None:
-    places = terms.bias_index
+def _check_terms(
+    qkv: Tensor, terms: tuple[Tensor | None, ...], num_heads: int, tokens: int
+) -> None:
+    bias, places, pad_qkv, logit_scale = terms
     if places is not None:
-        if terms.bias is None:
+        if bias is None:
             raise ArgumentError("bias_index needs bias: the table [L, num_heads] that it reads")
         require_tensor("bias_index", places)
-        require_tensor("bias", terms.bias)
+        require_tensor("bias", bias)
         if places.dtype != torch.int64:
             raise ArgumentError(f"bias_index must be int64, not {places.dtype}")
         _check(qkv, "bias_index", places, (tokens, tokens), any_dtype=True)
-        if terms.bias.dim() != 2 or terms.bias.shape[1] != num_heads or not terms.bias.shape[0]:
+        if bias.dim() != 2 or bias.shape[1] != num_heads or not bias.shape[0]:
             raise ArgumentError(
-                f"bias of shape {list(terms.bias.shape)} is no table [L, {num_heads}], which "
+                f"bias of shape {list(bias.shape)} is no table [L, {num_heads}], which "
                 "bias_index asks for"
             )
-        _check(qkv, "bias", terms.bias, tuple(terms.bias.shape))
-        require_inside(places, terms.bias.shape[0])
-    elif terms.bias is not None:
-        _check(qkv, "bias", terms.bias, (num_heads, tokens, tokens))
-    if terms.pad_qkv is not None:
-        _check(qkv, "pad_qkv", terms.pad_qkv, (qkv.shape[-1],))
-    if terms.logit_scale is not None:
-        _check(qkv, "logit_scale", terms.logit_scale, (num_heads,))
+        _check(qkv, "bias", bias, tuple(bias.shape))
+        require_inside(places, bias.shape[0])
+    elif bias is not None:
+        _check(qkv, "bias", bias, (num_heads, tokens, tokens))
+    if pad_qkv is not None:
+        _check(qkv, "pad_qkv", pad_qkv, (qkv.shape[-1],))
+    if logit_scale is not None:
+        _check(qkv, "logit_scale", logit_scale, (num_heads,))
 
 
 def _check(
