@@ -18,7 +18,7 @@ from elsa_core.dispatch import Route
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.ops.arguments import default_scale, explain_types, is_cast, kind_of, request_of
 from elsa_core.ops.attention import nested
-from elsa_core.ops.entmax import api as dense
+from elsa_core.ops.entmax import dense
 from elsa_core.ops.varlen import api as varlen
 from elsa_core.ops.varlen.api import Packed, varlen_attention
 
@@ -291,7 +291,7 @@ def _by_sequence(given: Packed, alpha: float | Tensor, terms: dict[str, Any]) ->
     )
     for i, part in enumerate(parts if queries else ()):
         own = alpha[i : i + 1] if isinstance(alpha, Tensor) and alpha.shape[0] > 1 else alpha
-        out = dense.entmax_attention(*_batched(*part), alpha=own, **terms)
+        out = dense.attention(*_batched(*part), alpha=own, **terms)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
@@ -305,7 +305,7 @@ def _by_padding(
     k, v = (packing.padded(t, others, longest[1]).transpose(1, 2) for t in (given.key, given.value))
     causal = terms["is_causal"]
     mask = varlen.hides(given, longest, causal)
-    out = dense.entmax_attention(
+    out = dense.attention(
         q, k, v, mask, alpha=alpha, **terms | {"is_causal": causal and mask is None}
     )
     return packing.packed(out.transpose(1, 2), starts, given.query.shape[0])

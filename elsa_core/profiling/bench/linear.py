@@ -116,7 +116,7 @@ def measure(
     """One product as plain data: `errors` are (elsa's, PyTorch's)."""
     tell("timing", 0, 0)
     x, weight, bias = _operands(case, device, settings["seed"])
-    ways, left_out = _ways(case, x, weight, bias, settings["backend"])
+    ways, left_out = _ways(x, weight, bias, settings["backend"])
     kept = {name: _Kept(call) for name, (call, _) in ways.items()}
     contenders = [Contender(name, kept[name], context=way[1]) for name, way in ways.items()]
     samples, notes = timing.time_all(
@@ -156,7 +156,7 @@ def measure(
 
 
 def _ways(
-    case: ProductCase, x: Tensor, weight: Tensor, bias: Tensor, backend: str
+    x: Tensor, weight: Tensor, bias: Tensor, backend: str
 ) -> tuple[dict[str, Way], dict[str, str]]:
     """The calls and their contexts by name, and why others take no part."""
     found: dict[str, Way] = {
@@ -171,8 +171,7 @@ def _ways(
         lambda: served(x, weight, bias, backend=backend, halves=halves[0], powers=halves[1]),
         nullcontext,
     )
-    sizes = (x.numel(), case.channels, case.columns)
-    if any(row.holds(*sizes) for row in dispatch.linear_by_pytorch(x.device, x.dtype)):
+    if dispatch.product_by_pytorch(x, weight) is not None:
         operator, terms = torch.ops.elsa.linear.default, ("none", None, None, "strict")
         found[KERNELS] = (lambda: operator(x, weight, bias, *terms), nullcontext)
     return found, {}
