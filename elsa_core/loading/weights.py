@@ -1,44 +1,34 @@
 """Weights of .safetensors files, alone or joined by the hub's index (`*.safetensors.index.json`).
 
-Each file is hostile until checked: its header is validated here before the safetensors library is
-given the file.
+Each file is hostile until read: the safetensors library checks its header, and that its tensors
+fill the file without gap or overlap.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from elsa_core.base.files import scratch
 from elsa_core.base.messages import first_line
-from elsa_core.base.reading import check_fits, json_problem, open_regular, read_json, unique_pairs
+from elsa_core.base.reading import check_fits, open_regular, read_json
 from elsa_core.errors import ModelError
 from elsa_core.loading.names import bare_names
 from elsa_core.loading.stated import Stated, stated_in_metadata
 
-# The limit of the safetensors library itself.
-MAX_HEADER_BYTES = 100_000_000
-MAX_RANK = 64
 # Of one tensor's name: those of the libraries are shorter than 150.
 MAX_NAME = 1000
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_SHARDS = 4096
 
-_DTYPE_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
-    **dict.fromkeys(("I32", "U32", "F32"), 4),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
-}
 # What a model's tensors can be made of: neither complex nor quantised numbers.
 _DTYPES = frozenset(
     (
@@ -50,24 +40,11 @@ _DTYPES = frozenset(
 )
 
 
-class TensorEntry(NamedTuple):
-    """One tensor of a .safetensors file: its shape, and its bytes in the data part."""
-
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
 class Header(NamedTuple):
-    """The validated header of a .safetensors file."""
+    """What a .safetensors file says of its tensors."""
 
-    tensors: dict[str, TensorEntry]
+    shapes: dict[str, tuple[int, ...]]
     metadata: dict[str, str]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor, by name."""
-        return {name: entry.shape for name, entry in self.tensors.items()}
 
 
 @dataclass
@@ -100,34 +77,34 @@ class Weights:
 
 
 def read_header(path: Path) -> Header:
-    """Read and validate a .safetensors header; the tensors themselves are not touched.
+    """Read a .safetensors header, which the library validates; no tensor is read.
 
     Raises:
-        ModelError: the file is not a well-formed .safetensors file. The message names the file.
+        ModelError: not a well-formed .safetensors file, more than the memory holds, or a name far
+            longer than any module's. The message names the file.
     """
+    from safetensors import safe_open
+
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+    if size < 8:
+        what = "empty" if not size else f"{size} bytes long: too short"
+        raise ModelError(f"{path} is {what}, not a safetensors file")
+    if all(32 <= byte < 127 or byte in b"\r\n\t" for byte in start):
+        raise ModelError(f"{path} is not a safetensors file: it looks like text")
+    check_fits(path, size)  # it is mapped as a whole
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = _header_length(path, file.read(8), size)
-            raw = file.read(length)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
-    try:
-        content = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=unique_pairs, parse_constant=_no_constant
-        )
-    except UnicodeDecodeError:
-        raise ModelError(f"{path} has a header that is not UTF-8: not a safetensors file") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} has a header that is not JSON: {json_problem(error)}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} has a header that is not a JSON object")
-    metadata = content.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
-        raise ModelError(f"{path} has __metadata__ that is not a map of text to text")
-    entries = {name: _parse_entry(path, name, entry) for name, entry in content.items()}
-    _check_coverage(path, entries, size - 8 - length)
-    return Header(entries, metadata)
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except Exception as error:
+        why = first_line(error).removeprefix("Error while deserializing header: ")
+        why = "".join(each if each.isprintable() else "?" for each in why)
+        raise ModelError(f"{path} is damaged or no safetensors file: {why}") from None
+    for name in shapes:
+        check_name(path, name)
+    return Header(shapes, metadata)
 
 
 def read_safetensors(path: Path, key: str | None = None) -> Weights:
@@ -163,9 +140,9 @@ def read_sharded(path: Path, key: str | None = None) -> Weights:
     for shard in shards:
         header = read_header(path.parent / shard)
         wanted = {name for name, file in weight_map.items() if file == shard}
-        if header.tensors.keys() != wanted:
-            missing = sorted(wanted - header.tensors.keys())
-            more = sorted(header.tensors.keys() - wanted)
+        if header.shapes.keys() != wanted:
+            missing = sorted(wanted - header.shapes.keys())
+            more = sorted(header.shapes.keys() - wanted)
             what = f"lacks {missing[0][:120]!r}" if missing else f"also holds {more[0][:120]!r}"
             raise ModelError(f"{path} does not fit its shards: {shard} {what}")
         headers[path.parent / shard] = header
@@ -177,8 +154,7 @@ def _joined(path: Path, headers: Mapping[Path, Header], key: str | None) -> Weig
     shapes = {name: shape for header in headers.values() for name, shape in header.shapes.items()}
     if not shapes:
         raise ModelError(f"{path} holds no tensors")
-    entries = [entry for header in headers.values() for entry in header.tensors.values()]
-    check_fits(path, sum(entry.stop - entry.start for entry in entries))
+    check_fits(path, sum(part.stat().st_size for part in headers))
     metadata: dict[str, str] = {}
     for header in headers.values():
         metadata = header.metadata | metadata
@@ -191,7 +167,7 @@ def _joined(path: Path, headers: Mapping[Path, Header], key: str | None) -> Weig
         for part, header in headers.items():
             try:
                 with safe_open(part, framework="pt") as file:
-                    held |= {name: file.get_tensor(name) for name in wanted & header.tensors.keys()}
+                    held |= {name: file.get_tensor(name) for name in wanted & header.shapes.keys()}
             except Exception as error:
                 raise ModelError(f"{part} cannot be read: {first_line(error)}") from None
         tensors = {name: held[full] for name, full in names.items()}
@@ -234,53 +210,6 @@ def _weight_map(path: Path) -> dict[str, str]:
     return given
 
 
-def _header_length(path: Path, prefix: bytes, size: int) -> int:
-    if size == 0:
-        raise ModelError(f"{path} is empty: not a safetensors file")
-    if len(prefix) < 8:
-        raise ModelError(f"{path} is {size} bytes long: too short for a safetensors file")
-    length = int.from_bytes(prefix, "little")
-    if 8 + length > size and all(32 <= byte < 127 or byte in b"\r\n\t" for byte in prefix):
-        raise ModelError(f"{path} is not a safetensors file: it looks like text")
-    if length > MAX_HEADER_BYTES:
-        raise ModelError(
-            f"{path} is not a safetensors file: its header claims {length} bytes"
-            f" (the format allows {MAX_HEADER_BYTES})"
-        )
-    if 8 + length > size:
-        raise ModelError(
-            f"{path} is truncated: its header claims {length} bytes and {size - 8} are there"
-        )
-    return length
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _parse_entry(path: Path, name: str, entry: Any) -> TensorEntry:
-    where = f"{path}: tensor {name[:120]!r}"
-    check_name(path, name)
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ModelError(f"{where} must have dtype, shape and data_offsets, and nothing else")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
-        raise ModelError(f"{where} has an unknown dtype {str(dtype)[:40]!r}")
-    if not _naturals(shape) or len(shape) > MAX_RANK:
-        raise ModelError(f"{where} has a shape that is not a list of sizes >= 0")
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ModelError(f"{where} has data_offsets that are not [start, end] with start <= end")
-    needed = _DTYPE_BYTES[dtype]
-    for extent in shape:
-        needed *= extent
-    if needed != offsets[1] - offsets[0]:
-        raise ModelError(
-            f"{where} of dtype {dtype} and shape {shape} needs {needed} bytes"
-            f" and its offsets span {offsets[1] - offsets[0]}"
-        )
-    return TensorEntry(tuple(shape), *offsets)
-
-
 def check_name(path: Path, name: str) -> None:
     """Refuse a name far longer than any module's: searching names takes its square."""
     if len(name) > MAX_NAME:
@@ -288,28 +217,6 @@ def check_name(path: Path, name: str) -> None:
             f"{path}: tensor {name[:120]!r} has a name of {len(name)} characters; the limit is"
             f" {MAX_NAME}"
         )
-
-
-def _naturals(values: Any) -> bool:
-    """True for a list of whole numbers >= 0 that fit 63 bits (True and False are no numbers)."""
-    return isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)
-
-
-def _check_coverage(path: Path, entries: Mapping[str, TensorEntry], data_bytes: int) -> None:
-    """The tensors must tile the data: no overlap, no gap, nothing beyond the end."""
-    position = 0
-    for name, (_, start, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):
-        if stop > data_bytes:
-            raise ModelError(
-                f"{path} is truncated or wrong: tensor {name[:120]!r} ends at byte {stop}"
-                f" of {data_bytes} bytes of data"
-            )
-        if start != position:
-            what = "overlaps the one before it" if start < position else "leaves a gap"
-            raise ModelError(f"{path}: tensor {name[:120]!r} {what} at byte {start}")
-        position = stop
-    if position != data_bytes:
-        raise ModelError(f"{path} has {data_bytes - position} bytes that belong to no tensor")
 
 
 def check_numbers(path: Path, tensors: Mapping[str, Tensor]) -> None:

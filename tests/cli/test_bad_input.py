@@ -81,7 +81,7 @@ def test_a_directory_without_a_model(elsa: Elsa) -> None:
 
 def test_a_name_in_a_file_does_not_steer_the_terminal(elsa: Elsa) -> None:
     hostile = "\x1b]0;owned\x07"
-    entry = {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]}
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
     Path("a.safetensors").write_bytes(header(json.dumps({hostile: entry}), b"\0" * 16))
     answer = elsa("inspect", "a.safetensors")
     answer.fails(4, "a.safetensors", "owned")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import struct
 import zipfile
 from pathlib import Path
@@ -106,19 +107,14 @@ def sparse(path: Path, shapes: dict[str, list[int]]) -> Path:
 
 
 @pytest.mark.parametrize("arch", [None, "test_vit"])
-def test_a_sparse_file_is_judged_by_its_header(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str | None
-) -> None:
+def test_a_sparse_file_is_judged_by_its_header(tmp_path: Path, arch: str | None) -> None:
     """Gigabytes of holes were read before the architecture was looked at."""
-
-    def read(*_args: object) -> None:
-        raise AssertionError("the tensors were read")
-
-    monkeypatch.setattr("safetensors.safe_open", read)
     shapes = {name: list(t.shape) for name, t in timm.create_model("test_vit").state_dict().items()}
-    path = sparse(tmp_path / "model.safetensors", {**shapes, "zeros": [2**28]})
+    path = sparse(tmp_path / "model.safetensors", {**shapes, "zeros": [2**29]})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ModelError, match=r"no known architecture|test_vit: \d{9} numbers"):
         load_model(path, arch=arch)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
 
 
 def test_more_than_the_memory_holds(tmp_path: Path) -> None:
@@ -139,7 +135,7 @@ def test_numbers_and_nesting_of_thousands(tmp_path: Path) -> None:
             parse_json(text, "config")
         raw = text.encode()
         (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
-        with pytest.raises(ModelError, match=f"not JSON: {words}"):
+        with pytest.raises(ModelError, match="invalid JSON"):
             read_header(tmp_path / "m.safetensors")
 
 

@@ -91,7 +91,7 @@ def test_a_damaged_shard(tmp_path: Path, model: nn.Module) -> None:
     index = shard(model, tmp_path)
     path = tmp_path / "model-2.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ModelError, match=r"model-2\.safetensors is truncated"):
+    with pytest.raises(ModelError, match=r"model-2\.safetensors is damaged"):
         load_model(index)
     for content in (b"", b"[1]", b"{", b"\xff", b"[" * 100_000):
         index.write_bytes(content)
