@@ -63,16 +63,6 @@ def test_the_ceilings_say_what_the_threads_add() -> None:
     assert 0.3 < found["gemm_fp32"] / found["gemm_fp32_one_thread"] < 4
 
 
-def test_the_document_is_plain_json(report: Report) -> None:
-    document = json.loads(json.dumps(results.document(report), allow_nan=False))
-    assert document["schema_version"] == 1 and document["command"] == "bench attention"
-    described = document["environment"]
-    assert {"cpu", "threads", "isa", "gpu", "packages", "date"} <= set(described)
-    assert described["packages"]["torch"] and described["threads"] == torch.get_num_threads()
-    assert document["results"]["cases"][0]["case"]["name"] == CASE.name
-    assert document["results"]["ceilings"]["gemm_fp32"] > 1e8
-
-
 def test_a_contender_that_takes_no_half_precision_is_left_out_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,12 +91,6 @@ def test_matmul_precision_is_restored() -> None:
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_cuda_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnavailableError, match="sees no CUDA GPU"):
-        attention.run([CASE], device="cuda", settings=QUICK)
 
 
 def measurement(

@@ -17,7 +17,7 @@ from elsa_core.errors import ArgumentError
 from elsa_core.loading.imagesize import with_image_size
 from elsa_core.loading.libraries import default_recipe
 from elsa_core.loading.spec import parse
-from elsa_core.measuring import busy
+from elsa_core.measuring import busy, environment
 from elsa_core.profiling.bench import compare, models, published, runner
 from elsa_core.profiling.bench.runner import ModelCase
 
@@ -37,6 +37,16 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(busy, "reason", lambda _: "")
     monkeypatch.setitem(models.TABLES, "cpu", TINY["cpu"])
+
+
+@pytest.fixture(scope="module")
+def held() -> str:
+    """What a run of the first model writes."""
+    device = torch.device("cpu")
+    settings = models.RUNNER.settings(device, rounds=3, budget_seconds=0.3)
+    document = models.RUNNER.started(settings, environment.describe(device))
+    models.RUNNER.run(TINY["cpu"]["batch8"][:1], document, device=device)
+    return json.dumps(document)
 
 
 def test_the_papers_models_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,14 +81,11 @@ def test_every_model_can_be_built(case: ModelCase) -> None:
 
 
 def test_a_run_is_kept_resumed_shown_and_rendered(
-    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
+    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator, held: str
 ) -> None:
     line = ["bench", "models", *SHORT, "-o", "m.json", "--json"]
-    assert run([*line, "--quick"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    schema.validate(document)
-    assert document["command"] == "bench models" and document["results"]["complete"]
-    [first] = document["results"]["cases"]
+    Path("m.json").write_text(held)
+    [first] = json.loads(held)["results"]["cases"]
     assert first["sites"] == [12, 12] and first["wrong"] == []
     assert first["errors"][0] <= 2 * first["errors"][1] + 5e-7
     assert {m["contender"] for m in first["measurements"]} == {"eager", "patched"}
@@ -86,6 +93,7 @@ def test_a_run_is_kept_resumed_shown_and_rendered(
     assert run([*line, "--resume"]) == 0
     again = json.loads(capsys.readouterr().out)
     schema.validate(again)
+    assert again["command"] == "bench models" and again["results"]["complete"]
     assert again["results"]["cases"][0] == first
     swin = again["results"]["cases"][1]
     assert swin["case"]["window"] == 4
@@ -100,35 +108,38 @@ def test_a_run_is_kept_resumed_shown_and_rendered(
     assert "other settings" in capsys.readouterr().err
 
 
-def test_what_is_resumed_is_of_the_same_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "models", *SHORT, "--quick", "-o", "m.json"]
-    assert run(line) == 0
-    kept = Path("m.json").read_text()
-    for change, words in (
-        ({"elsa_version": "0.0.1"}, "elsa was 0.0.1, now it is"),
-        ({"environment": {"packages": {"torch": "2.9.0"}}}, "torch was 2.9.0, now it is"),
-        ({"environment": {"kernels": "another"}}, "kernels was another, now it is"),
-    ):
-        document = json.loads(kept)
-        for key, value in change.items():
-            document[key] = document[key] | value if isinstance(value, dict) else value
-        Path("m.json").write_text(json.dumps(document))
-        capsys.readouterr()
-        assert run([*line, "--resume"]) == 2
-        err = capsys.readouterr().err
-        assert len(err.splitlines()) == 1 and "with other versions" in err and words in err
-    Path("m.json").write_text(json.dumps(json.loads(kept) | {"environment": []}))
-    assert run([*line, "--resume"]) == 4
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ({"elsa_version": "0.0.1"}, 2, "with other versions (elsa was 0.0.1, now it is"),
+        ({"environment": {"packages": {"torch": "2.9.0"}}}, 2, "torch was 2.9.0, now it is"),
+        ({"environment": {"kernels": "another"}}, 2, "kernels was another, now it is"),
+        ({"environment": []}, 4, "m.json is no result of `elsa bench models`"),
+        ({"results": {"cases": 3}}, 4, "m.json is no result of `elsa bench models`"),
+        (None, 4, "m.json is no result of `elsa bench models`"),
+    ],
+)
+def test_what_is_resumed_is_of_the_same_versions(
+    capsys: pytest.CaptureFixture[str], held: str, change: Any, code: int, words: str
+) -> None:
+    document = json.loads(held)
+    for key, value in (change or {}).items():
+        document[key] = document[key] | value if isinstance(value, dict) else value
+    content = "[]" if change is None else json.dumps(document)
+    Path("m.json").write_text(content)
+    assert run(["bench", "models", *SHORT, "--quick", "-o", "m.json", "--resume"]) == code
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and words in err
+    assert Path("m.json").read_text() == content
 
 
-def test_few_rounds_are_shown_without_an_interval(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "models", *SHORT, "--quick", "-o", "m.json"]
-    assert run(line) == 0
-    document = json.loads(Path("m.json").read_text())
+def test_few_rounds_are_shown_without_an_interval(
+    capsys: pytest.CaptureFixture[str], held: str
+) -> None:
+    document = json.loads(held)
     document["results"]["cases"][0]["gain"] |= {"rounds": 4, "verdict": "unsure"}
     Path("m.json").write_text(json.dumps(document))
-    capsys.readouterr()
-    assert run([*line, "--resume"]) == 0
+    assert run(["bench", "models", *SHORT, "--quick", "-o", "m.json", "--resume"]) == 0
     shown = capsys.readouterr().out
     [row] = [line for line in shown.splitlines() if line.startswith("batch8/ViT-T")]
     assert " 4 rounds " in row and row.endswith("unsure")
@@ -168,14 +179,6 @@ def test_a_backend_that_served_no_model(capsys: pytest.CaptureFixture[str]) -> N
     out, err = capsys.readouterr()
     assert "no: not measured" in out
     assert err.splitlines()[-1].startswith("error: --backend triton served no model: ")
-
-
-def test_a_file_to_resume_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    for content in ("", "[]", '{"command": "bench models", "results": {"cases": 3}}'):
-        Path("m.json").write_text(content)
-        assert run(["bench", "models", *SHORT, "-o", "m.json", "--resume"]) == 4
-        assert "m.json is no result of `elsa bench models`" in capsys.readouterr().err
-        assert Path("m.json").read_text() == content
 
 
 # --compare
@@ -262,13 +265,11 @@ def test_a_comparison_names_another_processor_and_a_busy_machine(
     )
 
 
-def test_a_run_is_compared_with_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "models", *SHORT, "--quick", "-o", "m.json"]) == 0
-    document = json.loads(Path("m.json").read_text())
+def test_a_run_is_compared_with_a_file(capsys: pytest.CaptureFixture[str], held: str) -> None:
+    document = json.loads(held)
     gain = document["results"]["cases"][0]["gain"]
     gain |= {"value": 900.0, "low": 800.0, "high": 1000.0}  # nobody's machine gets there
     Path("m.json").write_text(json.dumps(document))
-    capsys.readouterr()
     assert run(["bench", *SHORT, "--compare", "m.json"]) == 1
     out, err = capsys.readouterr()
     assert "1 cases compared, 1 worse" in out and "batch8/ViT-T-32x2-fp32" in err

@@ -66,30 +66,6 @@ def document() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_table_shows_everyone_and_marks_the_best_peer(document: dict[str, Any]) -> None:
-    lines = tables.of_document(document, "vit").splitlines()
-    assert lines[0].startswith("| B,H,N,D | elsa, ms | sdpa-flash, ms | ratio (10 to 90%) |")
-    assert lines[1].startswith("|---|---:|")
-    assert lines[2].startswith(
-        "| 1,12,197,64 | 1 | **2** | 2.00 (1.00 to 2.00) | 100 (50% of GEMM)"
-    )
-    assert "| 3.0e-07 / 3.0e-07 | 2.0 / 2.0 |" in lines[2]
-    assert lines[3].startswith("| 1,12,577,64 | 4 | **2** | 0.50 ")
-    assert len({line.count("|") for line in lines}) == 1
-
-
-def test_a_peer_of_a_package_has_a_column_and_its_version_is_named(
-    document: dict[str, Any],
-) -> None:
-    of_package = {"notes": {"package": "flash-attn-4 4.0.0"}}
-    for case in document["results"]["cases"][:2]:
-        case["measurements"].append(measured("flash-attn-4", 0.0015, **of_package))
-    lines = tables.of_document(document, "vit").splitlines()
-    assert "| sdpa-flash, ms | flash-attn-4, ms |" in lines[0] and "| 1.5 |" in lines[2]
-    assert "best peer in 4 of 5 cases. Under" in summary.of_attention(document)
-    assert summary.of_attention(document).endswith(" With flash-attn-4 4.0.0.")
-
-
 def test_the_summary_names_what_missed(document: dict[str, Any]) -> None:
     text = summary.of_attention(document)
     assert text == (
