@@ -35,11 +35,11 @@ def test_a_study_writes_rows_and_its_environment(name: str, tmp_path: Path) -> N
     study = importlib.import_module(f"benchmarks.{name}")
     words = [*SHORT, *STUDIES[name], "-o", str(tmp_path / f"{name}.csv")]
     parser = harness.options(study.__doc__)
-    for option, value in (("--seeds", 5), ("--epochs", 1), ("--workers", 0), ("--layers", 1)):
+    for option, value in (("--seeds", 5), ("--epochs", 1), ("--workers", 0)):
         parser.add_argument(option, type=int, default=value)
     images = np.random.default_rng(0).random((100, 16, 16))
     np.savez(tmp_path / "few.npz", images=images, labels=np.arange(100) % 10)
-    parser.set_defaults(data=[str(tmp_path / "few.npz")], dtypes=[])
+    parser.set_defaults(data=[str(tmp_path / "few.npz")])
     rows = harness.main(study.__doc__, study.cases, study.measure, parser, words)
     assert rows and all(row.get("error", 0.0) < 1e-4 for row in rows)
     assert not [row for row in rows if row["contender"] == "all"], rows
