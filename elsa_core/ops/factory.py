@@ -82,7 +82,7 @@ class Operator:
         twin: whether `elsa::<name>_eager` stands beside it.
         onnx: its `elsa_core.exporting.onnx_operator.OnnxExport`, which writes nodes of its own;
             without one `elsa.export` writes the portable form.
-        bench: its `elsa_core.profiling.bench.operators.Bench`: cases, peers and the float64 output.
+        bench: its `elsa_core.profiling.bench.peers.Bench`: cases, peers and the float64 output.
         bench_gradients: the same of calls with their gradients.
 
     `onnx` and the benches are objects, or where to find one when it is asked for

@@ -77,7 +77,7 @@ def test_a_contender_that_takes_no_half_precision_is_left_out_with_its_reason(
 
 def test_score_matrices_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "available_bytes", lambda _: 1000)
-    field = peers.field_of(CASE, peers.Inputs(*inputs(CASE, "cpu")))
+    field = peers.field_of(CASE, inputs(CASE, "cpu"))
     assert {"sdpa-math", "eager"} <= set(field.left_out)
     assert "GiB are there" in field.left_out["eager"]
 
@@ -146,7 +146,7 @@ def test_rounds_are_interleaved() -> None:
 
 def test_memory_of_a_score_matrix_is_seen() -> None:
     case = Case("vit", 1, 4, 1024, 1024, 16)
-    tensors = peers.Inputs(*inputs(case, "cpu"))
+    tensors = inputs(case, "cpu")
     output = 4 * 1024 * 16 * 4
     eager = timing.workspace(peers.eager(tensors), torch.device("cpu"), output)
     if eager is None:

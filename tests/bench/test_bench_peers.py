@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elsa_core import reference
-from elsa_core.profiling.bench import flash4, peers
-from elsa_core.profiling.bench.cases import Case, bench_of, inputs, select
-from elsa_core.profiling.bench.peers import Inputs, field_of
+from elsa_core.profiling.bench import peers
+from elsa_core.profiling.bench.cases import Case, Inputs, bench_of, inputs, select
+from elsa_core.profiling.bench.peers import field_of
 
 VARLEN = Case("varlen", 4, 2, 24, 24, 8)
 PLAIN = Case("gradients", 2, 3, 24, 24, 8)
@@ -26,7 +26,7 @@ WINDOWS = Case("gradients", 16, 2, 16, 16, 8, mask="additive", window=4)
 
 def test_everyone_computes_entmax_but_softmax() -> None:
     case = replace(select("cpu", tables=["entmax"])[0], batch=1, heads=2)
-    tensors = Inputs(*inputs(case, "cpu"))
+    tensors = inputs(case, "cpu")
     exact = bench_of(case).exact(*tensors)
     found = field_of(case, tensors)
     errors = {c.name: reference.relative_l2(c.output(), exact) for c in found.contenders}
@@ -39,7 +39,7 @@ def test_everyone_computes_entmax_but_softmax() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 def test_packed_sequences_beside_padded_ones(backend: str) -> None:
-    tensors = Inputs(*inputs(VARLEN, "cpu"))
+    tensors = inputs(VARLEN, "cpu")
     field = field_of(VARLEN, tensors, backend=backend)
     names = [contender.name for contender in field.contenders]
     assert names == ["elsa-strict", "padded-sdpa", "padded-elsa", "each-sdpa"]
@@ -54,7 +54,7 @@ def test_packed_sequences_beside_padded_ones(backend: str) -> None:
 
 @pytest.mark.parametrize("case", [PLAIN, MASKED, WINDOWS], ids=["plain", "masked", "windows"])
 def test_gradients(case: Case) -> None:
-    tensors = Inputs(*inputs(case, "cpu"))
+    tensors = inputs(case, "cpu")
     field = field_of(case, tensors)
     names = {contender.name for contender in field.contenders}
     # flash has no gradient of a mask
@@ -94,14 +94,14 @@ def package(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
 
 def test_flash_attention_reads_the_tensors_themselves(package: list[tuple[Tensor, ...]]) -> None:
     own = [t.requires_grad_() for t in inputs(PLAIN, "cpu")[:3]]
-    peer = flash4.contender(*own)
-    out, exact = flash4.attention()(*own), F.scaled_dot_product_attention(*own)
+    peer = peers.flash_4(*own)
+    out, exact = peers.flash_4_attention()(*own), F.scaled_dot_product_attention(*own)
     torch.testing.assert_close(out, exact)
     assert torch.equal(peer.output(), out)
     grads = (torch.autograd.grad(each.square().sum(), own) for each in (out, exact))
     for one, two in zip(*grads, strict=True):
         torch.testing.assert_close(one, two)
-    assert peer.name == flash4.NAME and peer.notes["package"].startswith("flash-attn-4")
+    assert peer.name == peers.FLASH_4 and peer.notes["package"].startswith("flash-attn-4")
     for given, tensor in zip(package[-1], own, strict=True):
         assert given.shape == (2, 24, 3, 8) and given.data_ptr() == tensor.data_ptr()
 
@@ -125,7 +125,7 @@ def test_where_flash_attention_takes_part(
     with FakeTensorMode():
         made = [torch.empty(2, 3, 24, 8, dtype=case.torch_dtype, device="cuda") for _ in range(3)]
         mask = torch.empty(1, device="cuda") if case.mask != "none" else None
-        found = peers.of_attention(case, Inputs(*made, mask), False)[flash4.NAME]
+        found = peers.of_attention(case, Inputs(*made, mask), False)[peers.FLASH_4]
     assert found == reason if reason else callable(found)
 
 
@@ -137,4 +137,4 @@ def test_without_flash_attention(missing: str, monkeypatch: pytest.MonkeyPatch) 
     if missing == "flash_attn":
         monkeypatch.delitem(sys.modules, "flash_attn.cute")
     with pytest.raises(Exception, match="the package flash-attn-4 is not installed"):
-        flash4.attention()
+        peers.flash_4_attention()

@@ -17,7 +17,6 @@ from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.profiling.bench import trace
 from elsa_core.profiling.bench.cases import Case, inputs
-from elsa_core.profiling.bench.peers import Inputs
 
 from .conftest import Offered
 
@@ -108,7 +107,7 @@ def test_a_lie_is_caught() -> None:
     assert claim.ok is False and claim.found == 4 + 1  # and one leaf fewer than there should be
     assert trace._cover(replace(made(100, 16, 1, 112), key_tiles=6)).ok is False
     case = Case("t", 1, 2, 9, 100, 16)
-    tensors = Inputs(*inputs(case, "cpu"))
+    tensors = inputs(case, "cpu")
     sample = trace.sample_of(case, tensors)
     wrong = sample.pick(torch.nn.functional.scaled_dot_product_attention(*tensors[:3])) + 1e-4
     claims = {c.name: c for c in trace._replayed(lost, sample, "strict", wrong)}

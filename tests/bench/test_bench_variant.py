@@ -12,8 +12,8 @@ from elsa_core import ops
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops.factory import _RECORDS
 from elsa_core.profiling.bench import attention, cases
-from elsa_core.profiling.bench.operators import Bench
-from elsa_core.profiling.bench.peers import Inputs
+from elsa_core.profiling.bench.cases import Inputs
+from elsa_core.profiling.bench.peers import Bench
 from elsa_core.profiling.bench.results import Settings
 
 

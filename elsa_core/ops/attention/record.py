@@ -71,7 +71,7 @@ ATTENTION = register(
         terms=_TERMS,
         twin=True,
         onnx="elsa_core.exporting.onnx_attention:EXPORT",
-        bench="elsa_core.profiling.bench.operators:ATTENTION",
+        bench="elsa_core.profiling.bench.peers:ATTENTION",
         bench_gradients="elsa_core.profiling.bench.gradients:GRADIENTS",
     )
 )

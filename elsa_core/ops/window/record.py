@@ -71,6 +71,6 @@ WINDOW_ATTENTION = register(
         terms=_TERMS,
         twin=True,
         onnx="elsa_core.exporting.onnx_window:EXPORT",
-        bench="elsa_core.profiling.bench.operators:WINDOW",
+        bench="elsa_core.profiling.bench.peers:WINDOW",
     )
 )

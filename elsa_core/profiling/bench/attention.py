@@ -17,8 +17,8 @@ from elsa_core.measuring import busy, environment, timing
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.timing import Contender
 from elsa_core.precision import DTYPES
-from elsa_core.profiling.bench.cases import Case, bench_of, inputs
-from elsa_core.profiling.bench.peers import Inputs, field_of
+from elsa_core.profiling.bench.cases import Case, Inputs, bench_of, inputs
+from elsa_core.profiling.bench.peers import field_of
 from elsa_core.profiling.bench.results import CaseResult, Measurement, Report, Settings, compare
 
 Progress = Callable[[str, int, int], None]
@@ -70,7 +70,7 @@ def measure(
 ) -> CaseResult:
     """Measure one case: time, error, memory and host cost of everyone who takes it."""
     try:
-        tensors = Inputs(*inputs(case, device, settings.seed))
+        tensors = inputs(case, device, settings.seed)
         expected, pick = _oracle(case, tensors)
     except torch.OutOfMemoryError as error:
         return CaseResult(case, (), None, {"all": str(error).splitlines()[0]}, None)

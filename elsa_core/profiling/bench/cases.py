@@ -6,9 +6,10 @@ import fnmatch
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from elsa_core import ops
 from elsa_core.errors import ArgumentError
@@ -16,7 +17,7 @@ from elsa_core.measuring.documents import Plain
 from elsa_core.precision import DTYPES, validate
 
 if TYPE_CHECKING:
-    from elsa_core.profiling.bench.operators import Bench
+    from elsa_core.profiling.bench.peers import Bench
 
 SWEEP_TOKENS: Final = (16, 49, 64, 100, 197, 256, 577, 785, 1025, 2048)
 SWEEP_HEAD_DIMS: Final = (32, 64, 80, 128)
@@ -101,13 +102,20 @@ def lengths_of(batch: int, longest: int) -> list[int]:
     return [longest * (batch - i) // batch for i in range(batch)]
 
 
-def inputs(
-    case: Case, device: torch.device | str, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+class Inputs(NamedTuple):
+    """The tensors of a case."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+
+
+def inputs(case: Case, device: torch.device | str, seed: int = 0) -> Inputs:
     """Random normal query, key, value, and the mask (or None) of a case."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape: int) -> Tensor:
         # Drawn in the dtype itself: a float32 copy of a long case would not fit beside it.
         return torch.randn(shape, generator=generator, dtype=case.torch_dtype, device=device)
 
@@ -115,7 +123,7 @@ def inputs(
     key = normal(case.batch, case.heads, case.keys, case.head_dim)
     value = normal(case.batch, case.heads, case.keys, case.head_dim)
     mask = None if case.mask == "none" else normal(1, case.heads, case.queries, case.keys)
-    return query, key, value, mask
+    return Inputs(query, key, value, mask)
 
 
 def from_shape(text: str, *, dtype: str = "fp32", precision: str = "strict") -> Case:

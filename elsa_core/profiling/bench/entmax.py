@@ -17,9 +17,8 @@ from torch import Tensor
 from elsa_core import ops
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops.entmax.api import entmax_attention, explain_entmax_attention
-from elsa_core.profiling.bench.cases import Case, square
-from elsa_core.profiling.bench.operators import Bench
-from elsa_core.profiling.bench.peers import Inputs, of_elsa, too_large
+from elsa_core.profiling.bench.cases import Case, Inputs, square
+from elsa_core.profiling.bench.peers import Bench, of_elsa, too_large
 
 ALPHA: Final = 1.5
 _CPU = ((8, 12, 197, 64), (1, 12, 577, 64), (1, 12, 1025, 64), (1, 4, 4096, 64))

@@ -17,10 +17,9 @@ from elsa_core import reference
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops.attention.api import attention, explain
 from elsa_core.ops.window.api import window_attention
-from elsa_core.profiling.bench import flash4, peers
-from elsa_core.profiling.bench.cases import GRADIENTS_TABLE, Case, square
-from elsa_core.profiling.bench.operators import Bench
-from elsa_core.profiling.bench.peers import Inputs
+from elsa_core.profiling.bench import peers
+from elsa_core.profiling.bench.cases import GRADIENTS_TABLE, Case, Inputs, square
+from elsa_core.profiling.bench.peers import Bench
 
 # Shape: the least ratio to the best exact peer that is aimed at.
 _CPU: Final = {(8, 12, 197, 64): 1.3, (1, 12, 1025, 64): 1.2}
@@ -101,7 +100,7 @@ def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Co
 
     found: dict[str, Callable[[], Contender] | str] = {}
     forwards: dict[str, Callable[[], Callable[..., Tensor]]] = {
-        "eager": lambda: peers.plain_attention, flash4.NAME: flash4.attention,
+        "eager": lambda: peers.plain_attention, peers.FLASH_4: peers.flash_4_attention,
     }  # fmt: skip
     for name, made in peers.of_attention(case, tensors, False).items():
         if name == "onnxruntime":

@@ -6,7 +6,9 @@ import functools
 import importlib.util
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -14,14 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from elsa_core import reference
 from elsa_core.base.messages import first_line
-from elsa_core.errors import ElsaError
+from elsa_core.errors import ElsaError, UnavailableError
 from elsa_core.measuring.memory_limit import available_bytes
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops.attention.api import attention, explain
 from elsa_core.ops.window.api import window_attention
-from elsa_core.profiling.bench import flash4
-from elsa_core.profiling.bench.cases import WINDOW_IMAGES, Case, bench_of
+from elsa_core.profiling.bench import cases
+from elsa_core.profiling.bench.cases import WINDOW_IMAGES, Case, Inputs, bench_of
 
 _SDPA: Final = {
     "cpu": {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-math": SDPBackend.MATH},
@@ -37,13 +40,9 @@ _SCORE_COPIES: Final = 3
 _ERRORS: Final = (ElsaError, RuntimeError, ImportError, NotImplementedError)
 
 
-class Inputs(NamedTuple):
-    """The tensors of a case, as `elsa_core.profiling.bench.cases.inputs` makes them."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
+FLASH_4: Final = "flash-attn-4"
+_FLASH_4_MAJORS: Final = (9, 10, 11, 12)  # compute capabilities with kernels for its gradients
+_HALF: Final = (torch.float16, torch.bfloat16)
 
 
 class Field(NamedTuple):
@@ -60,14 +59,29 @@ def field_of(case: Case, tensors: Inputs, *, backend: str = "auto", flex: bool =
     with the first line of its error.
     """
     found, bench = Field([], {}), bench_of(case)
-    for precision in case.precisions:
-        make = functools.partial(bench.elsa, case, tensors, precision, backend)
-        _try(found, f"elsa-{precision}", make)
-    for name, peer in bench.peers(case, tensors, flex).items():
-        if isinstance(peer, str):
-            found.left_out[name] = peer
+    makers: dict[str, Callable[[], Contender] | str] = {
+        f"elsa-{precision}": functools.partial(bench.elsa, case, tensors, precision, backend)
+        for precision in case.precisions
+    }
+    for name, make in (makers | dict(bench.peers(case, tensors, flex))).items():
+        if isinstance(make, str):
+            found.left_out[name] = make
+            continue
+        try:
+            with warnings.catch_warnings():
+                # A backend that declines a case warns why before it raises.
+                warnings.simplefilter("ignore")
+                contender = make()
+                contender.output()
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()  # an asynchronous failure must show here
+        except Exception as error:  # compilers of packages have errors of their own
+            if name in makers and not isinstance(error, _ERRORS):
+                raise
+            kind = "" if isinstance(error, _ERRORS) else f"{type(error).__name__}: "
+            found.left_out[name] = f"{kind}{first_line(error)}"[:200]
         else:
-            _try(found, name, peer, Exception)  # compilers of packages have errors of their own
+            found.contenders.append(contender)
     return found
 
 
@@ -91,9 +105,7 @@ def of_attention(
         found["eager"] = large or (lambda: eager(tensors))
         found["onnxruntime"] = lambda: _onnxruntime(tensors)
         return found
-    found[flash4.NAME] = flash4.refusal(tensors.query, tensors.mask) or (
-        lambda: flash4.contender(*tensors[:3])
-    )
+    found[FLASH_4] = flash_4_refusal(tensors.query, tensors.mask) or (lambda: flash_4(*tensors[:3]))
     if flex:
         found["flex"] = lambda: _flex(tensors)
     return found
@@ -105,22 +117,6 @@ def too_large(case: Case, device: torch.device) -> str:
     if needed <= there:
         return ""
     return f"its score matrices take {needed / 2**30:.1f} GiB, {there / 2**30:.1f} GiB are there"
-
-
-def _try(found: Field, name: str, make: Callable[[], Contender], errors: Any = _ERRORS) -> None:
-    try:
-        with warnings.catch_warnings():
-            # A backend that declines a case warns why before it raises.
-            warnings.simplefilter("ignore")
-            contender = make()
-            contender.output()
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # an asynchronous failure must show here
-    except errors as error:
-        kind = "" if isinstance(error, _ERRORS) else f"{type(error).__name__}: "
-        found.left_out[name] = f"{kind}{first_line(error)}"[:200]
-        return
-    found.contenders.append(contender)
 
 
 def elsa_attention(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
@@ -272,3 +268,81 @@ def _onnxruntime(tensors: Inputs) -> Contender:
         return flat.view(batch, queries, heads, head_dim).transpose(1, 2)
 
     return Contender("onnxruntime", call, read=read, pools=True)
+
+
+def flash_4_refusal(query: Tensor, mask: Tensor | None) -> str:
+    """Why FlashAttention 4 cannot take these inputs on this GPU, installed or not; else empty."""
+    if query.dtype not in _HALF:
+        return f"it takes float16 and bfloat16, not {query.dtype}".replace("torch.", "")
+    if mask is not None:
+        return "it takes no mask"
+    major, minor = torch.cuda.get_device_capability(query.device)
+    if major not in _FLASH_4_MAJORS:
+        return f"it is for Hopper and Blackwell, not for compute capability {major}.{minor}"
+    return ""
+
+
+def flash_4_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """FlashAttention 4 of [B, H, N, D], with gradients.
+
+    It takes tokens before heads. Strides are arguments of its kernels, so that transposed views of
+    queries, keys, values and gradients reach them without a copy.
+    """
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ModuleNotFoundError as error:
+        # FlashAttention 2 is a package `flash_attn` too, without this part.
+        if error.name not in ("flash_attn", "flash_attn.cute"):
+            raise
+        raise UnavailableError("the package flash-attn-4 is not installed") from None
+    function: Any = flash_attn_func
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        returned = function(*(t.transpose(1, 2) for t in (query, key, value)))
+        # The lse comes with the output.
+        out: Tensor = returned[0] if isinstance(returned, tuple) else returned
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def flash_4(query: Tensor, key: Tensor, value: Tensor) -> Contender:
+    """The forward of FlashAttention 4, whose first call compiles kernels, a second or two each."""
+    call = functools.partial(flash_4_attention(), query, key, value)
+    try:
+        package = f"{FLASH_4} {metadata.version(FLASH_4)}"
+    except metadata.PackageNotFoundError:
+        package = FLASH_4
+    return Contender(FLASH_4, call, notes={"package": package})
+
+
+def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    return reference.attention(query, key, value, mask)[0]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How an operator is measured by `elsa bench attention`: what its record names.
+
+    Attributes:
+        tables: its cases by device type ("cpu", "cuda") and table; no other operator's tables have
+            these names.
+        elsa: the call of elsa's: (case, inputs, precision, backend).
+        peers: who else computes it: (case, inputs, whether to compile FlexAttention); of each name
+            what makes the contender, or the reason why it cannot take part.
+        exact: the output in float64, of (query, key, value, mask).
+        error: of (case, output, float64 output); None for the relative L2 distance, of a part of
+            the output where the whole would take long.
+    """
+
+    tables: Mapping[str, Mapping[str, tuple[Case, ...]]]
+    elsa: Callable[[Case, Inputs, str, str], Contender]
+    peers: Callable[[Case, Inputs, bool], Mapping[str, Callable[[], Contender] | str]] = (
+        of_attention
+    )
+    exact: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = _exact
+    error: Callable[[Case, Tensor, Tensor], float] | None = None
+
+
+ATTENTION = Bench({"cpu": cases.CPU_TABLES, "cuda": cases.CUDA_TABLES}, elsa_attention)
+WINDOW = Bench({"cpu": cases.CPU_WINDOW_TABLES}, elsa_windows)

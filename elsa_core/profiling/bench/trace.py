@@ -29,8 +29,7 @@ from elsa_core.measuring.documents import Plain
 from elsa_core.monoid import State
 from elsa_core.ops.attention.api import attention
 from elsa_core.precision import unit_roundoff, validate
-from elsa_core.profiling.bench.cases import Case, inputs
-from elsa_core.profiling.bench.peers import Inputs
+from elsa_core.profiling.bench.cases import Case, Inputs, inputs
 from elsa_core.profiling.bench.results import TURBO_ULP
 
 Progress = Callable[[str, int, int], None]
@@ -106,7 +105,7 @@ def trace(
     absent = device.type == "cuda" and not torch.cuda.is_available()
     # Without the GPU only the sampled heads are needed, and the call itself as shapes.
     made = replace(case, batch=1, heads=min(2, case.heads)) if absent else case
-    tensors = Inputs(*inputs(made, "cpu" if absent else device, seed))
+    tensors = inputs(made, "cpu" if absent else device, seed)
     shapes = tensors
     if absent:
         sizes = [(case.batch, case.heads, n, case.head_dim) for n in (case.queries, case.keys)]

@@ -30,7 +30,6 @@ from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.timing import Contender
 from elsa_core.profiling.bench.cases import Case, inputs
-from elsa_core.profiling.bench.peers import Inputs
 from elsa_core.profiling.bench.results import Settings
 from elsa_core.profiling.bench.trace import sample_of, tolerance
 
@@ -261,7 +260,7 @@ def save(tuned: Sequence[Tuned], device: torch.device | str) -> Path | None:
 
 def _tune(case: Case, precision: str, device: torch.device, settings: Settings) -> Tuned:
     table, multiprocessors, shared = shipped_table(device)
-    tensors = Inputs(*inputs(case, device, settings.seed))
+    tensors = inputs(case, device, settings.seed)
     plans = candidates(
         case, precision, table, multiprocessors=multiprocessors, shared=shared,
         specialized=may_specialize(case, device),

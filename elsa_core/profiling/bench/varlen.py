@@ -18,9 +18,8 @@ from elsa_core.base import packing
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops.attention.api import attention
 from elsa_core.ops.varlen.api import explain_varlen_attention, varlen_attention
-from elsa_core.profiling.bench.cases import VARLEN_TABLE, Case, lengths_of, square
-from elsa_core.profiling.bench.operators import Bench
-from elsa_core.profiling.bench.peers import Inputs, of_elsa
+from elsa_core.profiling.bench.cases import VARLEN_TABLE, Case, Inputs, lengths_of, square
+from elsa_core.profiling.bench.peers import Bench, of_elsa
 
 _SHAPES: Final = ((16, 12, 576, 64), (8, 12, 1024, 64), (16, 3, 197, 64), (4, 12, 2048, 64))
 _CUDA_SHAPES: Final = ((16, 16, 4096, 64), (32, 12, 1024, 64))
