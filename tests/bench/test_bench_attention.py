@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.measuring import timing
-from elsa_core.measuring.timing import Contender
 from elsa_core.profiling.bench import attention, peers, results
 from elsa_core.profiling.bench.cases import Case, inputs
 from elsa_core.profiling.bench.results import Measurement, Report, Settings
@@ -128,32 +126,6 @@ def test_a_wrong_result_is_never_a_fast_one(error: float) -> None:
     result = results.compare(CASE, field(3e-7, error), {})
     assert result.wrong == ("fast",) and result.own_wrong == () and result.best_peer == "right"
     assert result.reached is True
-
-
-def test_rounds_are_interleaved() -> None:
-    order: list[str] = []
-    contenders = [
-        Contender(name, lambda n=name: order.append(n))  # type: ignore[misc]
-        for name in ("a", "b", "c")
-    ]
-    samples = timing.time_cpu(contenders, rounds=3, batch_seconds=0.0, budget_seconds=5)
-    assert {name: len(times) for name, times in samples.items()} == dict.fromkeys("abc", 3)
-    # After the calls that warm each one up, a round has one warm and one timed call of everybody.
-    rounds = ["".join(order[i : i + 6]) for i in range(len(order) - 18, len(order), 6)]
-    assert all(sorted(r) == list("aabbcc") and r[::2] == r[1::2] for r in rounds)
-    assert len(set(rounds)) > 1  # nobody always follows the same one
-
-
-def test_memory_of_a_score_matrix_is_seen() -> None:
-    case = Case("vit", 1, 4, 1024, 1024, 16)
-    tensors = inputs(case, "cpu")
-    output = 4 * 1024 * 16 * 4
-    eager = timing.workspace(peers.eager(tensors), torch.device("cpu"), output)
-    if eager is None:
-        pytest.skip("the peak of resident memory cannot be reset on this system")
-    assert eager > 0.9 * case.score_bytes
-    nothing = timing.workspace(Contender("none", lambda: None), torch.device("cpu"))
-    assert nothing is not None and nothing < 2**20
 
 
 def test_publishing_is_refused_on_a_busy_machine(report: Report, tmp_path: Path) -> None:

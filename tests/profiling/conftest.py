@@ -63,30 +63,23 @@ def profiled(once: Callable[[str, Callable[[Path], None]], Path]) -> str:
 @pytest.fixture
 def document(profiled: str) -> dict[str, Any]:
     """A finished sweep of two sizes, made of that report; plain JSON data of the test's own."""
-    rows = []
-    for side in (96, 192):
-        found = json.loads(profiled) | {"image_size": [side, side]}
-        configuration = sweep.Configuration((side, side)).to_dict()
-        rows.append(
-            {"configuration": configuration, "status": "done", "reason": "", "profile": found}
-        )
-    plain: dict[str, Any] = json.loads(
-        json.dumps(
-            {
-                "schema_version": 1,
-                "elsa_version": "0",
-                "command": "profile",
-                "environment": {
-                    "cpu": "A <CPU> & more", "threads": 1, "gpu": None, "isa": "AVX2",
-                    "packages": {"torch": "2.15.0"}, "date": "2026-01-02T03:04:05",
-                },
-                "results": {
-                    "model": {"given": "vit_tiny", "name": "vit_tiny_patch16_224", "alias": ""},
-                    "settings": {"include": [], "exclude": []},
-                    "complete": True,
-                    "points": rows,
-                },
-            }
-        )
-    )  # fmt: skip
-    return plain
+    rows = [
+        {
+            "configuration": sweep.Configuration((side, side)).to_dict(),
+            "status": "done",
+            "reason": "",
+            "profile": json.loads(profiled) | {"image_size": [side, side]},
+        }
+        for side in (96, 192)
+    ]
+    return {
+        "schema_version": 1, "elsa_version": "0", "command": "profile",
+        "environment": {
+            "cpu": "A <CPU> & more", "threads": 1, "gpu": None, "isa": "AVX2",
+            "packages": {"torch": "2.15.0"}, "date": "2026-01-02T03:04:05",
+        },
+        "results": {
+            "model": {"given": "vit_tiny", "name": "vit_tiny_patch16_224", "alias": ""},
+            "settings": {"include": [], "exclude": []}, "complete": True, "points": rows,
+        },
+    }  # fmt: skip

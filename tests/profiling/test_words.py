@@ -17,29 +17,17 @@ def gain(value: float, low: float, high: float, rounds: int = 9) -> dict[str, An
 @pytest.mark.parametrize(
     ("ratio", "usual", "other"),
     [
-        (
-            gain(1.24, 1.19, 1.3),
-            "1.24x faster, 1.19 to 1.30",
-            "patched+graph is 1.24x faster than compile, 1.19 to 1.30",
-        ),
-        (
-            gain(0.8, 0.75, 0.82),
-            "1.25x slower, 1.22 to 1.33",
-            "patched+graph is 1.25x slower than compile, 1.22 to 1.33",
-        ),
-        (
-            gain(1.0, 0.98, 1.03),
-            "no difference found: within 3%",
-            "no difference found between patched+graph and compile: within 3%",
-        ),
+        (gain(1.24, 1.19, 1.3), "1.24x faster, 1.19 to 1.30",
+         "patched+graph is 1.24x faster than compile, 1.19 to 1.30"),
+        (gain(0.8, 0.75, 0.82), "1.25x slower, 1.22 to 1.33",
+         "patched+graph is 1.25x slower than compile, 1.22 to 1.33"),
+        (gain(1.0, 0.98, 1.03), "no difference found: within 3%",
+         "no difference found between patched+graph and compile: within 3%"),
         (gain(1.0, 0.999, 1.004), "no difference found: within 0.4%", ""),
-        (
-            gain(1.5, 1.4, 1.6, rounds=3),
-            "undecided: 3 rounds fitted into the budget, 6 are needed; a longer budget gives them",
-            "",
-        ),
+        (gain(1.5, 1.4, 1.6, rounds=3), "undecided: 3 rounds fitted into the budget, 6 are needed; "
+         "a longer budget gives them", ""),
     ],
-)
+)  # fmt: skip
 def test_the_verdict_in_one_line(ratio: dict[str, Any], usual: str, other: str) -> None:
     found = {"gain": ratio, "best_patched": "patched", "best_baseline": "eager"}
     assert words.verdict_text(found) == usual
