@@ -16,20 +16,16 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from elsa_core.backends.cuda.switch import VARIABLE, is_asked_for, is_off, wrong
 from elsa_core.backends.support import Support
 
-__all__ = [
-    "VARIABLE", "direct", "forget", "is_asked_for", "offer", "offered", "ready", "serves",
-    "status", "until_ready",
-]  # fmt: skip
-
+VARIABLE: Final = "ELSA_CUDA_LIBRARY"
 _LOG = logging.getLogger("elsa")
 _OFFERED: dict[str, Callable[..., Any]] = {}
 _SERVED: set[str] = set()
@@ -41,13 +37,20 @@ class _State:
     decided = False
 
 
+def is_asked_for() -> bool:
+    """Whether the environment asks for the library by name."""
+    return os.environ.get(VARIABLE) == "1"
+
+
 def offer(kernels: Mapping[str, Callable[..., Any]]) -> None:
     """Operators that the library is to serve on CUDA devices once it is loaded; never raises.
 
     kernels: what computes each operator in Python, with all its arguments.
     """
     _OFFERED.update(kernels)
-    _warn(wrong())
+    given = os.environ.get(VARIABLE, "")
+    if given not in ("", "0", "1"):
+        _warn(f"{VARIABLE}={given!r} is neither 0 nor 1: ignored")
     if is_asked_for():
         _State.decided = True
         _activate()
@@ -60,8 +63,7 @@ def offered() -> Mapping[str, Callable[..., Any]]:
 
 @functools.cache
 def _warn(said: str) -> None:
-    if said:
-        _LOG.warning("%s", said)
+    _LOG.warning("%s", said)
 
 
 def ready() -> bool:
@@ -77,31 +79,27 @@ def ready() -> bool:
 def _activate() -> None:
     if _FAILED:
         return
-    if is_off():
+    if os.environ.get(VARIABLE) == "0":
         _FAILED.append(f"off: {VARIABLE} is 0")
         return
     try:
-        _load()
+        from elsa_core.backends.cuda import calls, library
+        from elsa_core.errors import UnavailableError
+
+        if torch.version.cuda is None:
+            raise UnavailableError("this PyTorch is built without CUDA")
+        loaded = library.load()
+        if torch.cuda.is_initialized():  # else the first call opens the driver
+            loaded.open_driver()
+        for operator, kernel in _OFFERED.items():
+            if operator not in _SERVED:  # a first try may have been interrupted
+                calls.serve(loaded, operator, kernel, "CUDA")
+                _SERVED.add(operator)
     except Exception as error:  # whatever is wrong with this machine, Triton goes on
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         _FAILED.append(reason)
         level = logging.WARNING if is_asked_for() else logging.INFO
         _LOG.log(level, "the CUDA library is off, Triton's launcher takes over: %s", reason)
-
-
-def _load() -> None:
-    from elsa_core.backends.cuda import calls, library
-    from elsa_core.errors import UnavailableError
-
-    if torch.version.cuda is None:
-        raise UnavailableError("this PyTorch is built without CUDA")
-    loaded = library.load()
-    if torch.cuda.is_initialized():  # else the first call opens the driver
-        loaded.open_driver()
-    for operator, kernel in _OFFERED.items():
-        if operator not in _SERVED:  # a first try may have been interrupted
-            calls.serve(loaded, operator, kernel, "CUDA")
-            _SERVED.add(operator)
 
 
 def until_ready(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,17 +137,14 @@ def direct(overload: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     operator = overload._schema.name.removeprefix("elsa::")
     chosen: list[Callable[..., Any]] = []
 
-    def choose() -> Callable[..., Any]:
-        if not serves(operator):
-            found = otherwise
-        else:
-            from elsa_core.backends.cuda import calls
-
-            found = calls.direct(overload)
-        chosen.append(found)
-        return found
-
     def call(*arguments: Any) -> Any:
-        return (chosen[0] if chosen else choose())(*arguments)
+        if not chosen:
+            found = otherwise
+            if serves(operator):
+                from elsa_core.backends.cuda import calls
+
+                found = calls.direct(overload)
+            chosen.append(found)
+        return chosen[0](*arguments)
 
     return call

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elsa_core.backends.cuda import is_asked_for
 from elsa_core.backends.cuda import plan as plans
 from elsa_core.backends.cuda.kernels import PlanError, arguments_of
 from elsa_core.backends.cuda.library import Library
-from elsa_core.backends.cuda.switch import is_asked_for
 from elsa_core.base import calls
 from elsa_core.errors import UnavailableError
 
@@ -50,8 +50,12 @@ def serve(library: Library, operator: str, kernel: Callable[..., Any], key: str)
     given, _, returned = _DEFAULT.sub("", schema).partition(") -> ")
     given = given.partition("(")[2]
     results = f"{returned.strip('()')}, Tensor"
+
+    def unplanned(arguments: Sequence[Any]) -> tuple[tuple[Tensor, ...], bytes]:
+        return _tuple(kernel(*arguments)), b""
+
     plan = functools.partial(planned, library, kernel)
-    for name, compute in (("plan", plan), ("unplanned", functools.partial(_unplanned, kernel))):
+    for name, compute in (("plan", plan), ("unplanned", unplanned)):
         full = f"{operator}_{name}"
         if not hasattr(torch.ops.elsa, full):  # a first try may have been interrupted
             _LIBRARY.define(f"{full}({given}) -> ({results})")
@@ -96,22 +100,13 @@ def _answer(
         _FAILED.error = error
         found = tuple(torch.empty(0) for _ in range(results))
         said = b"E" + _text(error).encode()
-    return *found, torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else _nothing()
-
-
-def _unplanned(
-    kernel: Callable[..., Any], arguments: Sequence[Any]
-) -> tuple[tuple[Tensor, ...], bytes]:
-    """As `planned`, without a look at what the call does."""
-    return _tuple(kernel(*arguments)), b""
+    if not said:
+        return *found, torch.empty(0, dtype=torch.uint8)
+    return *found, torch.frombuffer(bytearray(said), dtype=torch.uint8)
 
 
 def _text(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-def _nothing() -> Tensor:
-    return torch.empty(0, dtype=torch.uint8)
 
 
 def planned(
@@ -127,7 +122,7 @@ def planned(
     from elsa_core.backends.cuda.record import recorder_of
 
     _listen(library)
-    if _capturing():
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return _tuple(kernel(*arguments)), b""
     # objects of their own: two arguments may be one tensor in this call, and not in the next
     own = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
@@ -149,23 +144,21 @@ def planned(
 
 
 _LISTENING = threading.Lock()
+_HEARD: list[Library] = []
 
 
 def _listen(library: Library) -> None:
-    with _LISTENING:  # a second listener would note each launch twice
-        _listen_once(library)
-
-
-@functools.cache
-def _listen_once(library: Library) -> None:
     """From now on hear of launches, and forget plans where the planners forget theirs."""
-    from elsa_core.backends.cuda import record
-    from elsa_core.backends.triton.shared import launch
-    from elsa_core.backends.triton.shared.plans import PLANS
+    with _LISTENING:  # a second listener would note each launch twice
+        if not _HEARD:
+            from elsa_core.backends.cuda import record
+            from elsa_core.backends.triton.shared import launch
+            from elsa_core.backends.triton.shared.plans import PLANS
 
-    launch.listen(record.heard)
-    launch.first_by(functools.partial(_launched, library))
-    PLANS.on_clear.append(library.clear)
+            launch.listen(record.heard)
+            launch.first_by(functools.partial(_launched, library))
+            PLANS.on_clear.append(library.clear)
+            _HEARD.append(library)
 
 
 def _launched(
@@ -191,10 +184,6 @@ def _launched(
 
 def _tuple(results: Any) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

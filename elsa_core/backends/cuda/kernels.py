@@ -93,7 +93,10 @@ def arguments_of(
         elif isinstance(value, Pointer) or kind not in _FORMATS:
             raise PlanError(f"kernel {kernel.symbol} takes a {kind} as {name}")
         else:
-            arguments.append(_packed(kernel, name, kind, value))
+            try:
+                arguments.append(struct.pack(_FORMATS[kind], value))
+            except (struct.error, OverflowError) as error:
+                raise PlanError(f"kernel {kernel.symbol}: {name}={value!r}: {error}") from None
     scratch = len(kernel.parameters) - len(arguments)
     if 0 <= scratch <= _SCRATCH_POINTERS:
         arguments += [bytes(8)] * scratch
@@ -101,10 +104,3 @@ def arguments_of(
     if sizes != kernel.parameters:
         raise PlanError(f"kernel {kernel.symbol} declares other parameters than it is given")
     return tuple(arguments)
-
-
-def _packed(kernel: Kernel, name: str, kind: str, value: Any) -> bytes:
-    try:
-        return struct.pack(_FORMATS[kind], value)
-    except (struct.error, OverflowError) as error:
-        raise PlanError(f"kernel {kernel.symbol}: {name}={value!r}: {error}") from None

@@ -22,7 +22,6 @@ _TYPES = {
     "Tensor": "T", "Optional[Tensor]": "O", "int": "n", "bool": "b", "float": "d", "str": "s",
     "List[int]": "N", "List[bool]": "B",
 }  # fmt: skip
-_OVERLAP, _COOPERATIVE = 1, 2
 
 
 class Library:
@@ -77,7 +76,7 @@ class Library:
             "elsa_cuda_add_kernel", kernel.symbol.encode(), kernel.code,
             ctypes.c_uint64(len(kernel.code)), ctypes.c_uint32(kernel.threads),
             ctypes.c_uint32(kernel.shared), ctypes.c_uint32(kernel.cluster),
-            ctypes.c_uint32(_OVERLAP * kernel.overlap + _COOPERATIVE * kernel.cooperative),
+            ctypes.c_uint32(kernel.flags),
             ctypes.byref(number),
         )  # fmt: skip
         self.kernels[number.value] = kernel

@@ -66,10 +66,25 @@ def planned(
         _called(name, words, gpu, kernels[name.removeprefix("elsa::")], planner, launches)
         for name, words, _ in found.layouts
     ]
-    compiled = _compiled(planner.jobs, gpu, progress)
-    numbers = {id(one): (n, kernel) for n, (one, kernel) in enumerate(compiled.values())}
+    compiled = dict[str, Any]()
+    numbers = dict[int, tuple[int, Kernel]]()
+    for key, job in planner.jobs.items():
+        progress(len(compiled), len(planner.jobs))
+        where = f"kernel {job.kernel.__name__} for sm_{gpu.arch}"
+        try:
+            compiled[key] = job.compile()
+            kernel = kernel_of(compiled[key])
+        except Exception as error:  # a compiler may raise anything
+            raise UnavailableError(f"{where} cannot be compiled: {first_line(error)}") from error
+        if kernel.shared > gpu.shared_memory:
+            raise UnavailableError(
+                f"{where} takes {kernel.shared} bytes of shared memory, {gpu.facts.name} has "
+                f"{gpu.shared_memory}"
+            )
+        numbers[id(compiled[key])] = len(numbers), kernel
+    progress(len(compiled), len(planner.jobs))
     for launch in launches:
-        launch.compiled = compiled[launch.compiled][0]
+        launch.compiled = compiled[launch.compiled]
     layouts = []
     for (name, words, _), (recorder, results) in zip(found.layouts, calls, strict=True):
         try:
@@ -112,29 +127,6 @@ def _called(
 
 def _lost(name: str, gpu: Any, why: str) -> str:
     return f"a call of {name} on sm_{gpu.arch} is not by kernels of this package alone: {why}"
-
-
-def _compiled(
-    jobs: Mapping[str, Any], gpu: Any, progress: Progress
-) -> dict[str, tuple[Any, Kernel]]:
-    """What Triton compiles by key, and the library's record of it."""
-    found: dict[str, tuple[Any, Kernel]] = {}
-    for key, job in jobs.items():
-        progress(len(found), len(jobs))
-        where = f"kernel {job.kernel.__name__} for sm_{gpu.arch}"
-        try:
-            one = job.compile()
-            kernel = kernel_of(one)
-        except Exception as error:  # a compiler may raise anything
-            raise UnavailableError(f"{where} cannot be compiled: {first_line(error)}") from error
-        if kernel.shared > gpu.shared_memory:
-            raise UnavailableError(
-                f"{where} takes {kernel.shared} bytes of shared memory, {gpu.facts.name} has "
-                f"{gpu.shared_memory}"
-            )
-        found[key] = one, kernel
-    progress(len(found), len(jobs))
-    return found
 
 
 def arguments_of(name: str, words: bytes) -> list[Any]:

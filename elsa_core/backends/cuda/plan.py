@@ -19,7 +19,7 @@ class Kernel:
 
     Attributes:
         symbol: its name in `code`.
-        code: a cubin, or PTX that ends with a zero byte.
+        code: a cubin.
         threads, shared: of a block; shared memory in bytes, dynamic.
         cluster: blocks of a cluster.
         overlap: it may begin before the launch ahead of it ends (programmatic dependent launch).
@@ -35,6 +35,11 @@ class Kernel:
     overlap: bool = False
     cooperative: bool = False
     parameters: tuple[int, ...] = ()
+
+    @property
+    def flags(self) -> int:
+        """`overlap` and `cooperative` as the library takes them."""
+        return self.overlap + 2 * self.cooperative
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,10 @@ def write(plan: Plan) -> bytes:
     Raises:
         struct.error: a number does not fit its place.
     """
+
+    def place(pointer: Pointer) -> bytes:
+        return struct.pack("<IQ", pointer.slot, pointer.offset)
+
     parts = [struct.pack("<4I", MAGIC, VERSION, plan.inputs, len(plan.outputs))]
     for output in plan.outputs:
         count = len(output.sizes)
@@ -97,18 +106,12 @@ def write(plan: Plan) -> bytes:
     parts.append(struct.pack("<QI", plan.workspace, len(plan.steps)))
     for step in plan.steps:
         if isinstance(step, Zero):
-            parts.append(struct.pack("<IQ", ZERO, step.size) + _place(step.place))
+            parts.append(struct.pack("<IQ", ZERO, step.size) + place(step.place))
             continue
         parts.append(struct.pack("<6I", LAUNCH, step.kernel, *step.grid, len(step.arguments)))
-        parts += map(_argument, step.arguments)
+        for argument in step.arguments:
+            if isinstance(argument, Pointer):
+                parts.append(struct.pack("<I", 0) + place(argument))
+            else:
+                parts.append(struct.pack("<I", len(argument)) + argument.ljust(8, b"\0"))
     return b"".join(parts)
-
-
-def _place(pointer: Pointer) -> bytes:
-    return struct.pack("<IQ", pointer.slot, pointer.offset)
-
-
-def _argument(argument: bytes | Pointer) -> bytes:
-    if isinstance(argument, Pointer):
-        return struct.pack("<I", 0) + _place(argument)
-    return struct.pack("<I", len(argument)) + argument.ljust(8, b"\0")

@@ -23,7 +23,6 @@ from elsa_core.errors import UnavailableError
 
 MAGIC = 0x534E414C50414C45
 VERSION = 3
-_OVERLAP, _COOPERATIVE = 1, 2
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,6 @@ def recorded(library: Library, run: Callable[[], object]) -> Recorded:
         run()
     finally:
         noted, numbers = library.recorded()
-    layouts = tuple(_layouts(noted))
-    lost = next((name for name, _, plan in layouts if not plan), None)
-    if lost is not None:
-        raise UnavailableError(
-            f"a call of {lost} is not by kernels of this package alone: PyTorch serves it, as it "
-            "does where rows or channels are few"
-        )
-    return Recorded(layouts, {number: library.kernels[number] for number in numbers})
-
-
-def _layouts(noted: bytes) -> list[tuple[str, bytes, bytes]]:
     found, at = [], 0
 
     def take(size: int) -> bytes:
@@ -84,7 +72,14 @@ def _layouts(noted: bytes) -> list[tuple[str, bytes, bytes]]:
         name = take(*struct.unpack("<I", take(4))).decode()
         words = take(8 * struct.unpack("<I", take(4))[0])
         found.append((name, words, take(*struct.unpack("<Q", take(8)))))
-    return found
+    layouts = tuple(found)
+    lost = next((name for name, _, plan in layouts if not plan), None)
+    if lost is not None:
+        raise UnavailableError(
+            f"a call of {lost} is not by kernels of this package alone: PyTorch serves it, as it "
+            "does where rows or channels are few"
+        )
+    return Recorded(layouts, {number: library.kernels[number] for number in numbers})
 
 
 def write(plans: Mapping[int, Recorded], served: str) -> bytes:
@@ -103,24 +98,17 @@ def write(plans: Mapping[int, Recorded], served: str) -> bytes:
         out.append(_text(str(schema).removeprefix("elsa::")))
     out.append(_count(plans))
     for arch, each in sorted(plans.items()):
-        out += [struct.pack("<I", arch), *_section(each)]
+        out += [struct.pack("<I", arch), _count(each.kernels)]
+        for number, kernel in sorted(each.kernels.items()):
+            out += [struct.pack("<I", number), _text(kernel.symbol)]
+            facts = kernel.threads, kernel.shared, kernel.cluster, kernel.flags
+            out.append(struct.pack("<4IQ", *facts, len(kernel.code)) + kernel.code)
+        out.append(_count(each.layouts))
+        for name, words, plan in each.layouts:
+            out += [_text(name), struct.pack("<I", len(words) // 8), words]
+            out.append(struct.pack("<Q", len(plan)) + plan)
     body = b"".join(out)
     return body + hashlib.sha256(body).digest()
-
-
-def _section(recorded: Recorded) -> list[bytes]:
-    """The kernels and layouts of one architecture."""
-    out = [_count(recorded.kernels)]
-    for number, kernel in sorted(recorded.kernels.items()):
-        flags = _OVERLAP * kernel.overlap + _COOPERATIVE * kernel.cooperative
-        out += [struct.pack("<I", number), _text(kernel.symbol)]
-        out.append(struct.pack("<4I", kernel.threads, kernel.shared, kernel.cluster, flags))
-        out.append(struct.pack("<Q", len(kernel.code)) + kernel.code)
-    out.append(_count(recorded.layouts))
-    for name, words, plan in recorded.layouts:
-        out += [_text(name), struct.pack("<I", len(words) // 8), words]
-        out.append(struct.pack("<Q", len(plan)) + plan)
-    return out
 
 
 def _text(value: str) -> bytes:

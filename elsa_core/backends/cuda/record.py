@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
         if place is None or func._schema.is_mutable:
             return False
         for part in parts:
-            if not isinstance(part, Tensor) or not _share(part, args[0]):
+            if not isinstance(part, Tensor) or _storage(part) != _storage(args[0]):
                 return False
             self._know(part, place)
         return True
@@ -131,8 +131,11 @@ class Recorder(TorchDispatchMode):
         steps: list[Launch | Zero] = []
         for step in self._steps:
             if isinstance(step, Tensor):
+                if not step.is_contiguous():
+                    raise PlanError("it zeroes memory with gaps")
                 if step.numel():
-                    steps.append(_zero(places.pointer(self._of(step), step), step))
+                    size = step.numel() * step.element_size()
+                    steps.append(Zero(places.pointer(self._of(step), step), size))
                 continue
             launch, pointers = step
             if 0 in launch.grid:
@@ -165,14 +168,8 @@ def recorder_of(inputs: Sequence[Tensor | None]) -> Recorder:
     return (_Apart if "torch._dynamo" in sys.modules else Recorder)(inputs)
 
 
-def _share(part: Tensor, whole: Tensor) -> bool:
-    return bool(part.untyped_storage()._cdata == whole.untyped_storage()._cdata)
-
-
-def _zero(pointer: Pointer, tensor: Tensor) -> Zero:
-    if not tensor.is_contiguous():
-        raise PlanError("it zeroes memory with gaps")
-    return Zero(pointer, tensor.numel() * tensor.element_size())
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 class _Slots:
@@ -186,34 +183,31 @@ class _Slots:
         for number, (place, result) in enumerate(zip(places, results, strict=True)):
             if not isinstance(place.source, Tensor):
                 raise PlanError("it returns a tensor that it was given")
-            storage = result.untyped_storage()
-            if storage.nbytes() != _extent(result) or storage.data_ptr() != result.data_ptr():
+            storage, steps = (
+                result.untyped_storage(),
+                zip(result.shape, result.stride(), strict=True),
+            )
+            size = sum((n - 1) * s for n, s in steps) + 1 if result.numel() else 0
+            whole = storage.nbytes() == size * result.element_size()
+            if not whole or storage.data_ptr() != result.data_ptr():
                 raise PlanError("it returns a part of what it allocates")
-            if storage._cdata in self.outputs and result.numel():
+            if _storage(result) in self.outputs and result.numel():
                 raise PlanError("it returns one tensor twice")
-            self.outputs[storage._cdata] = inputs + number
+            self.outputs[_storage(result)] = inputs + number
 
     def pointer(self, place: _Place, tensor: Tensor) -> Pointer:
         """The pointer to a tensor's first element."""
         offset = tensor.data_ptr() - place.start if tensor.numel() else 0
         if not isinstance(place.source, Tensor):
             return Pointer(place.source, offset)
-        storage = place.source.untyped_storage()
-        slot = self.outputs.get(storage._cdata)
-        if slot is not None:
-            return Pointer(slot, offset)
-        if storage._cdata not in self.parts:
-            self.parts[storage._cdata] = self.workspace
-            self.workspace += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        return Pointer(self.inputs + self.count, self.parts[storage._cdata] + offset)
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from the first element to behind the last one."""
-    if not tensor.numel():
-        return 0
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(last + 1) * tensor.element_size()
+        storage = _storage(place.source)
+        if storage in self.outputs:
+            return Pointer(self.outputs[storage], offset)
+        if storage not in self.parts:
+            self.parts[storage] = self.workspace
+            size = place.source.untyped_storage().nbytes()
+            self.workspace += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return Pointer(self.inputs + self.count, self.parts[storage] + offset)
 
 
 class _Active(threading.local):

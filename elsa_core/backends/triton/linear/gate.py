@@ -39,42 +39,27 @@ def support(request: Request) -> Support:
 def support_form(request: Request) -> Support:
     """As `support`, of gated units in one launch."""
     answer = support(request)
-    if not answer.ok:
-        return answer
-    if request.dtype != torch.float32:
+    if answer.ok and request.dtype != torch.float32:
         return Support(False, "takes float32 alone")
-    if request.gradient:
+    if answer.ok and request.gradient:
         return Support(False, "is for calls without gradients")
-    return Support(True)
+    return answer
 
 
 def kernel(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str = "none",
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    precision: str = "strict",
-    halves: Tensor | None = None,
-    powers: Tensor | None = None,
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
+    residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
+    halves: Tensor | None = None, powers: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The CUDA kernel of `elsa::linear`."""
     out = _computed(input, weight, bias, activation, residual, scale, precision, halves, powers)
     return plain(input, weight, bias, activation, residual, scale) if out is None else out
 
 
 def _computed(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    precision: str,
-    halves: Tensor | None,
-    powers: Tensor | None,
-) -> Tensor | None:
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    scale: Tensor | None, precision: str, halves: Tensor | None, powers: Tensor | None,
+) -> Tensor | None:  # fmt: skip
     """By a kernel of this package; None where none takes such tensors."""
     if input.dtype == torch.float32:
         from elsa_core.backends.triton.linear import planner
@@ -88,15 +73,9 @@ def _computed(
 
 
 def gated_kernel(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    value: Tensor,
-    value_bias: Tensor | None,
-    activation: str = "silu",
-    precision: str = "strict",
-    *kept: Tensor | None,
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None,
+    activation: str = "silu", precision: str = "strict", *kept: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The CUDA kernel of `elsa::gated_linear`."""
     given = (input, weight, bias, value, value_bias, activation)
     out = None
@@ -132,21 +111,14 @@ def split_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def serve(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str = "none",
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    precision: str = "strict",
-    halves: Tensor | None = None,
-    powers: Tensor | None = None,
-) -> Tensor | None:
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
+    residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
+    halves: Tensor | None = None, powers: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """By the kernel of this package; None where PyTorch's own is to serve.
 
     Questions are in the order of their cost: eager calls are host-bound.
     """
-    fused = activation != "none" or residual is not None or scale is not None
     terms = (activation, residual, scale, precision, halves, powers)
     if (
         not _suits(input, weight)
@@ -154,6 +126,7 @@ def serve(
         or not _serves(input.device, input.dtype, precision)
     ):
         return None
+    fused = activation != "none" or residual is not None or scale is not None
     plain = _plain(input, weight)
     recorded = calls.recorded()
     wanted = calls.differentiates(input, weight, bias)
@@ -170,15 +143,9 @@ def serve(
 
 
 def serve_gated(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    value: Tensor,
-    value_bias: Tensor | None,
-    activation: str = "silu",
-    precision: str = "strict",
-    *kept: Tensor | None,
-) -> Tensor | None:
+    input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None,
+    activation: str = "silu", precision: str = "strict", *kept: Tensor | None,
+) -> Tensor | None:  # fmt: skip
     """By the kernel that computes both products and the gate; None where these are apart."""
     if input.dtype != torch.float32 or not _gains(input, weight):
         return None

@@ -26,6 +26,7 @@ from elsa_core.backends.triton.linear.product import (
     fails_guard,
     load_half,
 )
+from elsa_core.backends.triton.shared.device import on_device_of
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 
@@ -185,13 +186,6 @@ class Gated:
         tiles = -(-rows // tile.rows) * -(-columns // (tile.columns // 2))
         self.multiply = Launch(gated_product, (tiles,), tail, options)
 
-    @property
-    def loaded(self) -> bool:
-        """Whether the kernels are compiled and on the device."""
-        return (
-            self.split.loaded and (self.frozen or self.split_value.loaded) and self.multiply.loaded
-        )
-
     def __call__(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor,
         value_bias: Tensor | None, kept: tuple[Tensor | None, ...],
@@ -238,7 +232,7 @@ def gated_linear(
     call = PLANS.get(key, _plan, given, activation, precision, kept)
     if call is None:
         return None
-    with planner.on_device_of(input):
+    with on_device_of(input):
         return call(input, weight, bias, value, value_bias, kept)
 
 

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from elsa_core.backends.triton.linear.launches import Tile
-from elsa_core.backends.triton.linear.planner import layout, on_device_of
+from elsa_core.backends.triton.linear.planner import is_layer, layout
 from elsa_core.backends.triton.linear.product import ACTIVATIONS, activated
-from elsa_core.backends.triton.shared.device import capability_of, described
+from elsa_core.backends.triton.shared.device import capability_of, described, on_device_of
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.base.limits import HALF_DEPTH
@@ -97,7 +97,13 @@ def linear(
         sm_90, more than HALF_DEPTH channels, rows that do not begin at multiples of 16 bytes,
         shapes, dtypes or devices that do not fit together.
     """
-    call = planned(input, weight, bias, activation, residual, scale)
+    given = (input, weight, bias, residual, scale)
+
+    def planned() -> Launch | None:
+        fits = _serves(*given[:2]) and is_layer(input, weight, (bias, scale), residual, UNIT)
+        return plan(input, weight, bias, activation, residual, scale) if fits else None
+
+    call = PLANS.get(("linear", *map(layout, given), activation), planned)
     if call is None:
         return None
     out = input.new_empty((*input.shape[:-1], weight.shape[0]))
@@ -107,56 +113,19 @@ def linear(
     return out
 
 
-def planned(
-    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
-    residual: Tensor | None = None, scale: Tensor | None = None,
-) -> Launch | None:  # fmt: skip
-    """The launch of a call, cached by layout; None where the kernel does not serve it."""
-    given = (input, weight, bias, residual, scale)
-    key = ("linear", *map(layout, given), activation)
-    return PLANS.get(key, _plan_if_served, *given, activation)
-
-
-def _plan_if_served(
-    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    scale: Tensor | None, activation: str,
-) -> Launch | None:  # fmt: skip
-    if not _fits(input, weight, (bias, scale), residual):
-        return None
-    return plan(input, weight, bias, activation, residual, scale)
-
-
-def _fits(
-    input: Tensor, weight: Tensor, vectors: tuple[Tensor | None, ...], residual: Tensor | None
-) -> bool:
-    """Whether the kernel serves: see `linear`."""
-    tensors = [t for t in (input, weight, *vectors, residual) if t is not None]
-    if input.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    if any(t.dtype != input.dtype or t.device != input.device for t in tensors):
+def _serves(input: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel takes such dtypes and sizes: see `linear`."""
+    if input.dtype not in (torch.float16, torch.bfloat16) or weight.dim() != 2:
         return False
     if (input.is_cuda or described()) and capability_of(input.device) != (9, 0):
         return False
-    if input.dim() < 1 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
-        return False
     columns, depth = weight.shape
-    if any(v is not None and (v.shape != (columns,) or not v.is_contiguous()) for v in vectors):
-        return False
-    if residual is not None and not (
-        residual.is_contiguous() and residual.shape == (*input.shape[:-1], columns)
-    ):
-        return False
     return (
-        columns > 0
-        and 0 < depth <= HALF_DEPTH
+        0 < depth <= HALF_DEPTH
         and input.numel() > 0
         and columns % UNIT == 0
         and depth % UNIT == 0
-        and input.is_contiguous()
-        and weight.stride(1) == 1
-        and weight.stride(0) % UNIT == 0
         and columns * weight.stride(0) < 1 << 31  # its offsets are 32 bits
-        and not any(t.data_ptr() % 16 for t in tensors)
     )
 
 

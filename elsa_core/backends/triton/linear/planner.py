@@ -22,6 +22,7 @@ from elsa_core.backends.triton.linear.launches import (
     join_launch,
     split_launch,
 )
+from elsa_core.backends.triton.shared.device import on_device_of
 from elsa_core.backends.triton.shared.plans import PLANS
 
 # With fewer rows PyTorch's library, which then cuts the sums over channels, is faster.
@@ -48,11 +49,6 @@ class Forward:
             epilogue=epilogue,
         )  # fmt: skip
         self.rows, self.columns, self.depth = rows, columns, depth
-
-    @property
-    def loaded(self) -> bool:
-        """Whether the kernels are compiled and on the device."""
-        return self.split.loaded and self.multiply.launch.loaded
 
     def __call__(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
@@ -86,45 +82,23 @@ def linear(
         channels, rows that do not begin at multiples of 16 bytes, shapes, dtypes or devices that do
         not fit together.
     """
-    call = planned(
-        input, weight, bias, activation, residual, scale, precision, halves is not None
-    )  # fmt: skip
-    if call is None:
-        return None
-    with on_device_of(input):
-        return call(input, weight, bias, scale, residual, halves, powers)
-
-
-class on_device_of:  # noqa: N801 (a context manager that is read as a sentence)
-    """Makes a tensor's device the current one, where it is not."""
-
-    __slots__ = ("guard",)
-
-    def __init__(self, t: Tensor):
-        elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
-        self.guard = torch.cuda.device(t.device) if elsewhere else None
-
-    def __enter__(self) -> None:
-        if self.guard is not None:
-            self.guard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self.guard is not None:
-            self.guard.__exit__(*error)
-
-
-def planned(
-    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
-    scale: Tensor | None, precision: str, frozen: bool,
-) -> Forward | None:  # fmt: skip
-    """The launches of a call, cached by layout; None where these kernels do not serve it."""
+    frozen = halves is not None
     key = (
         "linear", layout(input), layout(weight), layout(bias), activation, layout(residual),
         layout(scale), precision, frozen,
     )  # fmt: skip
-    return PLANS.get(
-        key, _plan, input, weight, bias, activation, residual, scale, precision, frozen
-    )  # fmt: skip
+    epilogue = (bias is not None, activation, scale is not None, residual is not None)
+
+    def plan() -> Forward | None:
+        if not serves(input, weight, (bias, scale), residual):
+            return None
+        return Forward(input, weight, epilogue, precision == "turbo", frozen)
+
+    call: Forward | None = PLANS.get(key, plan)
+    if call is None:
+        return None
+    with on_device_of(input):
+        return call(input, weight, bias, scale, residual, halves, powers)
 
 
 def layout(t: Tensor | None) -> tuple[Any, ...]:
@@ -132,28 +106,35 @@ def layout(t: Tensor | None) -> tuple[Any, ...]:
     return () if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
 
 
-def _plan(
-    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
-    scale: Tensor | None, precision: str, frozen: bool,
-) -> Forward | None:  # fmt: skip
-    if not serves(input, weight, (bias, scale), residual):
-        return None
-    epilogue = (bias is not None, activation, scale is not None, residual is not None)
-    return Forward(input, weight, epilogue, precision == "turbo", frozen)
-
-
 def serves(
     input: Tensor, weight: Tensor, vectors: Sequence[Tensor | None], residual: Tensor | None = None
 ) -> bool:  # fmt: skip
     """Whether these kernels take such a call: see `linear`."""
-    given = [t for t in (input, weight, *vectors, residual) if t is not None]
-    if any(t.dtype != torch.float32 or t.device != input.device for t in given):
+    if input.dtype != torch.float32 or not is_layer(input, weight, vectors, residual, 4):
         return False
-    if any(t.data_ptr() % 16 for t in given):
+    columns, depth = weight.shape
+    return (
+        depth >= LEAST_DEPTH
+        and input.numel() >= LEAST_ROWS * depth
+        and depth % 8 == 0
+        and columns % 4 == 0
+        and max(columns * weight.stride(0), input.numel() // depth) < 1 << 31
+    )
+
+
+def is_layer(
+    input: Tensor, weight: Tensor, vectors: Sequence[Tensor | None], residual: Tensor | None,
+    unit: int,
+) -> bool:  # fmt: skip
+    """Whether tensors fit together: of one dtype and device, dense but for the rows of the weight,
+    which begin at multiples of 16 bytes, `unit` elements.
+    """
+    given = [t for t in (input, weight, *vectors, residual) if t is not None]
+    if any(t.dtype != input.dtype or t.device != input.device for t in given):
         return False
     if input.dim() < 1 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
         return False
-    columns, depth = weight.shape
+    columns = weight.shape[0]
     if any(v is not None and (v.shape != (columns,) or not v.is_contiguous()) for v in vectors):
         return False
     if residual is not None and not (
@@ -161,15 +142,11 @@ def serves(
     ):
         return False
     return (
-        depth >= LEAST_DEPTH
-        and input.numel() >= LEAST_ROWS * depth
-        and depth % 8 == 0
-        and columns % 4 == 0
-        and columns > 0
+        columns > 0
         and input.is_contiguous()
         and weight.stride(1) == 1
-        and weight.stride(0) % 4 == 0
-        and max(columns * weight.stride(0), input.numel() // depth) < 1 << 31
+        and weight.stride(0) % unit == 0
+        and not any(t.data_ptr() % 16 for t in given)
     )
 
 
@@ -232,10 +209,8 @@ def backward(
     grad_out: Tensor, input: Tensor, weight: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The float32 CUDA kernel of `elsa::linear_backward`; None where PyTorch's products serve."""
-    call = PLANS.get(
-        ("linear_backward", layout(grad_out), layout(input), layout(weight), tuple(needs)),
-        _plan_backward, grad_out, input, weight, needs,
-    )  # fmt: skip
+    key = ("linear_backward", layout(grad_out), layout(input), layout(weight), tuple(needs))
+    call = PLANS.get(key, _plan_backward, grad_out, input, weight, needs)
     if call is None:
         return None
     none = grad_out.new_empty(0)

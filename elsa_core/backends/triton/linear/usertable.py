@@ -19,7 +19,6 @@ from typing import Any
 from elsa_core.backends.triton.shared import usertable
 from elsa_core.base.version import __version__
 
-SCHEMA = 1
 _LOG = logging.getLogger("elsa")
 
 
@@ -29,40 +28,25 @@ def path(gpu: str) -> Path:
     return file.with_name(f"{file.stem}.linear.json")
 
 
-def read(file: Path) -> int | None:
-    """The multiply-adds from which the kernels serve; None where they never do.
-
-    Raises:
-        ValueError: it is no such table, or was measured with another version of the kernels.
-    """
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema {data['schema']} is not {SCHEMA}")
-        if data["elsa_version"] != __version__:
-            raise ValueError(f"measured with elsa {data['elsa_version']}, this is {__version__}")
-        least = data["least_work"]
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        raise ValueError(f"not a table of products ({type(error).__name__}: {error})") from error
-    if least is not None and (type(least) is not int or least < 0):
-        raise ValueError(f"least_work {least!r} is not a count")
-    found: int | None = least
-    return found
-
-
 def least_work(gpu: str) -> int | None:
     """What the user's table says of a GPU model; None where there is none. Never raises."""
     if os.environ.get("ELSA_TUNING", "1") == "0":
         return None
+    file = path(gpu)
     try:
-        file = path(gpu)
-        return read(file) if file.exists() else None
-    except (ValueError, OSError) as error:
-        _LOG.warning("the user's table of products is left aside: %s: %s", path(gpu), error)
+        if not file.exists():
+            return None
+        least = usertable.document(file)["least_work"]
+        if least is not None and (type(least) is not int or least < 0):
+            raise ValueError(f"least_work {least!r} is not a count")
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        reason = error if isinstance(error, (ValueError, OSError)) else f"not a table: {error!r}"
+        _LOG.warning("the user's table of products is left aside: %s: %s", file, reason)
         return None
+    return least  # type: ignore[no-any-return]
 
 
 def document(least: int | None, rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
     """A table's text; facts say where and when the rows were measured."""
-    head = {"schema": SCHEMA, "elsa_version": __version__, "least_work": least}
+    head = {"schema": usertable.SCHEMA, "elsa_version": __version__, "least_work": least}
     return json.dumps({**head, **facts, "products": rows}, indent=1) + "\n"

@@ -80,7 +80,6 @@ class Launch:
         self.tail = {name: tail[name] for name in kernel.arg_names if name in tail}
         # Triton 3.10 stops fusing multiply and add by default
         self.options = {"enable_fp_fusion": True, **options}
-        self.loaded = False  # whether the kernel is compiled and on the device
         self.compiled: Any = None
         self.launcher: Any = None
         self.runtime: Any = None
@@ -111,7 +110,6 @@ class Launch:
                 return
         with _loading():
             compiled = self.kernel[self.grid](*pointers, **self.tail, **self.options)
-        self.loaded = True
         if not INTERPRETED and hasattr(compiled, "__getitem__") and direct_launch_known():
             self._keep(compiled, pointers)
             self._bind()
@@ -128,7 +126,6 @@ class Launch:
                 if not lookup.load(found):
                     return False
         self._keep(found, pointers)
-        self.loaded = True
         if not quick:
             _made(self, *pointers)
         return True

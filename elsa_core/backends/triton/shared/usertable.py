@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from elsa_core.backends.triton.attention.tiling import (
     check_direction,
     padded_dim,
 )
+from elsa_core.base.files import write_text
 from elsa_core.base.version import __version__
 
 SCHEMA = 1
@@ -53,11 +53,8 @@ class UserTile(Tile):
 
     def serves(self, mode: str, dim: int, shape: Shape, direction: str = "forward") -> bool:
         rows = shape.batch * shape.heads * shape.queries
-        near = (
-            dim > self.over_dim
-            and shape.keys >= self.least_keys
-            and self.least_rows <= rows <= self.most_rows
-        )
+        near = dim > self.over_dim and shape.keys >= self.least_keys
+        near = near and self.least_rows <= rows <= self.most_rows
         return near and super().serves(mode, dim, shape, direction)
 
     def serves_turbo(self, dim: int, shape: Shape) -> bool:
@@ -67,16 +64,8 @@ class UserTile(Tile):
     @property
     def calls(self) -> tuple[Any, ...]:
         """What it serves: two rows with equal `calls` replace one another."""
-        return (
-            self.direction,
-            self.mode,
-            self.dim,
-            self.over_dim,
-            self.least_keys,
-            self.keys,
-            self.least_rows,
-            self.most_rows,
-        )
+        sizes = self.least_keys, self.keys, self.least_rows, self.most_rows
+        return self.direction, self.mode, self.dim, self.over_dim, *sizes
 
 
 def measured_for(tile: Tile, shape: Shape) -> UserTile:
@@ -89,12 +78,9 @@ def measured_for(tile: Tile, shape: Shape) -> UserTile:
     values = {f.name: getattr(tile, f.name) for f in dataclasses.fields(Tile)}
     values |= {"dim": dim, "keys": math.floor(shape.keys * REACH), "programs": None}
     return UserTile(
-        **values,
-        over_dim=dim - 1,
-        least_keys=math.ceil(shape.keys / REACH),
-        least_rows=math.ceil(rows / REACH),
-        most_rows=math.floor(rows * REACH),
-    )
+        **values, over_dim=dim - 1, least_keys=math.ceil(shape.keys / REACH),
+        least_rows=math.ceil(rows / REACH), most_rows=math.floor(rows * REACH),
+    )  # fmt: skip
 
 
 def path(gpu: str) -> Path:
@@ -116,17 +102,24 @@ def read(file: Path) -> tuple[UserTile, ...]:
         ValueError: it is not such a table, or was measured with another version of the kernels.
     """
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema {data['schema']} is not {SCHEMA}")
-        if data["elsa_version"] != __version__:
-            raise ValueError(f"measured with elsa {data['elsa_version']}, this is {__version__}")
-        tiles = tuple(UserTile(**row) for row in data["tiles"])
+        tiles = tuple(UserTile(**row) for row in document(file)["tiles"])
         for tile in tiles:
             _check(tile)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise ValueError(f"not a tuning table ({type(error).__name__}: {error})") from error
     return tiles
+
+
+def document(file: Path) -> dict[str, Any]:
+    """What a user's table of this version of the kernels holds. Of a file that is none it raises
+    ValueError, KeyError, TypeError or AttributeError.
+    """
+    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if data["schema"] != SCHEMA:
+        raise ValueError(f"schema {data['schema']} is not {SCHEMA}")
+    if data["elsa_version"] != __version__:
+        raise ValueError(f"measured with elsa {data['elsa_version']}, this is {__version__}")
+    return data
 
 
 def _check(tile: UserTile) -> None:
@@ -174,12 +167,9 @@ def joined(table: Table, gpu: str) -> Table:
 
 
 def write(
-    file: Path,
-    tiles: tuple[UserTile, ...],
-    facts: dict[str, Any],
-    *,
+    file: Path, tiles: tuple[UserTile, ...], facts: dict[str, Any], *,
     retired: tuple[UserTile, ...] = (),
-) -> Path:
+) -> Path:  # fmt: skip
     """Put rows into a user's table, whole or not at all; rows for the same calls are replaced.
 
     facts: where and when they were measured, kept beside them. retired: calls that the shipped tile
@@ -195,12 +185,4 @@ def write(
     listed = [dataclasses.asdict(tile) for tile in rows.values()]
     data = {"schema": SCHEMA, "elsa_version": __version__, **facts, "tiles": listed}
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", text=True)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(json.dumps(data, indent=1) + "\n")
-        Path(temporary).replace(file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return file
+    return write_text(json.dumps(data, indent=1) + "\n", file)

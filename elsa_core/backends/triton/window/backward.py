@@ -83,30 +83,21 @@ def window_attention_backward(
     wants = wants._replace(pad=wants.pad and padded)
     if not any(wants):
         return grads[0], grads[1], grads[2], grads[3]
-    if qkv.is_cuda and qkv.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(qkv.device):
-            _run(given, grad_out.contiguous(), grads, wants)
-    else:
-        _run(given, grad_out.contiguous(), grads, wants)
+    index, pad = given.bias_index, given.pad_qkv
+    with device.on_device_of(qkv):
+        if pad is not None and (pad.dtype != qkv.dtype or pad.stride(0) != 1):
+            given = given._replace(pad_qkv=pad.to(qkv.dtype).contiguous())
+        if index is not None:
+            assert given.bias is not None
+            given = given._replace(bias=planner.gathered(given.bias, index), bias_index=None)
+        grad_out = grad_out.contiguous()
+        call = planned(given, grad_out, wants, grads, index)
+        execute(call, given, grad_out, grads, index)
     return grads[0], grads[1], grads[2], grads[3]
 
 
-def _run(given: WindowCall, grad_out: Tensor, grads: list[Tensor], wants: Wants) -> None:
-    """The call's launches, on the current device."""
-    qkv, index, pad = given.qkv, given.bias_index, given.pad_qkv
-    if pad is not None and (pad.dtype != qkv.dtype or pad.stride(0) != 1):
-        given = given._replace(pad_qkv=pad.to(qkv.dtype).contiguous())
-    if index is not None:
-        assert given.bias is not None
-        given = given._replace(bias=planner.gathered(given.bias, index), bias_index=None)
-    execute(planned(given, grad_out, wants, grads, index), given, grad_out, grads, index)
-
-
 def execute(
-    call: Call,
-    given: WindowCall,
-    grad_out: Tensor,
-    grads: list[Tensor],
+    call: Call, given: WindowCall, grad_out: Tensor, grads: list[Tensor],
     index: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Allocate the workspace and launch. given: with a dense bias; index: of the bias's table."""
@@ -125,9 +116,7 @@ def planned(
     given: WindowCall, grad_out: Tensor, wants: Wants, grads: list[Tensor], index: Tensor | None
 ) -> Call:
     """The launches of a call, cached by layout. A bias is dense here."""
-    table = None
-    if index is not None and wants.bias:
-        table = (grads[1], index)
+    table = (grads[1], index) if index is not None and wants.bias else None
     key = (
         *planner.layout_key("window backward", given), grad_out.data_ptr() % 16, wants,
         None if table is None else (index.shape, index.stride(), index.data_ptr() % 16),

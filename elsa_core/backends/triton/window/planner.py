@@ -14,7 +14,7 @@ from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.layout import LOG2E
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.window import tiling
-from elsa_core.backends.triton.window.tiling import WindowPlan, WindowShape
+from elsa_core.backends.triton.window.tiling import WindowPlan, WindowShape, WindowTable
 from elsa_core.backends.window_call import WindowCall
 
 INT32 = 1 << 31
@@ -50,25 +50,17 @@ def window_attention(*arguments: Any) -> Tensor:
     out = qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
     if not out.numel():
         return out
-    if qkv.is_cuda and qkv.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(qkv.device):
-            run(given, out)
-    else:
-        run(given, out)
+    with device.on_device_of(qkv):
+        if given.bias_index is not None:
+            assert given.bias is not None
+            given = given._replace(bias=gathered(given.bias, given.bias_index), bias_index=None)
+        planned(given)(*pointers(given), out)
     return out
 
 
 def rolls_over(given: WindowCall) -> bool:
     """Whether an axis is rolled by more than its size: kernels take the size off once."""
     return any(s > n for s, n in zip(given.shift_size, given.qkv.shape[1:4], strict=True))
-
-
-def run(given: WindowCall, out: Tensor) -> None:
-    """The call's launches, on the current device."""
-    if given.bias_index is not None:
-        assert given.bias is not None
-        given = given._replace(bias=gathered(given.bias, given.bias_index), bias_index=None)
-    planned(given)(*pointers(given), out)
 
 
 def pointers(given: WindowCall) -> tuple[Tensor, ...]:
@@ -134,19 +126,25 @@ def shape_of(given: WindowCall) -> WindowShape:
     )  # fmt: skip
 
 
+def tile_terms(given: WindowCall) -> tuple[WindowShape, str, WindowTable, int]:
+    """What decides the tiles of a call: its shape and mode, its GPU's table and multiprocessors."""
+    index = device.index_of(given.qkv.device)
+    multiprocessors = device.device_table(index)[1]
+    mode = device.mode_of(given.qkv.dtype, given.precision)
+    return shape_of(given), mode, tiling.load_table(device.table_of(index)), multiprocessors
+
+
 def tile_plan(given: WindowCall) -> WindowPlan:
     """Kernel, tiles and programs of a call, from the table of its GPU."""
-    index = device.index_of(given.qkv.device)
-    _, multiprocessors = device.device_table(index)
-    table = tiling.load_table(device.table_of(index))
-    mode = device.mode_of(given.qkv.dtype, given.precision)
-    return tiling.plan(shape_of(given), mode, table, multiprocessors)
+    return tiling.plan(*tile_terms(given))
 
 
 def common_terms(given: WindowCall) -> dict[str, Any]:
     """The arguments that the forward's and the gradients' kernels share, by name."""
     q, counts, unit = given.qkv, counts_of(given), _unit(given)
     shape = shape_of(given)
+    # elements from the first to the last of one image
+    extent = sum((n - 1) * s for n, s in zip(q.shape[1:], q.stride()[1:], strict=True)) + 1
     return {
         "windows": shape.windows, "heads": shape.heads,
         **dict(zip(("depth", "height", "width"), q.shape[1:4], strict=True)),
@@ -158,7 +156,7 @@ def common_terms(given: WindowCall) -> dict[str, Any]:
         "SHIFTED": any(given.shift_size), "PADDED": padding(given, counts),
         "COSINE": given.logit_scale is not None, "HEAD_FIRST": given.layout == "head",
         "GRID": given.grid, "VOLUME": q.shape[1] > 1 or given.window_size[0] > 1,
-        "WIDE": _extent(q) >= INT32, "UNIT": unit,
+        "WIDE": extent >= INT32, "UNIT": unit,
         **dict(zip(("WD", "WH", "WW"), given.window_size, strict=True)), "T": shape.tokens,
         "SHIFT": 0.0 if q.dtype == torch.bfloat16 else 7.0, "D": shape.head_dim,
     }  # fmt: skip
@@ -193,11 +191,6 @@ def counts_of(given: WindowCall) -> tuple[int, ...]:
         -(-size // window)
         for size, window in zip(given.qkv.shape[1:4], given.window_size, strict=True)
     )
-
-
-def _extent(q: Tensor) -> int:
-    """Elements from the first to the last of one image."""
-    return sum((n - 1) * s for n, s in zip(q.shape[1:], q.stride()[1:], strict=True)) + 1
 
 
 def _unit(given: WindowCall) -> int:
