@@ -95,31 +95,21 @@ constexpr const char* kShort = "elsa_short";
 
 // PyTorch's number of a dtype; -1 of others.
 int32_t dtype_of(const dlpack::Tensor& tensor) {
-  if (tensor.lanes != 1) return -1;
-  switch (tensor.code << 8 | tensor.bits) {
-    case dlpack::kUInt << 8 | 8:
-      return 0;
-    case dlpack::kInt << 8 | 8:
-      return 1;
-    case dlpack::kInt << 8 | 16:
-      return 2;
-    case dlpack::kInt << 8 | 32:
-      return 3;
-    case dlpack::kInt << 8 | 64:
-      return 4;
-    case dlpack::kFloat << 8 | 16:
-      return 5;
-    case dlpack::kFloat << 8 | 32:
-      return 6;
-    case dlpack::kFloat << 8 | 64:
-      return 7;
-    case dlpack::kBool << 8 | 8:
-      return 11;
-    case dlpack::kBfloat << 8 | 16:
-      return 15;
-    default:
-      return -1;
+  static constexpr struct {
+    uint8_t code, bits;
+    int32_t number;
+  } kTypes[] = {
+      {dlpack::kFloat, 32, 6}, {dlpack::kFloat, 16, 5}, {dlpack::kBfloat, 16, 15},
+      {dlpack::kInt, 64, 4},   {dlpack::kInt, 32, 3},   {dlpack::kBool, 8, 11},
+      {dlpack::kUInt, 8, 0},   {dlpack::kFloat, 64, 7}, {dlpack::kInt, 8, 1},
+      {dlpack::kInt, 16, 2},
+  };
+  for (const auto& type : kTypes) {
+    if (tensor.lanes == 1 && tensor.code == type.code && tensor.bits == type.bits) {
+      return type.number;
+    }
   }
+  return -1;
 }
 
 // The arguments of a call of the operator, or of the function, which are of the same types but that
@@ -141,14 +131,13 @@ class Read {
 
   // Whether the tensors lie where those of another call do: none is a copy.
   bool has_memory_of(const Read& other) const {
-    return tensors_ == other.tensors_ &&
-           std::equal(addresses, addresses + tensors_, other.addresses);
+    return count_ == other.count_ && std::equal(addresses, addresses + count_, other.addresses);
   }
 
   Key key;
   Address addresses[kMostValues];
-  Where where;       // of the first tensor
-  int32_t dims = 0;  // likewise
+  dlpack::Tensor tensors[kMostValues];  // whose sizes their owners keep; not of those that are None
+  Where where;                          // of the first tensor
 
  private:
   bool read(char type, PyObject* object) {
@@ -156,7 +145,7 @@ class Read {
     switch (type) {
       case 'O':
         if (object == py.none) {
-          addresses[tensors_++] = 0;
+          addresses[count_++] = 0;
           elsa_cuda::add_no_tensor(key);
           return true;
         }
@@ -217,7 +206,7 @@ class Read {
     if (negated == nullptr) return false;
     python().decrease(negated);  // True and False outlive it
     if (negated != python().no) return false;
-    dlpack::Tensor found;
+    dlpack::Tensor& found = tensors[count_];
     if (about_.exchange->describe(object, &found) != 0) return false;
     const int32_t dtype = dtype_of(found);
     const bool on_cpu = found.device_type == dlpack::kCpu;  // in tests alone
@@ -226,19 +215,16 @@ class Read {
       return false;
     }
     const Where place = on_cpu ? Where{0, -1} : Where{1, found.device_id};
-    if (tensors_ == 0) {
-      where = place;
-      dims = found.ndim;
-    }
+    if (count_ == 0) where = place;
     const auto address = reinterpret_cast<Address>(found.data);
-    addresses[tensors_++] = address;
+    addresses[count_++] = address;
     elsa_cuda::add_tensor(key, address, dtype, place, found.ndim, found.shape, found.strides);
     return true;
   }
 
   const Short& about_;
   const bool of_function_;
-  uint32_t tensors_ = 0;
+  uint32_t count_ = 0;
 };
 
 // PyTorch's own way from a tensor, which a handle points to, to its object, in a third of the time
@@ -342,7 +328,8 @@ PyObject* admit(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count
   auto made = std::make_shared<Admitted>();
   made->entry = found.entry;
   const Plan& plan = found.entry->bound->plan;
-  if (!first_of(plan, call.dims, of_function.dims, made->first)) return none();
+  if (!first_of(plan, call.tensors[0].ndim, of_function.tensors[0].ndim, made->first))
+    return none();
   elsa_cuda::admitted.put(of_function.key.words(), generation, std::move(made));
   return given(python().yes);
 }
@@ -359,46 +346,37 @@ constexpr int kMostFailures = 3;
 // For the life of the process: at its end cuBLASLt may be gone before what it made.
 elsa_cuda::Cache<Multiplied>& products = *new elsa_cuda::Cache<Multiplied>(4096);
 
-// Sizes of a tensor whose elements lie one behind the other and begin as the product wants; none
-// of others.
-std::vector<int64_t> sizes_of(const Short& about, PyObject* object) {
-  dlpack::Tensor found;
-  if (about.exchange->describe(object, &found) != 0) return {};
-  if (reinterpret_cast<Address>(found.data) % elsa_cuda::kProductAlignment != 0) return {};
-  int64_t next = 1;
-  for (int32_t i = found.ndim; i-- > 0;) {
-    if (found.shape[i] != 1 && found.strides[i] != next) return {};
-    next *= found.shape[i];
+// Sizes of a tensor like the first one of a product, in dtype and device, whose elements lie one
+// behind the other and begin as the product wants; none of others.
+std::vector<int64_t> sizes_of(const dlpack::Tensor& tensor, const dlpack::Tensor& first) {
+  if (dtype_of(tensor) != dtype_of(first) || tensor.device_type != first.device_type ||
+      tensor.device_id != first.device_id ||
+      reinterpret_cast<Address>(tensor.data) % elsa_cuda::kProductAlignment != 0) {
+    return {};
   }
-  return {found.shape, found.shape + found.ndim};
+  int64_t next = 1;
+  for (int32_t i = tensor.ndim; i-- > 0;) {
+    if (tensor.shape[i] != 1 && tensor.strides[i] != next) return {};
+    next *= tensor.shape[i];
+  }
+  return {tensor.shape, tensor.shape + tensor.ndim};
 }
 
-// Whether two tensors of a product are of one dtype, in half precision, and on one device.
-bool is_like(const Short& about, PyObject* object, int32_t dtype, const Where& where) {
-  dlpack::Tensor found;
-  if (about.exchange->describe(object, &found) != 0 || dtype_of(found) != dtype) return false;
-  if (where.index < 0) return found.device_type == dlpack::kCpu;
-  return found.device_type == dlpack::kCuda && found.device_id == where.index;
-}
-
-// The kind of a call with x, weight, and bias and residual or None; of no rows where the product
-// is PyTorch's.
-elsa_cuda::ProductKind kind_of(const Short& about, PyObject* const* given, const Where& where,
-                               Output& out) {
-  dlpack::Tensor x;
-  if (about.exchange->describe(given[0], &x) != 0) return {};
+// The kind of a call with x, weight, and bias and residual or none; of no rows where the product is
+// PyTorch's.
+elsa_cuda::ProductKind kind_of(const Read& call, Output& out) {
   elsa_cuda::ProductKind kind;
-  kind.dtype = dtype_of(x);
+  kind.dtype = dtype_of(call.tensors[0]);
   constexpr int32_t kHalf = 5, kBfloat = 15;
   if (kind.dtype != kHalf && kind.dtype != kBfloat) return {};
   std::vector<int64_t> sizes[4];
   for (size_t i = 0; i < 4; ++i) {
-    if (i >= 2 && given[i] == python().none) continue;
-    sizes[i] = sizes_of(about, given[i]);
-    if (sizes[i].empty() || !is_like(about, given[i], kind.dtype, where)) return {};
+    if (call.addresses[i] == 0) continue;
+    sizes[i] = sizes_of(call.tensors[i], call.tensors[0]);
+    if (sizes[i].empty()) return {};
   }
-  kind.bias = given[2] != python().none;
-  kind.residual = given[3] != python().none;
+  kind.bias = call.addresses[2] != 0;
+  kind.residual = call.addresses[3] != 0;
   if (sizes[1].size() != 2) return {};
   const int64_t columns = sizes[1][0], depth = sizes[1][1];
   // a row, too, begins as the kernels want
@@ -426,10 +404,9 @@ elsa_cuda::ProductKind kind_of(const Short& about, PyObject* const* given, const
 }
 
 // The kind of a call, which failed so often before; null where it cannot be made now.
-std::shared_ptr<const Multiplied> made_of(const Short& about, PyObject* const* given,
-                                          const Read& call, int failures) {
+std::shared_ptr<const Multiplied> made_of(const Read& call, int failures) {
   auto made = std::make_shared<Multiplied>();
-  const elsa_cuda::ProductKind kind = kind_of(about, given, call.where, made->out);
+  const elsa_cuda::ProductKind kind = kind_of(call, made->out);
   if (kind.rows == 0) {
     made->failures = kMostFailures;
     return made;
@@ -502,7 +479,7 @@ PyObject* multiply(PyObject* self, PyObject* const* arguments, std::ptrdiff_t co
   const int failures = made == nullptr ? 0 : made->failures.load();
   if (failures >= kMostFailures) return none();
   if (made == nullptr || made->product == nullptr) {
-    auto kind = made_of(*about, arguments, call, failures);
+    auto kind = made_of(call, failures);
     if (kind != nullptr) products.put(call.key.words(), generation, std::move(kind));
     return none();
   }

@@ -309,11 +309,12 @@ def python(stub: str) -> None:
     assert loaded.counts() == (0, 0)
     KERNELS.extra, KERNELS.launch.is_hooked = (lambda q: None), True
     attend(*tensors)
-    KERNELS.launch.is_hooked, capturing = False, calls._capturing
-    calls._capturing = lambda: True
+    KERNELS.launch.is_hooked = False
+    real = torch.cuda.is_available, torch.cuda.is_current_stream_capturing
+    torch.cuda.is_available = torch.cuda.is_current_stream_capturing = lambda: True
     attend(*tensors)
     assert loaded.counts() == (0, 0)
-    calls._capturing = capturing
+    torch.cuda.is_available, torch.cuda.is_current_stream_capturing = real
     left: tuple[Callable[[Tensor], Any], ...] = (
         lambda q: q.add(1), lambda q: q.clone(), lambda q: q.new_zeros(4).add_(1),
         lambda q: record.heard(KERNELS.launch, (constant, q)),
