@@ -19,44 +19,38 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 
 
 def captured(
-    call: Callable[[], object],
-    ready: Callable[[], object] | None = None,
-    *,
-    pool: Any = None,
-    stream: torch.cuda.Stream | None = None,
-    error_mode: str = "global",
+    call: Callable[[], object], ready: Callable[[], object] | None = None
 ) -> Callable[[], object]:
     """The replay of a CUDA graph of one call on the current device.
 
     Args:
         call: what is captured. It runs once before that, on a stream of its own.
         ready: called right before the capture.
-        pool: the memory pool of other graphs that are never replayed at the same time; None: an own
-            one.
-        stream: captured on; None: one that all captures of the device share. cuBLAS keeps a
-            workspace for each stream. On one that has none yet it is made in the graph's pool.
-        error_mode: as `torch.cuda.graph` has it: "thread_local" leaves other threads alone.
 
     Raises:
         RuntimeError: the call does something that a graph cannot hold.
     """
-    (replay,) = captured_in_turn([call], ready, pool=pool, stream=stream, error_mode=error_mode)
+    own = _capture_stream(torch.cuda.current_device())
+    (replay,) = captured_in_turn([call], torch.cuda.graph_pool_handle(), own, ready)
     return replay
 
 
 def captured_in_turn(
     parts: Sequence[Callable[[], object]],
+    pool: Any,
+    stream: torch.cuda.Stream,
     ready: Callable[[], object] | None = None,
-    *,
-    pool: Any = None,
-    stream: torch.cuda.Stream | None = None,
     error_mode: str = "global",
 ) -> list[Callable[[], object]]:
     """`captured` of calls that always follow one another, as a forward and its backward do: a graph
     of each, in one pool, in which what one part leaves is there for the next.
 
-    Raises:
-        RuntimeError: as `captured`.
+    Args:
+        parts, ready: as `captured` takes them.
+        pool: of graphs that are never replayed at the same time.
+        stream: captured on. cuBLAS keeps a workspace for each stream; on one that has none yet it
+            is made in the graph's pool.
+        error_mode: as `torch.cuda.graph` has it: "thread_local" leaves other threads alone.
     """
     own = _capture_stream(torch.cuda.current_device())
     own.wait_stream(torch.cuda.current_stream())
@@ -68,17 +62,20 @@ def captured_in_turn(
         ready()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     before, offset = torch.cuda.current_stream(), generator.get_offset()
-    pool = pool or torch.cuda.graph_pool_handle()
     graphs = [torch.cuda.CUDAGraph() for _ in parts]
     try:
         for graph, call in zip(graphs, parts, strict=True):
-            with torch.cuda.graph(
-                graph, pool=pool, stream=stream or own, capture_error_mode=error_mode
-            ):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=error_mode):
                 call()
     except BaseException:
         torch.cuda.set_stream(before)  # older PyTorch leaves the capture's own
-        _release(generator, offset)
+        # A failed capture leaves the GPU's random numbers as if it went on, and the next draw
+        # anywhere raises "Offset increment outside graph capture": a state of their own again.
+        fresh = torch.Generator(generator.device)
+        fresh.manual_seed(generator.initial_seed())
+        fresh.set_offset(offset)
+        with contextlib.suppress(RuntimeError):
+            generator.graphsafe_set_state(fresh)
         raise
     return [graph.replay for graph in graphs]
 
@@ -89,12 +86,6 @@ def replayed(
     """`captured` of a call, compiled or not, that is warmed up first; returns the call's output.
 
     The output lies in the same memory after every replay.
-
-    Args:
-        call, ready: as for `captured`.
-
-    Raises:
-        RuntimeError: as `captured`.
     """
     output: list[Any] = []
 
@@ -110,19 +101,6 @@ def replayed(
         return output[0]
 
     return run
-
-
-def _release(generator: torch.Generator, offset: int) -> None:
-    """Give the GPU's random numbers a state of their own again, where they were.
-
-    A capture that failed leaves them as if it went on, and the next draw anywhere in the process
-    raises "Offset increment outside graph capture".
-    """
-    fresh = torch.Generator(generator.device)
-    fresh.manual_seed(generator.initial_seed())
-    fresh.set_offset(offset)
-    with contextlib.suppress(RuntimeError):
-        generator.graphsafe_set_state(fresh)
 
 
 class Cuda:
@@ -174,17 +152,11 @@ class Cuda:
     def captured(
         self, parts: Sequence[Callable[[], object]], pool: Any, device: torch.device
     ) -> list[Callable[[], object]]:
-        """The replays of calls that follow one another.
-
-        Raises:
-            RuntimeError: a graph cannot hold one of them.
-        """
+        """`captured_in_turn`, with a pool of `pool`."""
         handle, stream = pool
         with torch.cuda.device(device):
             try:
-                return captured_in_turn(
-                    parts, pool=handle, stream=stream, error_mode="thread_local"
-                )
+                return captured_in_turn(parts, handle, stream, error_mode="thread_local")
             except RuntimeError:
                 torch.cuda.synchronize()
                 raise

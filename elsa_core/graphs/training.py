@@ -60,7 +60,7 @@ class GradientMemory:
     def free(self) -> bool:
         """Give each `grad` that lies there memory of its own; whether nobody holds one now."""
         rows = zip(self._params, self._addresses, strict=True)
-        held: list[Tensor] = [param.grad for param, at in rows if _lies_at(param, at)]  # type: ignore[misc]
+        held = [p.grad for p, at in rows if p.grad is not None and p.grad.data_ptr() == at]
         if held:
             fresh = [torch.empty_like(each) for each in held]
             torch._foreach_copy_(fresh, held)
@@ -72,6 +72,10 @@ class GradientMemory:
 
 class Training:
     """A captured call and its backward.
+
+    In the runs that are captured, parameters, and arguments that want gradients, are fresh aliases:
+    autograd keeps a node for every leaf, which remembers the stream that it was made on, and an
+    earlier loss may still hold that of the real one.
 
     Attributes:
         memory: of the gradients of parameters.
@@ -93,18 +97,20 @@ class Training:
         self._slopes: list[Tensor] = []  # gradients of the outputs, as they are given
         self._grads: list[Tensor | None] = []  # of the leaves, then of the parameters
         with _as_it_was(model, device):
-            self._capture(model, given, pool)
+            self._capture(pool)
         pairs = zip(self._params, self._grads[len(self._leaves) :], strict=True)
         self.memory = GradientMemory([(p, g) for p, g in pairs if g is not None and g.numel()])
 
-    def _capture(self, model: nn.Module, given: Given, pool: Any) -> None:
-        device, run = self._device, _Run(self, model, given)
+    def _capture(self, pool: Any) -> None:
+        device = self._device
         with without_cache(device):
             for _ in range(WARM_UPS):
-                run.forward()
-                run.prepare_slopes()
-                _backward(run)
-            self.guards = Guards(model, backward=True)
+                self._run_forward()
+                self._slopes = [torch.zeros_like(each.detach()) for each in self._learning()]
+                if not self._slopes:
+                    raise RefusedError("none of its results has a gradient")
+                self._run_alone()
+            self.guards = Guards(self._model, backward=True)
             saved: set[int] = set()
             own = {storage_of(each) for each in self._params}
 
@@ -113,17 +119,21 @@ class Training:
                 return tensor
 
             def both() -> None:
-                run.forward()
-                run.check_leaves()
-                _backward(run)
+                self._run_forward()
+                known = {id(each) for each in self._inputs}
+                if any(id(leaf) not in known for leaf in _leaves_of(self._learning())):
+                    raise RefusedError(
+                        "it reads a tensor that wants a gradient and is no parameter"
+                    )
+                self._run_alone()
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                reads = watched(both, device, model.buffers(), draws=True)
+                reads = watched(both, device, self._model.buffers(), draws=True)
             check_state(self.guards, self._targets)
-            run.clear()
+            self._clear()
             try:
                 self.replay, self.replay_backward = capture.BACKEND.captured(
-                    [run.forward, run.backward], pool, device
+                    [self._run_forward, self._run_backward], pool, device
                 )
             except RefusedError:
                 raise
@@ -134,11 +144,58 @@ class Training:
         if reads.outside(held):
             raise RefusedError("it reads a tensor that is no attribute of its modules")
         self._saved = [each for each in self._params if storage_of(each) in saved]
-        leaves, self._tree = flat_results(run.result, device)
+        leaves, self._tree = flat_results(self._result, device)
         self._learns = [each.requires_grad for each in leaves if isinstance(each, Tensor)]
         self._outputs = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        self._grads = list(run.grads)
-        run.clear()
+        grads = self._grads
+        self._clear()
+        self._grads = grads
+
+    def _clear(self) -> None:
+        self._result: Any = None
+        self._grads = []
+        self._inputs: list[Tensor] = []
+
+    def _run_forward(self) -> None:
+        self._clear()
+        fresh = {id(each): each.detach().requires_grad_() for each in self._leaves}
+        leaves = [fresh.get(id(each), each) for each in self.given.leaves]
+        args, kwargs = self.given.arguments(leaves)
+        aliases = {id(each): nn.Parameter(each.detach()) for each in self._params}
+        self._inputs = [*fresh.values(), *aliases.values()]
+        with _replaced(self._model, aliases), torch.enable_grad():
+            self._result = self._model(*args, **kwargs)
+
+    def _learning(self) -> list[Tensor]:
+        leaves = pytree.tree_leaves(self._result)
+        return [each for each in leaves if isinstance(each, Tensor) and each.requires_grad]
+
+    def _run_backward(self) -> None:
+        inputs = self._inputs
+        with torch.autocast(self._device.type, enabled=False):
+            found = torch.autograd.grad(self._learning(), inputs, self._slopes, allow_unused=True)
+        taken = {storage_of(each) for each in (*inputs, *self._slopes)}
+        grads: list[Tensor | None] = []
+        for grad, leaf in zip(found, inputs, strict=True):
+            own = grad
+            if grad is not None:
+                if not is_plain(grad):
+                    raise RefusedError(f"a gradient is a {type(grad).__qualname__} of its own kind")
+                if storage_of(grad) in taken or grad.stride() != leaf.stride():
+                    own = torch.empty_like(leaf, requires_grad=False).copy_(grad)
+                taken.add(storage_of(own))  # type: ignore[arg-type]
+            grads.append(own)
+        self._grads = grads
+
+    def _run_alone(self) -> None:
+        """The backward outside of a capture."""
+        try:
+            self._run_backward()
+        except RefusedError:
+            raise
+        except RuntimeError as error:
+            said = first_line(error)
+            raise RefusedError(f"its backward cannot be run by itself: {said}") from error
 
     def holds(self) -> bool:
         """Whether the model is what it was."""
@@ -197,87 +254,6 @@ class Training:
         of_arguments = [g if (g := own.pop(each, None)) is None else g.clone()
                         for each in self._targets]  # fmt: skip
         return of_arguments + [None if g is None else g.detach() for g in self._grads[count:]]
-
-
-def _lies_at(parameter: nn.Parameter, address: int) -> bool:
-    return parameter.grad is not None and parameter.grad.data_ptr() == address
-
-
-def _backward(run: _Run) -> None:
-    try:
-        run.backward()
-    except RefusedError:
-        raise
-    except RuntimeError as error:
-        raise RefusedError(f"its backward cannot be run by itself: {first_line(error)}") from error
-
-
-class _Run:
-    """The forward and the backward that are captured.
-
-    Parameters, and arguments that want gradients, are fresh aliases in each run: autograd keeps a
-    node for every leaf, which remembers the stream that it was made on, and an earlier loss may
-    still hold that of the real one.
-    """
-
-    def __init__(self, step: Training, model: nn.Module, given: Given) -> None:
-        self._step, self._model = step, model
-        self._given = given
-        self._arguments: list[Tensor] = []
-        self._aliases: dict[int, nn.Parameter] = {}
-        self.result: Any = None
-        self.grads: Sequence[Tensor | None] = ()
-
-    def forward(self) -> None:
-        self.clear()
-        step = self._step
-        fresh = {id(each): each.detach().requires_grad_() for each in step._leaves}
-        self._arguments = list(fresh.values())
-        leaves = [fresh.get(id(each), each) for each in step.given.leaves]
-        args, kwargs = self._given.arguments(leaves)
-        self._aliases = {id(each): nn.Parameter(each.detach()) for each in step._params}
-        with _replaced(self._model, self._aliases), torch.enable_grad():
-            self.result = self._model(*args, **kwargs)
-
-    def prepare_slopes(self) -> None:
-        """Memory for the gradients of the outputs."""
-        self._step._slopes = [torch.zeros_like(each.detach()) for each in self._learning()]
-        if not self._step._slopes:
-            raise RefusedError("none of its results has a gradient")
-
-    def _learning(self) -> list[Tensor]:
-        leaves = pytree.tree_leaves(self.result)
-        return [each for each in leaves if isinstance(each, Tensor) and each.requires_grad]
-
-    def _inputs(self) -> list[Tensor]:
-        return [*self._arguments, *self._aliases.values()]
-
-    def backward(self) -> None:
-        step, outputs, inputs = self._step, self._learning(), self._inputs()
-        with torch.autocast(step._device.type, enabled=False):
-            found = torch.autograd.grad(outputs, inputs, step._slopes, allow_unused=True)
-        taken = {storage_of(each) for each in (*inputs, *step._slopes)}
-        grads: list[Tensor | None] = []
-        for grad, leaf in zip(found, inputs, strict=True):
-            own = grad
-            if grad is not None:
-                if not is_plain(grad):
-                    raise RefusedError(f"a gradient is a {type(grad).__qualname__} of its own kind")
-                if storage_of(grad) in taken or grad.stride() != leaf.stride():
-                    own = torch.empty_like(leaf, requires_grad=False).copy_(grad)
-                taken.add(storage_of(own))  # type: ignore[arg-type]
-            grads.append(own)
-        self.grads = grads
-
-    def check_leaves(self) -> None:
-        """Raises RefusedError: a gradient is wanted of what is neither argument nor parameter."""
-        known = {id(each) for each in self._inputs()}
-        for leaf in _leaves_of(self._learning()):
-            if id(leaf) not in known:
-                raise RefusedError("it reads a tensor that wants a gradient and is no parameter")
-
-    def clear(self) -> None:
-        self.result, self.grads, self._arguments, self._aliases = None, (), [], {}
 
 
 class _Replay(torch.autograd.Function):
