@@ -135,14 +135,9 @@ def select(request: Request, backend: str = "auto") -> tuple[str, tuple[str, ...
 
 @functools.lru_cache(maxsize=1024)
 def chosen(
-    operator: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    precision: str,
-    backend: str,
-) -> Chosen:
+    operator: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int,
+    precision: str, backend: str,
+) -> Chosen:  # fmt: skip
     """Who serves calls of one kind, whatever their lengths.
 
     Raises:
@@ -162,18 +157,10 @@ def chosen(
 
 
 def choose(
-    operator: str,
-    place: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    precision: str,
-    backend: str = "auto",
-    mode: str = "traced",
-    *,
-    gradient: tuple[str, ...] = (),
+    operator: str, place: str, dtype: torch.dtype, head_dim: int, value_dim: int, precision: str,
+    backend: str = "auto", mode: str = "traced", *, gradient: tuple[str, ...] = (),
     **facts: int | None,
-) -> str:
+) -> str:  # fmt: skip
     """Who serves calls of one kind, by name: the first row of the table that holds, else the first
     backend that can.
 

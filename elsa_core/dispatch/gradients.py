@@ -127,20 +127,10 @@ def shard_backward(*arguments: Any) -> Any:
 
 
 def padded_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, is_causal: bool,
+    scale: float, precision: str, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`elsa::varlen_attention_backward` by the gradients of `attention` of a padded batch.
 
     The longest lengths are read by the host, which waits for the device.

@@ -113,13 +113,9 @@ def takes_tf32() -> bool:
 
 
 def _by_cublas(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
     scale: Tensor | None,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     if _records() or is_seen() or not x.is_cuda or weight.dim() != 2:
         return None
     # a graph's replay must not share cuBLASLt's workspace with eager calls

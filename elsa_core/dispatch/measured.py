@@ -53,13 +53,9 @@ class Row(NamedTuple):
 
 
 def attention_facts(
-    query: Sequence[int],
-    key: Sequence[int],
-    mask: Sequence[int] | None = None,
-    known: Callable[[Any], bool] = bool,
-    *,
-    causal: bool = False,
-) -> Facts | None:
+    query: Sequence[int], key: Sequence[int], mask: Sequence[int] | None = None,
+    known: Callable[[Any], bool] = bool, *, causal: bool = False,
+) -> Facts | None:  # fmt: skip
     """What rows of inference read of [B, H, Nq, D], [B, H, Nk, D] and the shape of an additive
     mask; None where queries and keys are not alike, or the mask has no row for each query."""
     batch, heads, tokens, _ = query
@@ -100,13 +96,9 @@ def _found(
 
 
 def rows(
-    operator: str,
-    mode: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    precision: str = "strict",
+    operator: str, mode: str, device: torch.device, dtype: torch.dtype, precision: str = "strict",
     head_dim: int | None = None,
-) -> tuple[Row, ...]:
+) -> tuple[Row, ...]:  # fmt: skip
     """Where lengths decide who serves inference, or training as a whole; those of a GPU's name
     hold on a whole one alone."""
     return tuple(

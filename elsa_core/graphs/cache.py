@@ -49,12 +49,9 @@ class Graphs:
     """
 
     def __init__(
-        self,
-        shapes: int,
-        copy_outputs: bool,
-        kind: type[Inference] | type[Training],
+        self, shapes: int, copy_outputs: bool, kind: type[Inference] | type[Training],
         warned: dict[str, None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._most, self._copy_outputs, self._kind = shapes, copy_outputs, kind
         self._entries: OrderedDict[Hashable, Inference | Training] = OrderedDict()
         self._refused: dict[Hashable, str] = {}

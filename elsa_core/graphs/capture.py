@@ -36,12 +36,9 @@ def captured(
 
 
 def captured_in_turn(
-    parts: Sequence[Callable[[], object]],
-    pool: Any,
-    stream: torch.cuda.Stream,
-    ready: Callable[[], object] | None = None,
-    error_mode: str = "global",
-) -> list[Callable[[], object]]:
+    parts: Sequence[Callable[[], object]], pool: Any, stream: torch.cuda.Stream,
+    ready: Callable[[], object] | None = None, error_mode: str = "global",
+) -> list[Callable[[], object]]:  # fmt: skip
     """`captured` of calls that always follow one another, as a forward and its backward do: a graph
     of each, in one pool, in which what one part leaves is there for the next.
 

@@ -113,12 +113,9 @@ def saved_tensor_hooks() -> Any:
 
 
 def watched(
-    run: Callable[[], None],
-    device: torch.device,
-    writable: Iterable[Tensor] = (),
-    *,
+    run: Callable[[], None], device: torch.device, writable: Iterable[Tensor] = (), *,
     draws: bool = False,
-) -> Reads:
+) -> Reads:  # fmt: skip
     """One run, and what it read.
 
     Args:

@@ -23,65 +23,35 @@ import torch
 from torch import Tensor
 
 _COUNTER = "torch.utils.flop_counter"
-# products of channels of keys and of values
-_FORWARD, _GRADIENTS = (1, 1), (3, 2)
 
 
-def _dense(
-    query: Tensor, key: Tensor, value: Tensor, *, products: tuple[int, int] = _FORWARD
-) -> int:
-    """[B, Hq, Nq, D], [B, Hkv, Nk, D] and [B, Hkv, Nk, Dv]."""
-    pairs = math.prod(query.shape[:3]) * key.shape[2]
-    return 2 * pairs * (products[0] * query.shape[3] + products[1] * value.shape[3])
+def _attention(keys: int, values: int, before: int = 0) -> Callable[..., int]:
+    """The formula of products with [..., D] of keys and [..., Dv] of values, where so many
+    arguments stand before query, key and value: [B, H, N, D] or packed [T, H, D]."""
+
+    def count(*given: Any, **_: Any) -> int:
+        query, key, value, starts_q, starts_k = given[before : before + 5]
+        if query.dim() == 4:
+            pairs = math.prod(query.shape[:3]) * key.shape[2]
+        else:
+            try:
+                pairs = int((starts_q.diff() * starts_k.diff()).sum())
+            except (NotImplementedError, RuntimeError):  # meta and fake tensors: equal lengths
+                pairs = query.shape[0] * key.shape[0] // max(1, starts_q.shape[0] - 1)
+            pairs *= query.shape[1]
+        return int(2 * pairs * (keys * query.shape[-1] + values * value.shape[-1]))
+
+    return count
 
 
-def _packed(
-    query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor,
-    *, products: tuple[int, int] = _FORWARD,
-) -> int:  # fmt: skip
-    """[T, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv]; without data sequences are as long as each other."""
-    try:
-        pairs = int((starts_q.diff() * starts_k.diff()).sum())
-    except (NotImplementedError, RuntimeError):  # meta and fake tensors
-        pairs = query.shape[0] * key.shape[0] // max(1, starts_q.shape[0] - 1)
-    return (
-        2 * pairs * query.shape[1] * (products[0] * query.shape[2] + products[1] * value.shape[2])
-    )
+def _window(products: int, before: int = 0) -> Callable[..., int]:
+    def count(*given: Any, **_: Any) -> int:
+        qkv, window = given[before], given[before + 6]
+        windows = math.prod(-(-n // w) for n, w in zip(qkv.shape[1:4], window, strict=True))
+        pairs = qkv.shape[0] * windows * math.prod(window) ** 2
+        return int(2 * products * pairs * (qkv.shape[4] // 3))
 
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return _dense(query, key, value)
-
-
-def _attention_backward(_: Tensor, __: Tensor, *given: Any, **___: Any) -> int:
-    return _dense(*given[:3], products=_GRADIENTS)
-
-
-def _entmax_backward(_: Tensor, *given: Any, **__: Any) -> int:
-    return _dense(*given[:3], products=_GRADIENTS)
-
-
-def _varlen(*given: Any, **_: Any) -> int:
-    return _packed(*given[:5])
-
-
-def _varlen_backward(_: Tensor, __: Tensor, *given: Any, **___: Any) -> int:
-    return _packed(*given[:5], products=_GRADIENTS)
-
-
-def _entmax_varlen_backward(_: Tensor, *given: Any, **__: Any) -> int:
-    return _packed(*given[:5], products=_GRADIENTS)
-
-
-def _window(qkv: Tensor, *given: Any, products: int = 2, **_: Any) -> int:
-    window: Sequence[int] = given[5]
-    windows = math.prod(-(-n // w) for n, w in zip(qkv.shape[1:4], window, strict=True))
-    tokens = math.prod(window)
-    return 2 * products * qkv.shape[0] * windows * tokens**2 * (qkv.shape[4] // 3)
-
-
-def _window_backward(_: Tensor, *given: Any, **__: Any) -> int:
-    return _window(*given, products=sum(_GRADIENTS))
+    return count
 
 
 def _linear(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
@@ -99,24 +69,25 @@ def _linear_backward(
     return 2 * grad_out.numel() * sum(depths)
 
 
+# The gradients of operators without an lse have one argument before the query, others two.
 FORMULAS: dict[str, Callable[..., int]] = {
-    "attention": _attention,
-    "attention_backward": _attention_backward,
-    "attention_dropout": _attention,
-    "attention_dropout_backward": _attention_backward,
-    "attention_portable": _attention,
-    "entmax_attention": _attention,
-    "entmax_attention_backward": _entmax_backward,
-    "entmax_varlen_attention": _varlen,
-    "entmax_varlen_attention_backward": _entmax_varlen_backward,
+    "attention": _attention(1, 1),
+    "attention_backward": _attention(3, 2, before=2),
+    "attention_dropout": _attention(1, 1),
+    "attention_dropout_backward": _attention(3, 2, before=2),
+    "attention_portable": _attention(1, 1),
+    "entmax_attention": _attention(1, 1),
+    "entmax_attention_backward": _attention(3, 2, before=1),
+    "entmax_varlen_attention": _attention(1, 1),
+    "entmax_varlen_attention_backward": _attention(3, 2, before=1),
     "gated_linear": _gated_linear,
     "linear": _linear,
     "linear_backward": _linear_backward,
-    "sparse_attention": _attention,
-    "varlen_attention": _varlen,
-    "varlen_attention_backward": _varlen_backward,
-    "window_attention": _window,
-    "window_attention_backward": _window_backward,
+    "sparse_attention": _attention(1, 1),
+    "varlen_attention": _attention(1, 1),
+    "varlen_attention_backward": _attention(3, 2, before=2),
+    "window_attention": _window(2),
+    "window_attention_backward": _window(5, before=1),
 }
 
 

@@ -23,19 +23,11 @@ _required = torch._C._any_requires_grad
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    precision: str = "strict",
-    backend: str = "auto",
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, precision: str = "strict", backend: str = "auto",
     return_lse: bool = False,
-) -> Answer:
+) -> Answer:  # fmt: skip
     """`elsa_core.attention` of dense tensors on one device, with every key."""
     answer = ordinary(
         query, key, value, attn_mask, dropout_p, is_causal, scale, precision, backend, return_lse
@@ -49,17 +41,9 @@ def attention(
 
 
 def ordinary(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    precision: str,
-    backend: str,
-    return_lse: bool,
-) -> Answer | None:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, precision: str, backend: str, return_lse: bool,
+) -> Answer | None:  # fmt: skip
     """Serve an ordinary call with the least host time; None for any other.
 
     Ordinary are plain tensors [B, H, N, D] of one dtype and device, whose heads are equal and that
@@ -205,18 +189,10 @@ def _recorded(arguments: tuple[Any, ...], choice: Any, backend: str) -> Tensor:
 
 
 def checked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    precision: str,
-    backend: str,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool, precision: str, backend: str,
     return_lse: bool,
-) -> Answer:
+) -> Answer:  # fmt: skip
     """A call with every argument checked and brought to the operator's layout."""
     q, k, v, mask = prepared(query, key, value, attn_mask, is_causal, enable_gqa)
     scale = default_scale(q) if scale is None else scale
@@ -319,19 +295,11 @@ def _whole(kind: Kind, arguments: tuple[Any, ...], operator: str = "attention") 
 
 
 def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    precision: str = "strict",
-    backend: str = "auto",
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, precision: str = "strict", backend: str = "auto",
     sparsity: str | float | None = None,
-) -> Route:
+) -> Route:  # fmt: skip
     """Say which backend, schedule and arithmetic would serve `attention` with these arguments.
 
     Takes the arguments of `attention` (tensors' shapes, strides, dtypes and devices matter, their

@@ -29,16 +29,9 @@ _SCHEMA = (
 
 
 def reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    dropout_p: float,
-    seed: Tensor,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str, dropout_p: float, seed: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The operator in plain PyTorch."""
     dropout = Dropout(dropout_p, seed)
     return eager.attention(

@@ -14,18 +14,10 @@ from elsa_core.ops.varlen.api import varlen_attention
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    precision: str,
-    backend: str,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool, precision: str, backend: str,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`elsa_core.attention` of jagged [B, H, j, D]: out [B, H, j, Dv] and lse [B, H, j], jagged.
 
     The lengths of key and value may be others than the query's.

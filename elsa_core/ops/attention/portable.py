@@ -19,16 +19,9 @@ from elsa_core.backends.window_call import WindowCall
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str = "strict",
-    *,
-    with_lse: bool = True,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str = "strict", *, with_lse: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`elsa::attention` by PyTorch's own operator, which every exporter knows.
 
     A row that sees no key gives zeros, also where a tool's softmax makes NaN of it. The lse takes
@@ -68,15 +61,9 @@ def _lse(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale
 
 
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str = "strict",
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    is_causal: bool, scale: float, precision: str = "strict",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`elsa::varlen_attention` as attention over all tokens with a mask of their sequences.
 
     The mask is [T, Tk], and every pair of tokens is computed: what packing saves is lost, and a

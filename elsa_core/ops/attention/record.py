@@ -40,14 +40,9 @@ _TERMS = ("query", "key", "value", "attn_mask")
 
 
 def fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, heads, length, _ = query.shape
     out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32

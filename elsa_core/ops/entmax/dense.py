@@ -47,18 +47,10 @@ def attention(
 
 
 def explain_entmax_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *,
-    alpha: float | Tensor = 1.5,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    precision: str = "strict",
-    backend: str = "auto",
-) -> Route:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *,
+    alpha: float | Tensor = 1.5, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, precision: str = "strict", backend: str = "auto",
+) -> Route:  # fmt: skip
     """Say which backend and arithmetic would serve `entmax_attention` with these arguments, and who
     its gradients; takes and raises what it does."""
     if is_softmax(alpha):

@@ -17,16 +17,9 @@ _STEPS = {True: 20, False: 60}
 
 
 def entmax_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    head_alpha: Tensor | None,
-    alpha: float,
-    is_causal: bool,
-    scale: float,
-    precision: str = "strict",
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, head_alpha: Tensor | None,
+    alpha: float, is_causal: bool, scale: float, precision: str = "strict",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """All scores at once, a fixed number of steps, and the formulas of autograd.
 
     The slope comes out of the solver without a derivative. Two steps of Newton's method that are
@@ -60,19 +53,10 @@ def entmax_attention(
 
 
 def entmax_varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    head_alpha: Tensor | None,
-    longest_q: int,
-    longest_k: int,
-    alpha: float,
-    is_causal: bool,
-    scale: float,
-    precision: str = "strict",
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    head_alpha: Tensor | None, longest_q: int, longest_k: int, alpha: float, is_causal: bool,
+    scale: float, precision: str = "strict",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`elsa::entmax_varlen_attention`: every pair of tokens, under a mask of their sequences.
 
     Returns:

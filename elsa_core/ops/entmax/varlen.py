@@ -128,21 +128,12 @@ def entmax_varlen_attention(
 
 
 def explain_entmax_varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    *,
-    alpha: float | Tensor = 1.5,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    precision: str = "strict",
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, *, alpha: float | Tensor = 1.5, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, precision: str = "strict",
     backend: str = "auto",
-) -> Route:
+) -> Route:  # fmt: skip
     """Say which backend and arithmetic would serve `entmax_varlen_attention` with these arguments,
     and who its gradients; takes and raises what it does."""
     terms: dict[str, Any] = {
@@ -170,14 +161,9 @@ def explain_entmax_varlen_attention(
 
 
 def of_nested(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    *,
-    alpha: float | Tensor,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, alpha: float | Tensor,
     **terms: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`elsa_core.entmax_attention` of jagged [B, H, j, D]: out [B, H, j, Dv], jagged."""
     packed = nested.packed(query, key, value, attn_mask)
     out = entmax_varlen_attention(*packed, alpha=alpha, **terms)

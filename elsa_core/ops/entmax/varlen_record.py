@@ -44,16 +44,9 @@ _WANTED = ("query", "key", "value", "head_alpha")
 
 
 def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    head_alpha: Tensor | None,
-    longest_q: int,
-    longest_k: int,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    head_alpha: Tensor | None, longest_q: int, longest_k: int, *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     tokens, heads, _ = query.shape
     tile = eager_entmax.TILE
     wide = torch.promote_types(query.dtype, torch.float32)

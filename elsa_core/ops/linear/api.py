@@ -101,17 +101,10 @@ def linear(
 
 
 def served(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str = "none",
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    precision: str = "strict",
-    backend: str = "auto",
-    halves: Tensor | None = None,
-    powers: Tensor | None = None,
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
+    residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
+    backend: str = "auto", halves: Tensor | None = None, powers: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`linear` without its checks, for patched layers.
 
     `halves` and `powers` are `elsa::split_weight` of this weight, kept by the caller, who answers
@@ -186,14 +179,9 @@ def _admit(given: tuple[Any, ...]) -> None:
 
 
 def served_gated(
-    input: Tensor,
-    gate: Value,
-    value: Value,
-    activation: str,
-    precision: str = "strict",
-    backend: str = "auto",
-    halves: tuple[Tensor | None, ...] = (),
-) -> Tensor | None:
+    input: Tensor, gate: Value, value: Value, activation: str, precision: str = "strict",
+    backend: str = "auto", halves: tuple[Tensor | None, ...] = (),
+) -> Tensor | None:  # fmt: skip
     """activation(input @ gate[0].T + gate[1]) * (input @ value[0].T + value[1]) by a kernel
     that computes all of it; None where none does.
 
@@ -211,17 +199,10 @@ def served_gated(
 
 
 def explain_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str = "none",
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    value: Value | None = None,
-    precision: str = "strict",
-    backend: str = "auto",
-) -> Route:
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none",
+    residual: Tensor | None = None, scale: Tensor | None = None, value: Value | None = None,
+    precision: str = "strict", backend: str = "auto",
+) -> Route:  # fmt: skip
     """Say who computes products of this kind faster than PyTorch, if a backend does, and why not.
 
     Takes the arguments of `linear` and raises what it would raise. What is small, recorded or laid

@@ -30,18 +30,11 @@ _SCHEMA = (
 
 
 def plain(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    value: Tensor,
-    value_bias: Tensor | None,
-    activation: str = "silu",
-    precision: str = "strict",
-    halves: Tensor | None = None,
-    powers: Tensor | None = None,
-    value_halves: Tensor | None = None,
+    input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None,
+    activation: str = "silu", precision: str = "strict", halves: Tensor | None = None,
+    powers: Tensor | None = None, value_halves: Tensor | None = None,
     value_powers: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """PyTorch's own, in the dtype of the operands also where autocast is on."""
     with torch.autocast(input.device.type, enabled=False):
         gate = linear.plain(input, weight, bias, activation)
@@ -49,14 +42,9 @@ def plain(
 
 
 def _fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    value: Tensor,
-    value_bias: Tensor | None,
-    activation: str = "silu",
-    *rest: Any,
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None,
+    activation: str = "silu", *rest: Any,
+) -> Tensor:  # fmt: skip
     torch._check(
         weight.shape == value.shape,
         lambda: f"weight {list(weight.shape)} and value {list(value.shape)}: shapes differ",

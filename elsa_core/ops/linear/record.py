@@ -74,16 +74,10 @@ def epilogue(
 
 
 def plain(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str = "none",
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    precision: str = "strict",
-    halves: Tensor | None = None,
-    powers: Tensor | None = None,
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
+    residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
+    halves: Tensor | None = None, powers: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """PyTorch's own, in the dtype of the operands also where autocast is on."""
     with torch.autocast(input.device.type, enabled=False):
         return epilogue(functional.linear(input, weight, bias), activation, residual, scale)
@@ -151,16 +145,10 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str = "none",
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    precision: str = "strict",
-    halves: Tensor | None = None,
-    powers: Tensor | None = None,
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
+    residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
+    halves: Tensor | None = None, powers: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """What the operator returns, on fake tensors."""
     torch._check(weight.dim() == 2, lambda: f"weight must be [N, K], not {list(weight.shape)}")
     torch._check(
@@ -215,12 +203,9 @@ def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
 
 
 def gradients_of(
-    grad_out: Tensor,
-    saved: Sequence[Tensor | None],
-    activation: str,
-    precision: str,
+    grad_out: Tensor, saved: Sequence[Tensor | None], activation: str, precision: str,
     wanted: Sequence[bool],
-) -> Grads:
+) -> Grads:  # fmt: skip
     """The gradients of scale * activation(input @ weight.T + bias), by `elsa::linear_backward`.
 
     Args:

@@ -86,19 +86,10 @@ def relief_bits(relief: Sequence[str]) -> int:
 
 
 def serve(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    precision: str,
-    backend: str,
-    sparsity: str | float,
-    relief: Sequence[str] = TAKEN,
-) -> tuple[Tensor, Tensor, Tensor] | None:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool, precision: str, backend: str,
+    sparsity: str | float, relief: Sequence[str] = TAKEN,
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """A call of `elsa_core.attention` with `sparsity`; None where the ordinary call serves it.
 
     Leaving out nothing is what any sparsity allows: so is served what "auto" has no kernel for that
@@ -130,15 +121,9 @@ def serve(
 
 
 def route(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    precision: str,
-    backend: str,
-    sparsity: str | float,
-) -> Route | None:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    precision: str, backend: str, sparsity: str | float,
+) -> Route | None:  # fmt: skip
     """How a call in the operator's layout is served; None where the ordinary call serves it.
 
     Raises:

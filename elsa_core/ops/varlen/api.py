@@ -126,20 +126,11 @@ def varlen_attention(
 
 
 def explain_varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    precision: str = "strict",
-    backend: str = "auto",
-) -> Route:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, *, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, precision: str = "strict", backend: str = "auto",
+) -> Route:  # fmt: skip
     """Say which backend, schedule and arithmetic would serve `varlen_attention`.
 
     Takes the arguments of `varlen_attention` and raises what it would raise.
@@ -232,13 +223,9 @@ def hides(given: Packed, longest: tuple[int, int], is_causal: bool) -> Tensor | 
 
 
 def checked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
     enable_gqa: bool,
-) -> Packed:
+) -> Packed:  # fmt: skip
     """The operands, or what is wrong with them: TypeError, ArgumentError."""
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q

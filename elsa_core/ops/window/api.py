@@ -175,22 +175,12 @@ def _traced(qkv: Tensor, kind: tuple[Any, ...], arguments: tuple[Any, ...]) -> T
 
 
 def explain_window_attention(
-    qkv: Tensor,
-    bias: Tensor | None = None,
-    *,
-    num_heads: int,
-    window_size: Sequence[int],
-    shift_size: Sequence[int] = (0, 0),
-    scale: float | None = None,
-    bias_index: Tensor | None = None,
-    pad_qkv: Tensor | None = None,
-    logit_scale: Tensor | None = None,
-    mask_value: float = -100.0,
-    layout: str = "qkv",
-    grid: bool = False,
-    precision: str = "strict",
-    backend: str = "auto",
-) -> Route:
+    qkv: Tensor, bias: Tensor | None = None, *, num_heads: int, window_size: Sequence[int],
+    shift_size: Sequence[int] = (0, 0), scale: float | None = None,
+    bias_index: Tensor | None = None, pad_qkv: Tensor | None = None,
+    logit_scale: Tensor | None = None, mask_value: float = -100.0, layout: str = "qkv",
+    grid: bool = False, precision: str = "strict", backend: str = "auto",
+) -> Route:  # fmt: skip
     """Say which backend and arithmetic would serve `window_attention` with these arguments, and
     who its gradients; takes and raises what it does."""
     _require_whole(num_heads)
