@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -39,17 +37,33 @@ def _late(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-def _half(request: Request) -> str:
-    """The arithmetic of half precision, the same on every backend; empty for wider dtypes."""
-    if request.dtype not in (torch.float16, torch.bfloat16):
-        return ""
-    return f"{dtype_name(request.dtype)} products, float32 state and accumulation"
+def _says(words: str) -> Callable[..., str]:
+    """A schedule in words, whatever the call."""
+    return lambda *_: words
 
 
-def _of_pytorch(request: Request) -> str:
-    return _half(request) or f"PyTorch's {dtype_name(request.dtype)} matrix products"
+def _computes(words: Callable[[Request], str]) -> Callable[[Request], str]:
+    """An arithmetic in words; that of half precision is the same on every backend."""
+
+    def arithmetic(request: Request) -> str:
+        if request.dtype not in (torch.float16, torch.bfloat16):
+            return words(request)
+        return f"{dtype_name(request.dtype)} products, float32 state and accumulation"
+
+    return arithmetic
 
 
+def _tf32(request: Request) -> str:
+    single = "three TF32 products for each float32 product, float32 sums"
+    return "float32 FMA" if request.precision == "ieee" else single
+
+
+_of_pytorch = _computes(lambda request: f"PyTorch's {dtype_name(request.dtype)} matrix products")
+_split = _computes(lambda request: precisions.PRECISIONS[request.precision].met_by)
+_of_tf32, _fma = _computes(_tf32), _computes(lambda _: "float32 FMA")
+_as_written = _says("plain PyTorch")
+_whole_windows = _says("one window at a time, read from the projection's output as it lies")
+_layers = _says("large products; PyTorch computes smaller ones, and those that would not gain")
 _PLAIN_SCHEDULES = {
     "attention": _late("eager", "schedule"),
     "sparse": _late("eager_sparse", "schedule"),
@@ -71,43 +85,7 @@ def reference(record: ops.Operator) -> Implementation:
     )
 
 
-def _as_written(*arguments: Any) -> str:
-    return "plain PyTorch"
-
-
-def _whole_windows(*arguments: Any) -> str:
-    return "one window at a time, read from the projection's output as it lies"
-
-
-def _linear_schedule(*arguments: Any) -> str:
-    return "large products; PyTorch computes smaller ones, and those that would not gain"
-
-
-def _split(request: Request) -> str:
-    return _half(request) or precisions.PRECISIONS[request.precision].met_by
-
-
-def _of_tf32(request: Request) -> str:
-    if request.precision == "ieee":
-        return "float32 FMA"
-    return _half(request) or "three TF32 products for each float32 product, float32 sums"
-
-
-def _fma(request: Request) -> str:
-    return _half(request) or "float32 FMA"
-
-
-@functools.cache
-def _triton_backward() -> Callable[..., Any] | None:
-    """The Triton kernels of the gradients, where this package holds them."""
-    name = "elsa_core.backends.triton.attention.backward"
-    kernel = getattr(import_module(name), "attention_backward", None) if find_spec(name) else None
-    return kernel if callable(kernel) else None
-
-
 def _triton_gradient(request: Request) -> Support:
-    if _triton_backward() is None:
-        return Support(False, "has no kernel of the gradients")
     from elsa_core.backends.triton.attention.backward_tiling import measured_faster
 
     # the same kernels serve both; the other precisions' were not measured
@@ -118,25 +96,20 @@ def _triton_gradient(request: Request) -> Support:
     return _late("triton", "support")(request)  # type: ignore[no-any-return]
 
 
-def _is_faster(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: Any
-) -> bool:
-    """Whether the Triton kernels were measured to give these gradients sooner than PyTorch's."""
+def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
+    """Attention's gradients where the kernels were measured to be faster than PyTorch's."""
+    from elsa_core.backends.triton.attention.backward import attention_backward
     from elsa_core.backends.triton.attention.backward_tiling import mask_kind, serves
     from elsa_core.backends.triton.attention.tiling import Shape
 
+    query, key, value, attn_mask, _, lse, is_causal = rest[:7]
     batch, heads, queries, head_dim = query.shape
     shape = Shape(batch, heads, key.shape[1], queries, key.shape[2], head_dim, value.shape[3])
-    return serves(shape, query.dtype, mask_kind(attn_mask, rest[2]), query.device)
-
-
-def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
-    kernel, lse = _triton_backward(), rest[5]
-    if kernel is None or not _is_faster(*rest):
+    if not serves(shape, query.dtype, mask_kind(attn_mask, is_causal), query.device):
         return None
     if not grad_lse.numel():
         grad_lse = lse.new_zeros(()).expand(lse.shape)
-    return kernel(grad_out, grad_lse, *rest)
+    return attention_backward(grad_out, grad_lse, *rest)
 
 
 def _on_triton(module: str, name: str = "support") -> Callable[[Request], Support]:
@@ -202,41 +175,32 @@ def _native_gradient(request: Request) -> Support:
     return _late("native", "support")(request) if answer.ok else answer
 
 
-_NATIVE_SCHEDULES = {"varlen": _late("native", "varlen_schedule"), "window": _whole_windows}
+def _native(record: ops.Operator, schedule: str = "schedule", **more: Any) -> Implementation:
+    words = _whole_windows if record.kind == "window" else _late("native", schedule)
+    return Implementation(_late("native", "support"), record.overload, words, _fma, **more)
+
+
+def _native_trained(
+    record: ops.Operator, schedule: str = "schedule", **more: Any
+) -> Implementation:
+    backward = _late("native_backward", f"{record.name}_backward")
+    return _native(record, schedule, gradient=_native_gradient, backward=backward, **more)
 
 
 _NATIVE = {
-    record.name: Implementation(
-        support=_late("native", "support"),
-        run=record.overload,
-        schedule=_NATIVE_SCHEDULES.get(record.kind, _late("native", "schedule")),
-        arithmetic=_fma,
-        gradient=_native_gradient,
-        backward=_late("native_backward", f"{record.name}_backward"),
-        partition=_late("native", "partition") if record is ops.ATTENTION else None,
-        state=_late("native", "attention_state") if record is ops.ATTENTION else None,
-    )
-    for record in (
-        ops.ATTENTION,
-        ops.ATTENTION_DROPOUT,
-        ops.VARLEN_ATTENTION,
-        ops.WINDOW_ATTENTION,
-    )
-}
-_NATIVE["sparse_attention"] = Implementation(
-    support=_late("native", "support"),
-    run=ops.SPARSE_ATTENTION.overload,
-    schedule=_late("native", "schedule"),
-    arithmetic=_fma,
-)
-_NATIVE["entmax_attention"] = Implementation(
-    support=_late("native", "support"),
-    run=ops.ENTMAX_ATTENTION.overload,
-    schedule=_late("native", "entmax_schedule"),
-    arithmetic=_fma,
-    gradient=_late("native", "support"),
-    backward=_late("native_backward", "entmax_attention_backward"),
-)
+    "attention": _native_trained(
+        ops.ATTENTION, partition=_late("native", "partition"),
+        state=_late("native", "attention_state"),
+    ),
+    "attention_dropout": _native_trained(ops.ATTENTION_DROPOUT),
+    "varlen_attention": _native_trained(ops.VARLEN_ATTENTION, "varlen_schedule"),
+    "window_attention": _native_trained(ops.WINDOW_ATTENTION),
+    "sparse_attention": _native(ops.SPARSE_ATTENTION),
+    "entmax_attention": _native(
+        ops.ENTMAX_ATTENTION, "entmax_schedule", gradient=_late("native", "support"),
+        backward=_late("native_backward", "entmax_attention_backward"),
+    ),
+}  # fmt: skip
 # What computes an operator on CUDA devices: modules that are imported at the first call.
 KERNELS_ON_CUDA = {
     "attention": _late("triton", "attention_forward"),
@@ -318,14 +282,14 @@ _TRITON = {
     "linear": Implementation(
         support=_late("triton.linear.gate", "support"),
         run=ops.LINEAR.overload,
-        schedule=_linear_schedule,
+        schedule=_layers,
         arithmetic=_split,
         direct=_linear_by_triton,
     ),
     "gated_linear": Implementation(
         support=_gated_support,
         run=ops.GATED_LINEAR.overload,
-        schedule=_linear_schedule,
+        schedule=_layers,
         arithmetic=_split,
         direct=_gated_linear_by_triton,
     ),
@@ -346,7 +310,7 @@ _ONEDNN = {
     "linear": Implementation(
         support=onednn.support,
         run=ops.LINEAR.overload,
-        schedule=_linear_schedule,
+        schedule=_layers,
         arithmetic=_fma,
         direct=onednn.serve,
     ),
