@@ -15,12 +15,7 @@ struct Choice {
   Status status;
 };
 
-struct Candidate {
-  const Kernel* kernel;
-  bool supported;
-};
-
-Choice choose() {
+bool runs_here(const char* name) {
 #if defined(__x86_64__) || defined(_M_X64)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -28,20 +23,21 @@ Choice choose() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq");
-  const Candidate candidates[] = {
-      {&kKernelAvx512, avx512}, {&kKernelAvx2, avx2}, {&kKernelBaseline, true}};
-#elif defined(__aarch64__)
-  const Candidate candidates[] = {{&kKernelNeon, true}};
+  if (strcmp(name, "avx512") == 0) return avx512;
+  if (strcmp(name, "avx2") == 0) return avx2;
+  return strcmp(name, "baseline") == 0;
 #else
-  const Candidate candidates[] = {{&kKernelBaseline, true}};
+  return true;
 #endif
+}
+
+Choice choose() {
   const char* wanted = getenv("ELSA_CPU_ISA");
   const bool any = wanted == nullptr || *wanted == '\0';
-  for (const Candidate& c : candidates) {
-    if (any ? c.supported : strcmp(wanted, c.kernel->name) == 0) {
-      if (!c.supported) return {nullptr, Status::kUnsupportedIsa};
-      return {c.kernel, Status::kOk};
-    }
+  for (const Kernel* kernel : kEveryKernel) {
+    if (!any && strcmp(wanted, kernel->name) != 0) continue;
+    if (runs_here(kernel->name)) return {kernel, Status::kOk};
+    if (!any) return {nullptr, Status::kUnsupportedIsa};
   }
   return {nullptr, Status::kUnknownIsa};
 }
@@ -66,37 +62,10 @@ Plan make_plan(const Attention& a, const Kernel& kernel, int64_t threads) {
   return plan;
 }
 
-// Threads that a problem of this size is worth waking.
-int worth_waking(const Attention& a, int threads) {
-  const double multiply_adds =
-      static_cast<double>(a.batch * a.heads * a.queries) * static_cast<double>(a.keys) *
-      static_cast<double>(a.head_dim + a.value_dim) * (a.causal ? 0.5 : 1.0);
-  return multiply_adds < kSerialWork || threads < 1 ? 1 : threads;
+int64_t workers_of(const Attention& a, int threads) {
+  const double depth = static_cast<double>(a.head_dim + a.value_dim);
+  return worth_waking(scores_of(a) * static_cast<double>(a.batch * a.heads) * depth, threads);
 }
-
-struct Work {
-  const Attention& problem;
-  const Kernel& kernel;
-  const Plan& plan;
-  const int64_t workspace;  // floats of each worker
-  Queues queues;
-  std::atomic<bool> out_of_memory{false};
-};
-
-void work_on_items(int64_t worker, int64_t, void* context) {
-  Work& work = *static_cast<Work*>(context);
-  static thread_local Scratch scratch;
-  Workspace workspace = {scratch.get(work.workspace), -1};
-  if (workspace.memory == nullptr) {
-    work.out_of_memory = true;
-    return;
-  }
-  for (int64_t item; (item = work.queues.take(worker)) >= 0;) {
-    work.kernel.run(work.problem, work.plan, item, work.queues.next_of(worker), workspace);
-  }
-}
-
-int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 void fill_empty(const Attention& a) {
   const int64_t rows = a.batch * a.heads * a.queries;
@@ -124,12 +93,12 @@ Status isa_status() { return choice().status; }
 Status cut(const Attention& a, int threads, Cut* answer) {
   if (choice().status != Status::kOk) return choice().status;
   const Kernel& kernel = *choice().kernel;
-  threads = worth_waking(a, threads);
-  const Plan plan = make_plan(a, kernel, threads);
+  const int64_t most = workers_of(a, threads);
+  const Plan plan = make_plan(a, kernel, most);
   answer->key_block = plan.key_block;
   answer->key_blocks = plan.key_blocks;
   answer->query_ranges = plan.splits;
-  answer->workers = threads < plan.items ? threads : plan.items;
+  answer->workers = most < plan.items ? most : plan.items;
   answer->block_rows = kernel.block_rows(a.keys < plan.key_block ? a.keys : plan.key_block);
   answer->sum_chain = kernel.sum_chain;
   answer->workspace_bytes = kernel.workspace(a, plan) * static_cast<int64_t>(sizeof(float));
@@ -144,13 +113,18 @@ Status attention(const Attention& a, int threads, ParallelFor parallel_for) {
     fill_empty(a);
     return Status::kOk;
   }
-  threads = worth_waking(a, threads);
-
   const Kernel& kernel = *choice().kernel;
-  const Plan plan = make_plan(a, kernel, threads);
-  const int64_t workers = threads < plan.items ? threads : plan.items;
-  Work work = {a, kernel, plan, kernel.workspace(a, plan), Queues(plan.items, workers)};
-  return work_on(work, work_on_items, workers, parallel_for);
+  const int64_t most = workers_of(a, threads);
+  const Plan plan = make_plan(a, kernel, most);
+  const int64_t workers = most < plan.items ? most : plan.items;
+  Queues queues(plan.items, workers);
+  const auto run = [&](int64_t worker, float* memory) {
+    Workspace workspace = {memory, -1};
+    for (int64_t item; (item = queues.take(worker)) >= 0;) {
+      kernel.run(a, plan, item, queues.next_of(worker), workspace);
+    }
+  };
+  return share_out(workers, kernel.workspace(a, plan), parallel_for, run);
 }
 
 }  // namespace elsa

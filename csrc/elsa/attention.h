@@ -13,6 +13,10 @@ constexpr int64_t kLargestHeadDim = 256;
 
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kBool };
 
+constexpr int64_t element_size(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2;
+}
+
 // A tensor of four dimensions. Strides count elements and may be zero.
 struct View {
   const void* data = nullptr;

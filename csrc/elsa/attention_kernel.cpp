@@ -269,8 +269,7 @@ class Item {
     float* q = memory_ + at_.query;
     const int64_t padded = round_up(a_.head_dim, 4);
     for (int64_t i = 0; i < block_rows_; ++i, q += query_stride_) {
-      copy_row(query_, block_row_ + i, 0, a_.head_dim, q);
-      for (int64_t d = a_.head_dim; d < padded; ++d) q[d] = 0.0f;
+      copy_padded(query_, block_row_ + i, a_.head_dim, padded, q);
     }
   }
 
@@ -349,22 +348,35 @@ class Item {
     t.bias_end = copy + kBlockRows * score_stride_;
   }
 
+  // Makes m the maxima of rows [i, ...), and rescale what carries the state over from `previous`.
+  ELSA_INLINE void move_to(Floats m, Floats previous, int64_t i, float to_log2) {
+    const Floats base = m == splat(-kInf) ? Floats{} : m;
+    store(memory_ + at_.reference + i, base);
+    store(memory_ + at_.rescale + i, exp2_nonpositive((previous - base) * to_log2));
+    store_first(memory_ + at_.maximum + state_ + i, m, block_rows_ - i);
+  }
+
+  // Adds the sums of the lanes that stand in the place of the rows' maxima.
+  ELSA_INLINE void add_sums() {
+    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+      float* const sum = memory_ + at_.sum + state_ + i;
+      const Floats added = row_sums(memory_ + at_.row_max + i * kLanes);
+      const Floats rescale = load(memory_ + at_.rescale + i);
+      store_first(sum, block_ == 0 ? added : load(sum) * rescale + added, block_rows_ - i);
+    }
+  }
+
   // Weights relative to the running maximum of each row; the older part of the state is rescaled to
   // it.
   ELSA_NOINLINE void softmax() {
     const float to_log2 = scaled_ ? kLog2E : a_.scale * kLog2E;
     float* const lanes = memory_ + at_.row_max;  // [rows][kLanes]: maxima, then sums
     float* const reference = memory_ + at_.reference;
-    float* const rescale = memory_ + at_.rescale;
     for (int64_t i = 0; i < block_rows_; i += kLanes) {
-      float* const maximum = memory_ + at_.maximum + state_ + i;
-      Floats m = row_maxima(lanes + i * kLanes);
+      const float* const maximum = memory_ + at_.maximum + state_ + i;
       const Floats previous = block_ == 0 ? splat(-kInf) : load(maximum);
-      m = max(m, previous);
-      const Floats base = m == splat(-kInf) ? Floats{} : m;
-      store(reference + i, base);
-      store(rescale + i, exp2_nonpositive((previous - base) * to_log2));
-      store_first(maximum, m, block_rows_ - i);
+      const Floats m = max(row_maxima(lanes + i * kLanes), previous);
+      move_to(m, previous, i, to_log2);
     }
     for (int64_t t = 0; t < tile_count_; ++t) {
       const Tile& tile = tiles_[t];
@@ -374,12 +386,7 @@ class Item {
         store(lanes + i * kLanes, exponentiate(row, count, reference[i], to_log2));
       }
     }
-    for (int64_t i = 0; i < block_rows_; i += kLanes) {
-      float* const sum = memory_ + at_.sum + state_ + i;
-      const Floats added = row_sums(lanes + i * kLanes);
-      store_first(sum, block_ == 0 ? added : load(sum) * load(rescale + i) + added,
-                  block_rows_ - i);
-    }
+    add_sums();
   }
 
   // One key of each span, that of the largest norm, packed like the keys themselves.
@@ -447,7 +454,6 @@ class Item {
     const float limit = skips_ ? relief_.threshold / to_log2 : -kInf;
     float* const lanes = memory_ + at_.row_max;
     float* const reference = memory_ + at_.reference;
-    float* const rescale = memory_ + at_.rescale;
     float* const tops = memory_ + at_.span_top;  // [spans][kSpanRows]
     const int64_t spans = spans_of(most_keys_);
     for (int64_t i = 0; i < block_rows_; i += kLanes) {
@@ -461,10 +467,7 @@ class Item {
         store(tops + at, top);
         if (!is_frozen_) m = max(top, m);
       }
-      const Floats base = m == splat(-kInf) ? Floats{} : m;
-      store(reference + i, base);
-      store(rescale + i, exp2_nonpositive((previous - base) * to_log2));
-      store_first(maximum, m, block_rows_ - i);
+      move_to(m, previous, i, to_log2);
     }
     for (int64_t t = 0; t < tile_count_; ++t) {
       const Tile& tile = tiles_[t];
@@ -500,11 +503,21 @@ class Item {
         store(lanes + i * kLanes, sum);
       }
     }
-    for (int64_t i = 0; i < block_rows_; i += kLanes) {
-      float* const sum = memory_ + at_.sum + state_ + i;
-      const Floats added = row_sums(lanes + i * kLanes);
-      store_first(sum, block_ == 0 ? added : load(sum) * load(rescale + i) + added,
-                  block_rows_ - i);
+    add_sums();
+  }
+
+  // t.weights times the values from `key` on, all of their panels, into the tile's rows of `out`.
+  ELSA_INLINE void weigh(ValueTile& t, const Tile& tile, int64_t key, float* out) {
+    const float* panel =
+        values_in_place_ ? reinterpret_cast<const float*>(value_.data) : packed_values();
+    for (int64_t c = 0; c < width_; c += kPanel) {
+      const int64_t columns = smaller(kPanel, width_ - c);
+      t.value_stride = values_in_place_ ? value_.row_stride : columns;
+      t.values = panel + key * t.value_stride;
+      t.out = out + tile.local * t.out_stride + c;
+      Tiles::value[columns > kLanes][tile.rows - 1](t);
+      prefetch();
+      panel += values_in_place_ ? columns : keys_ * columns;
     }
   }
 
@@ -517,8 +530,6 @@ class Item {
     float* const out =
         memory_ + (block_ == 0 || is_frozen_ ? at_.out + state_ * width_ : at_.block_out);
     t.out_stride = width_;
-    const float* const values =
-        values_in_place_ ? reinterpret_cast<const float*>(value_.data) : packed_values();
     for (int64_t i = 0; i < tile_count_; ++i) {
       const Tile& tile = tiles_[i];
       if (block_ > 0 || kept_[i] != 0) continue;
@@ -534,16 +545,7 @@ class Item {
         t.accumulate = is_frozen_ || (kept_[i] & ((1u << span) - 1)) != 0;
         t.count = smaller(kSpan, tile.keys - key);
         t.weights = memory_ + at_.scores + tile.local * score_stride_ + key;
-        const float* panel = values;
-        for (int64_t c = 0; c < width_; c += kPanel) {
-          const int64_t columns = smaller(kPanel, width_ - c);
-          t.value_stride = values_in_place_ ? value_.row_stride : columns;
-          t.values = panel + key * t.value_stride;
-          t.out = out + tile.local * t.out_stride + c;
-          Tiles::value[columns > kLanes][tile.rows - 1](t);
-          prefetch();
-          panel += values_in_place_ ? columns : keys_ * columns;
-        }
+        weigh(t, tile, key, out);
       }
     }
   }
@@ -600,8 +602,6 @@ class Item {
     float* out = direct ? static_cast<float*>(out_row(block_row_))
                         : memory_ + (block_ == 0 ? at_.out + state_ * width_ : at_.block_out);
     t.out_stride = direct ? a_.heads * a_.value_dim : width_;
-    const float* const values =
-        values_in_place_ ? reinterpret_cast<const float*>(value_.data) : packed_values();
     for (int64_t chunk = 0, key = 0; chunk < chunks && key < most_keys_; ++chunk) {
       const int64_t end = (chunk + 1) * keys_ / chunks;
       t.accumulate = key > 0;
@@ -611,16 +611,7 @@ class Item {
         if (t.count <= 0) continue;
         t.weights = memory_ + at_.scores + tile.local * score_stride_ + key;
         t.factor = direct && end >= tile.keys ? memory_ + at_.sum + state_ + tile.local : nullptr;
-        const float* panel = values;
-        for (int64_t c = 0; c < width_; c += kPanel) {
-          const int64_t columns = smaller(kPanel, width_ - c);
-          t.value_stride = values_in_place_ ? value_.row_stride : columns;
-          t.values = panel + key * t.value_stride;
-          t.out = out + tile.local * t.out_stride + c;
-          Tiles::value[columns > kLanes][tile.rows - 1](t);
-          prefetch();
-          panel += values_in_place_ ? columns : keys_ * columns;
-        }
+        weigh(t, tile, key, out);
       }
       key = end;
     }

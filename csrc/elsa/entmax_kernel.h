@@ -24,14 +24,6 @@ struct EntmaxKernel {
   void (*gradient)(const EntmaxGradient& problem, const Plan& plan, int64_t item, float* memory);
 };
 
-#if defined(__x86_64__) || defined(_M_X64)
-extern const EntmaxKernel kEntmaxKernelBaseline;
-extern const EntmaxKernel kEntmaxKernelAvx2;
-extern const EntmaxKernel kEntmaxKernelAvx512;
-#elif defined(__aarch64__)
-extern const EntmaxKernel kEntmaxKernelNeon;
-#else
-extern const EntmaxKernel kEntmaxKernelBaseline;
-#endif
+ELSA_DECLARE_KERNELS(EntmaxKernel);
 
 }  // namespace elsa

@@ -98,9 +98,8 @@ class Scores {
     const Matrix query = matrix(a_.query, batch_, head_);
     float* const queries = memory_ + at_.query;
     for (int64_t i = 0; i < rows_; ++i) {
-      float* const row = queries + i * query_stride_;
-      copy_row(query, row_ + i, 0, a_.head_dim, row);
-      for (int64_t d = a_.head_dim; d < round_up(a_.head_dim, 4); ++d) row[d] = 0.0f;
+      const int64_t padded = round_up(a_.head_dim, 4);
+      copy_padded(query, row_ + i, a_.head_dim, padded, queries + i * query_stride_);
     }
     float* const row_max = memory_ + at_.row_max;
     for (int64_t i = 0; i < round_up(rows_, kLanes); ++i) store(row_max + i * kLanes, splat(-kInf));
@@ -180,11 +179,6 @@ struct Dense {
 
 bool is_padded(const View& view, int64_t columns) {
   return view.dtype == DType::kFloat32 && view.stride[3] == 1 && columns % kLanes == 0;
-}
-
-void copy_padded(const Matrix& m, int64_t row, int64_t columns, int64_t width, float* out) {
-  copy_row(m, row, 0, columns, out);
-  for (int64_t d = columns; d < width; ++d) out[d] = 0.0f;
 }
 
 // V registers of out += sum over entries of weights[e] * rows[keys[e] - first].

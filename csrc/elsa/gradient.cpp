@@ -12,39 +12,6 @@ namespace {
 constexpr int64_t kItems = 64;           // of windows, at least, where there are as many
 constexpr int64_t kMostParts = 4 << 20;  // floats of all items' sums
 
-// Items that workers take; `run(context, item, workspace)` works on one.
-struct Work {
-  int64_t workspace;  // floats of each worker
-  void (*run)(const void* context, int64_t item, float* workspace);
-  const void* context;
-  Queues queues;
-  std::atomic<bool> out_of_memory{false};
-};
-
-void work_on_items(int64_t worker, int64_t, void* context) {
-  Work& work = *static_cast<Work*>(context);
-  static thread_local Scratch scratch;
-  float* const memory = scratch.get(work.workspace);
-  if (memory == nullptr) {
-    work.out_of_memory = true;
-    return;
-  }
-  for (int64_t item; (item = work.queues.take(worker)) >= 0;) {
-    work.run(work.context, item, memory);
-  }
-}
-
-struct AttentionWork {
-  const AttentionGradient& problem;
-  const GradientKernel& kernel;
-};
-
-struct WindowWork {
-  const WindowGradient& problem;
-  const GradientKernel& kernel;
-  const WindowGradientPlan& plan;
-};
-
 WindowGradientPlan make_plan(const WindowAttention& a) {
   WindowGradientPlan plan = {};
   plan.windows = window_geometry(a);
@@ -115,24 +82,8 @@ void clear_gradients(const Attention& a, const Target& query, const Target& key,
   clear(value, a.batch, a.kv_heads, a.keys, a.value_dim);
 }
 
-const GradientKernel* gradient_kernel() {
-#if defined(__x86_64__) || defined(_M_X64)
-  static const GradientKernel* const all[] = {&kGradientKernelAvx512, &kGradientKernelAvx2,
-                                              &kGradientKernelBaseline};
-#elif defined(__aarch64__)
-  static const GradientKernel* const all[] = {&kGradientKernelNeon};
-#else
-  static const GradientKernel* const all[] = {&kGradientKernelBaseline};
-#endif
-  const char* name = isa_name();
-  for (const GradientKernel* kernel : all) {
-    if (name && strcmp(name, kernel->name) == 0) return kernel;
-  }
-  return nullptr;
-}
-
 Status attention_gradient(const AttentionGradient& g, int threads, ParallelFor parallel_for) {
-  const GradientKernel* const kernel = gradient_kernel();
+  const GradientKernel* const kernel = chosen(kEveryGradientKernel);
   if (kernel == nullptr) return isa_status();
   const Attention& a = g.forward;
   const int64_t items = a.batch * a.kv_heads;
@@ -143,21 +94,19 @@ Status attention_gradient(const AttentionGradient& g, int threads, ParallelFor p
   const double work_size = static_cast<double>(a.batch * a.heads * a.queries) *
                            static_cast<double>(a.keys) *
                            static_cast<double>(3 * a.head_dim + 2 * a.value_dim);
-  if (work_size < kSerialWork || threads < 1) threads = 1;
-  const int64_t workers = threads < items ? threads : items;
-  const AttentionWork context = {g, *kernel};
-  const auto run = [](const void* context, int64_t item, float* workspace) {
-    const AttentionWork& work = *static_cast<const AttentionWork*>(context);
-    work.kernel.attention(work.problem, item, workspace);
+  const int64_t most = worth_waking(work_size, threads);
+  const int64_t workers = most < items ? most : items;
+  Queues queues(items, workers);
+  const auto run = [&](int64_t worker, float* memory) {
+    for (int64_t item; (item = queues.take(worker)) >= 0;) kernel->attention(g, item, memory);
   };
-  Work work = {kernel->attention_workspace(g), run, &context, Queues(items, workers)};
-  return work_on(work, work_on_items, workers, parallel_for);
+  return share_out(workers, kernel->attention_workspace(g), parallel_for, run);
 }
 
 Status window_gradient(const WindowGradient& given, int threads, ParallelFor parallel_for) {
   WindowGradient g = given;
   g.forward.out = const_cast<float*>(g.grad_out);  // where find_tokens points: read, not written
-  const GradientKernel* const kernel = gradient_kernel();
+  const GradientKernel* const kernel = chosen(kEveryGradientKernel);
   if (kernel == nullptr) return isa_status();
   const WindowAttention& a = g.forward;
   if (a.heads * a.head_dim == 0) return Status::kOk;
@@ -174,16 +123,14 @@ Status window_gradient(const WindowGradient& given, int threads, ParallelFor par
   const double rows = static_cast<double>(a.batch * a.depth * a.height * a.width);
   const double work_size = 5 * rows * static_cast<double>(plan.windows.tokens) *
                            static_cast<double>(a.heads * a.head_dim);
-  if (work_size < kSerialWork || threads < 1) threads = 1;
-  const int64_t items = plan.runs * a.heads;
-  const int64_t workers = threads < items ? threads : items;
-  const WindowWork context = {g, *kernel, plan};
-  const auto run = [](const void* context, int64_t item, float* workspace) {
-    const WindowWork& work = *static_cast<const WindowWork*>(context);
-    work.kernel.window(work.problem, work.plan, item, workspace);
+  const int64_t items = plan.runs * a.heads, most = worth_waking(work_size, threads);
+  const int64_t workers = most < items ? most : items;
+  Queues queues(items, workers);
+  const auto run = [&](int64_t worker, float* memory) {
+    for (int64_t item; (item = queues.take(worker)) >= 0;) kernel->window(g, plan, item, memory);
   };
-  Work work = {kernel->window_workspace(g, plan), run, &context, Queues(items, workers)};
-  const Status status = work_on(work, work_on_items, workers, parallel_for);
+  const int64_t floats = kernel->window_workspace(g, plan);
+  const Status status = share_out(workers, floats, parallel_for, run);
   if (status == Status::kOk) add_parts(g, plan);
   return status;
 }

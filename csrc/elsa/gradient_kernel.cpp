@@ -15,11 +15,6 @@ namespace {
 
 constexpr int64_t kGradientKeys = 256;  // the most keys of a block
 
-void copy_padded(const Matrix& m, int64_t row, int64_t columns, int64_t width, float* out) {
-  copy_row(m, row, 0, columns, out);
-  for (int64_t d = columns; d < width; ++d) out[d] = 0.0f;
-}
-
 void write_row(const float* row, float factor, int64_t columns, int64_t stride, float* out) {
   if (stride == 1) return store_row(row, factor, columns, DType::kFloat32, out);
   for (int64_t d = 0; d < columns; ++d) out[d * stride] = row[d] * factor;

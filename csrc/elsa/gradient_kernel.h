@@ -27,17 +27,6 @@ struct GradientKernel {
                  float* workspace);
 };
 
-// The kernels of the instruction set that attention.cpp has chosen, or null (see isa_status).
-const GradientKernel* gradient_kernel();
-
-#if defined(__x86_64__) || defined(_M_X64)
-extern const GradientKernel kGradientKernelBaseline;
-extern const GradientKernel kGradientKernelAvx2;
-extern const GradientKernel kGradientKernelAvx512;
-#elif defined(__aarch64__)
-extern const GradientKernel kGradientKernelNeon;
-#else
-extern const GradientKernel kGradientKernelBaseline;
-#endif
+ELSA_DECLARE_KERNELS(GradientKernel);
 
 }  // namespace elsa

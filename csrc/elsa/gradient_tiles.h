@@ -11,25 +11,13 @@ namespace {
 template <int R, int V>
 void key_tile(const ValueTile& t) {
   Floats acc[R][V];
-  ELSA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
-  }
+  clear(acc);
   const float* values = t.values;
   const float* weights = t.weights;
   const int64_t count = t.count, weight_stride = t.weight_stride, value_stride = t.value_stride;
   ELSA_UNROLL_BY_4
   for (int64_t j = 0; j < count; ++j) {
-    Floats value[V];
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) value[v] = load(values + v * kLanes);
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const Floats w = splat(weights[r]);
-      ELSA_UNROLL
-      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + w * value[v];
-    }
+    add_product(acc, values, [=](int r) { return weights[r]; });
     values += value_stride;
     weights += weight_stride;
   }

@@ -6,6 +6,23 @@
 
 namespace elsa {
 
+// The tables of one type, of all instruction sets of this architecture, and those in order, the
+// best first.
+#if defined(__x86_64__) || defined(_M_X64)
+#define ELSA_DECLARE_KERNELS(Type)                                                 \
+  extern const Type k##Type##Avx512, k##Type##Avx2, k##Type##Baseline;             \
+  inline constexpr const Type* kEvery##Type[] = {&k##Type##Avx512, &k##Type##Avx2, \
+                                                 &k##Type##Baseline}
+#elif defined(__aarch64__)
+#define ELSA_DECLARE_KERNELS(Type) \
+  extern const Type k##Type##Neon; \
+  inline constexpr const Type* kEvery##Type[] = {&k##Type##Neon}
+#else
+#define ELSA_DECLARE_KERNELS(Type)     \
+  extern const Type k##Type##Baseline; \
+  inline constexpr const Type* kEvery##Type[] = {&k##Type##Baseline}
+#endif
+
 // The most keys whose scores exist at a time, for each query row in flight.
 constexpr int64_t kMaxKeyBlock = 640;
 
@@ -42,14 +59,6 @@ const Kernel* attention_kernel();
 // Sets a plan's key_block, key_blocks and keep_packed; gives the least number of its splits.
 int64_t cut_keys(const Attention& problem, Plan& plan);
 
-#if defined(__x86_64__) || defined(_M_X64)
-extern const Kernel kKernelBaseline;
-extern const Kernel kKernelAvx2;
-extern const Kernel kKernelAvx512;
-#elif defined(__aarch64__)
-extern const Kernel kKernelNeon;
-#else
-extern const Kernel kKernelBaseline;
-#endif
+ELSA_DECLARE_KERNELS(Kernel);
 
 }  // namespace elsa

@@ -14,10 +14,6 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
 }
 ELSA_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-ELSA_INLINE int64_t element_size(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2;
-}
-
 // One matrix of a view: [rows, columns] at (batch, head).
 struct Matrix {
   const char* data;
@@ -71,6 +67,13 @@ ELSA_INLINE void copy_row(const Matrix& m, int64_t row, int64_t column, int64_t 
   int64_t j = 0;
   for (; j + kLanes <= count; j += kLanes) store(out + j, load(p + j));
   for (; j < count; ++j) out[j] = p[j];
+}
+
+// The first `columns` of a row, zeros up to `width`.
+ELSA_INLINE void copy_padded(const Matrix& m, int64_t row, int64_t columns, int64_t width,
+                             float* out) {
+  copy_row(m, row, 0, columns, out);
+  for (int64_t d = columns; d < width; ++d) out[d] = 0.0f;
 }
 
 // Rows of a matrix, as the packing below asks for them.

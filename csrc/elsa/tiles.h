@@ -108,35 +108,71 @@ ELSA_INLINE int64_t few_scores(const float* const (&query)[R], const float* pane
   return d;
 }
 
-// Sums of a chunk wait where the scores will be; the registers begin again at zero.
+// Steps of a register tile: R rows of V vectors of sums.
 template <int R, int V>
-ELSA_INLINE void park(Floats (&acc)[R][V], float* scores, int64_t stride) {
-  ELSA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) {
-      store(scores + r * stride + v * kLanes, acc[r][v]);
-      acc[r][v] = Floats{};
-    }
-  }
-}
-template <int R, int V>
-ELSA_INLINE void add_parked(Floats (&acc)[R][V], const float* scores, int64_t stride) {
-  ELSA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) acc[r][v] += load(scores + r * stride + v * kLanes);
-  }
-}
-
-template <int R, int V>
-void score_tile(const ScoreTile& t) {
-  Floats acc[R][V];
+ELSA_INLINE void clear(Floats (&acc)[R][V]) {
   ELSA_UNROLL
   for (int r = 0; r < R; ++r) {
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
   }
+}
+// acc[r] += weight(r) * the V vectors at p.
+template <int R, int V, class Weight>
+ELSA_INLINE void add_product(Floats (&acc)[R][V], const float* p, Weight weight) {
+  Floats x[V];
+  ELSA_UNROLL
+  for (int v = 0; v < V; ++v) x[v] = load(p + v * kLanes);
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const Floats w = splat(weight(r));
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + w * x[v];
+  }
+}
+// row(r): where the sums of row r lie.
+template <int R, int V, class Row>
+ELSA_INLINE void add_stored(Floats (&acc)[R][V], Row row) {
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) acc[r][v] += load(row(r) + v * kLanes);
+  }
+}
+template <int R, int V, class Row>
+ELSA_INLINE void store_rows(const Floats (&acc)[R][V], Row row) {
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) store(row(r) + v * kLanes, acc[r][v]);
+  }
+}
+template <int R, int V>
+ELSA_INLINE void multiply(Floats (&acc)[R][V], const float* factor) {
+  if (factor == nullptr) return;
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) acc[r][v] *= factor[r];
+  }
+}
+// A chunk's sums wait where the scores will be; the registers begin again at zero.
+template <int R, int V>
+ELSA_INLINE void park(Floats (&acc)[R][V], float* scores, int64_t stride) {
+  store_rows(acc, [=](int r) { return scores + r * stride; });
+  clear(acc);
+}
+// One vector of each row for whole chunks, see few_scores.
+template <int R, int V>
+ELSA_INLINE void set_column(Floats (&acc)[R][V], int v, const Floats (&sums)[R]) {
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) acc[r][v] = sums[r];
+}
+
+template <int R, int V>
+void score_tile(const ScoreTile& t) {
+  Floats acc[R][V];
+  clear(acc);
   if (t.bias) {
     // The next panel's part of the mask: too many rows for the hardware to follow.
     ELSA_UNROLL
@@ -161,8 +197,7 @@ void score_tile(const ScoreTile& t) {
     for (int v = 0; v < V; ++v) {
       Floats sums[R];
       d = few_scores(rows, panel + v * kLanes, depth, sums);
-      ELSA_UNROLL
-      for (int r = 0; r < R; ++r) acc[r][v] = sums[r];
+      set_column(acc, v, sums);
     }
     panel += d * kPanel;
     query += d;
@@ -171,19 +206,11 @@ void score_tile(const ScoreTile& t) {
     const int64_t stop = end < depth ? end : depth;
     ELSA_UNROLL_BY_4
     for (; d < stop; ++d) {
-      Floats key[V];
-      ELSA_UNROLL
-      for (int v = 0; v < V; ++v) key[v] = load(panel + v * kLanes);
-      ELSA_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const Floats q = splat(query[r * query_stride]);
-        ELSA_UNROLL
-        for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + q * key[v];
-      }
+      add_product(acc, panel, [=](int r) { return query[r * query_stride]; });
       panel += kPanel;
       ++query;
     }
-    if (end > chunk) add_parked(acc, parked, parked_stride);
+    if (end > chunk) add_stored(acc, [=](int r) { return parked + r * parked_stride; });
     if (end >= depth) break;
     park(acc, parked, parked_stride);
   }
@@ -220,12 +247,7 @@ void score_tile(const ScoreTile& t) {
   float* const row_max = t.row_max;
   const int64_t score_stride = t.score_stride;
   if (row_max == nullptr) {
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      ELSA_UNROLL
-      for (int v = 0; v < V; ++v) store(scores + r * score_stride + v * kLanes, acc[r][v]);
-    }
-    return;
+    return store_rows(acc, [=](int r) { return scores + r * score_stride; });
   }
   ELSA_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -237,6 +259,14 @@ void score_tile(const ScoreTile& t) {
     }
     store(row_max + r * kLanes, m);
   }
+}
+
+// Of four rows, the sums over the head dimensions that lie side by side: [key][row].
+ELSA_INLINE Floats sums_of_keys(const Floats* x) {
+  const Floats a = shuffle<Interleave<0>>(x[0], x[1]), b = shuffle<Interleave<1>>(x[0], x[1]);
+  const Floats c = shuffle<Interleave<0>>(x[2], x[3]), d = shuffle<Interleave<1>>(x[2], x[3]);
+  return (shuffle<Exchange<2, 0>>(a, c) + shuffle<Exchange<2, 1>>(a, c)) +
+         (shuffle<Exchange<2, 0>>(b, d) + shuffle<Exchange<2, 1>>(b, d));
 }
 
 // The same for the last keys of a row when they are few: kLanes / 4 of them share a register, four
@@ -260,11 +290,7 @@ void narrow_score_tile(const ScoreTile& t) {
   float sums[kGroups][kLanes];  // [key][row of the group]
   ELSA_UNROLL
   for (int g = 0; g < kGroups; ++g) {
-    const Floats* x = acc + 4 * g;
-    const Floats a = shuffle<Interleave<0>>(x[0], x[1]), b = shuffle<Interleave<1>>(x[0], x[1]);
-    const Floats c = shuffle<Interleave<0>>(x[2], x[3]), d = shuffle<Interleave<1>>(x[2], x[3]);
-    store(sums[g], (shuffle<Exchange<2, 0>>(a, c) + shuffle<Exchange<2, 1>>(a, c)) +
-                       (shuffle<Exchange<2, 0>>(b, d) + shuffle<Exchange<2, 1>>(b, d)));
+    store(sums[g], sums_of_keys(acc + 4 * g));
   }
   for (int r = 0; r < R; ++r) {
     const int64_t count = t.visible + r < t.valid ? t.visible + r : t.valid;
@@ -327,11 +353,7 @@ ELSA_INLINE int64_t few_values(const ValueTile& t, const float* values, Floats (
 template <int R, int V>
 void value_tile(const ValueTile& t) {
   Floats acc[R][V];
-  ELSA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
-  }
+  clear(acc);
   const float* values = t.values;
   const float* weights = t.weights;
   const int64_t count = t.count, weight_stride = t.weight_stride;
@@ -341,47 +363,21 @@ void value_tile(const ValueTile& t) {
     for (int v = 0; v < V; ++v) {
       Floats sums[R];
       j = few_values(t, values + v * kLanes, sums);
-      ELSA_UNROLL
-      for (int r = 0; r < R; ++r) acc[r][v] = sums[r];
+      set_column(acc, v, sums);
     }
     values += j * t.value_stride;
     weights += j;
   }
   ELSA_UNROLL_BY_4
   for (; j < count; ++j) {
-    Floats value[V];
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) value[v] = load(values + v * kLanes);
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const Floats w = splat(weights[r * weight_stride]);
-      ELSA_UNROLL
-      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + w * value[v];
-    }
+    add_product(acc, values, [=](int r) { return weights[r * weight_stride]; });
     values += t.value_stride;
     ++weights;
   }
-  float* const out = t.out;
-  const int64_t out_stride = t.out_stride;
-  if (t.accumulate) {
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      ELSA_UNROLL
-      for (int v = 0; v < V; ++v) acc[r][v] += load(out + r * out_stride + v * kLanes);
-    }
-  }
-  if (const float* const factor = t.factor) {
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      ELSA_UNROLL
-      for (int v = 0; v < V; ++v) acc[r][v] *= factor[r];
-    }
-  }
-  ELSA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) store(out + r * out_stride + v * kLanes, acc[r][v]);
-  }
+  const auto row = [out = t.out, stride = t.out_stride](int r) { return out + r * stride; };
+  if (t.accumulate) add_stored(acc, row);
+  multiply(acc, t.factor);
+  store_rows(acc, row);
 }
 
 using ScoreFunction = void (*)(const ScoreTile&);

@@ -16,8 +16,6 @@ namespace {
 // Items per thread, so that the last ones to finish are short beside the whole.
 constexpr int64_t kItemsPerThread = 8;
 
-int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
 View from_token(View view, int64_t token) {
   view.data =
       static_cast<const char*>(view.data) + token * view.stride[2] * element_size(view.dtype);
@@ -46,10 +44,6 @@ Attention sequence(const Attention& packed, const Sequences& at, int64_t s) {
   return a;
 }
 
-double scores_of(const Attention& a) {
-  return static_cast<double>(a.queries) * static_cast<double>(a.keys) * (a.causal ? 0.5 : 1.0);
-}
-
 // A sequence's problem and the first of its items.
 struct Forward {
   Attention problem;
@@ -71,54 +65,11 @@ void order(std::vector<Part>& parts) {
                    [](const Part& x, const Part& y) { return x.scores > y.scores; });
 }
 
-// The items of all parts, handed out one by one.
 template <class Part>
-struct Work {
-  const std::vector<Part>& parts;
-  const int64_t workspace;  // floats of each worker
-  const void* kernel;
-  Queues queues;
-  std::atomic<bool> out_of_memory{false};
-
-  int64_t part_of(int64_t item) const {
-    const auto after = std::upper_bound(parts.begin(), parts.end(), item,
-                                        [](int64_t i, const Part& p) { return i < p.first; });
-    return after - parts.begin() - 1;
-  }
-};
-
-void attend(int64_t, int64_t, void* context) {
-  Work<Forward>& work = *static_cast<Work<Forward>*>(context);
-  const Kernel& kernel = *static_cast<const Kernel*>(work.kernel);
-  static thread_local Scratch scratch;
-  Workspace workspace = {scratch.get(work.workspace), -1};
-  if (workspace.memory == nullptr) {
-    work.out_of_memory = true;
-    return;
-  }
-  int64_t last = -1;
-  for (int64_t item; (item = work.queues.take(0)) >= 0;) {
-    const int64_t index = work.part_of(item);
-    const Forward& part = work.parts[index];
-    if (index != last) workspace.packed_head = -1;  // packed keys are of another sequence
-    last = index;
-    kernel.run(part.problem, part.plan, item - part.first, -1, workspace);
-  }
-}
-
-void differentiate(int64_t, int64_t, void* context) {
-  Work<Backward>& work = *static_cast<Work<Backward>*>(context);
-  const GradientKernel& kernel = *static_cast<const GradientKernel*>(work.kernel);
-  static thread_local Scratch scratch;
-  float* const memory = scratch.get(work.workspace);
-  if (memory == nullptr) {
-    work.out_of_memory = true;
-    return;
-  }
-  for (int64_t item; (item = work.queues.take(0)) >= 0;) {
-    const Backward& part = work.parts[work.part_of(item)];
-    kernel.attention(part.problem, item - part.first, memory);
-  }
+int64_t part_of(const std::vector<Part>& parts, int64_t item) {
+  const auto after = std::upper_bound(parts.begin(), parts.end(), item,
+                                      [](int64_t i, const Part& p) { return i < p.first; });
+  return after - parts.begin() - 1;
 }
 
 // Zeros and -inf for queries without a key.
@@ -162,7 +113,7 @@ Status varlen_attention(const Attention& packed, const Sequences& at, int thread
   order(parts);
   const double depth = static_cast<double>(packed.head_dim + packed.value_dim);
   const double all = scores * static_cast<double>(packed.heads);
-  if (all * depth < kSerialWork || threads < 1) threads = 1;
+  threads = static_cast<int>(worth_waking(all * depth, threads));
   const double target = threads > 1 ? all / static_cast<double>(threads * kItemsPerThread) : 0.0;
   int64_t items = 0, workspace = 0;
   for (Forward& part : parts) {
@@ -170,13 +121,24 @@ Status varlen_attention(const Attention& packed, const Sequences& at, int thread
     items += split(part.problem, *kernel, target, part.plan);
     workspace = std::max(workspace, kernel->workspace(part.problem, part.plan));
   }
-  Work<Forward> work = {parts, workspace, kernel, Queues(items, 1)};
-  return work_on(work, attend, std::min<int64_t>(threads, items), parallel_for);
+  Queues queues(items, 1);
+  const auto run = [&](int64_t, float* memory) {
+    Workspace own = {memory, -1};
+    int64_t last = -1;
+    for (int64_t item; (item = queues.take(0)) >= 0;) {
+      const int64_t index = part_of(parts, item);
+      const Forward& part = parts[index];
+      if (index != last) own.packed_head = -1;  // packed keys are of another sequence
+      last = index;
+      kernel->run(part.problem, part.plan, item - part.first, -1, own);
+    }
+  };
+  return share_out(std::min<int64_t>(threads, items), workspace, parallel_for, run);
 }
 
 Status varlen_gradient(const AttentionGradient& packed, const Sequences& at, int threads,
                        ParallelFor parallel_for) {
-  const GradientKernel* const kernel = gradient_kernel();
+  const GradientKernel* const kernel = chosen(kEveryGradientKernel);
   if (kernel == nullptr) return isa_status();
   const Attention& all = packed.forward;
   if (all.heads == 0) return Status::kOk;
@@ -208,9 +170,16 @@ Status varlen_gradient(const AttentionGradient& packed, const Sequences& at, int
     workspace = std::max(workspace, kernel->attention_workspace(part.problem));
   }
   const double depth = static_cast<double>(3 * all.head_dim + 2 * all.value_dim);
-  if (scores * depth * static_cast<double>(all.heads) < kSerialWork || threads < 1) threads = 1;
-  Work<Backward> work = {parts, workspace, kernel, Queues(items, 1)};
-  return work_on(work, differentiate, std::min<int64_t>(threads, items), parallel_for);
+  const double work = scores * depth * static_cast<double>(all.heads);
+  threads = static_cast<int>(worth_waking(work, threads));
+  Queues queues(items, 1);
+  const auto run = [&](int64_t, float* memory) {
+    for (int64_t item; (item = queues.take(0)) >= 0;) {
+      const Backward& part = parts[part_of(parts, item)];
+      kernel->attention(part.problem, item - part.first, memory);
+    }
+  };
+  return share_out(std::min<int64_t>(threads, items), workspace, parallel_for, run);
 }
 
 }  // namespace elsa

@@ -11,23 +11,6 @@
 namespace elsa {
 namespace {
 
-// The kernels of the instruction set that attention.cpp has chosen.
-const WindowKernel* chosen_kernel() {
-#if defined(__x86_64__) || defined(_M_X64)
-  static const WindowKernel* const all[] = {&kWindowKernelAvx512, &kWindowKernelAvx2,
-                                            &kWindowKernelBaseline};
-#elif defined(__aarch64__)
-  static const WindowKernel* const all[] = {&kWindowKernelNeon};
-#else
-  static const WindowKernel* const all[] = {&kWindowKernelBaseline};
-#endif
-  const char* name = isa_name();
-  for (const WindowKernel* kernel : all) {
-    if (name && strcmp(name, kernel->name) == 0) return kernel;
-  }
-  return nullptr;
-}
-
 WindowPlan make_plan(const WindowAttention& a, const WindowKernel& kernel, int64_t threads) {
   WindowPlan plan = window_geometry(a);
   const int64_t heads = a.batch * a.heads * plan.windows[0] * plan.windows[1] * plan.windows[2];
@@ -40,34 +23,14 @@ WindowPlan make_plan(const WindowAttention& a, const WindowKernel& kernel, int64
   return plan;
 }
 
-struct Work {
-  const WindowAttention& problem;
-  const WindowKernel& kernel;
-  const WindowPlan& plan;
-  Queues queues;
-  std::atomic<bool> out_of_memory{false};
-};
-
 struct Worker {
-  Work& work;
+  Queues& queues;
   int64_t index;
 };
 
 int64_t take(void* context, int64_t* end) {
   const Worker& worker = *static_cast<const Worker*>(context);
-  return worker.work.queues.take(worker.index, end);
-}
-
-void work_on_items(int64_t index, int64_t, void* context) {
-  Work& work = *static_cast<Work*>(context);
-  static thread_local Scratch scratch;
-  float* const memory = scratch.get(work.kernel.workspace(work.problem, work.plan));
-  if (memory == nullptr) {
-    work.out_of_memory = true;
-    return;
-  }
-  Worker worker = {work, index};
-  work.kernel.run(work.problem, work.plan, memory, take, &worker);
+  return worker.queues.take(worker.index, end);
 }
 
 }  // namespace
@@ -119,18 +82,22 @@ bool prepare_window(const WindowAttention& a, WindowPlan& plan) {
 }
 
 Status window_attention(const WindowAttention& a, int threads, ParallelFor parallel_for) {
-  const WindowKernel* kernel = chosen_kernel();
+  const WindowKernel* const kernel = chosen(kEveryWindowKernel);
   if (kernel == nullptr) return isa_status();
   if (a.batch * a.depth * a.height * a.width * a.heads * a.head_dim == 0) return Status::kOk;
   const double tokens = static_cast<double>(a.window[0] * a.window[1] * a.window[2]);
   const double rows = static_cast<double>(a.batch * a.depth * a.height * a.width);
   const double work_size = 2 * rows * tokens * static_cast<double>(a.heads * a.head_dim);
-  if (work_size < kSerialWork || threads < 1) threads = 1;
-  WindowPlan plan = make_plan(a, *kernel, threads);
+  const int64_t most = worth_waking(work_size, threads);
+  WindowPlan plan = make_plan(a, *kernel, most);
   if (!prepare_window(a, plan)) return Status::kOutOfMemory;
-  const int64_t workers = threads < plan.items ? threads : plan.items;
-  Work work = {a, *kernel, plan, Queues(plan.items, workers)};
-  return work_on(work, work_on_items, workers, parallel_for);
+  const int64_t workers = most < plan.items ? most : plan.items;
+  Queues queues(plan.items, workers);
+  const auto run = [&](int64_t index, float* memory) {
+    Worker worker = {queues, index};
+    kernel->run(a, plan, memory, take, &worker);
+  };
+  return share_out(workers, kernel->workspace(a, plan), parallel_for, run);
 }
 
 bool gather_bias(const View& table, int64_t rows, int64_t heads, const int64_t* index,

@@ -2,6 +2,7 @@
 // per set.
 #pragma once
 
+#include "kernel.h"
 #include "window.h"
 
 namespace elsa {
@@ -39,14 +40,6 @@ struct WindowKernel {
               int64_t (*take)(void* context, int64_t* end), void* context);
 };
 
-#if defined(__x86_64__) || defined(_M_X64)
-extern const WindowKernel kWindowKernelBaseline;
-extern const WindowKernel kWindowKernelAvx2;
-extern const WindowKernel kWindowKernelAvx512;
-#elif defined(__aarch64__)
-extern const WindowKernel kWindowKernelNeon;
-#else
-extern const WindowKernel kWindowKernelBaseline;
-#endif
+ELSA_DECLARE_KERNELS(WindowKernel);
 
 }  // namespace elsa

@@ -35,13 +35,10 @@ ELSA_INLINE T* row_after(T* row, int64_t stride) {
 template <int R, int V>
 void row_score_tile(const RowScores& t) {
   Floats acc[R][V];
+  clear(acc);
   const float* query[R];
   ELSA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    query[r] = t.query[r];
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
-  }
+  for (int r = 0; r < R; ++r) query[r] = t.query[r];
 #if !defined(__AVX512F__)
   if (const float* const bias = t.bias) {
     // The next panel's part of the bias: too many rows for the hardware to follow.
@@ -58,8 +55,7 @@ void row_score_tile(const RowScores& t) {
   if (V == 1 && t.few) {
     Floats sums[R];
     d = few_scores(query, panel, depth, sums);
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) acc[r][0] = sums[r];
+    set_column(acc, 0, sums);
     panel += d * kPanel;
     chunk = depth;
   }
@@ -67,18 +63,13 @@ void row_score_tile(const RowScores& t) {
     const int64_t stop = end < depth ? end : depth;
     ELSA_UNROLL_BY_4
     for (; d < stop; ++d) {
-      Floats key[V];
-      ELSA_UNROLL
-      for (int v = 0; v < V; ++v) key[v] = load(panel + v * kLanes);
-      ELSA_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const Floats q = splat(query[r][d]);
-        ELSA_UNROLL
-        for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + q * key[v];
-      }
+      add_product(acc, panel, [&](int r) { return query[r][d]; });
       panel += V > kTileVectors ? V * kLanes : kPanel;
     }
-    if (end > chunk) add_parked(acc, t.scores, t.stride);
+    if (end > chunk) {
+      add_stored(acc,
+                 [scores = t.scores, stride = t.stride](int r) { return scores + r * stride; });
+    }
     if (end >= depth) break;
     park(acc, t.scores, t.stride);
   }
@@ -151,12 +142,8 @@ void row_narrow_tile(const RowScores& t) {
   }
   ELSA_UNROLL
   for (int g = 0; g < kGroups; ++g) {
-    const Floats* x = acc + 4 * g;
-    const Floats a = shuffle<Interleave<0>>(x[0], x[1]), b = shuffle<Interleave<1>>(x[0], x[1]);
-    const Floats c = shuffle<Interleave<0>>(x[2], x[3]), d = shuffle<Interleave<1>>(x[2], x[3]);
     float sums[kLanes];  // [key][row of the group]
-    store(sums, (shuffle<Exchange<2, 0>>(a, c) + shuffle<Exchange<2, 1>>(a, c)) +
-                    (shuffle<Exchange<2, 0>>(b, d) + shuffle<Exchange<2, 1>>(b, d)));
+    store(sums, sums_of_keys(acc + 4 * g));
     for (int64_t j = 0; j < t.valid; ++j) {
       __builtin_memcpy(t.scores + j * t.stride + 4 * g, sums + 4 * j, 4 * sizeof(float));
     }
@@ -181,64 +168,30 @@ struct RowSums {
 template <int R, int V>
 void row_value_tile(const RowSums& t) {
   Floats acc[R][V];
+  clear(acc);
   const float* weights[R];
   ELSA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    weights[r] = t.weights + r * t.stride;
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
-  }
+  for (int r = 0; r < R; ++r) weights[r] = t.weights + r * t.stride;
   const float* values = t.values;
   const int64_t count = t.count, value_stride = t.value_stride;
   ELSA_UNROLL_BY_4
   for (int64_t j = 0; j < count; ++j) {
-    Floats value[V];
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) value[v] = load(values + v * kLanes);
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const Floats w = splat(weights[r][j]);
-      ELSA_UNROLL
-      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + w * value[v];
-    }
+    add_product(acc, values, [&](int r) { return weights[r][j]; });
     values += value_stride;
   }
   const float* narrow = t.narrow;
   for (int64_t j = 0; j < t.narrow_count; ++j) {
-    Floats value[V];
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) value[v] = load(values + v * kLanes);
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const Floats w = splat(narrow[r]);
-      ELSA_UNROLL
-      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + w * value[v];
-    }
+    add_product(acc, values, [=](int r) { return narrow[r]; });
     values += value_stride;
     narrow += t.narrow_stride;
   }
   float* out[R];
   ELSA_UNROLL
   for (int r = 0; r < R; ++r) out[r] = t.out[r] + t.column;
-  if (t.accumulate) {
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      ELSA_UNROLL
-      for (int v = 0; v < V; ++v) acc[r][v] += load(out[r] + v * kLanes);
-    }
-  }
-  if (const float* const factor = t.factor) {
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      ELSA_UNROLL
-      for (int v = 0; v < V; ++v) acc[r][v] *= factor[r];
-    }
-  }
-  ELSA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) store(out[r] + v * kLanes, acc[r][v]);
-  }
+  const auto row = [&](int r) { return out[r]; };
+  if (t.accumulate) add_stored(acc, row);
+  multiply(acc, t.factor);
+  store_rows(acc, row);
 }
 
 using RowScoreFunction = void (*)(const RowScores&);

@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include <atomic>
 
@@ -96,9 +97,49 @@ class Queues {
   Queue queue_[kMost];
 };
 
-// Runs `body` once for each worker; a worker without memory has said so in `work.out_of_memory`.
-template <class Work>
-Status work_on(Work& work, Body body, int64_t workers, ParallelFor parallel_for) {
+// The kernels of the instruction set that attention.cpp has chosen, or null (see isa_status).
+template <class Kernel, size_t N>
+const Kernel* chosen(const Kernel* const (&every)[N]) {
+  const char* const name = isa_name();
+  for (const Kernel* kernel : every) {
+    if (name && strcmp(name, kernel->name) == 0) return kernel;
+  }
+  return nullptr;
+}
+
+// Of one head.
+double scores_of(const Attention& a) {
+  return static_cast<double>(a.queries) * static_cast<double>(a.keys) * (a.causal ? 0.5 : 1.0);
+}
+
+// Threads that so many multiply-adds are worth waking.
+int64_t worth_waking(double multiply_adds, int threads) {
+  return multiply_adds < kSerialWork || threads < 1 ? 1 : threads;
+}
+
+// A thread's memory for the work of this driver.
+Scratch& scratch() {
+  static thread_local Scratch own;
+  return own;
+}
+
+// Calls run(worker, memory) once for each worker, with `floats` of memory.
+template <class Run>
+Status share_out(int64_t workers, int64_t floats, ParallelFor parallel_for, const Run& run) {
+  struct Work {
+    const Run& run;
+    const int64_t floats;
+    std::atomic<bool> out_of_memory{false};
+  } work = {run, floats};
+  const Body body = [](int64_t worker, int64_t, void* context) {
+    Work& work = *static_cast<Work*>(context);
+    float* const memory = scratch().get(work.floats);
+    if (memory) {
+      work.run(worker, memory);
+    } else {
+      work.out_of_memory = true;
+    }
+  };
   if (workers <= 1) {
     body(0, 1, &work);
   } else {

@@ -168,7 +168,7 @@ class AttentionKernel {
 
   static void run_and_transpose(Context& c, Attention& a, void* out) {
     struct Out;
-    const size_t row = static_cast<size_t>(a.value_dim) * element_size(a.query.dtype);
+    const size_t row = static_cast<size_t>(a.value_dim * elsa::element_size(a.query.dtype));
     const size_t rows = static_cast<size_t>(a.batch * a.heads * a.queries);
     const char* from = scratch<Out>(rows * row);
     run_attention(c, a, const_cast<char*>(from));
@@ -221,7 +221,7 @@ class PackedAttentionKernel {
     void* out = c.output(size, 3);
     if (qkv.empty()) return;
     const DType dtype = c.dtype(qkv, "qkv");
-    const size_t part = static_cast<size_t>(channels) * element_size(dtype);
+    const size_t part = static_cast<size_t>(channels * elsa::element_size(dtype));
     View* const views[3] = {&a.query, &a.key, &a.value};
     for (size_t i = 0; i < 3; ++i) {
       *views[i] =

@@ -265,10 +265,6 @@ char* scratch(size_t bytes) {
   return block.memory;
 }
 
-inline size_t element_size(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2;
-}
-
 // An operator of one name for one element type on one provider, null for the CPU's. A Kernel offers
 // kLabel (what errors call it), kInputs, kRequired (how many of them every node has), kFree (the
 // first whose type may differ from the operator's), a constructor from Attributes, and

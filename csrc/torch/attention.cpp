@@ -44,23 +44,14 @@ std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const
   elsa::Attention a = problem(query, key, value, attn_mask, is_causal, scale);
   a.dropout = dropout;
   a.sparse = sparse;
-  int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(query.get(), &dtype));
-  Tensor out = elsa_torch::empty<4>(
-      {a.batch, a.heads, a.queries, a.value_dim},
-      {a.queries * a.heads * a.value_dim, a.value_dim, a.heads * a.value_dim, 1}, dtype);
-  Tensor lse =
-      elsa_torch::empty<3>({a.batch, a.heads, a.queries}, {a.heads * a.queries, a.queries, 1},
-                           aoti_torch_dtype_float32());
-  a.out = out.mutable_data_ptr();
-  a.lse = static_cast<float*>(lse.mutable_data_ptr());
+  Tensor out = elsa_torch::output(query, a);
+  Tensor lse = elsa_torch::empty<3>({a.batch, a.heads, a.queries});
+  a.lse = elsa_torch::floats(lse);
   if (lse_low) {
     *lse_low = torch::stable::empty_like(lse);
-    a.lse_low = static_cast<float*>(lse_low->mutable_data_ptr());
+    a.lse_low = elsa_torch::floats(*lse_low);
   }
-
-  const int threads = static_cast<int>(torch::stable::get_num_threads());
-  elsa_torch::check_status(elsa::attention(a, threads, elsa_torch::parallel_for), kName);
+  elsa_torch::run(kName, [&](auto... how) { return elsa::attention(a, how...); });
   return {out, lse};
 }
 
@@ -112,9 +103,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_attention(const Tensor& query, const T
                   "elsa::sparse_attention: threshold must not be positive, relief 0 to 7");
   const elsa::Attention a = problem(query, key, value, attn_mask, is_causal, scale);
   const int64_t batch = a.batch, heads = a.heads;
-  Tensor counts =
-      elsa_torch::empty<3>({batch, heads, elsa::kCounts}, {heads * elsa::kCounts, elsa::kCounts, 1},
-                           aoti_torch_dtype_int64());
+  Tensor counts = elsa_torch::empty<3>({batch, heads, elsa::kCounts}, aoti_torch_dtype_int64());
   elsa::Sparse sparse;
   sparse.counts = static_cast<int64_t*>(counts.mutable_data_ptr());
   for (int64_t i = 0; i < batch * heads * elsa::kCounts; ++i) sparse.counts[i] = 0;
@@ -156,25 +145,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
                   ": the CPU kernel takes float32");
   g.out = output_view(out, a, "out");
   g.grad_out = output_view(grad_out, a, "grad_out");
-  const auto rows = [&](const Tensor& t, const char* name) {
-    STD_TORCH_CHECK(t.numel() == a.batch * a.heads * a.queries &&
-                        t.scalar_type() == elsa_torch::ScalarType::Float,
-                    kBackwardName, ": ", name, " must be float32 [batch, heads, queries]");
-    return t.is_contiguous() ? t : torch::stable::contiguous(t);
-  };
-  const Tensor kept_lse = rows(lse, "lse");
-  g.forward.lse = const_cast<float*>(static_cast<const float*>(kept_lse.const_data_ptr()));
-  std::optional<Tensor> kept_slope;
-  if (grad_lse.has_value()) {
-    kept_slope = rows(*grad_lse, "grad_lse");
-    g.grad_lse = static_cast<const float*>(kept_slope->const_data_ptr());
-  }
+  std::array<std::optional<Tensor>, 2> kept;
+  elsa_torch::read_rows(g, lse, grad_lse, kBackwardName, kept);
   Tensor grad_query = gradient_of(query, needs_query, g.query);
   Tensor grad_key = gradient_of(key, needs_key, g.key);
   Tensor grad_value = gradient_of(value, needs_value, g.value);
-  const int threads = static_cast<int>(torch::stable::get_num_threads());
-  elsa_torch::check_status(elsa::attention_gradient(g, threads, elsa_torch::parallel_for),
-                           kBackwardName);
+  elsa_torch::run(kBackwardName, [&](auto... how) { return elsa::attention_gradient(g, how...); });
   return {grad_query, grad_key, grad_value};
 }
 
@@ -210,13 +186,9 @@ extern "C" __attribute__((visibility("default"))) int elsa_cpu_cut(const int64_t
                                                                    int masked, int threads,
                                                                    int64_t* answer) {
   elsa::Attention problem = {};
-  problem.batch = shape[0];
-  problem.heads = shape[1];
-  problem.kv_heads = shape[2];
-  problem.queries = shape[3];
-  problem.keys = shape[4];
-  problem.head_dim = shape[5];
-  problem.value_dim = shape[6];
+  int64_t* const sizes[] = {&problem.batch, &problem.heads,    &problem.kv_heads, &problem.queries,
+                            &problem.keys,  &problem.head_dim, &problem.value_dim};
+  for (int i = 0; i < 7; ++i) *sizes[i] = shape[i];
   problem.causal = causal != 0;
   problem.mask.data = masked ? shape : nullptr;  // never read
   elsa::Cut cut = {};

@@ -47,8 +47,31 @@ Tensor empty(const std::array<int64_t, N>& size, const std::array<int64_t, N>& s
   return Tensor(handle);
 }
 
+// The same, dense.
+template <size_t N>
+Tensor empty(const std::array<int64_t, N>& size, int32_t dtype = aoti_torch_dtype_float32()) {
+  std::array<int64_t, N> stride;
+  int64_t step = 1;
+  for (int i = N - 1; i >= 0; --i) {
+    stride[i] = step;
+    step *= size[i];
+  }
+  return empty<N>(size, stride, dtype);
+}
+
+int32_t dtype_code(const Tensor& tensor) {
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return dtype;
+}
+
+// The memory of a float32 tensor; of an operand it is not written to.
+float* floats(const Tensor& tensor) {
+  return const_cast<float*>(static_cast<const float*>(tensor.const_data_ptr()));
+}
+
 // What comes back in place of a gradient that is not wanted.
-Tensor nothing() { return empty<1>({0}, {1}, aoti_torch_dtype_float32()); }
+Tensor nothing() { return empty<1>({0}); }
 
 void parallel_for(int64_t count, elsa::Body body, void* context) {
   STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, body, context));
@@ -63,6 +86,12 @@ void check_status(elsa::Status status, const char* name) {
                   ", but this CPU lacks it; unset the variable");
   STD_TORCH_CHECK(false, name, ": ELSA_CPU_ISA=", isa,
                   " is unknown on this architecture; unset the variable");
+}
+
+// Calls solve(threads, parallel_for), a driver of csrc/elsa.
+template <class Solve>
+void run(const char* name, Solve solve) {
+  check_status(solve(static_cast<int>(torch::stable::get_num_threads()), parallel_for), name);
 }
 
 }  // namespace

@@ -88,24 +88,13 @@ std::tuple<Tensor, Tensor, Tensor> entmax_attention(const Tensor& query, const T
   elsa::Attention& a = p.attention;
   const std::vector<double> given = exponents(head_alpha, alpha, a);
   p.a = given.data();
-  int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(query.get(), &dtype));
-  Tensor out = elsa_torch::empty<4>(
-      {a.batch, a.heads, a.queries, a.value_dim},
-      {a.queries * a.heads * a.value_dim, a.value_dim, a.heads * a.value_dim, 1}, dtype);
-  const int64_t each = a.heads * a.queries;
-  Tensor rows =
-      elsa_torch::empty<4>({3, a.batch, a.heads, a.queries}, {a.batch * each, each, a.queries, 1},
-                           aoti_torch_dtype_float32());
-  const int64_t down = tiles_of(a.queries), across = tiles_of(a.keys);
-  Tensor tiles = elsa_torch::empty<4>({a.batch, a.heads, down, across},
-                                      {a.heads * down * across, down * across, across, 1},
+  Tensor out = elsa_torch::output(query, a);
+  Tensor rows = elsa_torch::empty<4>({3, a.batch, a.heads, a.queries});
+  Tensor tiles = elsa_torch::empty<4>({a.batch, a.heads, tiles_of(a.queries), tiles_of(a.keys)},
                                       aoti_torch_dtype_uint8());
-  a.out = out.mutable_data_ptr();
-  p.rows = static_cast<float*>(rows.mutable_data_ptr());
+  p.rows = elsa_torch::floats(rows);
   p.tiles = static_cast<uint8_t*>(tiles.mutable_data_ptr());
-  const int threads = static_cast<int>(torch::stable::get_num_threads());
-  elsa_torch::check_status(elsa::entmax_attention(p, threads, elsa_torch::parallel_for), kName);
+  elsa_torch::run(kName, [&](auto... how) { return elsa::entmax_attention(p, how...); });
   return {out, rows, tiles};
 }
 
@@ -139,20 +128,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> entmax_attention_backward(
   const Tensor kept_tiles =
       dense(tiles, all * tiles_of(a.queries) * tiles_of(a.keys), ScalarType::Byte, "tiles");
   // read, not written
-  g.forward.rows = const_cast<float*>(static_cast<const float*>(kept_rows.const_data_ptr()));
+  g.forward.rows = elsa_torch::floats(kept_rows);
   g.forward.tiles = const_cast<uint8_t*>(static_cast<const uint8_t*>(kept_tiles.const_data_ptr()));
   Tensor grad_query = gradient_of(query, needs_query, g.query);
   Tensor grad_key = gradient_of(key, needs_key, g.key);
   Tensor grad_value = gradient_of(value, needs_value, g.value);
   Tensor grad_alpha = elsa_torch::nothing();
   if (needs_alpha) {
-    grad_alpha = elsa_torch::empty<4>({a.batch, a.heads, 1, 1}, {a.heads, 1, 1, 1},
-                                      aoti_torch_dtype_float32());
-    g.alpha = static_cast<float*>(grad_alpha.mutable_data_ptr());
+    grad_alpha = elsa_torch::empty<4>({a.batch, a.heads, 1, 1});
+    g.alpha = elsa_torch::floats(grad_alpha);
   }
-  const int threads = static_cast<int>(torch::stable::get_num_threads());
-  elsa_torch::check_status(elsa::entmax_gradient(g, threads, elsa_torch::parallel_for),
-                           kBackwardName);
+  elsa_torch::run(kBackwardName, [&](auto... how) { return elsa::entmax_gradient(g, how...); });
   return {grad_query, grad_key, grad_value, grad_alpha};
 }
 

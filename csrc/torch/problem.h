@@ -93,13 +93,47 @@ elsa::Attention problem(const Tensor& query, const Tensor& key, const Tensor& va
   return a;
 }
 
-// A gradient laid out as its operand, or nothing.
+// [batch, heads, queries, value_dim] in the memory of [batch, queries, heads, value_dim].
+Tensor output(const Tensor& query, elsa::Attention& a) {
+  const int64_t row = a.heads * a.value_dim;
+  Tensor out = empty<4>({a.batch, a.heads, a.queries, a.value_dim},
+                        {a.queries * row, a.value_dim, row, 1}, dtype_code(query));
+  a.out = out.mutable_data_ptr();
+  return out;
+}
+
+// A gradient laid out as its operand, [batch, heads, tokens, dim] or packed [tokens, heads, dim],
+// or nothing.
 Tensor gradient_of(const Tensor& operand, bool needed, elsa::Target& target) {
   if (!needed) return nothing();
   Tensor gradient = torch::stable::empty_like(operand);
-  target.data = static_cast<float*>(gradient.mutable_data_ptr());
-  for (int i = 0; i < 4; ++i) target.stride[i] = gradient.strides()[i];
+  target.data = floats(gradient);
+  const auto strides = gradient.strides();
+  if (gradient.dim() == 4) {
+    for (int i = 0; i < 4; ++i) target.stride[i] = strides[i];
+  } else {
+    target.stride[1] = strides[1];
+    target.stride[2] = strides[0];
+    target.stride[3] = strides[2];
+  }
   return gradient;
+}
+
+// Of a gradient, lse and its slope as dense rows; `kept` holds them.
+void read_rows(elsa::AttentionGradient& g, const Tensor& lse, const std::optional<Tensor>& grad_lse,
+               const char* name, std::array<std::optional<Tensor>, 2>& kept) {
+  const elsa::Attention& a = g.forward;
+  const auto rows = [&](const Tensor& t, const char* term) {
+    STD_TORCH_CHECK(
+        t.numel() == a.batch * a.heads * a.queries && t.scalar_type() == ScalarType::Float, name,
+        ": ", term, " must be float32, one for each query and head");
+    return t.is_contiguous() ? t : torch::stable::contiguous(t);
+  };
+  kept[0] = rows(lse, "lse");
+  g.forward.lse = floats(*kept[0]);
+  if (!grad_lse.has_value()) return;
+  kept[1] = rows(*grad_lse, "grad_lse");
+  g.grad_lse = floats(*kept[1]);
 }
 
 }  // namespace

@@ -7,11 +7,11 @@
 #include <tuple>
 #include <vector>
 
-#include "../elsa/sizes.h"
-#include "common.h"
+#include "problem.h"
 
 namespace {
 
+using elsa_torch::gradient_of;
 using elsa_torch::ScalarType;
 using elsa_torch::Tensor;
 
@@ -105,29 +105,14 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& k
                                             double scale, std::string precision) {
   Packed p = packed(query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale);
   elsa::Attention& a = p.problem;
-  int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(query.get(), &dtype));
-  Tensor out = elsa_torch::empty<3>({a.queries, a.heads, a.value_dim},
-                                    {a.heads * a.value_dim, a.value_dim, 1}, dtype);
-  Tensor lse =
-      elsa_torch::empty<2>({a.heads, a.queries}, {a.queries, 1}, aoti_torch_dtype_float32());
+  Tensor out =
+      elsa_torch::empty<3>({a.queries, a.heads, a.value_dim}, elsa_torch::dtype_code(query));
+  Tensor lse = elsa_torch::empty<2>({a.heads, a.queries});
   a.out = out.mutable_data_ptr();
-  a.lse = static_cast<float*>(lse.mutable_data_ptr());
-  const int threads = static_cast<int>(torch::stable::get_num_threads());
-  elsa_torch::check_status(
-      elsa::varlen_attention(a, p.sequences(), threads, elsa_torch::parallel_for), kName);
+  a.lse = elsa_torch::floats(lse);
+  elsa_torch::run(kName,
+                  [&](auto... how) { return elsa::varlen_attention(a, p.sequences(), how...); });
   return {out, lse};
-}
-
-// A gradient laid out as its operand, or nothing.
-Tensor gradient_of(const Tensor& operand, bool needed, elsa::Target& target) {
-  if (!needed) return elsa_torch::nothing();
-  Tensor gradient = torch::stable::empty_like(operand);
-  target.data = static_cast<float*>(gradient.mutable_data_ptr());
-  target.stride[1] = gradient.stride(1);
-  target.stride[2] = gradient.stride(0);
-  target.stride[3] = gradient.stride(2);
-  return gradient;
 }
 
 // As elsa::varlen_attention_backward of operands in float32.
@@ -145,24 +130,13 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
   STD_TORCH_CHECK(a.query.dtype == elsa::DType::kFloat32 && g.out.dtype == elsa::DType::kFloat32 &&
                       g.grad_out.dtype == elsa::DType::kFloat32,
                   kName, "_backward: the CPU kernel takes float32");
-  const auto rows = [&](const Tensor& t, const char* name) {
-    STD_TORCH_CHECK(t.numel() == a.heads * a.queries && t.scalar_type() == ScalarType::Float, kName,
-                    "_backward: ", name, " must be float32 [heads, queries]");
-    return t.is_contiguous() ? t : torch::stable::contiguous(t);
-  };
-  const Tensor kept_lse = rows(lse, "lse");
-  g.forward.lse = const_cast<float*>(static_cast<const float*>(kept_lse.const_data_ptr()));
-  std::optional<Tensor> kept_slope;
-  if (grad_lse.has_value()) {
-    kept_slope = rows(*grad_lse, "grad_lse");
-    g.grad_lse = static_cast<const float*>(kept_slope->const_data_ptr());
-  }
+  std::array<std::optional<Tensor>, 2> kept;
+  elsa_torch::read_rows(g, lse, grad_lse, "elsa::varlen_attention_backward", kept);
   Tensor grad_query = gradient_of(query, needs_query, g.query);
   Tensor grad_key = gradient_of(key, needs_key, g.key);
   Tensor grad_value = gradient_of(value, needs_value, g.value);
-  const int threads = static_cast<int>(torch::stable::get_num_threads());
-  elsa_torch::check_status(
-      elsa::varlen_gradient(g, p.sequences(), threads, elsa_torch::parallel_for), kName);
+  elsa_torch::run(kName,
+                  [&](auto... how) { return elsa::varlen_gradient(g, p.sequences(), how...); });
   return {grad_query, grad_key, grad_value};
 }
 

@@ -93,12 +93,11 @@ Tensor gathered(const Tensor& table, const Tensor& index, const elsa::WindowAtte
   STD_TORCH_CHECK(view.dtype == elsa::DType::kFloat32 || view.dtype == a.dtype, kName,
                   ": bias must be float32 or qkv's dtype");
   for (int i = 0; i < 2; ++i) view.stride[i] = table.strides()[i];
-  Tensor out = elsa_torch::empty<3>({a.heads, tokens, tokens}, {tokens * tokens, tokens, 1},
-                                    aoti_torch_dtype_float32());
+  Tensor out = elsa_torch::empty<3>({a.heads, tokens, tokens});
   const Tensor positions = dense(index, ScalarType::Long);
-  const bool inside = elsa::gather_bias(
-      view, table.sizes()[0], a.heads, static_cast<const int64_t*>(positions.const_data_ptr()),
-      tokens * tokens, static_cast<float*>(out.mutable_data_ptr()));
+  const bool inside = elsa::gather_bias(view, table.sizes()[0], a.heads,
+                                        static_cast<const int64_t*>(positions.const_data_ptr()),
+                                        tokens * tokens, elsa_torch::floats(out));
   STD_TORCH_CHECK(inside, kName, ": bias_index has entries outside [0, ", table.sizes()[0], ")");
   return out;
 }
@@ -132,7 +131,7 @@ void add_terms(elsa::WindowAttention& a, Kept& kept, const Tensor& qkv,
     STD_TORCH_CHECK(logit_scale->dim() == 1 && logit_scale->sizes()[0] == a.heads, kName,
                     ": logit_scale must be [", a.heads, "]");
     kept.logit_scale = dense(*logit_scale, ScalarType::Float);
-    a.logit_scale = static_cast<const float*>(kept.logit_scale->const_data_ptr());
+    a.logit_scale = elsa_torch::floats(*kept.logit_scale);
   }
 }
 
@@ -146,15 +145,10 @@ Tensor window_attention(const Tensor& qkv, const std::optional<Tensor>& bias,
   elsa::WindowAttention a = problem(qkv, num_heads, window_size, shift_size, grid);
   Kept kept;
   add_terms(a, kept, qkv, bias, bias_index, pad_qkv, logit_scale, scale, mask_value, layout);
-  const int64_t channels = a.heads * a.head_dim;
-  int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(qkv.get(), &dtype));
-  const int64_t row = a.width * channels, plane = a.height * row;
-  Tensor out = elsa_torch::empty<5>({a.batch, a.depth, a.height, a.width, channels},
-                                    {a.depth * plane, plane, row, channels, 1}, dtype);
+  Tensor out = elsa_torch::empty<5>({a.batch, a.depth, a.height, a.width, a.heads * a.head_dim},
+                                    elsa_torch::dtype_code(qkv));
   a.out = out.mutable_data_ptr();
-  const int threads = static_cast<int>(torch::stable::get_num_threads());
-  elsa_torch::check_status(elsa::window_attention(a, threads, elsa_torch::parallel_for), kName);
+  elsa_torch::run(kName, [&](auto... how) { return elsa::window_attention(a, how...); });
   return out;
 }
 
@@ -162,14 +156,8 @@ Tensor window_attention(const Tensor& qkv, const std::optional<Tensor>& bias,
 template <size_t N>
 Tensor gradient(bool needed, const std::array<int64_t, N>& size, float*& data) {
   if (!needed) return elsa_torch::nothing();
-  std::array<int64_t, N> stride;
-  int64_t step = 1;
-  for (int i = N - 1; i >= 0; --i) {
-    stride[i] = step;
-    step *= size[i];
-  }
-  Tensor result = elsa_torch::empty<N>(size, stride, aoti_torch_dtype_float32());
-  data = static_cast<float*>(result.mutable_data_ptr());
+  Tensor result = elsa_torch::empty<N>(size);
+  data = elsa_torch::floats(result);
   return result;
 }
 
@@ -195,15 +183,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> window_attention_backward(
       grad_out.numel() * 3 == qkv.numel() && grad_out.scalar_type() == ScalarType::Float,
       kBackwardName, ": grad_out must be float32 and of the output's shape");
   const Tensor slopes = dense(grad_out, ScalarType::Float);
-  g.grad_out = static_cast<const float*>(slopes.const_data_ptr());
+  g.grad_out = elsa_torch::floats(slopes);
   Tensor grad_qkv =
       gradient<5>(needs_qkv, {a.batch, a.depth, a.height, a.width, 3 * channels}, g.qkv);
   Tensor grad_bias = gradient<3>(needs_bias && bias.has_value(), {a.heads, tokens, tokens}, g.bias);
   Tensor grad_pad = gradient<1>(needs_pad && pad_qkv.has_value(), {3 * channels}, g.pad_qkv);
   Tensor grad_scale = gradient<1>(needs_scale && logit_scale.has_value(), {a.heads}, g.logit_scale);
-  const int threads = static_cast<int>(torch::stable::get_num_threads());
-  elsa_torch::check_status(elsa::window_gradient(g, threads, elsa_torch::parallel_for),
-                           kBackwardName);
+  elsa_torch::run(kBackwardName, [&](auto... how) { return elsa::window_gradient(g, how...); });
   return {grad_qkv, grad_bias, grad_pad, grad_scale};
 }
 
