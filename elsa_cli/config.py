@@ -21,7 +21,7 @@ import os
 import reprlib
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,14 @@ def defaults(
     known = set().union(*(_keys(each) for each in commands.values()))
     own = _keys(command)
     result: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            if key not in commands:
-                raise ConfigError(_unknown(path, f"[{key}]", key, list(commands)))
-            _check_keys(path, key, value, commands[key])
-        elif _plain(key) not in known:
-            raise ConfigError(_unknown(path, f"'{key}'", _plain(key), sorted(known)))
     general = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    for key, value in table.items():
+        if key in general:
+            _check_key(path, f"'{key}'", _plain(key), known)
+            continue
+        _check_key(path, f"[{key}]", key, commands)
+        for inner in value:
+            _check_key(path, f"'{inner}' in [{key}]", _plain(inner), _keys(commands[key]))
     for settings in (general, table.get(command.name or "", {})):
         for key, value in settings.items():
             param = own.get(_plain(key))
@@ -162,17 +162,11 @@ def _keys(command: click.Command) -> dict[str, click.Option]:
     }
 
 
-def _check_keys(path: Path, name: str, table: dict[str, Any], command: click.Command) -> None:
-    own = _keys(command)
-    for key in table:
-        if _plain(key) not in own:
-            raise ConfigError(_unknown(path, f"'{key}' in [{name}]", _plain(key), sorted(own)))
-
-
-def _unknown(path: Path, what: str, key: str, candidates: list[str]) -> str:
-    close = difflib.get_close_matches(key, candidates, n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else ""
-    return f"{path}: unknown key {what}{hint}"
+def _check_key(path: Path, what: str, key: str, known: Iterable[str]) -> None:
+    if key not in known:
+        close = difflib.get_close_matches(key, sorted(known), n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise ConfigError(f"{path}: unknown key {what}{hint}")
 
 
 def _value(path: Path, key: str, value: Any, param: click.Option) -> Any:

@@ -1,15 +1,13 @@
 """The models that `elsa list` names: their attention sites and weights, counted ahead.
 
 Counting needs an import of torch and timm and a minute for some hundred models; data/models.tsv
-holds the counts. `elsa inspect --all --state FILE` and `python -m elsa_cli.known_models FILE` write
-it anew.
+holds the counts. `elsa inspect --all --state FILE` and `python -m benchmarks.model_counts FILE`
+write it anew.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -24,13 +22,9 @@ LIBRARIES = ("timm", "open_clip", "torchvision")
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model of an installed library.
+    """A model of an installed library, by the name that MODEL takes.
 
-    Attributes:
-        name: as it is typed for MODEL.
-        library: "timm", "open_clip" or "torchvision".
-        sites: attention sites, None where they have not been counted; likewise `patchable`, those
-            that can be patched, and `parameters`, all weights.
+    `sites`, `patchable` of them and `parameters` are None where they have not been counted.
     """
 
     name: str
@@ -82,41 +76,3 @@ def read(path: Path) -> tuple[str, list[KnownModel]]:
         library = name.partition(":")[0] if ":" in name else "timm"
         models.append(KnownModel(name, library, *map(int, numbers)))
     return head.lstrip("# "), models
-
-
-def counted_torchvision() -> list[dict[str, Any]]:
-    """The records of torchvision's models, which `elsa inspect --all` leaves out."""
-    from elsa_core.loading import meta_model
-    from elsa_core.patching import find_sites
-
-    found = []
-    for name in sorted(completion.known("torchvision")):
-        model = meta_model(f"torchvision:{name}")
-        sites = find_sites(model)
-        found.append({
-            "name": f"torchvision:{name}", "sites": len(sites),
-            "patchable": sum(site.patchable for site in sites),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        })  # fmt: skip
-    return found
-
-
-def write(records: Iterable[dict[str, Any]], path: Path) -> int:
-    """Write the table from the records of `elsa inspect --all --state`; returns how many."""
-    from importlib.metadata import version
-
-    rows = [
-        "\t".join([each["name"].removeprefix("timm:"),
-                   *(str(each[key]) for key in ("sites", "patchable", "parameters"))])
-        for each in records
-        if each["parameters"]
-    ]  # fmt: skip
-    packages = {"timm": "timm", "open_clip": "open_clip_torch", "torchvision": "torchvision"}
-    used = ", ".join(f"{name} {version(package)}" for name, package in packages.items())
-    path.write_text("\n".join([f"# {used}", *sorted(rows)]) + "\n", encoding="utf-8")
-    return len(rows)
-
-
-if __name__ == "__main__":
-    lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
-    write([*map(json.loads, lines), *counted_torchvision()], TABLE)

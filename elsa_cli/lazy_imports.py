@@ -10,6 +10,7 @@ process does this; the library never does.
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import sys
 from collections.abc import Iterator
@@ -36,9 +37,7 @@ class _Utils(ModuleType):
 def _real() -> Any:
     if isinstance(sys.modules.get(_UTILS), _Utils):
         del sys.modules[_UTILS]
-    import torch._dynamo.utils
-
-    return torch._dynamo.utils
+    return importlib.import_module(_UTILS)
 
 
 @contextmanager
@@ -57,8 +56,7 @@ def _without(package: str) -> Iterator[None]:
 def import_flop_counter() -> None:
     """Import `torch.utils.flop_counter` without triton, whose kernels no model here has."""
     logger = logging.getLogger("torch.utils.flop_counter")
-    before = logger.disabled
-    logger.disabled = True  # it would say that triton is not there
+    before, logger.disabled = logger.disabled, True  # it would say that triton is not there
     try:
         with _without("triton"):
             import torch.utils.flop_counter  # noqa: F401
@@ -76,19 +74,6 @@ def uncollected() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """PyTorch computes in one thread meanwhile: for what takes less than its threads' waiting."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def import_timm(*, hub: bool = True) -> None:

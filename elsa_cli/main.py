@@ -20,6 +20,7 @@ import click
 from elsa_cli import signals
 from elsa_cli.console import Session
 from elsa_cli.errors import describe
+from elsa_cli.version import version
 
 # The order is the order of the help page. The text stands here so that help imports no command.
 COMMANDS = {
@@ -55,9 +56,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"elsa_cli.commands.{cmd_name}")
-        command: click.Command = module.command
-        return command
+        return command(cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -74,15 +73,19 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
+def command(name: str) -> click.Command:
+    """One command, imported."""
+    found: click.Command = importlib.import_module(f"elsa_cli.commands.{name}").command
+    return found
+
+
 def all_commands() -> dict[str, click.Command]:
     """Every command, imported: what a config file is judged against."""
-    return {name: importlib.import_module(f"elsa_cli.commands.{name}").command for name in COMMANDS}
+    return {name: command(name) for name in COMMANDS}
 
 
 def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from elsa_cli.version import version
-
         click.echo(f"elsa {version()}")
         ctx.exit()
 
@@ -94,13 +97,9 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     epilog=_EXAMPLES,
 )
 @click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_version,
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version,
     help="Show the version and exit.",
-)
+)  # fmt: skip
 def cli() -> None:
     """Exact linear-scan attention for vision models: patch a model, prove that its outputs
     agree, see what was gained.

@@ -10,8 +10,7 @@ from elsa_cli import (
     bench_common,
     bench_compare,
     bench_models,
-    bench_trace,
-    bench_tune,
+    bench_tiles,
     completion,
     pipeline,
     targets,
@@ -131,7 +130,7 @@ def command(session: Session, /, kind: str | None, **values: Any) -> None:
         _check_linear(options, values)
         pipeline.import_torch(session)
         if options.tune:
-            bench_tune.tune_linear(session, options)
+            bench_tiles.tune_linear(session, options)
         else:
             bench_models.run(session, options, None, "linear")
         return
@@ -166,11 +165,11 @@ def _attention(session: Session, options: Options, published: dict[str, Any] | N
         backend=options.backend, flex=options.flex,
     )  # fmt: skip
     if options.tune:
-        bench_tune.tune_tiles(session, chosen, device, settings, options)
+        bench_tiles.tune_tiles(session, chosen, device, settings, options)
     elif options.dry_run:
         _list(session, chosen, device)
     elif options.trace:
-        bench_trace.run(session, chosen, device, backend=options.backend, seed=options.seed)
+        bench_tiles.trace(session, chosen, device, backend=options.backend, seed=options.seed)
     else:
         from elsa_core.profiling import figures
 

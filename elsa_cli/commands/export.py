@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,12 +114,10 @@ def command(session: Session, /, model: str, **values: Any) -> None:
         from elsa_core.exporting.signature import read_private_key
 
         key = read_private_key(options.sign)
-    steps, exact = Steps(), None
+    exact = None
     if options.dtype != "fp32":
-        steps.next(_EXACT)
         wide = options.but(dtype="fp32")
         exact = _exact(session, _opened(session, model, wide), wide)
-        steps.next("loading")
     loaded = _opened(session, model, options)
     archs = tuple(f"sm_{arch}" for arch in options.gpu_archs or ())
     _check_gpu(archs, (*formats, *["aoti"] * options.aoti), mode, loaded)
@@ -129,21 +126,13 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     output = output or Path(named)
     _check_own(output, options)
     if options.quantize:
-        steps.next(_EXACT)
         exact = _exact(session, loaded, options)
-    steps.next("patching")
     options, said = _one_form(options, loaded)
     report = pipeline.patch_model(session, loaded, options)
-    steps.next("preparing the kernels")
     routes = pipeline.routes(session, loaded, report)
-    steps.next("checking")
     outcome = _check(session, loaded, options)
     with session.stage("exporting") as update:
         from elsa_core.exporting.bundle import export
-
-        def progress(text: str) -> None:
-            steps.next(text.partition(" (")[0])  # in parentheses, how far it is
-            update(text, 0, 0)
 
         bundle = export(
             loaded.model, output, formats=formats, onnx_mode=mode,
@@ -151,16 +140,14 @@ def command(session: Session, /, model: str, **values: Any) -> None:
             dynamic_size=options.dynamic_size, aoti=options.aoti, quantize=options.quantize,
             batches=options.batches, gpu_archs=archs, exact=exact, zip=options.zipped,
             force=options.force, key=key, labels=labels, loaded=loaded, check=outcome,
-            seed=options.seed, progress=progress,
+            seed=options.seed, progress=lambda text: update(text, 0, 0),
         )  # fmt: skip
-        steps.next("")
         session.written.append(bundle.path)
     session.document("export", bundle.to_dict())
     render.header(session, loaded, options, render.kernels(routes))
     bundle_view.show(session, bundle)
     if said:
         session.line(said, "dim")
-    session.line(steps.said(), "dim")
 
 
 def _one_form(options: Options, loaded: Loaded) -> tuple[Options, str]:
@@ -175,27 +162,6 @@ def _one_form(options: Options, loaded: Loaded) -> tuple[Options, str]:
         "Linear layers are standard operators, one form for all processors; --scope model writes "
         "them as elsa::Linear nodes of model.onnx. In Python elsa computes them on this processor."
     )
-
-
-class Steps:
-    """How long each step of an export took, in seconds."""
-
-    def __init__(self) -> None:
-        self._begun, self._name = time.perf_counter(), "loading"
-        self._taken: dict[str, float] = {}
-
-    def next(self, name: str) -> None:
-        """End the running step and begin another."""
-        now = time.perf_counter()
-        self._taken[self._name] = self._taken.get(self._name, 0.0) + now - self._begun
-        self._name, self._begun = name, now
-
-    def said(self) -> str:
-        """Where the time went, the longest steps first."""
-        longest = sorted(self._taken.items(), key=lambda item: -item[1])
-        parts = [f"{name} {seconds:.0f} s" for name, seconds in longest if seconds >= 1.0]
-        total = f"{sum(self._taken.values()):.0f} s"
-        return f"Took {total}: {', '.join(parts[:6])}" if parts else f"Took {total}"
 
 
 def _target(output: Path, options: Options) -> Path:

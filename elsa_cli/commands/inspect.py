@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from elsa_cli import targets
 from elsa_cli.console import Session
+from elsa_cli.errors import VerdictError
 from elsa_cli.options import (
     EXAMPLE,
     SCOPE,
@@ -18,6 +23,9 @@ from elsa_cli.options import (
     model_options,
     typed,
 )
+
+if TYPE_CHECKING:
+    from elsa_core.proof.coverage import Coverage
 
 
 @elsa_command(
@@ -45,16 +53,15 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
     timm, open_clip and torchvision is examined, or those whose name a glob selects
     ('timm:swin*', 'open_clip:*').
     """
-    from elsa_cli import coverage_view, pipeline, render, targets
-    from elsa_cli.lazy_imports import one_thread
-    from elsa_cli.version import version
+    from elsa_cli import pipeline, render
+    from elsa_cli.version import version as elsa_version
 
     options = Options(**values)
     if options.everything:
         if alone := typed((*Options.SHARED, "html")):
             raise click.UsageError(f"{alone[0]} is not for --all: it takes models as they are")
         pipeline.import_torch(session)
-        coverage_view.run(session, model, options)
+        _show_all(session, model, options)
         return
     if alone := typed(("checked", "state", "page")):
         raise click.UsageError(f"{alone[0]} goes with --all")
@@ -68,7 +75,7 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
         _show_bundle(session, Path(model))
         return
     loaded = pipeline.open_model(session, model, options, shapes_alone=True)
-    with session.stage("inspecting"), one_thread():
+    with session.stage("inspecting"):
         from elsa_core.patching import inspect
 
         size = loaded.example_inputs() if loaded.is_watched else loaded.input_size
@@ -86,7 +93,7 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
     if options.html is not None:
         from elsa_core.patching import write_page
 
-        about = f"weights: {loaded.weights} · {options.dtype} · elsa {version()}"
+        about = f"weights: {loaded.weights} · {options.dtype} · elsa {elsa_version()}"
         session.written.append(write_page(loaded.name, about, found, options.html))
         session.line(f"html: {options.html}")
     if good:
@@ -136,3 +143,84 @@ def _show_bundle(session: Session, path: Path) -> None:
     session.line(f"{count} artefact{'s' if count != 1 else ''}, {len(manifest.files)} files",
                  "bold", even_quiet=True)  # fmt: skip
     session.line(f"Next: elsa verify {path}", "dim")
+
+
+def _show_all(session: Session, match: str | None, options: Options) -> None:
+    """Examine the architectures that the glob `match` selects, and show what was found.
+
+    Raises: click.UsageError (nothing matches), TargetError (--state or --page cannot be written),
+    ModelError (--state), VerdictError (a model differs, or fails).
+    """
+    state, page = options.state, options.page
+    if page is not None and state is not None and page.resolve() == state.resolve():
+        raise click.UsageError("--state and --page name one file")
+    if page is not None:
+        targets.check_new(page, options.force)
+    if state is not None:
+        targets.check_writable(state)
+    with session.stage("listing architectures"):
+        from elsa_core.base.files import write_text
+        from elsa_core.proof import catalogue, coverage
+
+        names = catalogue.architectures(match or "*")
+    if not names:
+        raise click.UsageError(
+            f"no architecture matches {match!r}: with --all, MODEL is a glob like 'timm:swin*'"
+        )
+    with session.stage("examining") as update:
+        records = []
+        found = coverage.examine_all(names, checked=options.checked, state=state, progress=update)
+        for record in found:
+            records.append(record)
+            if state is not None and state not in session.written:
+                session.written.append(state)
+    total = coverage.summarise(records)
+    results = {"summary": total, "architectures": [record.to_dict() for record in records]}
+    session.document("inspect --all", results)
+    if page is not None:
+        note = _note(match, options.checked)
+        session.written.append(write_text(coverage.to_markdown(records, note), page))
+    _table(session, coverage.by_family(records))
+    bad = [record for record in records if record.verdict in (coverage.DIFFERS, coverage.FAILED)]
+    for record in records:
+        if record.reason and record.verdict not in (coverage.AGREES, coverage.NOT_CHECKED):
+            session.line(f"{record.name}: {record.verdict}: {record.reason}", "yellow")
+    said = ", ".join(f"{n} {verdict}" for verdict, n in sorted(total["verdicts"].items()))
+    session.line(
+        f"{total['complete']} of {total['attentive']} architectures with softmax attention are "
+        f"patched whole ({total['share']:.1%}) · {said}",
+        "bold" if not bad else "bold red", even_quiet=True,
+    )  # fmt: skip
+    if bad:
+        raise VerdictError(f"{len(bad)} architectures differ or fail, {bad[0].name} first")
+
+
+def _table(session: Session, families: dict[str, list[Coverage]]) -> None:
+    rows = []
+    for family, members in families.items():
+        kept: Counter[str] = Counter()
+        for record in members:
+            for one in record.kept:
+                kept[one.module_class.rpartition(".")[2]] += one.sites
+        verdicts = Counter(record.verdict for record in members)
+        counts = (len(members), sum(r.sites for r in members), sum(r.patchable for r in members))
+        rows.append([
+            family, *map(str, counts),
+            ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())),
+            ", ".join(f"{count} {name}" for name, count in kept.items()),
+        ])  # fmt: skip
+    titles = ["family", ">models", ">sites", ">patched", "verdicts", "kept"]
+    session.table(titles, rows, wrap=5)
+    session.line()
+
+
+def _note(match: str | None, checked: bool) -> str:
+    """What wrote the page, and with which versions."""
+    found = []
+    for name in ("torch", "timm", "open_clip_torch"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    words = ["elsa", "inspect", "--all", *([match] if match else []), *(["--check"] * checked)]
+    return f"Written by `{shlex.join(words)}`. Versions: {', '.join(found)}."

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     )
     from elsa_core.proof.labelled import LabelledImages, labelled_images
     from elsa_core.proof.oracle import exactly
-    from elsa_core.proof.report import CheckReport
+    from elsa_core.proof.report import CheckReport, classes
     from elsa_core.proof.samples import nudged
-    from elsa_core.proof.text import classes
 
 _HOMES = {
     "accuracy": ("EvalReport", "evaluate"),
@@ -31,9 +30,8 @@ _HOMES = {
     "compare": ("TURBO_EPS", "Comparison", "Norms", "floating_outputs", "map_floating"),
     "labelled": ("LabelledImages", "labelled_images"),
     "oracle": ("exactly",),
-    "report": ("CheckReport",),
+    "report": ("CheckReport", "classes"),
     "samples": ("nudged",),
-    "text": ("classes",),
 }
 
 __all__ = [

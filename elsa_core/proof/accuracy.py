@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -73,7 +75,7 @@ class EvalReport(Summarised):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return asdict(self) | {"changed": [asdict(each) for each in self.changed]}
+        return asdict(self)
 
     def summary(self) -> Summary:
         """Accuracy and throughput of both, and the images whose class changed."""
@@ -113,18 +115,6 @@ class EvalReport(Summarised):
         return [*rows, ("images per second", before, after)]
 
 
-@dataclass
-class _Counts:
-    """What is counted on the way."""
-
-    classes: int = 0
-    images: int = 0
-    labelled: int = 0
-    hits: dict[tuple[str, int], int] = field(default_factory=dict)
-    changed: list[Changed] = field(default_factory=list)
-    rates: dict[str, list[float]] = field(default_factory=dict)
-
-
 def evaluate(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -154,23 +144,53 @@ def evaluate(
     if not patched_sites(model):
         raise NothingPatchedError("evaluate: no site of this model is patched; call patch first")
     home = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    counts = _Counts()
+    sides: dict[str, Any] = {"original": original, "patched": nullcontext}
+    hits: Counter[tuple[str, int]] = Counter()
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    changed: list[Changed] = []
+    classes = done = labelled = 0
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         for number, (images, labels) in enumerate(_pairs(batches)):
-            logits, seconds = _both(model, images.to(home.device, home.dtype), number % 2 == 1)
-            _count(counts, logits, labels.cpu())
-            for name, each in seconds.items():
-                counts.rates.setdefault(name, []).append(len(images) / each)
+            given = images.to(home.device, home.dtype)
+            logits: dict[str, Tensor] = {}
+            # In turns: the one that goes first alternates.
+            for name in sorted(sides, reverse=number % 2 == 1):
+                with sides[name](model):
+                    logits[name], seconds = _run(model, given)
+                rates[name].append(len(images) / seconds)
+            classes = logits["original"].shape[1]
+            known = _known(labels, len(images), classes)
+            for name, values in logits.items():
+                best = values.topk(min(TOP, classes)).indices
+                right = best[known] == labels.cpu()[known, None]
+                for top in (1, TOP):
+                    hits[name, top] += int(right[:, :top].any(-1).sum())
+            changed += _changed(logits, labels.cpu(), done)
+            done += len(labels)
+            labelled += int(known.sum())
             if progress is not None:
-                progress("images", counts.images, total)
+                progress("images", done, total)
     finally:
         for module, training in modes:
             module.training = training
-    if not counts.images:
+    if not done:
         raise ArgumentError("evaluate: batches holds no image")
-    return _report(counts)
+    several = classes > TOP
+    # The first forward allocates and, on a GPU, compiles.
+    before, after = (rates[name][1:] or rates[name] for name in sides)
+    speed = None
+    if len(before) >= FEWEST_ROUNDS:  # images per second, from both runs of each batch
+        speed = ratio([1 / rate for rate in before], [1 / rate for rate in after])
+    return EvalReport(
+        images=done, labelled=labelled, classes=classes, top1_original=hits["original", 1],
+        top1_patched=hits["patched", 1],
+        top5_original=hits["original", TOP] if several else None,
+        top5_patched=hits["patched", TOP] if several else None, changed=tuple(changed),
+        rate_original=median(before), rate_patched=median(after), timed_batches=len(before),
+        speed=speed,
+    )  # fmt: skip
 
 
 def _pairs(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -185,21 +205,6 @@ def _pairs(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, T
         yield batch[0], batch[1]
 
 
-def _both(
-    model: nn.Module, images: Tensor, patched_first: bool
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Logits, float32 on the CPU, and seconds of the original and of the patched model."""
-    logits: dict[str, Tensor] = {}
-    seconds: dict[str, float] = {}
-    for name in ("patched", "original") if patched_first else ("original", "patched"):
-        if name == "original":
-            with original(model):
-                logits[name], seconds[name] = _run(model, images)
-        else:
-            logits[name], seconds[name] = _run(model, images)
-    return logits, seconds
-
-
 def _run(model: nn.Module, images: Tensor) -> tuple[Tensor, float]:
     start = time.perf_counter()
     with torch.inference_mode():
@@ -212,56 +217,25 @@ def _run(model: nn.Module, images: Tensor) -> tuple[Tensor, float]:
     return found, time.perf_counter() - start
 
 
-def _count(counts: _Counts, logits: dict[str, Tensor], labels: Tensor) -> None:
-    before, after = logits["original"], logits["patched"]
-    counts.classes = before.shape[1]
-    if labels.shape != before.shape[:1]:
-        raise ArgumentError(f"labels of shape {list(labels.shape)} must be [{before.shape[0]}]")
-    outside = labels[(labels < -1) | (labels >= counts.classes)]
+def _known(labels: Tensor, rows: int, classes: int) -> Tensor:
+    """Which rows have a class; labels that do not fit are refused."""
+    labels = labels.cpu()
+    if list(labels.shape) != [rows]:
+        raise ArgumentError(f"labels of shape {list(labels.shape)} must be [{rows}]")
+    outside = labels[(labels < -1) | (labels >= classes)]
     if outside.numel():
         raise ArgumentError(
-            f"a label of {int(outside[0])}: the model has classes 0 to {counts.classes - 1}"
+            f"a label of {int(outside[0])}: the model has classes 0 to {classes - 1}"
         )
-    known = labels >= 0
-    for name, values in logits.items():
-        best = values.topk(min(TOP, counts.classes)).indices
-        hits = best[known] == labels[known, None]
-        for top in (1, TOP):
-            found = int(hits[:, :top].any(-1).sum())
-            counts.hits[name, top] = counts.hits.get((name, top), 0) + found
-    old, new = before.argmax(-1), after.argmax(-1)
-    for row in (old != new).nonzero().flatten().tolist():
-        margin = before[row, old[row]] - before[row, new[row]]
-        counts.changed.append(
-            Changed(counts.images + row, int(labels[row]), int(old[row]), int(new[row]),
-                    float(margin))
-        )  # fmt: skip
-    counts.images += len(labels)
-    counts.labelled += int(known.sum())
+    return labels >= 0
 
 
-def _report(counts: _Counts) -> EvalReport:
-    several = counts.classes > TOP
-    # The first forward allocates and, on a GPU, compiles.
-    timed = {name: rates[1:] or rates for name, rates in counts.rates.items()}
-    return EvalReport(
-        images=counts.images,
-        labelled=counts.labelled,
-        classes=counts.classes,
-        top1_original=counts.hits["original", 1],
-        top1_patched=counts.hits["patched", 1],
-        top5_original=counts.hits["original", TOP] if several else None,
-        top5_patched=counts.hits["patched", TOP] if several else None,
-        changed=tuple(counts.changed),
-        rate_original=median(timed["original"]),
-        rate_patched=median(timed["patched"]),
-        timed_batches=len(timed["original"]),
-        speed=_speed(timed["original"], timed["patched"]),
-    )
-
-
-def _speed(before: Sequence[float], after: Sequence[float]) -> Ratio | None:
-    """The ratio of images per second, from both runs of each batch."""
-    if len(before) < FEWEST_ROUNDS:
-        return None
-    return ratio([1 / rate for rate in before], [1 / rate for rate in after])
+def _changed(logits: dict[str, Tensor], labels: Tensor, start: int) -> list[Changed]:
+    """The rows whose class changed; the first one has place `start`."""
+    before = logits["original"]
+    old, new = before.argmax(-1), logits["patched"].argmax(-1)
+    return [
+        Changed(start + row, int(labels[row]), int(old[row]), int(new[row]),
+                float(before[row, old[row]] - before[row, new[row]]))
+        for row in (old != new).nonzero().flatten().tolist()
+    ]  # fmt: skip

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core import dispatch, ops, reference
 from elsa_core.ops.window.record import largest_score
-from elsa_core.proof.compare import TURBO_EPS
+from elsa_core.proof.compare import TURBO_EPS, map_floating
 from elsa_core.proof.samples import jittered
 from elsa_core.reference import Drift
 
@@ -160,12 +160,7 @@ def worst(drifts: list[Drift]) -> Drift | None:
 
 
 def _measure(
-    operator: Any,
-    given: dict[str, Any],
-    out: Tensor,
-    lse: Tensor,
-    factor: float,
-    bound: float,
+    operator: Any, given: dict[str, Any], out: Tensor, lse: Tensor, factor: float, bound: float
 ) -> OperatorCall:
     query, key, value, scale = (given[name] for name in ("query", "key", "value", "scale"))
     batch, heads, length, _ = query.shape
@@ -210,15 +205,10 @@ def _measure(
     eps = TURBO_EPS if turbo else torch.finfo(out.dtype).eps
     y_error, y_allowed = _settled(first[1], factor, eps + bound, lambda seed: again(seed)[1])
     return OperatorCall(
-        drift=seen[0][0],
-        rows=len(images) * heads * len(rows),
-        largest_logit=seen[0][1],
-        p_error=p_error,
-        p_allowed=p_allowed,
-        y_error=y_error,
-        y_allowed=y_allowed,
+        drift=seen[0][0], rows=len(images) * heads * len(rows), largest_logit=seen[0][1],
+        p_error=p_error, p_allowed=p_allowed, y_error=y_error, y_allowed=y_allowed,
         keys=key.shape[2],
-    )
+    )  # fmt: skip
 
 
 def _measure_packed(
@@ -257,72 +247,50 @@ def _measure_windows(
     most = max(_FEWEST_IMAGES, _WINDOW_SAMPLE // qkv[0].numel())
     images = _spread(qkv.shape[0], most, qkv.device)
     given = given | {"qkv": qkv[images]}
-    exact, wide = _cast(given, torch.float64), _cast(given, torch.float32)
+    exact, wide = map_floating(given, torch.float64), map_floating(given, torch.float32)
     plain = ops.WINDOW_ATTENTION.reference
     y_ref = plain(**exact)
     y = out[images]
 
-    def again(seed: int) -> tuple[float, float]:
+    def again(seed: int) -> _Pair:
         other = {"qkv": jittered(given["qkv"], seed)}
         return _errors(
             operator(**(given | other)),
-            plain(**(wide | _cast(other, torch.float32))),
-            plain(**(exact | _cast(other, torch.float64))),
+            plain(**(wide | map_floating(other, torch.float32))),
+            plain(**(exact | map_floating(other, torch.float64))),
         )
 
     turbo = given["precision"] == "turbo" and out.dtype == torch.float32
-    y_error, y_allowed = _settled(
-        _errors(y, plain(**wide), y_ref),
-        factor,
-        TURBO_EPS if turbo else torch.finfo(out.dtype).eps,
-        again,
-    )
+    eps = TURBO_EPS if turbo else torch.finfo(out.dtype).eps
+    y_error, y_allowed = _settled(_errors(y, plain(**wide), y_ref), factor, eps, again)
     heads = (-1, given["num_heads"], out.shape[-1] // given["num_heads"])
+    windows = zip(qkv.shape[1:4], given["window_size"], strict=True)
     return OperatorCall(
         drift=reference.drift(None, None, y.reshape(heads), y_ref.reshape(heads)),
-        rows=y_ref.reshape(heads).shape[:2].numel(),
-        largest_logit=largest_score(**wide),
-        p_error=0.0,
-        p_allowed=0.0,
-        y_error=y_error,
-        y_allowed=y_allowed,
+        rows=y_ref.reshape(heads).shape[:2].numel(), largest_logit=largest_score(**wide),
+        p_error=0.0, p_allowed=0.0, y_error=y_error, y_allowed=y_allowed,
         keys=math.prod(given["window_size"]),
-        padded=any(
-            size % window for size, window in zip(qkv.shape[1:4], given["window_size"], strict=True)
-        ),
-    )
+        padded=any(size % window for size, window in windows),
+    )  # fmt: skip
 
 
-def _errors(own: Tensor, peer: Tensor, exact: Tensor) -> tuple[float, float]:
+def _errors(own: Tensor, peer: Tensor, exact: Tensor) -> _Pair:
     """Relative errors of the operator and of the peer, both in the operator's dtype."""
     return reference.relative_l2(own, exact), reference.relative_l2(peer.to(own.dtype), exact)
 
 
-def _settled(
-    first: tuple[float, float],
-    factor: float,
-    ulp: float,
-    again: Callable[[int], tuple[float, float]],
-) -> tuple[float, float]:
+def _settled(first: _Pair, factor: float, ulp: float, again: Callable[[int], _Pair]) -> _Pair:
     """(error, allowed) of one sample, or of many where that one condemns the call."""
     error, peer = first
     if not error <= factor * peer + ulp:
         samples = [first]
         for seed in range(1, _SAMPLES):
             samples.append(again(seed))
-            if seed + 1 >= _HOPELESS_SAMPLES and all(
-                e > 10 * (factor * p + ulp) for e, p in samples
-            ):
+            hopeless = all(e > 10 * (factor * p + ulp) for e, p in samples)
+            if hopeless and seed + 1 >= _HOPELESS_SAMPLES:
                 break
         error, peer = (math.sqrt(fmean(x * x for x in each)) for each in zip(*samples, strict=True))
     return error, factor * peer + ulp
-
-
-def _cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in given.items()
-    }
 
 
 def _weighed(sizes: Tensor, p: Tensor) -> float:

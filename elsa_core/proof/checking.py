@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import os
+import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,23 +21,18 @@ from elsa_core.base.messages import shown
 from elsa_core.base.operands import require_number
 from elsa_core.base.processes import environment_kept
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
+from elsa_core.measuring.timing import synchronize
 from elsa_core.patching import is_layer, original, patched_sites
-from elsa_core.proof import gradients, timing
+from elsa_core.proof import gradients
 from elsa_core.proof import paths as run_paths
 from elsa_core.proof.report import NOTHING_TESTED, CheckReport, GradientCheck, ModelCheck, SiteCheck
 from elsa_core.proof.run import CheckRun
-from elsa_core.proof.sides import Fault, Given
+from elsa_core.proof.sides import Fault, Given, own
 from elsa_core.proof.site_run import Asked, Progress, is_inexact
 
-__all__ = [
-    "CheckReport",
-    "GradientCheck",
-    "ModelCheck",
-    "SiteCheck",
-    "check",
-]
-
 FAULT_SWITCH = "ELSA_FAULT_INJECTION"
+_RUNS = 5  # timed forwards of original and patched
+_SECONDS = 3.0  # after which no further round of them begins
 
 
 @environment_kept()
@@ -129,29 +126,19 @@ def check(
         name, case = next(iter(cases.items()))
         batch = run.first_batch(case)
         slopes = _slopes(run, name, batch) if grad else ()
-        seconds, timed_runs = timing.forwards(model, batch, device)
+        seconds, timed_runs = _forwards(model, batch, device)
         run.tick("timing", 1)
     results = run.site_run.checks()
     attends = not all(is_layer(site) for site in sites.values())
     attends &= not any(record.backends for record in run.site_run.records.values())
     failures = _bad_weights(model) + _failures(results, checks, slopes, attends)
     return CheckReport(
-        sites=results,
-        cases=checks,
-        ok=not failures,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
-        factor=factor,
-        stress=stress,
-        seconds_original=seconds[0],
-        seconds_patched=seconds[1],
-        timed_runs=timed_runs,
-        failures=tuple(failures),
+        sites=results, cases=checks, ok=not failures, dtype=str(dtype).removeprefix("torch."),
+        device=str(device), factor=factor, stress=stress, seconds_original=seconds[0],
+        seconds_patched=seconds[1], timed_runs=timed_runs, failures=tuple(failures),
         fault_injection=None if fault is None else f"{fault.path}:{fault.amount:g}",
-        paths=tuple(run.by_path),
-        left_out=run.left_out,
-        gradients=slopes,
-    )
+        paths=tuple(run.by_path), left_out=run.left_out, gradients=slopes,
+    )  # fmt: skip
 
 
 def _slopes(run: CheckRun, case: str, batch: Given) -> tuple[GradientCheck, ...]:
@@ -219,19 +206,15 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Eval mode, eager, no gradient, no autocast; every mode and random state comes back."""
     modes = [(module, module.training) for module in model.modules()]
     index = device.index if device.index is not None else 0
-    devices = [index] if device.type == "cuda" else []
-    rng = torch.random.fork_rng(devices=devices)
-    with torch.no_grad(), rng, _no_autocast(device), _nothing_compiled():
+    rng = torch.random.fork_rng(devices=[index] if device.type == "cuda" else [])
+    eager = torch.autocast(device_type=device.type, enabled=False)
+    with torch.no_grad(), rng, eager, _nothing_compiled():
         model.eval()
         try:
             yield
         finally:
             for module, training in modes:
                 module.training = training
-
-
-def _no_autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device_type=device.type, enabled=False)
 
 
 def _nothing_compiled() -> AbstractContextManager[object]:
@@ -270,3 +253,28 @@ def _bad_weights(model: nn.Module) -> list[str]:
         return []
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return [f"weights: NaN or infinite values in {', '.join(bad[:3])}{more}"]
+
+
+def _forwards(
+    model: nn.Module, given: Given, device: torch.device
+) -> tuple[tuple[float, float], int]:
+    """Median seconds of (original, patched) forwards, run in turns, and how many of each; NaN for
+    one that raises."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    start = time.perf_counter()
+    while len(seconds[0]) < _RUNS:
+        classes: list[AbstractContextManager[object]] = [original(model), nullcontext()]
+        for taken, swapped in zip(seconds, classes, strict=True):
+            with swapped:
+                args, kwargs = own(given)
+                synchronize(device)
+                begun = time.perf_counter()
+                try:
+                    model(*args, **kwargs)
+                    synchronize(device)
+                    taken.append(time.perf_counter() - begun)
+                except Exception:  # it is in the report already, as the case that failed
+                    taken.append(math.nan)
+        if time.perf_counter() - start > _SECONDS:
+            break
+    return (statistics.median(seconds[0]), statistics.median(seconds[1])), len(seconds[0])

@@ -108,9 +108,11 @@ class Comparison:
     def add(self, oracle: Tensor, original: Tensor, patched: Tensor) -> None:
         """Takes tensors of one shape: oracle in float64, the other two in the model's dtype."""
         if patched.shape != original.shape or patched.dtype != original.dtype:
-            self.mismatch = (
-                f"the patched output is {_describe(patched)}, the original's {_describe(original)}"
+            given, wanted = (
+                f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+                for tensor in (patched, original)
             )
+            self.mismatch = f"the patched output is {given}, the original's {wanted}"
             return
         self.eps = max(self.eps or 0.0, torch.finfo(original.dtype).eps)
         exact = oracle.to(original.device)
@@ -156,16 +158,18 @@ class Comparison:
         return self.factor * _ratio(self.original.l2, self.oracle.l2) + self.band
 
     @property
+    def largest_allowed(self) -> float:
+        """The largest single error that it may have."""
+        return self.factor * self.original.maximum + self.band * self.oracle.maximum
+
+    @property
     def excess(self) -> float:
         """Error over what is allowed, in the worse of the two norms: above 1 fails."""
         if self.oracle_bad or self.patched_bad or self.mismatch:
             return math.inf
+        euclidean = self.factor * self.original.l2 + self.band * self.oracle.l2
         return max(
-            _ratio(self.patched.l2, self.factor * self.original.l2 + self.band * self.oracle.l2),
-            _ratio(
-                self.patched.maximum,
-                self.factor * self.original.maximum + self.band * self.oracle.maximum,
-            ),
+            _ratio(self.patched.l2, euclidean), _ratio(self.patched.maximum, self.largest_allowed)
         )
 
     @property
@@ -189,9 +193,9 @@ class Comparison:
                 f"error {self.patched_error:.2e} against float64, allowed {self.allowed:.2e} "
                 f"({self.factor:g} x the original's {self.original_error:.2e} + {self.band:.1e})"
             )
-        allowed = self.factor * self.original.maximum + self.band * self.oracle.maximum
         return (
-            f"largest error {self.patched.maximum:.2e} against float64, allowed {allowed:.2e} "
+            f"largest error {self.patched.maximum:.2e} against float64, allowed "
+            f"{self.largest_allowed:.2e} "
             f"({self.factor:g} x the original's {self.original.maximum:.2e} + rounding)"
         )
 
@@ -228,19 +232,11 @@ class Top1:
 
 def is_classification(output: Any) -> bool:
     """Whether an output is one tensor [rows, classes], where a top-1 means something."""
-    return (
-        isinstance(output, Tensor)
-        and output.ndim == 2
-        and output.shape[0] > 0
-        and output.shape[1] > 1
-    )
+    matrix = isinstance(output, Tensor) and output.ndim == 2
+    return matrix and output.shape[0] > 0 and output.shape[1] > 1
 
 
 def _ratio(part: float, whole: float) -> float:
     if part == 0.0:
         return 0.0
     return part / whole if whole > 0.0 else math.inf
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -56,13 +56,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Kept:
-    """Sites of one class that stay as they are.
+    """Sites of one class that stay as they are, and why.
 
-    Attributes:
-        module_class: the class, qualified.
-        reason: why.
-        sites: how many.
-        softmax: whether the class computes softmax(Q K^T s + b) V at all.
+    `softmax`: whether the class computes softmax(Q K^T s + b) V at all.
     """
 
     module_class: str
@@ -131,18 +127,14 @@ def examine(name: str, *, checked: bool = True) -> Coverage:
         return replace(empty, verdict=FAILED, reason=f"cannot be built: {first_line(error)}")
     sites = find_sites(whole)
     found = replace(
-        empty,
-        parameters=sum(parameter.numel() for parameter in whole.parameters()),
-        sites=len(sites),
-        patchable=sum(site.patchable for site in sites),
-        kept=_kept(sites),
-        verdict=NOT_CHECKED,
-        reason="" if sites else "no attention",
-    )
-    if not checked or not found.patchable:
-        return (
-            found if found.patchable else replace(found, reason=found.reason or "nothing to patch")
-        )
+        empty, parameters=sum(parameter.numel() for parameter in whole.parameters()),
+        sites=len(sites), patchable=sum(site.patchable for site in sites), kept=_kept(sites),
+        verdict=NOT_CHECKED, reason="" if sites else "no attention",
+    )  # fmt: skip
+    if not found.patchable:
+        return replace(found, reason=found.reason or "nothing to patch")
+    if not checked:
+        return found
     try:
         return _checked(found)
     except Exception as error:  # a model may raise anything; the next one is examined still
@@ -156,13 +148,9 @@ def examine_all(
     state: Path | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Coverage]:
-    """Examine architectures one after another; with `state`, continue where a run stopped.
-
-    Args:
-        names: of `architectures`.
-        checked: prove each as well.
-        state: a file of JSON lines, one for each architecture, appended as they come.
-        progress: called with (name, architectures done, in all) before each.
+    """Examine architectures one after another; with `state`, a file of JSON lines that is appended
+    to as they come, continue where a run stopped. `progress` is called with (name, architectures
+    done, in all) before each.
 
     Raises:
         ModelError: `state` is not such a file.
@@ -208,7 +196,10 @@ def _checked(found: Coverage) -> Coverage:
                 return replace(found, reason=reason)
             _fill(model, spread)
             patch(model, scope="attention")
-        case = _noise(model, size)
+        noise = generated_inputs(
+            size, 1, seed=0, dtype=torch.float32, device="cpu", text=text_shape(model)
+        )["noise"]
+        case = noise if isinstance(noise, tuple) else (noise,)
         with torch.no_grad():
             if not depends(model, patched_sites(model), (case, {})):
                 return replace(found, verdict=FAILED, reason="its output depends on no site")
@@ -228,13 +219,6 @@ def _checked(found: Coverage) -> Coverage:
         error=worst.patched_error,
         original_error=worst.original_error,
     )
-
-
-def _noise(model: nn.Module, size: tuple[int, int, int]) -> tuple[Any, ...]:
-    text = text_shape(model)
-    cases = generated_inputs(size, 1, seed=0, dtype=torch.float32, device="cpu", text=text)
-    noise = cases["noise"]
-    return noise if isinstance(noise, tuple) else (noise,)
 
 
 def _compared(model: nn.Module, case: tuple[Any, ...]) -> tuple[list[Comparison], list[str]]:

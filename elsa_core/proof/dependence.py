@@ -12,24 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from elsa_core.patching import entry, is_layer, original, shared_copy
 from elsa_core.proof.compare import floating_outputs
-from elsa_core.proof.entry import watched
-from elsa_core.proof.samples import random_weight
-from elsa_core.proof.sides import Given, own
+from elsa_core.proof.samples import moved, random_weight
+from elsa_core.proof.sides import Given, own, watched
 
 
 def depends(model: nn.Module, sites: Mapping[str, nn.Module], given: Given) -> bool:
     """Whether the original's output changes with what the attention sites give (without any, the
-    patched layers); True where it does not run.
-
-    Args:
-        model: patched, in eval mode.
-        sites: its sites.
-        given: arguments of one call.
-    """
+    patched layers); True where it does not run. The model is patched, in eval mode."""
     attention = [site for site in sites.values() if not is_layer(site)]
 
     def run() -> Any:
@@ -71,13 +63,9 @@ def filled(model: nn.Module, oracle: nn.Module) -> tuple[nn.Module, nn.Module] |
 
 def _disturbed(_module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any) -> Any:
     """Noise of the size of the output, or of one where that is zero, added to it."""
-    generator = torch.Generator().manual_seed(0)
 
-    def disturb(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        noise = torch.randn(leaf.shape, generator=generator).to(leaf)
+    def disturb(leaf: Tensor, noise: Tensor) -> Tensor:
         size = leaf.detach().float().square().mean().sqrt().to(leaf.dtype)
-        return leaf + noise * torch.where(size > 0, size, torch.ones_like(size))
+        return leaf + noise.to(leaf) * torch.where(size > 0, size, torch.ones_like(size))
 
-    return pytree.tree_map(disturb, output)
+    return moved(output, 0, disturb)

@@ -28,23 +28,13 @@ MODEL = "model"
 def judge(
     judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype, samples: int
 ) -> None:
-    """Judges the gradients of one case: for its input, and for nearby ones and other losses where
-    that one condemns the patched code.
-
-    Args:
-        judgement: takes them, by the name of the input or parameter.
-        sides: the computation.
-        given: its arguments.
-        dtype: the model's, in which the loss's random numbers are representable.
-        samples: for a fair judgement.
-    """
+    """Judges the gradients of one case, by the name of the input or parameter: for its input, and
+    for `samples` nearby ones and other losses where that one condemns the patched code. `dtype` is
+    the model's, in which the loss's random numbers are representable."""
     try:
         _add(judgement, sides, given, dtype, 0)
-        settle(
-            [judgement],
-            samples,
-            lambda seed: _add(judgement, sides, jittered(given, seed), dtype, seed),
-        )
+        settle([judgement], samples,
+               lambda seed: _add(judgement, sides, jittered(given, seed), dtype, seed))  # fmt: skip
     except PatchedError as error:
         judgement.error = str(error)
 
@@ -72,13 +62,9 @@ def _add(judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype, s
 
 
 def _gradients(
-    run: Callable[[Given], Any],
-    module: nn.Module,
-    given: Given,
-    wide: torch.dtype | None,
-    dtype: torch.dtype,
-    seed: int,
-) -> Gradients:
+    run: Callable[[Given], Any], module: nn.Module, given: Given, wide: torch.dtype | None,
+    dtype: torch.dtype, seed: int,
+) -> Gradients:  # fmt: skip
     """By name: "input[0]", "input['key']" and the parameters' own, where they have influence."""
     with torch.enable_grad():
         leaves, arguments = _leaves(given, wide)
@@ -88,11 +74,13 @@ def _gradients(
         leaves |= {name: w for name, w in module.named_parameters() if w.requires_grad}
         if not outputs or not leaves:
             return {}
+        # The loss's derivatives by the outputs: random, and exact in every dtype that takes part.
+        losses = []
+        for place, out in enumerate(outputs.values()):
+            noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed + place))
+            losses.append(noise.to(dtype).to(device=out.device, dtype=out.dtype))
         grads = torch.autograd.grad(
-            list(outputs.values()),
-            list(leaves.values()),
-            [_cotangent(out, dtype, seed + i) for i, out in enumerate(outputs.values())],
-            allow_unused=True,
+            list(outputs.values()), list(leaves.values()), losses, allow_unused=True
         )
     return {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
 
@@ -116,10 +104,3 @@ def _leaves(given: Given, wide: torch.dtype | None) -> tuple[dict[str, Tensor], 
             made[id(value)] = leaf.clone()
     arguments: Given = pytree.tree_unflatten([made[id(value)] for _, value in flat], spec)
     return leaves, arguments
-
-
-def _cotangent(output: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
-    """The derivative of the loss by an output: random, and exact in every dtype that takes part."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(output.shape, generator=generator)
-    return noise.to(dtype).to(device=output.device, dtype=output.dtype)

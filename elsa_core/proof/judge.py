@@ -51,7 +51,8 @@ class Judgement:
         if not ones:
             raise ModelError("check: the original returns no floating tensor to compare")
         self.add_tensors(exacts, ones, twos)
-        if top1 and is_classification(one) and _same_shape(one, two):
+        alike = isinstance(two, Tensor) and is_classification(one) and one.shape == two.shape
+        if top1 and alike:
             self.top1.add(exact, one, two)
 
     def add_tensors(
@@ -106,7 +107,3 @@ def settle(judgements: Iterable[Judgement], samples: int, again: Callable[[int],
                 comparison.samples = seed + 1
         if seed + 1 >= _HOPELESS_SAMPLES and all(each.is_hopeless for each in several):
             break
-
-
-def _same_shape(one: Any, two: Any) -> bool:
-    return isinstance(two, Tensor) and one.shape == two.shape

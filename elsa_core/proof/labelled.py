@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,14 +45,9 @@ class LabelledImages:
     def batches(
         self, read: Callable[[Path], Tensor], size: int, unreadable: list[int] | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(images [B, C, H, W], classes int64 [B]) of `size` images; the last one has the rest.
-
-        Args:
-            read: of `elsa_core.base.images.reader`.
-            size: images a batch.
-            unreadable: images that cannot be read are left out, and their places put here; None
-                raises ModelError for the first one.
-        """
+        """(images [B, C, H, W], classes int64 [B]) of `size` images, read by `read` (of
+        `elsa_core.base.images.reader`); the last one has the rest. The places of images that cannot
+        be read go into `unreadable`; None raises ModelError for the first one."""
 
         def attempt(index: int) -> Tensor | None:
             try:
@@ -76,11 +70,8 @@ class LabelledImages:
     def without(self, places: Collection[int]) -> LabelledImages:
         """The images without those at some places."""
         kept = [i for i in range(len(self.files)) if i not in set(places)]
-        return dataclasses.replace(
-            self,
-            files=tuple(self.files[i] for i in kept),
-            labels=tuple(self.labels[i] for i in kept),
-        )
+        files, labels = (self.files[i] for i in kept), (self.labels[i] for i in kept)
+        return LabelledImages(self.root, tuple(files), tuple(labels), self.how)
 
 
 def labelled_images(
@@ -144,17 +135,16 @@ def _numbered(
     known = _by_name(names)
     if all(_plain(folder) in known for folder in folders):
         return {folder: known[_plain(folder)] for folder in folders}, "folders are names of classes"
-    synsets = _synsets() if classes == _IMAGENET else {}
+    synsets = _synsets(classes)
     if all(folder in synsets for folder in folders):
         return synsets, "folders are ImageNet's synsets"
     if all(folder.isdecimal() for folder in folders):
-        found = {folder: int(folder) for folder in folders}
-        if max(found.values()) >= classes:
+        largest = max(folders, key=int)
+        if int(largest) >= classes:
             raise ArgumentError(
-                f"{root}: folder {max(folders, key=int)} is no class of the model, which has 0 to "
-                f"{classes - 1}"
+                f"{root}: folder {largest} is no class of the model, which has 0 to {classes - 1}"
             )
-        return found, "folders are numbers of classes"
+        return {folder: int(folder) for folder in folders}, "folders are numbers of classes"
     if known:
         wrong = next(folder for folder in folders if _plain(folder) not in known)
         raise ArgumentError(
@@ -173,33 +163,41 @@ def _numbered(
 def _by_name(names: Sequence[str]) -> dict[str, int]:
     """The class of each name; none where two are alike."""
     found = {_plain(name): i for i, name in enumerate(names) if name}
-    return found if len(found) == len([name for name in names if name]) else {}
+    return found if len(found) == sum(map(bool, names)) else {}
 
 
 def _plain(name: str) -> str:
     return " ".join(name.casefold().replace("_", " ").split())
 
 
-def _synsets() -> dict[str, int]:
+def _synsets(classes: int) -> dict[str, int]:
+    """ImageNet's, for a model of its classes."""
+    if classes != _IMAGENET:
+        return {}
     from timm.data import ImageNetInfo
 
     return {name: i for i, name in enumerate(ImageNetInfo("imagenet-1k").label_names())}
 
 
 def _from_file(path: Path, classes: int, names: Sequence[str]) -> dict[str, int]:
+    """The class of each file that a line names: the first two columns of CSV, else the last word is
+    the class."""
     text = read_text(path, _LARGEST_FILE).removeprefix("\ufeff")
-    known = _by_name(names)
-    synsets = _synsets() if classes == _IMAGENET else {}
+    known, synsets = _by_name(names), _synsets(classes)
     found: dict[str, int] = {}
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines, 1):
-        name, given = _fields(line)
+        if "," in line:
+            name, given = [*next(csv.reader([line])), ""][:2]
+        else:
+            name, _, given = line.rpartition("\t" if "\t" in line else " ")
+        name, given = name.strip().removeprefix("./"), given.strip()
         if _plain(given) in known:
-            found[name.removeprefix("./")] = known[_plain(given)]
+            found[name] = known[_plain(given)]
         elif given.isdecimal() and int(given) < classes:
-            found[name.removeprefix("./")] = int(given)
+            found[name] = int(given)
         elif given in synsets:
-            found[name.removeprefix("./")] = synsets[given]
+            found[name] = synsets[given]
         elif number > 1 or given.isdecimal():
             raise ArgumentError(
                 f"{path} (--annotations), line {number}: {given[:60]!r} is no class, 0 to"
@@ -208,12 +206,3 @@ def _from_file(path: Path, classes: int, names: Sequence[str]) -> dict[str, int]
     if not found:
         raise ArgumentError(f"{path} (--annotations) holds no line of a file and its class")
     return found
-
-
-def _fields(line: str) -> tuple[str, str]:
-    """File and class of a line: the first two columns of CSV, else the last word is the class."""
-    if "," in line:
-        columns = next(csv.reader([line]))
-        return columns[0].strip(), columns[1].strip() if len(columns) > 1 else ""
-    name, _, given = line.strip().rpartition("\t" if "\t" in line else " ")
-    return name.strip(), given.strip()

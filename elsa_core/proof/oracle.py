@@ -58,16 +58,10 @@ class _Float64(TorchDispatchMode):
         kwargs = kwargs or {}
         asked = kwargs.get("dtype")
         wider = _WIDER.get(asked)
-        if wider is None or not _holds(args, wider):
+        leaves = pytree.tree_leaves(args) if wider is not None else ()
+        if not any(isinstance(each, Tensor) and each.dtype == wider for each in leaves):
             return func(*args, **kwargs)
         result = func(*args, **{**kwargs, "dtype": wider})
         if func is torch.ops.aten._to_copy.default and torch.finfo(asked).eps > self.eps:
             return result.to(asked).to(wider)
         return result
-
-
-def _holds(args: Any, dtype: torch.dtype) -> bool:
-    """Whether a tensor of `dtype` is among the arguments."""
-    return any(
-        isinstance(each, Tensor) and each.dtype == dtype for each in pytree.tree_leaves(args)
-    )

@@ -42,12 +42,8 @@ _NO_COMPILER: Final = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTrito
 
 
 def chosen(paths: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
-    """The paths to judge, in the order of `PATHS`.
-
-    Args:
-        paths: names of `PATHS`; None for the device's own: eager, and on CUDA graph and compile
-            too.
-        device: where the model runs.
+    """The paths to judge, in the order of `PATHS`; None means the device's own: eager, and on CUDA
+    graph and compile too.
 
     Raises:
         TypeError: no text and no collection.
@@ -131,11 +127,9 @@ class _Graphs:
     """
 
     def __init__(
-        self,
-        run: Callable[..., Any],
-        held: object,
+        self, run: Callable[..., Any], held: object,
         capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._run, self._held, self._capturing = run, held, capturing
         self._graphs: dict[Any, tuple[Given, Callable[[], Any]]] = {}
 
@@ -144,20 +138,17 @@ class _Graphs:
         key = (str(spec), *(_kind(leaf) for leaf in leaves))
         with torch.inference_mode():
             if key not in self._graphs:
-                self._graphs[key] = self._captured(given)
+                mine: Given = _copied(given)
+                with self._capturing():
+                    replay = capture.replayed(lambda: self._run(*mine[0], **mine[1]))
+                self._graphs[key] = mine, replay
             held, replay = self._graphs[key]
-            for mine, leaf in zip(pytree.tree_leaves(held), leaves, strict=True):
+            for place, leaf in zip(pytree.tree_leaves(held), leaves, strict=True):
                 if isinstance(leaf, Tensor):
-                    mine.copy_(leaf)
+                    place.copy_(leaf)
             result = replay()
             torch.cuda.synchronize()
             return _copied(result)
-
-    def _captured(self, given: Given) -> tuple[Given, Callable[[], Any]]:
-        held: Given = _copied(given)
-        args, kwargs = held
-        with self._capturing():
-            return held, capture.replayed(lambda: self._run(*args, **kwargs))
 
 
 def _kind(leaf: Any) -> Any:

@@ -7,33 +7,51 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elsa_core.base.grouping import group
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.proof.capture import OperatorCall, worst
 from elsa_core.proof.compare import Comparison, plain
 from elsa_core.proof.judge import Judgement
 from elsa_core.proof.site_cases import FILLED
-from elsa_core.proof.text import check_summary
 from elsa_core.reference import Drift
 
 # A relative error of the original from which on twice as much says nothing: a model that draws
 # random numbers or counts its calls has one.
 LEGIBLE = 0.25
 
+NOTHING_TESTED = "no site ran elsa's operator on these inputs, so nothing is known about it"
+_NOT_REACHED = "not reached by these inputs, so nothing is known about it"
 _SAMPLES = "errors are those of {} nearby inputs together, since one said too little"
 
 
-NOTHING_TESTED = "no site ran elsa's operator on these inputs, so nothing is known about it"
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """How far one output is off, for the case that is closest to (or furthest beyond) the allowed.
 
-
-@dataclass(frozen=True)
-class SiteCheck:
-    """One attention site on its own, over every call in every case.
-
-    The numbers are those of `worst_case`, the one closest to (or furthest beyond) what is allowed:
     `max_abs` and `relative_l2` say how far patched and original are from each other;
     `original_error`, `patched_error` and `allowed` are relative Euclidean errors against the
     float64 oracle; `excess` is error over allowance in the worse of the Euclidean and the maximum
     norm, so above 1 it fails. Non-finite numbers become null in `to_dict`.
+    """
+
+    max_abs: float
+    relative_l2: float
+    original_error: float
+    patched_error: float
+    allowed: float
+    excess: float
+    ok: bool
+    reason: str
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(plain(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteCheck(Errors):
+    """One attention site on its own, over every call in every case; the numbers are those of
+    `worst_case`.
 
     `calls` counts the comparisons, `operator_calls` how often the elsa operator ran in them;
     `drift` is the worst of the paper's metrics among the calls, None where it never ran, and
@@ -42,29 +60,17 @@ class SiteCheck:
     """
 
     path: str
-    max_abs: float
-    relative_l2: float
-    original_error: float
-    patched_error: float
-    allowed: float
-    excess: float
     drift: Drift | None
     worst_case: str
     calls: int
     operator_calls: int
     largest_logit: float
-    ok: bool
-    reason: str
-    notes: tuple[str, ...] = ()
     skip_rate: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return dict(plain(self))
 
-
-@dataclass(frozen=True)
-class ModelCheck:
-    """The whole model on one case by one path: numbers as in `SiteCheck`, for its worst output.
+@dataclass(frozen=True, kw_only=True)
+class ModelCheck(Errors):
+    """The whole model on one case by one path: the numbers are those of its worst output.
 
     `path` says how the patched model ran, one of `elsa_core.proof.paths.PATHS`.
     `top1_rows` is 0 where the output is no [rows, classes]. `top1_ties` are rows whose two best
@@ -77,50 +83,26 @@ class ModelCheck:
     path: str
     output: str
     inputs: int
-    max_abs: float
-    relative_l2: float
-    original_error: float
-    patched_error: float
-    allowed: float
-    excess: float
     top1_rows: int
     top1_flips: int
     top1_ties: int
     top1_tie_flips: int
-    ok: bool
-    reason: str
-    notes: tuple[str, ...] = ()
     shown: bool = True
 
-    def to_dict(self) -> dict[str, Any]:
-        return dict(plain(self))
 
-
-@dataclass(frozen=True)
-class GradientCheck:
+@dataclass(frozen=True, kw_only=True)
+class GradientCheck(Errors):
     """The gradients of the site at `path`, or of the whole where that is "model".
 
-    Numbers as in `SiteCheck`, for the gradient `worst` in `worst_case`: an input ("input[0]") or a
+    The numbers are those of the gradient `worst` in `worst_case`: of an input ("input[0]") or a
     parameter by its name. `gradients` counts those compared, `wrong` names those that fail.
     """
 
     path: str
     worst: str
-    max_abs: float
-    relative_l2: float
-    original_error: float
-    patched_error: float
-    allowed: float
-    excess: float
     worst_case: str
     gradients: int
     wrong: tuple[str, ...]
-    ok: bool
-    reason: str
-    notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(plain(self))
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,10 +146,36 @@ class CheckReport(Summarised):
         return dict(plain(self))
 
     def summary(self) -> Summary:
-        return check_summary(self)
+        """The verdict, a row for each group of sites and each input, and every failure."""
+
+        def row(name: str, one: Errors, last: str) -> tuple[str, ...]:
+            values = (one.patched_error, one.original_error, one.allowed)
+            return ("ok" if one.ok else "FAIL", name, *(f"{value:.1e}" for value in values), last)
+
+        rows = []
+        for label, members in group(self.sites, lambda site: site.ok):
+            # NaN compares false with everything: nothing is worse.
+            one = max(members, key=lambda x: math.inf if math.isnan(x.excess) else x.excess)
+            name = label if len(members) == 1 else f"{label} ({len(members)} sites)"
+            rows.append(row(name, one, one.worst_case))
+        rows += [row(f"model: {case.case}", case, classes(case)) for case in self.cases]
+        verdict = "outputs agree" if self.ok else "outputs do NOT agree"
+        if not self.tested:
+            verdict = "nothing was tested"
+        lines = [f"failed: {line}" for line in self.failures]
+        if self.fault_injection:
+            lines.append(f"ELSA_FAULT_INJECTION is on: {self.fault_injection}")
+        columns = ("", "relative error of", ">elsa", ">original", ">allowed", "worst input")
+        title = f"{verdict} · {self.dtype} on {self.device} · against float64"
+        return Summary(title, columns, rows, lines)
 
 
-_NOT_REACHED = "not reached by these inputs, so nothing is known about it"
+def classes(case: ModelCheck) -> str:
+    """How many rows have the same first class, or that the case proves nothing."""
+    if not case.shown and case.ok:
+        return "shows nothing"
+    same = case.top1_rows - case.top1_flips
+    return f"top-1 {same}/{case.top1_rows}" if case.top1_rows else ""
 
 
 @dataclass
@@ -211,7 +219,7 @@ class SiteRecord:
         """Whether an output of the original differs from any other."""
         return self.clearest < LEGIBLE
 
-    def reason(self) -> str:
+    def _reason(self) -> str:
         """Why the site fails, or an empty string; its own output is judged before its operator."""
         why = "" if self.worst is None else self.worst.reason()
         if why:
@@ -232,9 +240,7 @@ class SiteRecord:
 
     def result(self, path: str) -> SiteCheck:
         """The verdict on the site."""
-        notes = list(dict.fromkeys(self.notes))
-        if self.worst is not None and self.worst.samples > 1:
-            notes.append(f"{self.case}: {_SAMPLES.format(self.worst.samples)}")
+        notes = [*dict.fromkeys(self.notes), *_samples(self.worst, self.case)]
         if self.worst is None and self.layer:
             notes.append(_NOT_REACHED)
         if self.calls and not self.operator_calls and not self.layer:
@@ -244,20 +250,12 @@ class SiteRecord:
                 if self.backends
                 else "the elsa operator was never called here"
             )
-        reason = self.reason()
         return SiteCheck(
-            path=path,
-            **_numbers(self.worst),
-            drift=worst(self.drifts),
-            worst_case=self.case,
-            calls=self.calls,
-            operator_calls=self.operator_calls,
-            largest_logit=self.largest_logit,
-            ok=not reason,
-            reason=reason,
-            notes=tuple(notes),
+            path=path, **_verdict(self.worst, self._reason()), drift=worst(self.drifts),
+            worst_case=self.case, calls=self.calls, operator_calls=self.operator_calls,
+            largest_logit=self.largest_logit, notes=tuple(notes),
             skip_rate=self.left_out / self.tiles if self.tiles else None,
-        )
+        )  # fmt: skip
 
 
 @dataclass
@@ -282,8 +280,7 @@ class GradientRecord:
             if self.worst is None or _rank(comparison) > _rank(self.worst):
                 self.worst, self.name, self.case = comparison, name, case
 
-    def reason(self) -> str:
-        """Why the gradients fail, or an empty string."""
+    def _reason(self) -> str:
         if self.error:
             return self.error
         if self.worst is None:
@@ -294,21 +291,11 @@ class GradientRecord:
 
     def result(self, path: str) -> GradientCheck:
         """The verdict on them."""
-        reason = self.reason()
-        notes: tuple[str, ...] = ()
-        if self.worst is not None and self.worst.samples > 1:
-            notes = (f"{self.case}: {_SAMPLES.format(self.worst.samples)}",)
         return GradientCheck(
-            path=path,
-            worst=self.name,
-            **_numbers(self.worst),
-            worst_case=self.case,
-            gradients=self.count,
-            wrong=tuple(self.wrong),
-            ok=not reason,
-            reason=reason,
-            notes=notes,
-        )
+            path=path, worst=self.name, **_verdict(self.worst, self._reason()),
+            worst_case=self.case, gradients=self.count, wrong=tuple(self.wrong),
+            notes=tuple(_samples(self.worst, self.case)),
+        )  # fmt: skip
 
 
 def _rank(gradient: Comparison) -> tuple[bool, bool, float]:
@@ -325,40 +312,36 @@ def model_check(
     """The verdict on one case by one path; `shown`: the output depends on the sites."""
     comparisons, top1 = judgement.comparisons, judgement.top1
     output = max(comparisons, key=lambda key: comparisons[key].excess, default="")
-    worst_one = comparisons.get(output)
-    why = worst_one.reason() if worst_one is not None else "nothing was compared"
-    reason = judgement.error or why or top1.reason()
+    one = comparisons.get(output)
+    why = one.reason() if one is not None else "nothing was compared"
     notes = []
     if not shown:
         notes.append(
             "the output depends on no site, so it shows nothing: the sites carry the proof"
         )
-    if worst_one is not None and worst_one.original_error >= LEGIBLE:
+    if one is not None and one.original_error >= LEGIBLE:
         shown = False
         notes.append("the original's own error hides any other: the sites carry the proof")
-    if worst_one is not None and worst_one.samples > 1:
-        notes.append(_SAMPLES.format(worst_one.samples))
     return ModelCheck(
-        case=case,
-        path=path,
-        output=output,
-        inputs=inputs,
-        **_numbers(worst_one),
-        top1_rows=top1.rows,
-        top1_flips=top1.flips,
-        top1_ties=top1.ties,
-        top1_tie_flips=top1.tie_flips,
-        ok=not reason,
-        reason=reason,
-        notes=tuple(notes),
-        shown=shown,
-    )
+        case=case, path=path, output=output, inputs=inputs,
+        **_verdict(one, judgement.error or why or top1.reason()), top1_rows=top1.rows,
+        top1_flips=top1.flips, top1_ties=top1.ties, top1_tie_flips=top1.tie_flips,
+        notes=(*notes, *_samples(one)), shown=shown,
+    )  # fmt: skip
 
 
-def _numbers(comparison: Comparison | None) -> dict[str, float]:
-    """The numbers that `SiteCheck` and `ModelCheck` share; NaN where nothing was compared."""
+def _samples(comparison: Comparison | None, case: str = "") -> list[str]:
+    """That one input said too little, as a note."""
+    if comparison is None or comparison.samples == 1:
+        return []
+    return [f"{case}: " * bool(case) + _SAMPLES.format(comparison.samples)]
+
+
+def _verdict(comparison: Comparison | None, reason: str) -> dict[str, Any]:
+    """The fields of `Errors` but notes; NaN where nothing was compared."""
     names = ("relative_l2", "original_error", "patched_error", "allowed", "excess")
-    if comparison is None:
-        return dict.fromkeys(("max_abs", *names), math.nan)
-    values = {name: float(getattr(comparison, name)) for name in names}
-    return {"max_abs": comparison.difference.maximum, **values}
+    values = dict.fromkeys(("max_abs", *names), math.nan)
+    if comparison is not None:
+        values = {name: float(getattr(comparison, name)) for name in names}
+        values["max_abs"] = comparison.difference.maximum
+    return {**values, "ok": not reason, "reason": reason}

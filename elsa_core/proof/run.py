@@ -25,9 +25,7 @@ from elsa_core.proof.site_cases import FILLED
 from elsa_core.proof.site_run import Asked, Progress, SiteRun
 
 Judgements = dict[str, Judgement]
-# Where eager calls of one kind find out which code takes the host less, and after how many calls
-# they use it: what is timed, and what a user runs, is judged too.
-SETTLING: Final = frozenset({"cuda"})
+# After so many eager calls on a GPU the launches of a layout are replayed, as in what a user runs.
 _CALLS: Final = 3
 _SEED: Final = 1 << 16  # of a sample that no other step takes
 
@@ -36,18 +34,10 @@ _SEED: Final = 1 << 16  # of a sample that no other step takes
 class CheckRun:
     """One check in progress: the model's cases, and the progress made.
 
-    Attributes:
-        model: patched; its sites by path in `sites`.
-        oracle: the original in float64.
-        asked: what to do.
-        dtype, device: of the model.
-        fault: a deliberate error.
-        progress: called with (what, steps done, steps in all).
-        steps: of the whole check: one for each case, and for each site in it, and what follows.
-        left_out: paths that the original or this machine cannot take, with the reason.
-
-    `whole` is the model whose outputs are judged: a copy with other weights where those of zero
-    hide the sites. `shown`: whether its output depends on them at all.
+    `oracle` is the original in float64, `steps` counts one for each case, and for each site in it,
+    and what follows. `left_out`: paths that the original or this machine cannot take, with the
+    reason. `whole` is the model whose outputs are judged: a copy with other weights where those of
+    zero hide the sites. `shown`: whether its output depends on them at all.
     """
 
     model: nn.Module
@@ -61,7 +51,7 @@ class CheckRun:
     steps: int
     left_out: dict[str, str] = field(default_factory=dict)
     done: int = 0
-    has_settled: bool = False
+    has_replayed: bool = False
 
     def __post_init__(self) -> None:
         self.site_run = SiteRun(
@@ -131,25 +121,22 @@ class CheckRun:
             self._batch(name, self._prepared(raw), judged, watch, top1=True)
             inputs += next(len(x) for x in raw if isinstance(x, Tensor) and x.ndim)
         first = self.first_batch(case)
-        if self.device.type in SETTLING and paths.EAGER in judged and not self.has_settled:
-            self._settled(name, first, judged[paths.EAGER])
+        if self.device.type == "cuda" and paths.EAGER in judged and not self.has_replayed:
+            self._replayed(name, first, judged[paths.EAGER])
         for seed in range(max((each.too_few for each in judged.values()), default=0)):
             self._batch(name, (nearby(first[0], seed), {}), judged)
         doubtful = {path: each for path, each in judged.items() if each.in_doubt and not each.error}
-        settle(
-            doubtful.values(),
-            MODEL_SAMPLES,
-            lambda seed: self._batch(name, jittered(first, seed), doubtful),
-        )
+        settle(doubtful.values(), MODEL_SAMPLES,
+               lambda seed: self._batch(name, jittered(first, seed), doubtful))  # fmt: skip
         label = name + self.label
         return [
             model_check(label, path, inputs, each, shown=self.shown)
             for path, each in judged.items()
         ]
 
-    def _settled(self, name: str, first: Given, eager: Judgement) -> None:
+    def _replayed(self, name: str, first: Given, eager: Judgement) -> None:
         """The eager path in the calls that follow some of their kind."""
-        self.has_settled = True
+        self.has_replayed = True
         if eager.error:
             return
         try:
@@ -161,14 +148,9 @@ class CheckRun:
         self._batch(name, (nearby(first[0], _SEED), {}), {paths.EAGER: eager})
 
     def _batch(
-        self,
-        name: str,
-        batch: Given,
-        judged: Judgements,
-        watch: AbstractContextManager[None] | None = None,
-        *,
-        top1: bool = False,
-    ) -> None:
+        self, name: str, batch: Given, judged: Judgements,
+        watch: AbstractContextManager[None] | None = None, *, top1: bool = False,
+    ) -> None:  # fmt: skip
         """One batch through the original (under `watch`), float64, and the patched model by each
         path of `judged`; a path that raises is out of it."""
         with watch or nullcontext():
@@ -225,17 +207,23 @@ class CheckRun:
                 raise UnavailableError(f"path {path}: {reason}")
             self._leave_out(path, f"this machine lacks its compiler: {reason}")
             return
+        refused = self._refusal(path, batch)
+        if refused is not None and self.asked.by_name:
+            raise ModelError(
+                f"path {path}: the original model does not run by it either ({refused})"
+            ) from error
+        if refused is not None:
+            self._leave_out(path, f"the original does not run by it either: {refused}")
+
+    def _refusal(self, path: str, batch: Given) -> str | None:
+        """Why the original does not run by a path; None if it does."""
+        with original(self.whole):
+            run = paths.runner(path, self.whole, None)
         try:
-            with original(self.whole):
-                run = paths.runner(path, self.whole, None)
             finding(lambda: run(batch))
-        except PatchedError as other:
-            reason = str(other).removeprefix("the patched code raises ")
-            if self.asked.by_name:
-                raise ModelError(
-                    f"path {path}: the original model does not run by it either ({reason})"
-                ) from error
-            self._leave_out(path, f"the original does not run by it either: {reason}")
+        except PatchedError as error:
+            return str(error).removeprefix("the patched code raises ")
+        return None
 
     def trains(self, path: str, batch: Given) -> bool:
         """Whether the original's backward runs by a path; else the report says why not.
@@ -243,18 +231,13 @@ class CheckRun:
         Raises:
             ModelError: the path was asked for by name.
         """
-        with original(self.whole):
-            run = paths.runner(path, self.whole, None)
-        try:
-            with torch.enable_grad():
-                finding(lambda: run(own(batch)))
-        except PatchedError as error:
-            reason = str(error).removeprefix("the patched code raises ")
-            if self.asked.by_name:
-                raise ModelError(f"gradients by path {path}: {reason}") from error
+        with torch.enable_grad():
+            reason = self._refusal(path, own(batch))
+        if reason is not None and self.asked.by_name:
+            raise ModelError(f"gradients by path {path}: {reason}")
+        if reason is not None:
             self.left_out[f"{path} (gradients)"] = reason
-            return False
-        return True
+        return reason is None
 
     def _leave_out(self, path: str, reason: str) -> None:
         self.left_out[path] = reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,19 +10,27 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
+def moved(value: Any, seed: int, move: Callable[[Tensor, Tensor], Tensor], draw: Any = None) -> Any:
+    """The same nested value, each floating tensor changed by `move`, which is given random numbers
+    of its shape on the CPU: normal ones, or those of `draw`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        return move(leaf, (draw or torch.randn)(leaf.shape, generator=generator))
+
+    return pytree.tree_map(change, value)
+
+
 def nearby(case: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
     """The case with its floating tensors moved by 1.6%: another sample of the same roundings."""
 
-    def move(tensor: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+    def move(tensor: Tensor, noise: Tensor) -> Tensor:
         rms = tensor.float().square().mean().sqrt().clamp_min(2.0**-6).to(tensor.dtype)
-        return tensor + 2.0**-6 * rms * noise
+        return tensor + 2.0**-6 * rms * noise.to(tensor)
 
-    return tuple(
-        move(item) if isinstance(item, Tensor) and item.is_floating_point() else item
-        for item in case
-    )
+    return tuple(moved(item, seed, move) for item in case)
 
 
 def jittered(value: Any, seed: int) -> Any:
@@ -29,15 +38,11 @@ def jittered(value: Any, seed: int) -> Any:
 
     Another sample of all roundings: which tokens are large, and what is zero or infinite, stays.
     """
-    generator = torch.Generator().manual_seed(seed)
 
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        noise = torch.randn(leaf.shape, generator=generator).to(leaf.device)
-        return (leaf.double() * (1.0 + 2.0**-6 * noise)).to(leaf.dtype)
+    def move(leaf: Tensor, noise: Tensor) -> Tensor:
+        return (leaf.double() * (1.0 + 2.0**-6 * noise.to(leaf.device))).to(leaf.dtype)
 
-    return pytree.tree_map(move, value)
+    return moved(value, seed, move)
 
 
 def nudged(value: Any, seed: int) -> Any:
@@ -46,17 +51,14 @@ def nudged(value: Any, seed: int) -> Any:
     Each number moves by one ulp with probability 1/12, which has the variance of a rounding to
     nearest. What a model makes of it is another sample of the model's own rounding error.
     """
-    generator = torch.Generator().manual_seed(seed)
 
-    def nudge(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        draw = torch.rand(leaf.shape, generator=generator).to(leaf.device)
+    def nudge(leaf: Tensor, draw: Tensor) -> Tensor:
+        draw = draw.to(leaf.device)
         sign = (draw < 1 / 24).double() - (draw > 23 / 24).double()
         # A significand in [1, 2) times 1 + 0.75 eps rounds to its neighbour.
         return (leaf.double() * (1.0 + 0.75 * torch.finfo(leaf.dtype).eps * sign)).to(leaf.dtype)
 
-    return pytree.tree_map(nudge, value)
+    return moved(value, seed, nudge, torch.rand)
 
 
 def random_weight(

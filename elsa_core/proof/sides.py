@@ -1,7 +1,10 @@
 """One computation three times: of the original, patched, and in float64. A model, or a site of it.
 
 A module that is no copy has the original's class while it is judged (`original`), and the patched
-one for the length of a patched run.
+one for the length of a patched run. A site is called and hooked at its `entry`: `forward`, or the
+method that an adapter names. A block that computes its attention itself (Swin) is judged on that
+method alone, since the residual and the MLP around it would hide small errors and a norm before it
+would undo the hard cases.
 """
 
 from __future__ import annotations
@@ -18,16 +21,46 @@ from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.patching import entry, original
 from elsa_core.proof.compare import map_floating
-from elsa_core.proof.entry import call, watched
 from elsa_core.proof.oracle import exactly
 
 # Positional and named arguments of one call.
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 Run = Callable[[Given], Any]
+# Called with (module, args, kwargs, output); what it returns replaces the output, None keeps it.
+Hook = Callable[[nn.Module, Any, dict[str, Any], Any], Any]
 
 
 class PatchedError(Exception):
     """The patched code raised where the original did not."""
+
+
+@contextmanager
+def watched(module: nn.Module, entry: str, hook: Hook) -> Iterator[None]:
+    """Call `hook` after every run of the site, for the length of a `with` block."""
+    if entry == "forward":
+        handle = module.register_forward_hook(hook, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+        return
+    before = vars(module).get(entry)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        inner = getattr(type(module), entry).__get__(module) if before is None else before
+        output = inner(*args, **kwargs)
+        changed = hook(module, args, kwargs, output)
+        return output if changed is None else changed
+
+    # An instance attribute goes before the method of whichever class the module has at the time.
+    vars(module)[entry] = run
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(module)[entry]
+        else:
+            vars(module)[entry] = before
 
 
 @dataclass(frozen=True)
@@ -59,24 +92,20 @@ class Sides:
         what: the path of the site, or "the model".
         weights: the module whose parameters original and patched read.
         oracle: the same in float64.
-        run_original, run_patched, run_exact: each takes the arguments of a call.
+        original, run_patched, run_exact: each takes the arguments of a call.
         fault: entered around a patched run.
     """
 
     what: str
     weights: nn.Module
     oracle: nn.Module
-    run_original: Run
+    original: Run
     run_patched: Run
     run_exact: Run
     fault: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def original(self, given: Given) -> Any:
-        """What the original makes of the arguments."""
-        return self.run_original(given)
-
     def patched(self, given: Given) -> Any:
-        """What the patched code makes of them.
+        """What the patched code makes of the arguments.
 
         Raises:
             PatchedError: it raised.
@@ -111,28 +140,18 @@ def of_model(
         with original(model):
             return _run(model, "forward", own(given))
 
-    def disturbed() -> AbstractContextManager[None]:
-        return nullcontext() if fault is None else fault.on(sites[fault.path])
-
     return Sides(
-        "the model",
-        model,
-        oracle,
-        run_original,
+        "the model", model, oracle, run_original,
         lambda given: _run(model, "forward", own(given)),
         lambda given: _run(oracle, "forward", own(given)),
-        disturbed,
-    )
+        lambda: nullcontext() if fault is None else fault.on(sites[fault.path]),
+    )  # fmt: skip
 
 
 def of_site(
-    path: str,
-    module: nn.Module,
-    patched_class: type[nn.Module],
-    oracle: nn.Module,
-    entry: str,
+    path: str, module: nn.Module, patched_class: type[nn.Module], oracle: nn.Module, entry: str,
     fault: Fault | None,
-) -> Sides:
+) -> Sides:  # fmt: skip
     """One site, whose `module` has the original's class now."""
 
     def run_patched(given: Given) -> Any:
@@ -143,18 +162,13 @@ def of_site(
         finally:
             module.__class__ = before
 
-    def disturbed() -> AbstractContextManager[None]:
-        return nullcontext() if fault is None or fault.path != path else fault.on(module)
-
+    hit = fault is not None and fault.path == path
     return Sides(
-        path,
-        module,
-        oracle,
-        lambda given: _run(module, entry, given),
-        run_patched,
+        path, module, oracle,
+        lambda given: _run(module, entry, given), run_patched,
         lambda given: _run(oracle, entry, given),
-        disturbed,
-    )
+        lambda: fault.on(module) if hit and fault is not None else nullcontext(),
+    )  # fmt: skip
 
 
 def finding(run: Callable[[], Any]) -> Any:
@@ -176,5 +190,6 @@ def own(given: Given) -> Given:
 
 
 def _run(module: nn.Module, entry: str, given: Given) -> Any:
+    """Run a module alone, hooks included."""
     args, kwargs = given
-    return call(module, entry, args, kwargs)
+    return (module if entry == "forward" else getattr(module, entry))(*args, **kwargs)

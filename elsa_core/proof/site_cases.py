@@ -43,13 +43,9 @@ _BEYOND_LIMIT = 5.5
 
 @dataclass(frozen=True)
 class SiteCase:
-    """One more run of a site.
+    """One more run of a site, by arguments of its own, or of its `twin` with other weights.
 
-    Attributes:
-        name: what is special about it.
-        given: the arguments.
-        twin: a copy of the site with other weights, to be run in its place.
-        may_refuse: the original need not take these arguments; then nothing is judged.
+    `may_refuse`: the original need not take these arguments; then nothing is judged.
     """
 
     name: str
@@ -60,34 +56,21 @@ class SiteCase:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the operator saw of a site's first call.
+    """What the operator saw of a site's first call."""
 
-    Attributes:
-        largest_logit: 0 or inf where it is not known.
-        keys: of the longest row of the attention operator; 0 where it did not run.
-        whole_windows: the window operator ran, and padded nothing.
-    """
-
-    largest_logit: float = 0.0
-    keys: int = 0
-    whole_windows: bool = False
+    largest_logit: float = 0.0  # 0 or inf where it is not known
+    keys: int = 0  # of the longest row of the attention operator; 0 where it did not run
+    whole_windows: bool = False  # the window operator ran, and padded nothing
 
 
 def site_cases(
     module: nn.Module, given: Given, entry: str, seen: Seen, *, is_first: bool
 ) -> Iterator[SiteCase]:
-    """The hard cases of a site, made from arguments that it really received.
+    """The hard cases of a site, made from arguments that its method `entry` really received.
 
     Without weights of zero; those of `hard_cases`; an image that the windows do not divide; more
     keys than any kernel folds at once; three images where one came; a logit scale above its limit.
-
-    Args:
-        module: the site, with the original's class.
-        given: its arguments.
-        entry: the method that takes them.
-        seen: of the run on them.
-        is_first: it is the first site of its kind: many keys and images take time, and one site
-            tells.
+    Many keys and images take time, and one site of a kind tells: `is_first`.
     """
     twin = zeros_filled(module, entry)
     if twin is not None:
@@ -103,7 +86,7 @@ def site_cases(
     dim = 1 if getattr(module, "batch_first", True) else 0
     if is_first:
         three = _change_tokens(method, *given, lambda x: _three(x, 1 - dim))
-        if _tensors(three) != _tensors(given):
+        if any(a is not b for a, b in zip(_values(three), _values(given), strict=True)):
             yield SiteCase(ROWS, three, may_refuse=True)
     if is_first and 0 < seen.keys < MANY_KEYS:
         longer = _change_tokens(method, *given, lambda x: _longer(x, dim))
@@ -113,38 +96,49 @@ def site_cases(
         yield SiteCase(CLAMPED, given, clamped)
 
 
+def _values(given: Given) -> tuple[Any, ...]:
+    return (*given[0], *given[1].values())
+
+
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
     """Sites of one kind have one class and parameters of the same shapes."""
     return type(module), *(tuple(weight.shape) for weight in module.parameters())
 
 
 def hard_cases(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    largest_logit: float,
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], largest_logit: float,
     entry: str = "forward",
-) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Hard cases for one attention site, made from arguments that it really received.
+) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:  # fmt: skip
+    """Hard cases for one attention site, made from arguments that its method `entry` received.
 
     `large logits`: tokens scaled so that the largest logit, which grows with the square, becomes
     100 (a site that normalises its queries and keys keeps its logits); `constant rows`: every
     token is the mean token; `dominant token`: the first token scaled up, so that its key outweighs
-    every other for some queries and vanishes for the rest.
-
-    Args:
-        largest_logit: The largest |logit| that the arguments gave; 0 or inf where unknown.
-        entry: The method of the site that takes the arguments.
+    every other for some queries and vanishes for the rest. `largest_logit` is 0 or inf where it is
+    not known.
     """
     known = 0.0 < largest_logit < math.inf
     ratio = TARGET_LOGIT / largest_logit if known else MAX_GAIN
     channels = _in_channels(module)
-    gains = {
+
+    def constant(x: Tensor) -> Tensor:
+        mean = x.float().mean(dim=_token_dims(x, channels), keepdim=True)
+        return mean.to(x.dtype).expand_as(x).contiguous()
+
+    def dominant(x: Tensor) -> Tensor:
+        x = x.clone()
+        first: list[Any] = [slice(None)] * x.ndim
+        for dim in _token_dims(x, channels):
+            first[dim] = 0
+        x[tuple(first)] *= min(max(ratio, 4.0), MAX_GAIN)
+        return x
+
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
         "large logits": lambda x: x * min(max(math.sqrt(ratio), 1.0), MAX_GAIN),
-        "constant rows": lambda x: _constant_rows(x, channels),
-        "dominant token": lambda x: _dominant_token(x, channels, min(max(ratio, 4.0), MAX_GAIN)),
+        "constant rows": constant,
+        "dominant token": dominant,
     }
-    for name, change in gains.items():
+    for name, change in changes.items():
         yield (name, *_change_tokens(getattr(type(module), entry), args, kwargs, change))
 
 
@@ -154,7 +148,11 @@ def zeros_filled(module: nn.Module, entry: str) -> nn.Module | None:
     A last gain of zero (of a norm, as many models begin) hides everything that a site computes; a
     bias of zeros hides itself.
     """
-    zeros = [name for name, weight in module.named_parameters() if _is_zero(weight)]
+    zeros = [
+        name
+        for name, weight in module.named_parameters()
+        if weight.is_floating_point() and weight.numel() > 0 and not bool(weight.any())
+    ]
     if not zeros:
         return None
     twin = _twin(module, entry)
@@ -175,10 +173,6 @@ def _twin(module: nn.Module, entry: str) -> nn.Module:
     return twin
 
 
-def _is_zero(weight: Tensor) -> bool:
-    return weight.is_floating_point() and weight.numel() > 0 and not bool(weight.any())
-
-
 def beyond_limit(module: nn.Module, entry: str) -> nn.Module | None:
     """A copy of a site whose logit scales, a logarithm for each head, lie above Swin-V2's limit at
     every second head; None where it has none."""
@@ -197,11 +191,9 @@ def beyond_limit(module: nn.Module, entry: str) -> nn.Module | None:
 
 
 def _change_tokens(
-    method: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
     change: Callable[[Tensor], Tensor],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Given:  # fmt: skip
     """Changes the token tensors among the arguments; one tensor given twice stays one tensor."""
     names = [
         parameter.name
@@ -244,31 +236,12 @@ def _token_dims(x: Tensor, channels: int | None) -> list[int]:
     return [2, 3] if at_one else list(range(1, x.ndim - 1))
 
 
-def _constant_rows(x: Tensor, channels: int | None) -> Tensor:
-    mean = x.float().mean(dim=_token_dims(x, channels), keepdim=True)
-    return mean.to(x.dtype).expand_as(x).contiguous()
-
-
-def _dominant_token(x: Tensor, channels: int | None, gain: float) -> Tensor:
-    x = x.clone()
-    first: list[Any] = [slice(None)] * x.ndim
-    for dim in _token_dims(x, channels):
-        first[dim] = 0
-    x[tuple(first)] *= gain
-    return x
-
-
 def _cropped(x: Tensor, channels: int | None) -> Tensor:
     """An image [B, H, W, C] or [B, C, H, W] without its last row and its last two columns."""
     dims = _token_dims(x, channels)
     for dim, less in zip(dims, (1, 2), strict=False):
         x = x.narrow(dim, 0, max(1, x.shape[dim] - less)) if x.ndim == 4 else x
     return x.contiguous()
-
-
-def _tensors(given: Given) -> list[int]:
-    args, kwargs = given
-    return [id(value) for value in (*args, *kwargs.values())]
 
 
 def _three(x: Tensor, batch: int) -> Tensor:

@@ -17,11 +17,10 @@ from elsa_core.patching import entry, is_layer
 from elsa_core.proof import gradients
 from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.compare import TURBO_EPS, floating_outputs
-from elsa_core.proof.entry import Hook, watched
 from elsa_core.proof.judge import SITE_SAMPLES, Judgement, settle
 from elsa_core.proof.report import GradientCheck, GradientRecord, SiteCheck, SiteRecord
 from elsa_core.proof.samples import jittered
-from elsa_core.proof.sides import Fault, Given, PatchedError, Sides, of_site
+from elsa_core.proof.sides import Fault, Given, Hook, PatchedError, Sides, of_site, watched
 from elsa_core.proof.site_cases import (
     FILLED,
     Seen,
@@ -41,17 +40,11 @@ def is_inexact(site: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a check is to do.
+    """What a check is to do: the arguments of `check`.
 
-    Attributes:
-        factor: how many times the original's own error is allowed.
-        batch_size: rows of one forward.
-        stress: also hard cases for each site.
-        grad: also gradients.
-        paths: by which the whole model runs.
-        by_name: the paths were asked for; one that the original cannot take is an error then.
-        bound: the relative error granted to sites patched to leave out weights by a number whose
-            calls reach a sparse operator, and to a model with such sites.
+    `by_name`: the paths were asked for; one that the original cannot take is an error then.
+    `bound` is granted to sites patched to leave out weights by a number whose calls reach a sparse
+    operator, and to a model with such sites.
     """
 
     factor: float
@@ -65,16 +58,8 @@ class Asked:
 
 @dataclass
 class SiteRun:
-    """The sites, what is known of each, and how they are watched.
-
-    Attributes:
-        sites: the patched modules by path.
-        oracle: the original model in float64.
-        asked: what to do.
-        dtype: of the model.
-        fault: a deliberate error.
-        tick: called with a path, and 1, when a site has been judged.
-    """
+    """The sites, what is known of each, and how they are watched; `tick` is called with a path, and
+    1, when a site has been judged."""
 
     sites: Mapping[str, nn.Module]
     oracle: nn.Module
@@ -153,8 +138,7 @@ class SiteRun:
         for each in self._cases(path, module, given, seen, is_first=is_first):
             self._extra(path, f"{label}, {each.name}", module, each)
             if each.name == FILLED and hidden and record.shown:
-                note = f"its output is zero with these weights: see {label}, {FILLED}"
-                record.notes.append(note)
+                record.notes.append(f"its output is zero with these weights: see {label}, {FILLED}")
 
     def _cases(
         self, path: str, module: nn.Module, given: Given, seen: Seen, *, is_first: bool
@@ -221,11 +205,10 @@ class SiteRun:
         )
 
     def _judge_gradients(self, path: str, label: str, sides: Sides, given: Given) -> None:
-        if not self.asked.grad:
-            return
-        judgement = self._judgement(path)
-        gradients.judge(judgement, sides, given, self.dtype, SITE_SAMPLES)
-        self.gradients[path].add(label, judgement)
+        if self.asked.grad:
+            judgement = self._judgement(path)
+            gradients.judge(judgement, sides, given, self.dtype, SITE_SAMPLES)
+            self.gradients[path].add(label, judgement)
 
     def _judgement(self, path: str) -> Judgement:
         return Judgement(self.asked.factor, TURBO_EPS if path in self.turbo else None)

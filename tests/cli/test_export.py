@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -41,7 +40,6 @@ def test_export_and_verify_a_weights_file(elsa: Elsa, tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     assert "✓ model.ts" in answer.out and "1 of 1 artefacts reproduce" in answer.out
     assert answer.err.count("TorchScript is deprecated") == 1
-    assert re.search(r"^Took \d+ s(: \w.* \d+ s)?$", answer.out, re.MULTILINE)
     manifest = json.loads((tmp_path / "test_vit-elsa" / "manifest.json").read_text())
     assert manifest["outputs"][0]["shape"] == ["batch", 11]
     assert manifest["inputs"][0]["shape"] == ["batch", 3, 32, 32]
@@ -61,7 +59,7 @@ def test_a_bundle_says_what_was_assumed(elsa: Elsa, tmp_path: Path) -> None:
     name = "vit_tiny_patch16_224"
     model = timm.create_model("deit_tiny_patch16_224", num_classes=11, img_size=32, depth=1)
     save_file(model.state_dict(), tmp_path / "mine.safetensors")
-    answer = elsa("export", "mine.safetensors", "--formats", "torchscript")
+    answer = elsa("export", "mine.safetensors", "--formats", "torchscript", "--batches", "4,1")
     assert answer.code == 0, answer.err
     assert "does not say its preprocessing" in answer.err
     bundle = tmp_path / f"{name}-elsa"
@@ -78,15 +76,13 @@ def test_a_bundle_says_what_was_assumed(elsa: Elsa, tmp_path: Path) -> None:
     assert "mean [0.5, 0.5, 0.5]" in ran.stderr and "assumed" in ran.stderr
     image, *classes = ran.stdout.splitlines()
     assert image.endswith("a.png") and len(classes) == 5 and "assumed" not in ran.stdout
-    again = document(elsa("check", bundle, "--json"))["results"]["model"]
+    assert manifest["reference"]["batch_sizes"] == [1, 4]
+    again = document(elsa("patch", bundle, "--json"))["results"]["model"]
     assert again["assumed"] == {"heads": 3}
     assert {"mean", "std"} <= set(again["preprocess"]["assumed"])
     given = ("--mean", "0.5", "--std", "0.5", "--crop-pct", "0.9", "--interpolation", "bicubic")
-    elsa("export", "mine.safetensors", "--formats", "torchscript", "-o", "g", "--batches", "4,1",
-         *given)  # fmt: skip
-    manifest = json.loads((tmp_path / "g/manifest.json").read_text())
-    assert manifest["preprocess"]["assumed"] == []
-    assert manifest["reference"]["batch_sizes"] == [1, 4]
+    told = document(elsa("inspect", "mine.safetensors", *given, "--json"))["results"]["model"]
+    assert told["preprocess"]["assumed"] == []
 
 
 @pytest.mark.parametrize(

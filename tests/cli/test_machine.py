@@ -21,16 +21,9 @@ from .conftest import TINY, Elsa, environment
 from .test_commands import document
 
 GROUPS = [
-    "system",
-    "packages",
-    "gpu",
-    "native library",
-    "kernel packs",
-    "backends",
-    "caches",
-    "variables",
-    "config",
-]
+    "system", "packages", "gpu", "native library", "kernel packs", "backends", "caches",
+    "variables", "config",
+]  # fmt: skip
 
 
 def test_doctor(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +130,8 @@ def test_sizes_for_people() -> None:
 
 
 @pytest.mark.compiler
-def test_build_twice_at_once_then_again(tmp_path: Path, quick_compiler: QuickCompiler) -> None:
-    """One process compiles, the other waits and takes its library; a third finds it."""
+def test_build_twice_at_once(tmp_path: Path, quick_compiler: QuickCompiler) -> None:
+    """One process compiles, the other waits and takes its library."""
     command = [sys.executable, "-m", "elsa_cli", "build", "--json"]
     env = environment(ELSA_CACHE_DIR=str(tmp_path / "cache"), CXX=quick_compiler.command)
     children = [
@@ -157,9 +150,6 @@ def test_build_twice_at_once_then_again(tmp_path: Path, quick_compiler: QuickCom
     assert len(units) == len(set(units)) > 0
     assert list((tmp_path / "cache").rglob("*.so")) == [Path(results[0]["path"])]
     assert not list((tmp_path / "cache").rglob(".build-*"))
-    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
-    assert json.loads(again.stdout)["results"]["compiled"] is False
-    assert quick_compiler.units() == units
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling import some
 
 from .conftest import Elsa
 
@@ -41,36 +42,38 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_volume_is_inspected_patched_and_checked(own: Path, elsa: Elsa) -> None:
     torch.save({"image": torch.randn(2, 1, 16, 16, 16)}, own / "inputs.pt")
-    spec = "python:own_volume:volume"
-    for given in (("--input-size", "1x16x16x16"), ("--inputs", "inputs.pt")):
-        result = elsa("patch", spec, *given, "--check", "--model-kwargs", "dim=24", "--json")
-        assert result.code == 0, result.err
-        found = json.loads(result.out)["results"]
-        assert [site["path"] for site in found["patch"]["patched"]] == [""]
-        assert "own code" in " ".join(found["model"]["notes"])
-    result = elsa("patch", spec, "--model-kwargs", "dim=24", *given, "-o", "saved")
+    spec, given = "python:own_volume:volume", ("--inputs", "inputs.pt")
+    noise = ("--input-size", "1x16x16x16", "--model-kwargs", "dim=24")
+    result = elsa("patch", spec, *noise, "--check", "--json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)["results"]
+    assert [site["path"] for site in found["patch"]["patched"]] == [""]
+    assert "own code" in " ".join(found["model"]["notes"])
+    result = elsa("patch", spec, *given, "-o", "saved")
     assert result.code == 0 and "--plan saved/elsa_plan.json --check" in result.out, result.err
-    result = elsa("patch", spec, *given, "--plan", "saved/elsa_plan.json")
+    result = elsa("patch", spec, *given, "--plan", "saved/elsa_plan.json", "--check")
     assert result.code == 0 and "1 of 1 sites patched" in result.out
-    result = elsa("inspect", spec, "--inputs", "inputs.pt")
+    result = elsa("inspect", spec, *given)
     assert result.code == 0 and "1 of 1 sites can be patched" in result.out
 
 
-def test_a_volume_is_profiled_and_exported(own: Path, elsa: Elsa) -> None:
+@pytest.mark.parametrize(
+    "given", some([("--input-size", "1x16x16x16", "-b", 2), ("--inputs", "inputs.pt")])
+)
+def test_a_volume_is_profiled_and_exported(own: Path, elsa: Elsa, given: tuple[str, ...]) -> None:
     torch.save({"image": torch.randn(2, 1, 16, 16, 16)}, own / "inputs.pt")
     spec = "python:own_volume:volume"
-    for given in (("--input-size", "1x16x16x16", "-b", 2), ("--inputs", "inputs.pt")):
-        quick = ("--rounds", 3, "--budget", 0.1, "--no-sites", "--json")
-        result = elsa("profile", spec, *given, *quick)
-        assert result.code == 0, result.err
-        (row,) = json.loads(result.out)["results"]["points"]
-        assert (row["profile"]["patched"], row["profile"]["batch"]) == (1, 2)
-        result = elsa("export", spec, *given, "--formats", "pt2", "-o", "out", "--force", "--json")
-        assert result.code == 0, result.err
-        found = json.loads(result.out)["results"]["manifest"]
-        assert found["inputs"][0]["shape"] == ["batch", 1, 16, 16, 16]
-        assert found["preprocess"] is None and not found["model"]["reloads_in_elsa"]
-    assert elsa("profile", spec, "--inputs", "inputs.pt", "-b", 2).code == 2
+    quick = ("--rounds", 3, "--budget", 0.1, "--no-sites", "--json")
+    result = elsa("profile", spec, *given, *quick)
+    assert result.code == 0, result.err
+    (row,) = json.loads(result.out)["results"]["points"]
+    assert (row["profile"]["patched"], row["profile"]["batch"]) == (1, 2)
+    result = elsa("export", spec, *given, "--formats", "pt2", "-o", "out", "--json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)["results"]["manifest"]
+    assert found["inputs"][0]["shape"] == ["batch", 1, 16, 16, 16]
+    assert found["preprocess"] is None and not found["model"]["reloads_in_elsa"]
+    elsa("profile", spec, "--inputs", "inputs.pt", "-b", 2).fails(2, "--batch-size")
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,9 @@ def saved(name: str, folder: Path) -> Path:
     return folder / name
 
 
-# Each takes 10 to 40 s: a run takes a third of them, the one at night all.
+# Each takes 10 to 40 s: a run takes one or two of them, the one at night all.
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for i, name in enumerate(MODELS) if taken(i, one_in=3)])
+@pytest.mark.parametrize("name", [name for i, name in enumerate(MODELS) if taken(i, one_in=6)])
 def test_a_folder_goes_through_every_command(name: str, tmp_path: Path, elsa: Elsa) -> None:
     folder = saved(name, tmp_path)
     cls, _, processor, _ = MODELS[name]
@@ -105,8 +105,6 @@ def test_a_folder_goes_through_every_command(name: str, tmp_path: Path, elsa: El
     assert result.code == 0, result.err
     found = json.loads(result.out)["results"]
     assert len(found["patch"]["patched"]) == len(sites) and found["check"]["ok"]
-    result = elsa("check", "saved")
-    assert result.code == 0 and f"{len(sites)} of {len(sites)} sites patched" in result.out
     result = elsa("profile", folder, "--rounds", 3, "--budget", 0.1, "--no-sites", "--json")
     assert result.code == 0, result.err
     (row,) = json.loads(result.out)["results"]["points"]

@@ -33,7 +33,7 @@ def lines(code: str) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", some(TUTORIALS, one_in=6), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", some(TUTORIALS, one_in=12), ids=lambda page: page.stem)
 def test_a_tutorial_runs_in_an_empty_folder(page: Path, tmp_path: Path) -> None:
     found = steps(page.read_text(encoding="utf-8"))
     assert found

@@ -37,26 +37,12 @@ def tiny_vit() -> VisionTransformer:
     )
 
 
-def held_out(digits: tuple[Tensor, Tensor]) -> Tensor:
-    return torch.arange(len(digits[0])) % 5 == 0
-
-
 @pytest.fixture(scope="module")
 def trained(learnt_digits: Path) -> VisionTransformer:
     """A ViT of 17 tokens, trained on four fifths of the digits."""
     model = tiny_vit()
     model.load_state_dict(load_file(learnt_digits))
     return model.eval()
-
-
-def accuracy(model: torch.nn.Module, images: Tensor, labels: Tensor) -> float:
-    with torch.no_grad():
-        return float((model(images).argmax(1) == labels).float().mean())
-
-
-def test_it_has_learnt(trained: VisionTransformer, digits: tuple[Tensor, Tensor]) -> None:
-    images, labels = (x[held_out(digits)] for x in digits)
-    assert len(images) == 360 and accuracy(trained, images, labels) > 0.85
 
 
 def test_same_predictions_on_all_digits(
@@ -77,7 +63,9 @@ def test_same_predictions_on_all_digits(
     (case,) = result.cases
     assert result.ok, result.failures
     assert case.top1_rows == 1797 and case.top1_flips == case.top1_tie_flips == 0
-    assert float((after.argmax(1) == labels).float().mean()) > 0.9
+    right = (after.argmax(1) == labels).float()
+    # every fifth digit was held out of the training
+    assert float(right.mean()) > 0.9 and float(right[::5].mean()) > 0.85
 
 
 @pytest.mark.parametrize("dtype", some((torch.bfloat16, torch.float16)))

@@ -64,7 +64,10 @@ def test_a_graph_and_compiled_code_are_judged_by_default_on_a_gpu() -> None:
 
 
 def test_code_that_later_calls_take() -> None:
-    """What is timed, and what a user runs, is no first call."""
+    """What a user runs is no first call: launches of a known layout are replayed.
+
+    The site's own check and the model's are two calls; the fault begins after four.
+    """
 
     class Later(ElsaAttention):
         elsa_base = Attention
@@ -73,7 +76,7 @@ def test_code_that_later_calls_take() -> None:
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
             Later.calls += 1
             out = super().forward(*args, **kwargs)
-            return out * 1.01 if Later.calls % 4 == 0 else out
+            return out * 1.01 if Later.calls > 4 else out
 
     model = vit().cuda()
     model.blocks[1].attn.__class__ = Later
