@@ -74,7 +74,8 @@ def derived(derivation: Derivation) -> Any:
     weight = next((t for t in derivation.tensors if t is not None), None)
     if weight is None:
         weight = next(derivation.attention.parameters(), None)
-    on_gpu = weight is not None and weight.is_cuda
+    # on the meta device are listed the calls of a GPU, for its kernel packs
+    on_gpu = weight is not None and (weight.is_cuda or weight.is_meta)
     if (
         calls.recorded()
     ):  # of a GPU's table the operator sums gradients in one order, not by atomics
