@@ -176,8 +176,8 @@ def choose(
         gradient: the arguments that a gradient is wanted of.
         facts: what rows of training read. work: multiply-adds of query key^T in an eager call,
             whose time may be the host's; none where a compiler saves the host's time. boolean:
-            whether it has a boolean `attn_mask`. graph, head_dim, tokens: of a call of equal
-            shapes without a mask in a CUDA graph. Of a site, tokens: of a window.
+            whether it has a boolean `attn_mask`. graph, tokens: of a call of equal shapes
+            without a mask in a CUDA graph. Of a site, tokens: of a window.
 
     Raises:
         ArgumentError, UnavailableError: as `select`.
@@ -193,7 +193,7 @@ def choose(
         return name
     if mode == "train" and name in SHIPPED:
         for row, taken in _trained(switched(), *kind, gradient):
-            if row.holds(facts):
+            if row.holds({**facts, "head_dim": head_dim}):
                 name = taken or name
                 break
     if name == PLAIN and device.type == "cuda" and dtype.itemsize <= 4:

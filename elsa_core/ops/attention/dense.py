@@ -283,7 +283,7 @@ def _whole(kind: Kind, arguments: tuple[Any, ...], operator: str = "attention") 
         plain = attn_mask is None and not is_causal
         if plain and query.is_cuda and query.shape == key.shape == value.shape:
             graph = int(torch.cuda.is_current_stream_capturing())
-            facts |= {"graph": graph, "head_dim": query.shape[3], "tokens": query.shape[2]}
+            facts |= {"graph": graph, "tokens": query.shape[2]}
     mode = "train" if gradient else "infer"
     name = dispatch.choose(operator, *kind, "auto", mode, gradient=gradient, **facts)
     if not dispatch.is_whole(operator, name):
