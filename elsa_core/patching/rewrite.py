@@ -100,19 +100,24 @@ def patch(
 
         sharding.require_shardable(model)
     names.check_names(precision, backend)
-    sparsity, offload = checked(sparsity), _offload(offload, mesh)
+    if offload is not None and mesh is not None:
+        raise ArgumentError("offload and mesh exclude each other")
+    if offload not in (None, "host"):
+        raise ArgumentError(f"offload={offload!r}: offload must be 'host'")
+    sparsity = checked(sparsity)
     wanted, unwanted = globs.texts("include", include), globs.texts("exclude", exclude)
     scope = layers.scope_of(model, scope)
     ran = None if example is None else watch(model, example)
     sites = find_sites(model, scope, ran)
-    selected, kept = [], []
+    selected, kept, refused = [], [], []
     for site in sites:
         reason = globs.why_left_out(site.path, wanted, unwanted)
         if reason is None and site.patchable:
             selected.append(site)
-        else:
-            kept.append(replace(site, reason=reason or site.reason))
-    refused = [site for site in kept if globs.why_left_out(site.path, wanted, unwanted) is None]
+            continue
+        kept.append(replace(site, reason=reason or site.reason))
+        if reason is None:
+            refused.append(site)
     if not selected:
         raise NothingPatchedError(_nothing_line(model, sites, refused, sites_of(scope)))
     globs.check(sites, sites_of(scope), include=wanted, exclude=unwanted)
@@ -230,14 +235,6 @@ def _set(module: nn.Module, **options: Any) -> None:
         module.__dict__.pop(name, None)
         if value is not None:
             module.__dict__[name] = value
-
-
-def _offload(given: str | None, mesh: Any) -> str | None:
-    if given is not None and mesh is not None:
-        raise ArgumentError("offload and mesh exclude each other")
-    if given not in (None, "host"):
-        raise ArgumentError(f"offload={given!r}: offload must be 'host'")
-    return given
 
 
 def _check_served(module: nn.Module, site: AttentionSite, precision: str, backend: str) -> None:

@@ -68,7 +68,12 @@ def project(
     """residual + scale * activation(layer(x)), where the original calls the layer: one call of the
     operator where that is a plain linear one that nothing watches, else the layer is called.
     """
-    if not is_plain_linear(layer) or is_watched(layer) or not is_elsas(layer, x):
+    # in few calls of Python: every layer of a warm forward passes here
+    cls = type(layer)
+    called = cls is not nn.Linear and cls.__dict__.get("elsa_base") is not nn.Linear
+    if called or is_watched(layer) or not isinstance(x, Tensor):
+        return epilogue(layer(x), activation, residual, scale)
+    if not x.is_cuda and is_recorded(layer):
         return epilogue(layer(x), activation, residual, scale)
     return served(
         x, layer.weight, layer.bias, activation, residual, scale, site.elsa_precision,  # type: ignore[arg-type]
@@ -76,15 +81,10 @@ def project(
     )  # fmt: skip
 
 
-def is_elsas(layer: nn.Module, x: Tensor) -> bool:
-    """Whether the operator computes a layer's product of x. A recorded program on a CPU calls the
-    layer, but for ONNX, which has a node for it, where the layer itself is patched.
-    """
-    if not isinstance(x, Tensor):
-        return False
-    if x.is_cuda or not calls.recorded():
-        return True
-    return type(layer) is not nn.Linear and calls.keeps_products()
+def is_recorded(layer: nn.Module) -> bool:
+    """Whether a recorded program on a CPU calls the layer: it does, but for ONNX, which has a node
+    for the product, where the layer itself is patched."""
+    return calls.recorded() and (type(layer) is nn.Linear or not calls.keeps_products())
 
 
 def project_by(site: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -116,18 +116,13 @@ def activation_of(module: nn.Module) -> str:
 
 def passed(module: nn.Module, x: Tensor) -> Tensor:
     """module(x), without the call where it changes nothing: an identity, dropout in eval mode."""
-    if is_idle(module):
-        return x
-    out: Tensor = module(x)
-    return out
-
-
-def is_idle(module: nn.Module) -> bool:
-    """Whether a module hands on what it gets, and nothing watches it."""
     cls = type(module)
     dropout: Any = module
     idle = cls is nn.Identity or (cls is nn.Dropout and (not module.training or dropout.p == 0.0))
-    return idle and not is_watched(module)
+    if idle and not is_watched(module):
+        return x
+    out: Tensor = module(x)
+    return out
 
 
 # When the original forward runs.

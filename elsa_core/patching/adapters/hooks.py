@@ -23,12 +23,14 @@ def has_hooks(module: nn.Module) -> bool:
     return any(not getattr(hook, "elsa_observer", False) for hook in hooks)
 
 
-def is_watched(module: nn.Module) -> bool:
-    """As `has_hooks`, or PyTorch's global hooks see every module."""
-    space = module.__dict__  # a block asks this of 16 modules: no call for those that hold nothing
-    holds = "forward" in space or space["_backward_hooks"] or space["_backward_pre_hooks"]
-    holds = holds or space["_forward_hooks"] or space["_forward_pre_hooks"]
-    return bool(holds and has_hooks(module)) or torch.nn.modules.module._has_any_global_hook()
+def is_watched(*modules: nn.Module) -> bool:
+    """As `has_hooks`, of one of the modules, or PyTorch's global hooks see every module."""
+    for module in modules:  # no call for those that hold nothing
+        space = module.__dict__
+        holds = "forward" in space or space["_backward_hooks"] or space["_backward_pre_hooks"]
+        if (holds or space["_forward_hooks"] or space["_forward_pre_hooks"]) and has_hooks(module):
+            return True
+    return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def noted(module: nn.Module, name: str) -> Any:

@@ -1,4 +1,5 @@
-"""timm's `Attention` and `AttentionRope` on `elsa_core.attention`.
+"""timm's `Attention`, `AttentionRope` and `EvaAttention` (EVA-02, DINOv3, Perception Encoder) on
+`elsa_core.attention`.
 
 Read against timm 1.0.20 (no is_causal, no gate), 1.0.29 (both) and 1.0.31 (grouped key/value heads
 in AttentionRope). Queries, keys and values stay views of the packed projection, and the heads come
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from timm.layers import apply_rot_embed_cat
 from timm.layers.attention import Attention, AttentionRope
-from torch import Tensor
+from timm.models.eva import EvaAttention
+from torch import Tensor, nn
 
 from elsa_core.patching.adapters.common import (
     all_tokens,
@@ -22,6 +24,7 @@ from elsa_core.patching.adapters.common import (
     is_small,
     join_heads,
     project,
+    project_by,
     scale_of,
     split_heads,
     split_packed,
@@ -30,8 +33,50 @@ from elsa_core.patching.adapters.common import (
 )
 from elsa_core.patching.adapters.padding import Packed, attend_packed
 
+_Module: Any = nn.Module  # untyped, as timm's classes are that stand beside it
 
-class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
+
+class _Attention(_Module):  # type: ignore[misc]
+    def elsa_added(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        scale: Tensor | None,
+        attn_mask: Any = None,
+        is_causal: bool = False,
+        rope: Tensor | None = None,
+    ) -> Any:
+        """residual + scale * forward(x); the two are for calls without dropout."""
+        gate = getattr(self, "gate", None)
+        opening = None if gate is None else gate(x).sigmoid()  # [B, N, C]
+        if self.qkv is not None:
+            q, k, v = split_packed(self._elsa_packed(x), self.num_heads)
+        else:
+            kv_heads = getattr(self, "num_kv_heads", None) or self.num_heads
+            q = split_heads(project(self, self.q_proj, x), self.num_heads)
+            k = split_heads(project(self, self.k_proj, x), kv_heads)
+            v = split_heads(project(self, self.v_proj, x), kv_heads)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = _rotated(self, q, rope, v), _rotated(self, k, rope, v)
+        x = self.norm(join_heads(self._elsa_attend(q, k, v, attn_mask, is_causal)))
+        if opening is not None:
+            x = x * opening
+        return self.proj_drop(project(self, self.proj, x, residual=residual, scale=scale))
+
+    def _elsa_packed(self, x: Tensor) -> Tensor:
+        """The packed projection [B, N, 3 * H * D]."""
+        return project(self, self.qkv, x)
+
+    def _elsa_attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:
+        scale = scale_of(self)
+        if isinstance(mask, Packed):
+            return attend_packed(self, q, k, v, mask, scale)
+        drop = drop_p(self)
+        return attend(self, q, k, v, mask, scale=scale, dropout_p=drop, is_causal=is_causal)
+
+
+class ElsaAttention(_Attention, Attention):  # type: ignore[misc]  # timm is untyped
     """timm's ViT attention: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = Attention
@@ -42,7 +87,7 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
             return super().forward(x, attn_mask, **({"is_causal": True} if is_causal else {}))
         return self.elsa_added(x, None, None, attn_mask, is_causal)
 
-    def elsa_runs_original(self, x: Tensor, attn_mask: Tensor | None) -> bool:
+    def elsa_runs_original(self, x: Tensor, attn_mask: Any) -> bool:
         """Whether the original forward has to run, or is the cheaper one."""
         if not isinstance(x, Tensor):  # torch.fx traces the original, and finds its names
             return True
@@ -54,26 +99,8 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
             return True
         return weights_are_hooked(self) or trains_by_pytorch(self, x, self.qkv)
 
-    def elsa_added(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        scale: Tensor | None,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        """residual + scale * forward(x); the two are for calls without dropout."""
-        gate = gate_of(self, x)
-        q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
-        q, k = self.q_norm(q), self.k_norm(k)
-        return attended(self, q, k, v, attn_mask, is_causal, gate, residual, scale)
 
-
-class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
-    """timm's attention with rotary positions: [B, N, C] -> [B, N, C], any floating dtype."""
-
-    elsa_base = AttentionRope
-
+class _RopeAttention(_Attention):
     @all_tokens
     def forward(
         self,
@@ -81,60 +108,34 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
         rope: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-    ) -> Tensor:
-        gate = gate_of(self, x)
-        if self.qkv is not None:
-            q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
-        else:
-            kv_heads = getattr(self, "num_kv_heads", None) or self.num_heads
-            q = split_heads(project(self, self.q_proj, x), self.num_heads)
-            k = split_heads(project(self, self.k_proj, x), kv_heads)
-            v = split_heads(project(self, self.v_proj, x), kv_heads)
-        q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotate(self, q, rope, v), rotate(self, k, rope, v)
-        return attended(self, q, k, v, attn_mask, is_causal, gate)
+    ) -> Any:
+        return self.elsa_added(x, None, None, attn_mask, is_causal, rope)
 
 
-def gate_of(module: Any, x: Tensor) -> Tensor | None:
-    """The sigmoid gate on the output, [B, N, C], where the module has one."""
-    gate = getattr(module, "gate", None)
-    opening: Tensor | None = None if gate is None else gate(x).sigmoid()
-    return opening
+class ElsaAttentionRope(_RopeAttention, AttentionRope):  # type: ignore[misc]
+    """timm's attention with rotary positions: [B, N, C] -> [B, N, C], any floating dtype."""
+
+    elsa_base = AttentionRope
 
 
-def rotate(module: Any, x: Tensor, rope: Tensor, like: Tensor) -> Tensor:
-    """Rotate the tokens after the prefix (class and register tokens), in `like`'s dtype."""
+class ElsaEvaAttention(_RopeAttention, EvaAttention):  # type: ignore[misc]
+    """EVA's attention, whose keys have no bias: [B, N, C] -> [B, N, C], any floating dtype."""
+
+    elsa_base = EvaAttention
+
+    def _elsa_packed(self, x: Tensor) -> Tensor:
+        if self.q_bias is None:
+            return project(self, self.qkv, x)
+        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        if self.qkv_bias_separate:
+            packed = project(self, self.qkv, x)
+            packed += bias
+            return packed
+        return project_by(self, x, self.qkv.weight, bias)
+
+
+def _rotated(module: Any, x: Tensor, rope: Tensor, like: Tensor) -> Tensor:
+    """The tokens after the prefix (class and register tokens) rotated, in `like`'s dtype."""
     prefix, half = module.num_prefix_tokens, getattr(module, "rotate_half", False)
     rotated = apply_rot_embed_cat(x[:, :, prefix:, :], rope, half=half)
     return torch.cat([x[:, :, :prefix, :], rotated], dim=2).type_as(like)
-
-
-def attended(
-    module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    gate: Tensor | None,
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> Tensor:
-    """The operator and what timm does after it: join heads, norm, gate, projection, dropout.
-
-    `residual` and `scale` are terms of `project`, for calls without dropout.
-    """
-    if isinstance(attn_mask, Packed):
-        out = attend_packed(module, q, k, v, attn_mask, scale_of(module))
-    else:
-        out = attend(
-            module, q, k, v, attn_mask, scale=scale_of(module), dropout_p=drop_p(module),
-            is_causal=is_causal,
-        )  # fmt: skip
-    x = module.norm(join_heads(out))
-    if gate is not None:
-        x = x * gate
-    out = project(module, module.proj, x, residual=residual, scale=scale)
-    joined: Tensor = module.proj_drop(out)
-    return joined

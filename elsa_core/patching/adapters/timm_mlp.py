@@ -89,7 +89,7 @@ class _GatedMlp(_Mlp):
         layers = [getattr(self, name) for name in self.elsa_layers[:-1]]
         if not dispatch.linear_form(dispatch.GATED, x.device) or not activation_of(self.act):
             return None
-        if any(map(is_watched, (self.act, *layers))) or not all(map(is_plain_linear, layers)):
+        if is_watched(self.act, *layers) or not all(map(is_plain_linear, layers)):
             return None
         pair = [(layer.weight, layer.bias) for layer in layers]
         if len(pair) == 1:  # gate and value are halves of one layer

@@ -23,7 +23,6 @@ from elsa_core.distributed.attention import attention, explain
 from elsa_core.distributed.groups import place
 from elsa_core.distributed.plan import Plan, shard_lengths
 from elsa_core.errors import ModelError
-from elsa_core.patching.adapters.common import join_heads, project, split_packed
 from elsa_core.patching.adapters.sharded import (
     check_drops,
     check_hooks,
@@ -33,7 +32,7 @@ from elsa_core.patching.adapters.sharded import (
     grid_of,
     pooled,
 )
-from elsa_core.patching.adapters.timm_attention import ElsaAttention, gate_of
+from elsa_core.patching.adapters.timm_attention import ElsaAttention
 from elsa_core.precision import dtype_name
 
 
@@ -44,25 +43,16 @@ class ShardedAttention(ElsaAttention):
     elsa_group: str
     elsa_lengths: tuple[int, ...]
 
-    def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
-        gate = gate_of(self, x)
-        q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
-        q, k = self.q_norm(q), self.k_norm(k)
-        out = attention(
-            q, k, v, _with_rank_4(attn_mask), group=self.elsa_group, is_causal=is_causal,
-            scale=self.scale, lengths=self.elsa_lengths, precision=self.elsa_precision,
-            backend=self.elsa_backend,
+    def forward(self, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Any:
+        return self.elsa_added(x, None, None, attn_mask, is_causal)
+
+    def _elsa_attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Any:
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.dim())]
+        return attention(
+            q, k, v, mask, group=self.elsa_group, is_causal=is_causal, scale=self.scale,
+            lengths=self.elsa_lengths, precision=self.elsa_precision, backend=self.elsa_backend,
         )  # fmt: skip
-        y = self.norm(join_heads(out))
-        if gate is not None:
-            y = y * gate
-        return self.proj_drop(project(self, self.proj, y))  # type: ignore[no-any-return]
-
-
-def _with_rank_4(mask: Tensor | None) -> Tensor | None:
-    return mask if mask is None else mask[(None,) * (4 - mask.dim())]
 
 
 class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm is untyped
@@ -79,7 +69,7 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
 
     def forward_features(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
+    ) -> Any:
         mask = None if attn_mask is None else [dtype_name(attn_mask.dtype), *attn_mask.shape]
         compare_calls(
             self, x, lambda: _check(self, x), is_causal=is_causal, attn_mask=mask or "none"
@@ -102,15 +92,15 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
                 )
             else:
                 x = _called(block, lengths, x)
-        return self.norm(x)  # type: ignore[no-any-return]
+        return self.norm(x)
 
-    def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
+    def pool(self, x: Tensor, pool_type: str | None = None) -> Any:
         pool_type = self.global_pool if pool_type is None else pool_type
         lengths, group = self.elsa_lengths, self.elsa_group
         rank, _ = place(group)
         if self.attn_pool is not None or not pool_type:
             whole = gathered(x, lengths, group)
-            return super().pool(whole, pool_type)  # type: ignore[no-any-return]
+            return super().pool(whole, pool_type)
         if pool_type == "token":
             first = [int(not other) for other in range(len(lengths))]
             return gathered(x[:, : first[rank]], first, group)[:, 0]
@@ -167,15 +157,15 @@ def _lengths(model: Any, grid: tuple[int, int]) -> tuple[int, ...]:
     return shard_lengths(tokens, place(model.elsa_group)[1])
 
 
-def _called(block: Any, lengths: tuple[int, ...], x: Tensor, **terms: Any) -> Tensor:
+def _called(block: Any, lengths: tuple[int, ...], x: Tensor, **terms: Any) -> Any:
     """A block on tokens of these lengths: a checkpoint computes it again after images of another
     size."""
     if block.attn.elsa_lengths != lengths:
         block.attn.elsa_lengths = lengths
-    return block(x, **terms)  # type: ignore[no-any-return]
+    return block(x, **terms)
 
 
-def _embedded(model: Any, images: Tensor, grid: tuple[int, int], start: int, stop: int) -> Tensor:
+def _embedded(model: Any, images: Tensor, grid: tuple[int, int], start: int, stop: int) -> Any:
     """This rank's tokens [B, stop - start, C] with their positions.
 
     A rank without patches, or without prefix tokens, takes none of some: its parameters then have
@@ -205,4 +195,4 @@ def _embedded(model: Any, images: Tensor, grid: tuple[int, int], start: int, sto
         x = torch.cat([heads.expand(x.shape[0], -1, -1), x], 1)
     if positions is not None and not model.no_embed_class:
         x = x + positions[:, start:stop]
-    return model.pos_drop(x)  # type: ignore[no-any-return]
+    return model.pos_drop(x)

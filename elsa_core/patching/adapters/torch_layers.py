@@ -21,8 +21,8 @@ from elsa_core.base import calls
 from elsa_core.ops.linear.api import served
 from elsa_core.patching.adapters.common import (
     activation_of,
-    is_elsas,
     is_plain_linear,
+    is_recorded,
     is_small,
     passed,
     project,
@@ -44,7 +44,7 @@ class ElsaLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
-        if _is_small(input, weight) or not is_elsas(self, input):
+        if _is_small(input, weight) or (not input.is_cuda and is_recorded(self)):
             return functional.linear(input, weight, self.bias)
         return served(
             input, weight, self.bias, "none", None, None, self.elsa_precision, self.elsa_backend

@@ -57,7 +57,7 @@ class ElsaPartitionAttentionLayer(WindowBlock, PartitionAttentionLayer):  # type
         return None if _other_part(self) else _of_bias(self)
 
     def forward(self, x: Tensor) -> Any:
-        if _other_part(self) or any(is_watched(self._modules[name]) for name in _PARTS):
+        if _other_part(self) or is_watched(*map(self._modules.get, _PARTS)):
             return super().forward(x)
         norm, attn, drop = self.attn_layer
         hooked = must_call(attn, RelativePositionalMultiHeadAttention)

@@ -65,7 +65,7 @@ class PackedAttention(nn.Module):
         position_embeddings: Any = None,
         max_seqlen: int | None = None,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Any:
         if not _packs(self, hidden_states) or position_embeddings is None:
             whole: Tensor = self.elsa_base.forward(
                 self, hidden_states, cu_seqlens, position_embeddings, max_seqlen, **kwargs
@@ -79,8 +79,7 @@ class PackedAttention(nn.Module):
             q, k, v, cu_seqlens, max_seqlen_q=max_seqlen, scale=self.scaling,
             precision=self.elsa_precision, backend=self.elsa_backend,
         )  # fmt: skip
-        joined: Tensor = self.proj(out.flatten(1))
-        return joined
+        return self.proj(out.flatten(1))
 
 
 def _packs(site: Any, x: Tensor) -> bool:
