@@ -58,14 +58,11 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure.
+    """How to measure: samples of each contender at least, fewer where they exceed the budget, which
+    is for warming up and rounds.
 
-    Attributes:
-        rounds: samples of each contender at least; fewer where they exceed the budget.
-        budget_seconds: time that warming up and the rounds of one configuration may take.
-        seed: of inputs and of the bootstrap.
-        decide: end as soon as every interval decides (`Ratio.decided`). Otherwise there are more
-            rounds until every interval is within 1% on either side (`Ratio.narrow`).
+    `decide`: end as soon as every interval decides (`Ratio.decided`); otherwise there are more
+    rounds until every interval is within 1% on either side (`Ratio.narrow`).
     """
 
     rounds: int = 20
@@ -88,19 +85,9 @@ def take_samples(
     """Call all contenders in turns, once a round; the others are related to the first one.
 
     A round is as short as can be: on a machine that others use too, two calls in a row meet the
-    same conditions, two batches of calls do not.
-
-    Args:
-        contenders: whole models, called without arguments.
-        device: where they run.
-        settings: rounds and budget.
-        clocks: by contender's name, what times parts of its calls.
-        progress: called with (rounds done, rounds expected).
-        first: seconds of calls that were made before, by name. A call that takes 2% of the budget
-            is not made again to warm up.
-
-    Returns:
-        Samples by contender, as many of each; never under 3.
+    same conditions, two batches of calls do not. There are as many samples of each, never under 3.
+    `clocks`: by name, what times parts of a contender's calls. `first`: seconds of calls that were
+    made before; one that takes 2% of the budget is not made again to warm up.
     """
     clocks = clocks or {}
     end = time.perf_counter() + _ROUNDS_END * settings.budget_seconds

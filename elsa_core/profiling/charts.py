@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from elsa_core.profiling.document import Document
-from elsa_core.profiling.words import duration, point_name, three
+from elsa_core.profiling.words import duration, place, point_name, three
 
 METRICS: Final = (
     ("latency, ms", "seconds", 1e3),
@@ -50,18 +50,14 @@ def site_chart(sites: Sequence[Document]) -> str:
 
     Sites come slowest first; their paths say where they stand in the model.
     """
-
-    def place(site: Document) -> list[tuple[int, int, str]]:
-        parts = site["path"].split(".")  # numbers by value, not by their digits
-        return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
-
+    ordered = [*sorted(sites[:-1], key=lambda site: place(site["path"])), sites[-1]]
     kinds = (("before", "seconds_before"), ("ours", "seconds_after"))
     rows: list[tuple[str, list[Bar]]] = [
         (
             site["path"] or "the model",
             [([(name, site[key])], duration(site[key])) for name, key in kinds],
         )
-        for site in (*sorted(sites[:-1], key=place), sites[-1])
+        for site in ordered
     ]
     return _chart(rows, [("before", "before"), ("ours", "patched")])
 

@@ -46,13 +46,8 @@ _CORRECTED: Final = 0.1  # by which the sites' rounds may differ from the run's 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is wanted of the sites.
-
-    Attributes:
-        sites: whether to time them; None: on a CPU only if the budget suffices.
-        errors: with sites, also check each one's error on the same inputs against float64.
-        settings: rounds, budget and seed of the whole profile.
-        end: when the budget is over, by `time.perf_counter`.
+    """What is wanted of the sites: to be timed (None: on a CPU only if the budget suffices), and
+    their errors against float64; `end`: when the budget is over, by `time.perf_counter`.
     """
 
     sites: bool | None

@@ -13,10 +13,7 @@ from elsa_core.profiling.document import DONE, Document
 from elsa_core.profiling.words import (
     bound_text,
     duration,
-    heads_text,
     is_step,
-    megabytes,
-    path_text,
     point_name,
     ratio_text,
     shares,
@@ -86,10 +83,12 @@ def _points(rows: Sequence[Document]) -> str:
             lines.append([point_name(row), f"{row['status']}: {row['reason']}"])
             continue
         for i, run in enumerate(row["profile"]["runs"]):
+            size = run["memory_bytes"]
+            memory = "" if size is None else f"{three(size / 1e6)} MB"
             lines.append([
                 point_name(row) if i == 0 else "", run["name"], duration(run["seconds"]),
                 f"{duration(run['seconds_p10'])} to {duration(run['seconds_p90'])}",
-                three(run["images_per_second"]), megabytes(run["memory_bytes"]),
+                three(run["images_per_second"]), memory,
                 ratio_text(run["ratio"]), ratio_text(run["ratio_to_best"]),
             ])  # fmt: skip
         lines += [["", name, f"left out: {why}"]
@@ -107,16 +106,18 @@ def _sites(sites: Sequence[Document]) -> str:
     columns = (".site", ".kind", "tokens", "heads x channels", "time before",
                "time after", "share of the model before", ".times as fast",
                "relative error against float64", ".served by")  # fmt: skip
-    lines = [
-        [
-            path_text(site), site["kind"], tokens_text(site), heads_text(site),
+    lines = []
+    for site, share in zip(sites, shares(sites), strict=True):
+        within = [each.removeprefix(f"{site['path']}.") for each in site.get("within", ())]
+        name = (site["path"] or "the model") + (f" with {', '.join(within)}" if within else "")
+        sizes = [site[key] for key in ("num_heads", "head_dim") if site[key] is not None]
+        served = filter(None, (site["backend"], site["schedule"], site["precision"]))
+        lines.append([
+            name, site["kind"], tokens_text(site), "x".join(map(str, sizes)),
             duration(site["seconds_before"]), duration(site["seconds_after"]),
             share, ratio_text(site["ratio"]),
-            "" if site["error"] is None else f"{site['error']:.1e}",
-            ", ".join(filter(None, (site["backend"], site["schedule"], site["precision"]))),
-        ]
-        for site, share in zip(sites, shares(sites), strict=True)
-    ]  # fmt: skip
+            "" if site["error"] is None else f"{site['error']:.1e}", ", ".join(served),
+        ])  # fmt: skip
     return pages.table(columns, lines)
 
 

@@ -12,6 +12,7 @@ from elsa_core.loading import Plan
 from elsa_core.measuring.intervals import UNSURE
 from elsa_core.patching import LAYERS
 from elsa_core.profiling.document import DONE, Document
+from elsa_core.profiling.words import place
 
 
 def faster(document: Document) -> Plan:
@@ -43,10 +44,6 @@ def faster(document: Document) -> Plan:
         for path, v in verdicts.items()
         if all(slower for slower, _ in v)
     }
-
-    def place(path: str) -> list[tuple[int, int, str]]:
-        parts = path.split(".")  # numbers by value, not by their digits
-        return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
 
     ordered = sorted(verdicts, key=place)
     settings = document["results"]["settings"]

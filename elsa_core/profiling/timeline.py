@@ -94,15 +94,8 @@ def cut(kernels: Sequence[Kernel], order: Sequence[tuple[str, bool]], paths: Seq
     """The seconds of one replay and of its sites, markers and the gaps behind them left out.
 
     A kernel's time runs until the next one begins: what lies between two kernels belongs to the
-    first, and where two overlap nothing counts twice.
-
-    Args:
-        kernels: of one replay, by their beginning.
-        order: what each marker says, in turn: the site's path, and whether it begins there.
-        paths: of all sites; one that does not run takes no time.
-
-    Raises:
-        RuntimeError: there are not as many markers as there should be.
+    first, and where two overlap nothing counts twice. `order`: of each marker, in turn, its site's
+    path and whether the site begins there.
     """
     if sum(_MARKER in kernel.name for kernel in kernels) != len(order):
         raise RuntimeError("the profiler did not see every marker")

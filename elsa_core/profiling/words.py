@@ -43,11 +43,6 @@ def three(number: float, *, zeros: bool = False) -> str:
     return f"{number:.6f}".rstrip("0").rstrip(".") if "e" in text else text
 
 
-def megabytes(size: int | None) -> str:
-    """Bytes in MB (10^6), empty where they are not known."""
-    return "" if size is None else f"{three(size / 1e6)} MB"
-
-
 def ratio_text(ratio: Document | None) -> str:
     """How many times as fast, with the interval; why there is none where rounds decide nothing."""
     if ratio is None:
@@ -147,19 +142,9 @@ def tokens_text(site: Document) -> str:
     return f"{queries}" if queries == keys else f"{queries}:{keys}"
 
 
-def path_text(site: Document) -> str:
-    """A row's name, with the sites that are timed as part of it: `blocks.0.attn with qkv, proj`."""
-    path = site["path"] or "the model"
-    within = [each.removeprefix(f"{site['path']}.") for each in site.get("within", ())]
-    return f"{path} with {', '.join(within)}" if within else path
-
-
-def heads_text(site: Document) -> str:
-    """Heads of a site and their size: `12x64`."""
-    if site["num_heads"] is None:
-        return ""
-    dim = "" if site["head_dim"] is None else f"x{site['head_dim']}"
-    return f"{site['num_heads']}{dim}"
+def place(path: str) -> list[tuple[int, int, str]]:
+    """A key that sorts paths as a model has them: numbers by value, not by their digits."""
+    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in path.split(".")]
 
 
 def shares(sites: Sequence[Document]) -> list[str]:

@@ -28,18 +28,15 @@ WINDOW_IMAGES: Final = 4  # images that the windows of a case come from
 
 @dataclass(frozen=True)
 class Case(Plain):
-    """One attention call to measure.
+    """One attention call to measure: query [batch, heads, queries, head_dim], key and value
+    [batch, heads, keys, head_dim].
 
     Attributes:
-        table: the table that it belongs to (see `all_tables`).
-        batch, heads, queries, keys, head_dim: query [batch, heads, queries, head_dim], key and
-            value [batch, heads, keys, head_dim].
-        dtype: a key of `DTYPES`.
         mask: "none", or "additive": one of shape [1, heads, queries, keys] in the inputs' dtype.
         window: 0; or the side of square windows, of which `batch` counts all: elsa reads them with
             `window_attention` from `WINDOW_IMAGES` square images as a projection leaves them, the
             mask being the bias, and peers are given windows ready-made.
-        precisions: the precisions of `elsa_core.attention` to measure side by side.
+        precisions: those of `elsa_core.attention` to measure side by side.
         goal: the least ratio (best peer's time / time of the first precision) aimed at.
         quick: whether --quick includes it.
     """

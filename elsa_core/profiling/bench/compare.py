@@ -22,17 +22,11 @@ _MACHINE: Final = ("cpu", "threads", "gpu")
 
 @dataclass(frozen=True)
 class Row(Plain):
-    """One case of both runs.
+    """One case of both runs: best peer's time over elsa's, of the medians, and its 95% interval.
 
-    Attributes:
-        name: the case.
-        own, published: best peer's time over elsa's, of the medians.
-        own_low, own_high, published_low, published_high: their 95% intervals, from the quantiles
-            of the rounds.
-        verdict: `REGRESSION` where the own interval lies below the published one by more than 5%,
-            or the error is over twice the published; `BETTER`, `SAME`.
-        seconds, published_seconds: of elsa; None where the machines differ.
-        note: what the verdict rests on, where it is not the ratio.
+    `verdict`: `REGRESSION` where the own interval lies below the published one by more than 5%, or
+    the error is over twice the published, which `note` says; `BETTER`, `SAME`. The seconds are
+    elsa's; None where the machines differ.
     """
 
     name: str

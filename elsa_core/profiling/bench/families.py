@@ -1,9 +1,7 @@
 """One architecture of every family, for `elsa bench models --table families`.
 
 The families are those of docs/coverage.md of which something is patched; a test compares the two.
-Runs of one kind stand beside each other: the model as it was loaded and patched, and both as CUDA
-graphs; compiled ones where --baselines names them (compile, compile+graph). Cases come in passes
-(batch 1 in fp32 first), so that a run that is cut short has seen every family.
+Cases come in passes (batch 1 in fp32 first), so that a run that is cut short has seen each.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """`elsa bench linear`: float32 linear layers, product by product, beside PyTorch's own.
 
-A product is `x @ weight.T + bias`. Of elsa, `elsa` is the call as anyone makes it, which splits the
-weight each time, and `elsa-frozen` reads halves that were kept; on a GPU both are timed as CUDA
-graphs. `kernels` is there where `auto` leaves a product to PyTorch: elsa's own launches all the
-same. `tf32` is PyTorch with TF32, a peer of another accuracy, which nothing is judged against.
-Errors are those of the very outputs that were timed. Documents have the form of `elsa bench
-models`.
+Of elsa, `elsa` is the call as anyone makes it, `elsa-frozen` reads halves of the weight that were
+kept, and `kernels` is there where `auto` leaves a product to PyTorch: elsa's own launches all the
+same. `tf32` is a peer of another accuracy, which nothing is judged against. Errors are those of the
+very outputs that were timed.
 
 With `--tune` the kernels are measured on the user's GPU; the user's table then says from how many
 multiply-adds on they serve: so many that every measured product of that size gained.

@@ -66,13 +66,12 @@ def _sweeps(device_type: str) -> Iterable[ModelCase]:
                 yield ModelCase("resolution", label, model, side, 1, dtype, quick=quick)
 
 
-def _families(device_type: str) -> Iterable[ModelCase]:
-    return (ModelCase(families.TABLE, *row) for row in families.rows(device_type))
-
-
-_MADE: Final = {"batch8": _paper, "resolution": _sweeps, families.TABLE: _families}
 TABLES: Final[dict[str, dict[str, tuple[ModelCase, ...]]]] = {
-    device_type: {name: tuple(made(device_type)) for name, made in _MADE.items()}
+    device_type: {
+        "batch8": tuple(_paper(device_type)),
+        "resolution": tuple(_sweeps(device_type)),
+        families.TABLE: tuple(ModelCase(families.TABLE, *r) for r in families.rows(device_type)),
+    }
     for device_type in ("cpu", "cuda")
 }
 

@@ -325,11 +325,9 @@ class Bench:
     """How an operator is measured by `elsa bench attention`: what its record names.
 
     Attributes:
-        tables: its cases by device type ("cpu", "cuda") and table; no other operator's tables have
-            these names.
+        tables: its cases by device type and table; no other operator's tables have these names.
         elsa: the call of elsa's: (case, inputs, precision, backend).
-        peers: who else computes it: (case, inputs, whether to compile FlexAttention); of each name
-            what makes the contender, or the reason why it cannot take part.
+        peers: who else computes it, or why not: (case, inputs, whether to compile FlexAttention).
         exact: the output in float64, of (query, key, value, mask).
         error: of (case, output, float64 output); None for the relative L2 distance, of a part of
             the output where the whole would take long.

@@ -22,15 +22,8 @@ TURBO_ULP: Final = 2.0**-10
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure.
-
-    Attributes:
-        rounds: samples for each contender; fewer where they would exceed `budget_seconds`.
-        budget_seconds: time that the rounds of one case may take.
-        seed: of the inputs.
-        backend: of elsa's contenders.
-        flex: also compile and measure FlexAttention (CUDA).
-        memory: also measure the workspace of each contender.
+    """How to measure: rounds are fewer where they would exceed the budget of a case. `flex`:
+    compile and measure FlexAttention too (CUDA); `memory`: the workspace of each contender too.
     """
 
     rounds: int = 15

@@ -46,15 +46,9 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class ModelCase(Plain):
-    """One model at one size.
+    """One model (`timm:...`, or `open_clip:...` for its image tower) at one size in pixels.
 
-    Attributes:
-        table: "batch8" (the paper's tables), "resolution" (sweeps) or "families".
-        label: what the tables call the model.
-        model: `timm:...` or `open_clip:...` (its image tower).
-        image_size: side in pixels.
-        window: window size of a Swin, None for its own.
-        quick: whether --quick includes it.
+    `label` is what the tables call it; `window` the window size of a Swin, None for its own.
     """
 
     table: str

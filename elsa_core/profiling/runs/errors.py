@@ -26,12 +26,8 @@ _FACTOR = 2.0
 
 @dataclass(frozen=True)
 class RunErrors:
-    """Relative Euclidean errors against float64, of the worst output of each run.
-
-    Attributes:
-        errors: by run.
-        wrong: {run: why its error is too large}, of all but the reference.
-        reason: why nothing is known; empty if it is.
+    """Relative Euclidean errors against float64 of the worst output of each run, why those of
+    `wrong` are too large, and why nothing is known.
     """
 
     errors: dict[str, float]

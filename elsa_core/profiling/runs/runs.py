@@ -153,14 +153,10 @@ class ProfileReport(Summarised, Plain):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model ready to be run in several ways; `contenders` hold the copies.
+    """A model ready to be run in several ways: copies over the same weights, unpatched and patched,
+    the arguments of a call and the first tensor of them, what was patched, and the contenders.
 
-    Attributes:
-        plain, patched: copies over the same weights, with the model's own classes and with elsa's.
-        arguments: of a call; `first` is the first tensor of them.
-        report: what was patched.
-        built: the contenders, baselines first.
-        trains: whether a call is a training step.
+    `trains`: a call is a training step.
     """
 
     plain: nn.Module

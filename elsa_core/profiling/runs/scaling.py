@@ -62,17 +62,8 @@ def scaling(
 ) -> Scaling:
     """Time a model on rank 0, shard it (in place) and time it on all ranks.
 
-    Args:
-        model: as for `shard`, in eval mode, on this rank's device; the same weights on every rank.
-        images: [B, C, H, W], the same on every rank.
-        mesh: as for `shard`.
-        rounds: forwards of each at most.
-        budget_seconds: limit of each.
-        progress: told what begins.
-
-    Raises:
-        ModelError: the model cannot be sharded.
-        UnavailableError: there is no process group, or a rank is lost.
+    Model and images [B, C, H, W] are the same on every rank; `budget_seconds` limits the forwards
+    of each.
     """
     require_shardable(model)
     group = by_name(name_of(mesh))

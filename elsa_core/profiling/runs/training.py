@@ -58,15 +58,9 @@ class StepClock:
 
 @dataclass
 class Step:
-    """One training step: forward and loss, backward, AdamW.
+    """One training step of a model, or of its compiled form: forward and loss, backward, AdamW.
 
-    Attributes:
-        module: the model, or its compiled form.
-        arguments: of a call.
-        loss: of the model's output, a float32 scalar.
-        optimizer: shared by all ways.
-        dtype: key of `AUTOCAST`; fp16 scales the loss (`torch.amp.GradScaler`).
-        device: of the arguments.
+    `dtype` is a key of `AUTOCAST`; fp16 scales the loss. The optimizer is shared by all ways.
     """
 
     module: Callable[..., object]
@@ -149,11 +143,7 @@ def measure_training(
     A step is a forward in training mode, a backward, and a fused AdamW over all parameters that
     want gradients. The loss is the cross entropy with random labels where the output is [B, K], and
     otherwise the mean square of every floating tensor of the output. The model itself, in float32,
-    is not changed.
-
-    Returns:
-        The report: no sites, and runs that are `TrainingRun`; `memory_bytes` is the growth at the
-        peak of a step, beyond weights and the optimizer's state.
+    is not changed. `memory_bytes` is beyond weights and the optimizer's state.
     """
     tell = progress or (lambda what, done, total: None)
     arguments = next(iter(as_cases(inputs).values()))
