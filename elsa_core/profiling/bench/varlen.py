@@ -30,29 +30,27 @@ class _Packed:
 
     def __init__(self, case: Case, tensors: Inputs) -> None:
         self.longest = case.queries
-        starts = [0, *accumulate(lengths_of(case.batch, case.queries))]
-        self.ends = starts
-        self.starts = torch.tensor(starts, dtype=torch.int32, device=tensors.query.device)
-        self.operands = [
-            packing.packed(t.transpose(1, 2), self.starts, starts[-1])
+        self.ends = [0, *accumulate(lengths_of(case.batch, case.queries))]
+        self.starts = torch.tensor(self.ends, dtype=torch.int32, device=tensors.query.device)
+        self.here = packing.inside(self.starts, self.longest)
+        self.operands: list[Any] = [
+            packing.packed(t.transpose(1, 2), self.starts, self.ends[-1])
             for t in (tensors.query, tensors.key, tensors.value)
         ]
 
-    def read(self, returned: object) -> Tensor:
+    def read(self, returned: Any) -> Tensor:
         """[T, H, D] as [B, H, N, D], zeros at padded places."""
-        assert isinstance(returned, Tensor)
         return packing.padded(returned, self.starts, self.longest).transpose(1, 2)
 
-    def clear(self, returned: object) -> Tensor:
+    def clear(self, returned: Any) -> Tensor:
         """[B, H, N, D] with zeros at padded places."""
-        assert isinstance(returned, Tensor)
-        here = packing.inside(self.starts, self.longest)
-        return returned.masked_fill(~here[:, None, :, None], 0)
+        cleared: Tensor = returned.masked_fill(~self.here[:, None, :, None], 0)
+        return cleared
 
 
 def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
     packed = _Packed(case, tensors)
-    given: tuple[Any, ...] = (*packed.operands, packed.starts, None, packed.longest)
+    given = (*packed.operands, packed.starts, None, packed.longest)
     return of_elsa(
         varlen_attention, explain_varlen_attention, given, precision, backend, read=packed.read
     )
@@ -60,63 +58,50 @@ def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contende
 
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:
     """The padded batch by PyTorch and by `elsa.attention`, each sequence alone, PyTorch's own."""
+    packed = _Packed(case, tensors)
+
+    def padded(name: str, attend: Callable[..., Any]) -> Callable[[], Contender]:
+        call = functools.partial(attend, *tensors[:3], packed.here[:, None, None, :])
+        return lambda: Contender(name, call, read=packed.clear)
+
+    def each() -> Contender:
+        parts = [
+            [t[a:b].transpose(0, 1).unsqueeze(0) for t in packed.operands]
+            for a, b in pairwise(packed.ends)
+        ]
+
+        def call() -> Tensor:
+            outs = [F.scaled_dot_product_attention(q, k, v) for q, k, v in parts]
+            return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
+
+        return Contender("each-sdpa", call, read=packed.read)
+
+    def by_pytorch() -> Contender:
+        from torch.nn.attention.varlen import varlen_attn
+
+        starts, longest = [packed.starts] * 2, [packed.longest] * 2
+        call = functools.partial(varlen_attn, *packed.operands, *starts, *longest)
+        return Contender("varlen-attn", call, read=packed.read)
+
     found: dict[str, Callable[[], Contender] | str] = {
-        "padded-sdpa": lambda: _padded("sdpa", F.scaled_dot_product_attention, case, tensors),
-        "padded-elsa": lambda: _padded("elsa", attention, case, tensors),
-        "each-sdpa": lambda: _each(case, tensors),
+        "padded-sdpa": padded("padded-sdpa", F.scaled_dot_product_attention),
+        "padded-elsa": padded("padded-elsa", attention),
+        "each-sdpa": each,
     }
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         found["varlen-attn"] = "this torch has none"
-    elif tensors.query.device.type == "cuda":
-        found["varlen-attn"] = lambda: _pytorch(case, tensors)
+    elif tensors.query.is_cuda:
+        found["varlen-attn"] = by_pytorch
     return found
-
-
-def _padded(name: str, attend: Callable[..., Any], case: Case, tensors: Inputs) -> Contender:
-    packed = _Packed(case, tensors)
-    mask = packing.inside(packed.starts, packed.longest)[:, None, None, :]
-    call = functools.partial(attend, tensors.query, tensors.key, tensors.value, mask)
-    return Contender(f"padded-{name}", call, read=packed.clear)
-
-
-def _each(case: Case, tensors: Inputs) -> Contender:
-    packed = _Packed(case, tensors)
-    parts = [
-        [t[a:b].transpose(0, 1).unsqueeze(0) for t in packed.operands]
-        for a, b in pairwise(packed.ends)
-    ]
-
-    def call() -> Tensor:
-        outs = [F.scaled_dot_product_attention(q, k, v) for q, k, v in parts]
-        return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
-
-    return Contender("each-sdpa", call, read=packed.read)
-
-
-def _pytorch(case: Case, tensors: Inputs) -> Contender:
-    from torch.nn.attention.varlen import varlen_attn
-
-    packed = _Packed(case, tensors)
-    starts, longest = packed.starts, packed.longest
-    given: tuple[Any, ...] = (*packed.operands, starts, starts, longest, longest)
-    call = functools.partial(varlen_attn, *given)
-    return Contender("varlen-attn", call, read=packed.read)
 
 
 def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """The first sequence is the longest: a part of it alone needs no lengths."""
-    out = reference.attention(query, key, value, _hides(key))[0]
-    if query.shape[2] != key.shape[2]:
-        return out
-    there = _hides(key).squeeze(2).unsqueeze(-1)  # [B, 1, N, 1]
-    return out.masked_fill(~there, 0)
-
-
-def _hides(key: Tensor) -> Tensor:
-    """bool [B, 1, 1, N], True for tokens."""
     batch, _, longest, _ = key.shape
     lengths = torch.tensor(lengths_of(batch, longest), device=key.device)
-    return (torch.arange(longest, device=key.device) < lengths[:, None])[:, None, None, :]
+    there = torch.arange(longest, device=key.device) < lengths[:, None]  # [B, N]
+    out = reference.attention(query, key, value, there[:, None, None, :])[0]
+    return out.masked_fill(~there[:, None, :, None], 0) if query.shape == key.shape else out
 
 
 VARLEN = Bench(
