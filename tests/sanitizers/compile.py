@@ -1,7 +1,8 @@
 """A compiler in front of g++ that adds the sanitizers; the project's own build calls it.
 
 Set in the environment: ELSA_SET, the instruction set to compile, ELSA_LEVEL, how far to optimise,
-and ELSA_OBJECTS, a folder. The tables of the other sets stay empty: see `one_set.py`.
+and ELSA_OBJECTS, a folder of objects that are not compiled again while their text is the same. The
+tables of the other sets stay empty: see `one_set.py`.
 """
 
 from __future__ import annotations
@@ -30,17 +31,21 @@ def main(arguments: list[str]) -> int:
 
 
 def _once(words: list[str]) -> int:
-    """Compile a unit unless the other runtime's library holds it already."""
+    """Compile a unit unless the other runtime's library, or an earlier run, holds it already."""
     at = words.index("-o")
-    output, rest = words[at + 1], words[:at] + words[at + 2 :]
-    key = hashlib.sha256(repr(rest).encode()).hexdigest()
+    output, rest = words[at + 1], ["g++", *FLAGS, *words[:at], *words[at + 2 :]]
+    text = subprocess.run([*rest, "-E"], capture_output=True, check=False)
+    version = subprocess.run(["g++", "--version"], capture_output=True, check=False)
+    key = hashlib.sha256(repr(rest).encode() + version.stdout + text.stdout).hexdigest()
     kept = Path(os.environ["ELSA_OBJECTS"]) / key
-    if not kept.exists():
-        code = _run(["g++", *FLAGS, *words])
+    if text.returncode or not kept.exists():
+        code = _run([*rest, "-o", output])
         if code:
             return code
-        shutil.copyfile(output, kept)
+        shutil.copyfile(output, f"{kept}.new")
+        Path(f"{kept}.new").replace(kept)
     shutil.copyfile(kept, output)
+    kept.touch()  # in use
     return 0
 
 

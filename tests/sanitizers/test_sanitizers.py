@@ -20,10 +20,11 @@ REASON = missing()
 
 @pytest.mark.long
 @pytest.mark.skipif(bool(REASON), reason=REASON)
-def test_the_kernels_are_clean(tmp_path: Path) -> None:
+def test_the_kernels_are_clean(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """No byte beyond an array, no overflow, no misaligned or invalid value."""
     name = native.isa()
-    build(tmp_path, name, "-O0")
+    objects = pytestconfig.cache.mkdir("sanitizers") if pytestconfig.cache else None
+    build(tmp_path, name, "-O0", objects)
     code, text = run(tmp_path, name, SHORT)
     assert code == 0, text
     assert "passed" in text and "skipped" not in text
