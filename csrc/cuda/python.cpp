@@ -88,7 +88,6 @@ struct Short {
   const dlpack::Exchange* exchange;
   PyObject *tensor, *parameter;  // types that tensors may be of: another subclass may be anything
   PyObject* negated;             // whether a tensor's memory holds the negative of what it says
-  PyObject* wrap;  // makes a list of tensors of a list of capsules with their handles, or null
 };
 
 constexpr const char* kShort = "elsa_short";
@@ -227,40 +226,19 @@ class Read {
   uint32_t count_ = 0;
 };
 
-// PyTorch's own way from a tensor, which a handle points to, to its object, in a third of the time
-// of the one below; null where it has another name: as the question above, it is not of the stable
-// ABI.
+// PyTorch's own way from a tensor, which a handle points to, to its object; null where it has
+// another name: as the question above, it is not of the stable ABI, whose function leaks the tensor
+// (torch 2.11 to 2.15).
 using Wrap = PyObject* (*)(AtenTensorHandle);
-Wrap own_wrap() {
+Wrap wrap() {
   static void* const torch = dlopen("libtorch_python.so", RTLD_LAZY | RTLD_NOLOAD);
   static const auto found = reinterpret_cast<Wrap>(
       torch == nullptr ? nullptr : dlsym(torch, "_Z16THPVariable_WrapRKN2at10TensorBaseE"));
   return found;
 }
 
-// The Python tensor of a handle, or null. PyTorch's function for one handle leaks the tensor
-// (torch 2.11 to 2.15); the one for a list of them does not.
-PyObject* wrapped(const Short& about, Handle& tensor) {
-  if (about.wrap == nullptr) return own_wrap()(tensor.get());
-  const Python& py = python();
-  PyObject* handles = py.new_list(1);
-  PyObject* capsule = py.new_capsule(tensor.get(), nullptr, nullptr);
-  PyObject* result = nullptr;
-  if (handles != nullptr && capsule != nullptr) {
-    tensor.give();
-    py.set_item(handles, 0, given(capsule));
-    if (PyObject* tensors = py.call(about.wrap, handles, nullptr)) {
-      result = given(py.item(tensors, 0));
-      py.decrease(tensors);
-    }
-  }
-  if (capsule != nullptr) py.decrease(capsule);
-  if (handles != nullptr) py.decrease(handles);
-  return result;
-}
-
 // The first result of a planned call, or null.
-PyObject* result_of(const Short& about, const Admitted& call, const Read& given) {
+PyObject* result_of(const Admitted& call, const Read& given) {
   const Python& py = python();
   Handle outputs[kMostValues];
   bool ran = false;
@@ -272,7 +250,7 @@ PyObject* result_of(const Short& about, const Admitted& call, const Read& given)
   py.acquire(thread);
   if (!ran) return nullptr;
   try {
-    return wrapped(about, outputs[0]);
+    return wrap()(outputs[0].get());
   } catch (const std::exception&) {
     return nullptr;
   }
@@ -296,7 +274,7 @@ PyObject* serve(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count
   }
   const auto found = elsa_cuda::admitted.find(call.key.words());
   if (found.entry == nullptr) return none();
-  PyObject* result = result_of(*about, *found.entry, call);
+  PyObject* result = result_of(*found.entry, call);
   return result != nullptr ? result : none();
 }
 
@@ -448,7 +426,7 @@ bool multiplied(const Multiplied& made, const Read& call, Handle& out) {
 }
 
 // A call of a kind that is known, or null.
-PyObject* multiplied(const Short& about, const Multiplied& made, const Read& call) {
+PyObject* multiplied(const Multiplied& made, const Read& call) {
   const Python& py = python();
   Handle out;
   bool ran = false;
@@ -460,7 +438,7 @@ PyObject* multiplied(const Short& about, const Multiplied& made, const Read& cal
   }
   py.acquire(thread);
   try {
-    return ran ? wrapped(about, out) : nullptr;
+    return ran ? wrap()(out.get()) : nullptr;
   } catch (const std::exception&) {
     return nullptr;
   }
@@ -483,7 +461,7 @@ PyObject* multiply(PyObject* self, PyObject* const* arguments, std::ptrdiff_t co
     if (kind != nullptr) products.put(call.key.words(), generation, std::move(kind));
     return none();
   }
-  PyObject* result = multiplied(*about, *made, call);
+  PyObject* result = multiplied(*made, call);
   return result != nullptr ? result : none();
 }
 
@@ -517,30 +495,21 @@ const dlpack::Exchange* exchange_of(PyObject* capsule) {
 // own arguments and these, and says that such calls are for this library (True, or None where it
 // has no plan). Of the name "multiply": `multiply`, for which nothing is admitted, and None.
 // exchange: `torch.Tensor.__dlpack_c_exchange_api__`; tensor, parameter: the types `torch.Tensor`
-// and `torch.nn.Parameter`; negated: `torch.Tensor.is_neg`; wrap: makes a list of tensors of a list
-// of capsules with their handles, or None for a faster way that not every PyTorch has. Returns -1
-// and leaves `made` as it is where this process has no such way.
+// and `torch.nn.Parameter`; negated: `torch.Tensor.is_neg`. Returns -1 and leaves `made` as it is
+// where this process has no such way.
 extern "C" __attribute__((visibility("default"))) int elsa_cuda_short(
     const char* name, PyObject* exchange, PyObject* tensor, PyObject* parameter, PyObject* negated,
-    PyObject* wrap, PyObject** made) {
+    PyObject** made) {
   try {
     const bool multiplies = std::strcmp(name, "multiply") == 0;
     const Operator* op = multiplies ? &multiplication : find_operator(name);
     if (multiplies && !elsa_cuda::can_multiply()) return -1;
     const dlpack::Exchange* found = exchange_of(exchange);
-    if (op == nullptr || found == nullptr) return -1;
+    if (op == nullptr || found == nullptr || wrap() == nullptr) return -1;
     const Python& py = python();
-    const bool listed = wrap != py.none;
-    if (!listed && own_wrap() == nullptr) return -1;
     const auto number = static_cast<uint64_t>(multiplies ? elsa_cuda::kMostOperators
                                                          : op - elsa_cuda::operators.data());
-    auto* about = new Short{op,
-                            number,
-                            found,
-                            given(tensor),
-                            given(parameter),
-                            given(negated),
-                            listed ? given(wrap) : nullptr};
+    auto* about = new Short{op, number, found, given(tensor), given(parameter), given(negated)};
     PyObject* self = py.new_capsule(about, kShort, nullptr);
     if (self == nullptr) return -1;
     PyObject* functions[] = {

@@ -25,8 +25,6 @@ struct Method {  // PyMethodDef
   F(new_function, "PyCFunction_NewEx", PyObject*, Method*, PyObject*, PyObject*)      \
   F(new_capsule, "PyCapsule_New", PyObject*, void*, const char*, void (*)(PyObject*)) \
   F(capsule_pointer, "PyCapsule_GetPointer", void*, PyObject*, const char*)           \
-  F(new_list, "PyList_New", PyObject*, std::ptrdiff_t)                                \
-  F(set_item, "PyList_SetItem", int, PyObject*, std::ptrdiff_t, PyObject*)            \
   F(item, "PyList_GetItem", PyObject*, PyObject*, std::ptrdiff_t)                     \
   F(list_size, "PyList_Size", std::ptrdiff_t, PyObject*)                              \
   F(tuple_size, "PyTuple_Size", std::ptrdiff_t, PyObject*)                            \

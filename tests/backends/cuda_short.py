@@ -288,8 +288,7 @@ def elsewhere(stub: str) -> None:
     capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     changed = capsule(ctypes.addressof(played), b"dlpack_exchange_api", None)
     made: Any = (ctypes.py_object * 2)()
-    listed = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs  # type: ignore[attr-defined]
-    given = (changed, torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg, listed)
+    given = (changed, torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg)
     assert not loaded._locked.elsa_cuda_short(b"multiply", *map(ctypes.py_object, given), made)
     sizes = (4, 24), (16, 24), (16,), (4, 16)
     tensors = [torch.randn(*each).half() for each in sizes]
@@ -376,7 +375,7 @@ def refused(stub: str) -> None:
     library = loaded._locked
     exchange = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
     for name, capsule in ((b"nothing", exchange), (b"attention", object()), (b"attention", None)):
-        given = map(ctypes.py_object, (capsule, Tensor, Parameter, Tensor.is_neg, print))
+        given = map(ctypes.py_object, (capsule, Tensor, Parameter, Tensor.is_neg))
         assert library.elsa_cuda_short(name, *given, made) == -1
     assert serve(*good) is not None
 
@@ -393,16 +392,6 @@ class Seeing(TorchFunctionMode):
     ) -> object:
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
-
-
-def by_list(loaded: Any, name: str) -> list[Any]:
-    """`Library.short` of a PyTorch that has the slower way to a tensor's object alone."""
-    made = (ctypes.py_object * 2)()
-    wrap = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
-    exchange = Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
-    given = map(ctypes.py_object, (exchange, Tensor, Parameter, Tensor.is_neg, wrap))
-    assert loaded._locked.elsa_cuda_short(name.encode(), *given, made) == 0
-    return list(made)
 
 
 def objects(stub: str) -> None:
@@ -422,28 +411,27 @@ def objects(stub: str) -> None:
             assert serve(*good) is not None
             assert serve(*good[:5], "x", text) is None
 
-    for ways in (loaded.short("attention"), by_list(loaded, "attention")):
-        serve, admit = ways  # type: ignore[misc]
-        assert admit(*good, *good) is True
-        many(serve)
-        gc.collect()
-        alive = len(gc.get_objects())
-        threads = [threading.Thread(target=many, args=(serve,)) for _ in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        lines()
-        del threads, each
-        assert ([sys.getrefcount(each) for each in good[:4]], sys.getrefcount(text)) == before
-        gc.collect()
-        grown = len(gc.get_objects()) - alive
-        assert grown < 100, grown
-        out = serve(*good)
-        assert sys.getrefcount(out) == 2 and out._use_count() == 1 and type(out) is Tensor
-        with torch.inference_mode():
-            call(*good)
-            assert admit(*good, *good) is True and serve(*good).is_inference()
+    serve, admit = loaded.short("attention")  # type: ignore[misc]
+    assert admit(*good, *good) is True
+    many(serve)
+    gc.collect()
+    alive = len(gc.get_objects())
+    threads = [threading.Thread(target=many, args=(serve,)) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    lines()
+    del threads, each
+    assert ([sys.getrefcount(each) for each in good[:4]], sys.getrefcount(text)) == before
+    gc.collect()
+    grown = len(gc.get_objects()) - alive
+    assert grown < 100, grown
+    out = serve(*good)
+    assert sys.getrefcount(out) == 2 and out._use_count() == 1 and type(out) is Tensor
+    with torch.inference_mode():
+        call(*good)
+        assert admit(*good, *good) is True and serve(*good).is_inference()
 
 
 CHECKS = (same_launches, windows, products, multiplied, elsewhere, told_as_ever, refused, objects)

@@ -99,16 +99,14 @@ class Library:
         this PyTorch has no such way.
         """
         exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-        listed = getattr(torch._C._aoti, "alloc_tensors_by_stealing_from_void_ptrs", None)
-        if exchange is None or listed is None:
+        if exchange is None:
             return None
         made: Any = (ctypes.py_object * 2)()
-        types = torch.Tensor, torch.nn.Parameter
-        for wrap in (None, listed):
-            given = map(ctypes.py_object, (exchange, *types, torch.Tensor.is_neg, wrap))
-            if not self._locked.elsa_cuda_short(operator.encode(), *given, made):
-                return made[0], made[1]
-        return None
+        given = (exchange, torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg)
+        refused = self._locked.elsa_cuda_short(
+            operator.encode(), *map(ctypes.py_object, given), made
+        )  # fmt: skip
+        return None if refused else (made[0], made[1])
 
     def multiply(self) -> Callable[..., Any] | None:
         """`input @ weight.T + bias + residual` in half precision, bias and residual perhaps None,
