@@ -13,13 +13,14 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.ops.sparse.api import checked
-from elsa_core.patching import adapters, globs, layers
+from elsa_core.patching import adapters, layers
 from elsa_core.patching.adapters import derived, names
 from elsa_core.patching.adapters.offloaded import is_offloaded, may_offload, offloaded
 from elsa_core.patching.adapters.table import LAYERS
@@ -105,13 +106,13 @@ def patch(
     if offload not in (None, "host"):
         raise ArgumentError(f"offload={offload!r}: offload must be 'host'")
     sparsity = checked(sparsity)
-    wanted, unwanted = globs.texts("include", include), globs.texts("exclude", exclude)
+    wanted, unwanted = _texts("include", include), _texts("exclude", exclude)
     scope = layers.scope_of(model, scope)
     ran = None if example is None else watch(model, example)
     sites = find_sites(model, scope, ran)
     selected, kept, refused = [], [], []
     for site in sites:
-        reason = globs.why_left_out(site.path, wanted, unwanted)
+        reason = _why_left_out(site.path, wanted, unwanted)
         if reason is None and site.patchable:
             selected.append(site)
             continue
@@ -120,7 +121,7 @@ def patch(
             refused.append(site)
     if not selected:
         raise NothingPatchedError(_nothing_line(model, sites, refused, sites_of(scope)))
-    globs.check(sites, sites_of(scope), include=wanted, exclude=unwanted)
+    _check_globs(sites, sites_of(scope), include=wanted, exclude=unwanted)
     if strict and refused:
         raise NothingPatchedError(
             f"strict: {len(refused)} of {len(refused) + len(selected)} sites cannot be patched: "
@@ -217,24 +218,19 @@ def _swap(
                 "torch.autograd.graph.save_on_cpu(pin_memory=True)"
             )
         whole = offloaded(type(model))
+    wanted = {"elsa_sparsity": sparsity, "elsa_offload": offload}
+    asked = {name: value for name, value in wanted.items() if value is not None}
     for module, cls in zip(modules, classes, strict=True):
         module.__class__ = cls
-        module.__dict__["elsa_precision"] = precision
-        module.__dict__["elsa_backend"] = backend
-        _set(module, elsa_sparsity=sparsity, elsa_offload=offload)
+        for name in wanted:  # of an earlier call
+            module.__dict__.pop(name, None)
+        module.__dict__.update(elsa_precision=precision, elsa_backend=backend, **asked)
     if whole is not None:
         model.__class__ = whole
         model.__dict__.update(elsa_precision="strict", elsa_backend="auto")
     if is_offloaded(model):
-        _set(model, elsa_offload=offload)
-
-
-def _set(module: nn.Module, **options: Any) -> None:
-    """What was asked for beside the names; nothing is kept of what was not."""
-    for name, value in options.items():
-        module.__dict__.pop(name, None)
-        if value is not None:
-            module.__dict__[name] = value
+        model.__dict__.pop("elsa_offload", None)
+        model.__dict__.update({} if offload is None else {"elsa_offload": offload})
 
 
 def _check_served(module: nn.Module, site: AttentionSite, precision: str, backend: str) -> None:
@@ -269,16 +265,9 @@ def layers_within(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
 ) -> Iterator[str]:
-    """The layers within the attention modules of `sites` that go with them: those that can be
-    patched, that `sites` and `kept` do not name, and that `include` and `exclude` do not leave out.
-
-    Args:
-        model: whose sites `found` holds.
-        found: every site of the model.
-        sites: paths of the sites that are patched.
-        kept: paths of sites that stay as they are.
-        include: globs, as `patch` takes them.
-        exclude: globs.
+    """The layers within the attention modules of `sites` that go with them: those of `found`, all
+    sites of the model, that can be patched, that `sites` and `kept` do not name, and that the globs
+    do not leave out.
     """
     paths = {module: path for path, module in model.named_modules()}
     attention = [one.path for one in found if one.kind not in LAYERS and one.path in sites]
@@ -287,8 +276,38 @@ def layers_within(
     named = {*sites, *kept}
     for site in found:
         within = site.kind in LAYERS and site.path.startswith(around) and site.path not in named
-        if within and site.patchable and globs.why_left_out(site.path, include, exclude) is None:
+        if within and site.patchable and _why_left_out(site.path, include, exclude) is None:
             yield site.path
+
+
+def _texts(name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    found = (given,) if isinstance(given, str) else given
+    if not isinstance(found, Sequence) or not all(isinstance(each, str) for each in found):
+        raise TypeError(f"{name} must be a glob or several, as text, not {given!r}")
+    return tuple(found)
+
+
+def _check_globs(sites: Sequence[AttentionSite], what: str, **given: tuple[str, ...]) -> None:
+    """A glob that matches nothing is a mistake: the site that it means is not treated as asked."""
+    for name, globs in given.items():
+        for glob in globs:
+            if not any(fnmatchcase(site.path, glob) for site in sites):
+                raise ArgumentError(
+                    f"{name} (--{name}) {glob!r} matches none of the {len(sites)} {what} "
+                    f"(the first is {sites[0].path!r})"
+                )
+
+
+def _why_left_out(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> str | None:
+    """Why include and exclude leave a site out; None where they do not."""
+    hit = next((glob for glob in exclude if fnmatchcase(path, glob)), None)
+    if hit is not None:
+        return f"excluded by {hit!r}"
+    if include and not any(fnmatchcase(path, glob) for glob in include):
+        return "not named by include"
+    return None
 
 
 def _nothing_line(

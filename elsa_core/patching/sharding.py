@@ -76,7 +76,10 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
         lengths = shard_lengths(tokens, world)
         targets += [(block.attn, ShardedAttention) for block in subject.blocks]
     # every class is made before the first is swapped: a failure leaves the model as it was
-    classes = [_class_of(module, cls) for module, cls in targets]
+    classes = [
+        adapters.with_base(module, cls) if adapters.is_patched(module) else cls
+        for module, cls in targets
+    ]
     for (module, _), cls in zip(targets, classes, strict=True):
         module.__class__ = cls
         module.__dict__.setdefault("elsa_precision", "strict")
@@ -171,8 +174,3 @@ def _require_parts(module: nn.Module, path: str, parts: dict[str, _Classes]) -> 
             where = ".".join(filter(None, (path, name)))
             names = " or ".join(each.__name__ for each in classes)
             raise ModelError(f"{where} cannot be sharded: {found.__name__} is not {names}")
-
-
-def _class_of(module: nn.Module, cls: type[nn.Module]) -> type[nn.Module]:
-    """`cls` for the module's own class or for the one that it was patched with."""
-    return adapters.with_base(module, cls) if adapters.is_patched(module) else cls

@@ -34,7 +34,8 @@ def compare_calls(model: Any, images: Tensor, check: Callable[[], None], **terms
             names this one; or the ranks differ.
         UnavailableError: a rank does not answer.
     """
-    if calls.traced() or _is_captured(images) or place(model.elsa_group)[1] == 1:
+    captured = images.is_cuda and torch.cuda.is_current_stream_capturing()
+    if calls.traced() or captured or place(model.elsa_group)[1] == 1:
         check()
         return
     group = by_name(model.elsa_group)
@@ -59,10 +60,6 @@ def compare_calls(model: Any, images: Tensor, check: Callable[[], None], **terms
         **terms,
     }
     agreement.compare(group, said, images.device)
-
-
-def _is_captured(images: Tensor) -> bool:
-    return images.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_hooks(passed_over: Iterable[tuple[str, nn.Module]]) -> None:
