@@ -126,12 +126,12 @@ def _serves(site: Any, args: Any, kwargs: Any) -> bool:
     not within a transform of `torch.func`."""
     given = args[0] if args else None
     if not isinstance(given, Tensor) or given.is_cuda:
-        leaves = tree_leaves((args, kwargs))
-        tensors = [one for one in leaves if isinstance(one, Tensor)]
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
         if not tensors:
+            leaves = tree_leaves((args, kwargs))
             if any(isinstance(one, torch.fx.Proxy) for one in leaves):
                 return False
-            tensors = list(site.parameters())
+            tensors = [one for one in leaves if isinstance(one, Tensor)] or [*site.parameters()]
         if tensors and tensors[0].is_cuda and _are_small(site, tensors):  # the host waits for it
             return False
     return not (calls.differentiates_otherwise() or calls.transformed())
