@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import torch
 
+from elsa_core.errors import ArgumentError
+
 _PACKAGES: Final = (
     "torch", "timm", "open_clip_torch", "torchvision", "onnxruntime", "triton", "numpy"
 )  # fmt: skip
@@ -70,11 +72,9 @@ def describe(device: torch.device | str) -> dict[str, Any]:
     }
 
 
-def difference(there: dict[str, Any], now: dict[str, Any]) -> str:
-    """What keeps the figures of two documents from standing side by side, in words; else empty.
-
-    `there` was read from a file: its environment may hold anything.
-    """
+def require_same(path: Path, there: dict[str, Any], now: dict[str, Any], advice: str) -> None:
+    """Raise ArgumentError where the figures of a document, read from a file, cannot stand beside
+    those of one of this machine. The environment of `there` may hold anything."""
 
     def compared(document: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -84,11 +84,14 @@ def difference(there: dict[str, Any], now: dict[str, Any]) -> str:
             found |= {name: held.get(name) if isinstance(held, dict) else None for name in names}
         return {**found, "elsa": document.get("elsa_version")}
 
-    before, after = compared(there), compared(now)
-    name = next((name for name in after if before[name] != after[name]), None)
-    if name is None:
-        return ""
-    return f"{name} was {str(before[name])[:60]}, now it is {str(after[name])[:60]}"
+    before = compared(there)
+    for name, value in compared(now).items():
+        if before[name] != value:
+            differs = f"{name} was {str(before[name])[:60]}, now it is {str(value)[:60]}"
+            raise ArgumentError(
+                f"{path} was measured on another machine or with other versions ({differs}); "
+                f"{advice}"
+            )
 
 
 def label(environment: dict[str, Any]) -> str:

@@ -21,8 +21,8 @@ from elsa_core.base.version import __version__
 from elsa_core.errors import ArgumentError, ModelError, TooLargeError
 from elsa_core.exporting.manifest import hashed
 from elsa_core.loading import Loaded, ModelSpec, files_of
-from elsa_core.measuring import environment as place
 from elsa_core.measuring.documents import Plain
+from elsa_core.measuring.environment import require_same
 from elsa_core.measuring.memory_limit import is_out_of_memory, limited, release
 from elsa_core.patching import patch, unpatch
 from elsa_core.precision import DTYPES, validate
@@ -230,10 +230,6 @@ def resumed(path: Path, plan: Plan, environment: Document) -> Document:
                     f"{path} is of another sweep: its {key} is {str(other)[:60]}, now it is "
                     f"{str(value)[:60]}; give another file, or --force without --resume"
                 )
-    differs = place.difference(document, started(plan, environment))
-    if differs:
-        raise ArgumentError(
-            f"{path} was measured on another machine or with other versions ({differs}); "
-            "its figures cannot stand beside this one's"
-        )
+    fresh = started(plan, environment)
+    require_same(path, document, fresh, "its figures cannot stand beside this one's")
     return document

@@ -189,7 +189,7 @@ def test_which_runs_stand_beside_which() -> None:
     assert variants.chosen(None, CPU) == ("eager",)
     assert variants.chosen(["all"], CPU) == ("eager", "control", "sdpa", "compile")
     names = variants.chosen(["all"], cuda)
-    assert names == tuple(variants.BASELINES)
+    assert names == variants.BASELINES
     assert variants.ours(names) == (
         "patched", "patched+compile", "patched+graph", "patched+compile+graph",
     )  # fmt: skip

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,14 +25,13 @@ from torch.nn import functional
 from elsa_core import dispatch, reference
 from elsa_core.base.files import write_text
 from elsa_core.base.messages import first_line, milliseconds
-from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.measuring import environment, timing
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import digits, percentile, ratio
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops import SPLIT_WEIGHT
 from elsa_core.ops.linear.api import linear, served
-from elsa_core.profiling.bench.runner import Document, Runner
+from elsa_core.profiling.bench.runner import Document, Runner, require_gpu
 from elsa_core.profiling.runs.runs import Progress
 
 PEER, TF32 = "pytorch", "tf32"
@@ -218,6 +218,9 @@ def summary(document: Document) -> str:
 
 # --tune
 
+check_device: Final = partial(
+    require_gpu, keeps="keeps PyTorch's products, there is nothing to choose", lists="products"
+)
 WORTH: Final = 1.05
 """The gain from which a product counts as one."""
 # rows, channels, columns: of ViT and Swin, from one image to eight
@@ -252,17 +255,6 @@ class Product(Plain):
     def work(self) -> int:
         """Its multiply-adds."""
         return self.rows * self.channels * self.columns
-
-
-def check_device(device: torch.device, *, measuring: bool = False) -> None:
-    """Only the GPU kernels are to be measured."""
-    if device.type != "cuda":
-        raise ArgumentError(
-            f"--tune: {device.type} keeps PyTorch's products, there is nothing to choose; "
-            "use --device cuda"
-        )
-    if measuring and not torch.cuda.is_available():
-        raise UnavailableError("--tune: torch sees no CUDA GPU; --dry-run lists the products")
 
 
 def tune(

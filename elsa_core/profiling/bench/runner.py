@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
 from elsa_core.base.messages import first_line
 from elsa_core.base.reading import RESULT_BYTES, read_text
 from elsa_core.base.version import __version__
-from elsa_core.errors import ArgumentError, ElsaError, ModelError
+from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
 from elsa_core.measuring import busy, environment
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.memory_limit import limited, release
@@ -30,18 +30,8 @@ SCHEMA_VERSION: Final = 1
 Document = dict[str, Any]
 
 
-class Case(Protocol):
-    """What is measured at once; its name is unique among its device's."""
-
-    @property
-    def table(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def quick(self) -> bool: ...
-    @property
-    def name(self) -> str: ...
-    def to_dict(self) -> Document: ...
+Case = Any
+"""What is measured at once: it has a table, a dtype, quick, to_dict, and a name of its own."""
 
 
 @dataclass(frozen=True)
@@ -214,13 +204,16 @@ def read(path: Path, fresh: Document) -> Document:
         raise ModelError(alien)
     if held != fresh["results"]["settings"]:
         raise ArgumentError(f"{path} was measured with other settings; use another file or --force")
-    differs = environment.difference(document, fresh)
-    if differs:
-        raise ArgumentError(
-            f"{path} was measured on another machine or with other versions ({differs}); "
-            "use another file or --force"
-        )
+    environment.require_same(path, document, fresh, "use another file or --force")
     return document
+
+
+def require_gpu(device: torch.device, keeps: str, lists: str, *, measuring: bool = False) -> None:
+    """For --tune: raise where the device is no GPU, or the one that is to measure is not there."""
+    if device.type != "cuda":
+        raise ArgumentError(f"--tune: {device.type} {keeps}; use --device cuda")
+    if measuring and not torch.cuda.is_available():
+        raise UnavailableError(f"--tune: torch sees no CUDA GPU; --dry-run lists the {lists}")
 
 
 def images(case: ModelCase, device: torch.device, seed: int) -> torch.Tensor:

@@ -24,17 +24,21 @@ from elsa_core.backends.triton.shared import device as gpu
 from elsa_core.backends.triton.shared import usertable
 from elsa_core.base.limits import LARGEST_HEAD_DIM
 from elsa_core.base.messages import first_line
-from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.errors import ArgumentError
 from elsa_core.measuring import environment, timing
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.timing import Contender
 from elsa_core.profiling.bench.cases import Case, inputs
 from elsa_core.profiling.bench.results import Settings
+from elsa_core.profiling.bench.runner import require_gpu
 from elsa_core.profiling.bench.trace import sample_of, tolerance
 
 Progress = Callable[[str, int, int], None]
 
+check_device: Final = functools.partial(
+    require_gpu, keeps="has no tile table, its kernels size themselves", lists="candidates"
+)
 WORTH: Final = 1.02
 """A tile goes into the table where the shipped one takes this many times its time."""
 _FINALISTS: Final = 5
@@ -211,17 +215,6 @@ def tasks_of(cases: Sequence[Case]) -> list[tuple[Case, str]]:
         for precision in case.precisions
         if precision != "lean" or case.precisions == ("lean",)
     ]
-
-
-def check_device(device: torch.device, *, measuring: bool = False) -> None:
-    """Only the GPU kernels have tiles to choose."""
-    if device.type != "cuda":
-        raise ArgumentError(
-            f"--tune: {device.type} has no tile table, its kernels size themselves; "
-            "use --device cuda"
-        )
-    if measuring and not torch.cuda.is_available():
-        raise UnavailableError("--tune: torch sees no CUDA GPU; --dry-run lists the candidates")
 
 
 def shipped_table(device: torch.device | None) -> tuple[Table, int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import pairwise, starmap
 from typing import Any, Final
 
@@ -29,8 +30,7 @@ from elsa_core.proof import Comparison, floating_outputs, map_floating
 PARTS: Final = ("forward", "backward", "optimizer")
 AUTOCAST: Final = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtypes of a step, weights float32: the dtype of autocast, None without it."""
-DEFAULTS: Final = {"cpu": ("eager",), "cuda": ("eager", "eager+graph", "compile")}
-_GRAPHS: Final = ("eager+graph", "sdpa+graph")  # forward and backward, by `elsa.graphed`
+chosen: Final = partial(variants.chosen, trains=True)
 _RATE: Final = 1e-6  # small: the weights stay what they are, and the optimizer's work is the same
 _FACTOR: Final = 2.0  # times the original's error, which a gradient may have
 
@@ -114,18 +114,6 @@ class TrainingRun(Run):
     """
 
     parts: dict[str, float]
-
-
-def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
-    """The baselines of a training step, "eager" always first."""
-    graphs = _GRAPHS if device.type == "cuda" else ()
-    fit = [n for n in variants.BASELINES if not n.endswith(variants.GRAPH) or n in graphs]
-    if names is not None and "all" in names:
-        names = fit
-    for name in names or ():
-        if name == "compile+graph":
-            raise ArgumentError(f"baselines: {name} is for inference: no step of it is captured")
-    return variants.chosen(names or DEFAULTS.get(device.type), device)
 
 
 def measure_training(

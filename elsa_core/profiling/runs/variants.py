@@ -26,15 +26,15 @@ from elsa_core.patching import SWITCHES, shared_copy
 
 GRAPH: Final = "+graph"
 CONTROL: Final = "control"
-BASELINES: Final = {
-    "eager": "the model as it was loaded",
-    CONTROL: "the same once more: shows which differences this machine can tell",
-    "sdpa": "with PyTorch's fused attention forced wherever the model has a switch for it",
-    "compile": "torch.compile of the model as it was loaded",
-    "eager+graph": "eager, through elsa.graphed",
-    "sdpa+graph": "sdpa, through elsa.graphed",
-    "compile+graph": "compile, replayed as a CUDA graph",
-}
+BASELINES: Final = (
+    "eager",  # the model as it was loaded
+    CONTROL,  # the same once more: shows which differences this machine can tell
+    "sdpa",  # with PyTorch's fused attention forced wherever the model has a switch for it
+    "compile",  # torch.compile of the model as it was loaded
+    "eager+graph",  # through elsa.graphed, as the next one
+    "sdpa+graph",
+    "compile+graph",  # replayed as a CUDA graph
+)
 
 
 def how_to(name: str) -> str:
@@ -51,10 +51,11 @@ def how_to(name: str) -> str:
     return "; ".join(steps) or "the model as it is"
 
 
-DEFAULTS: Final = {
+_DEFAULTS: Final = {
     "cpu": ("eager",),
     "cuda": ("eager", "sdpa", "compile", "eager+graph", "compile+graph"),
 }
+_DEFAULTS_TRAINING: Final = {"cpu": ("eager",), "cuda": ("eager", "eager+graph", "compile")}
 # What patching is measured as beside each baseline.
 _OURS: Final = {
     "compile": "patched+compile",
@@ -76,17 +77,22 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
+def chosen(
+    names: Sequence[str] | None, device: torch.device, *, trains: bool = False
+) -> tuple[str, ...]:
     """The baselines to measure, "eager" first. None: the device's; "all": every one it has."""
-    cuda = device.type == "cuda"
-    if device.type not in DEFAULTS:
+    cuda, defaults = device.type == "cuda", _DEFAULTS_TRAINING if trains else _DEFAULTS
+    if device.type not in defaults:
         raise ArgumentError(f"device: cpu and cuda can be profiled, not {device.type}")
     if names is None:
-        names = DEFAULTS[device.type]
+        names = defaults[device.type]
     elif not isinstance(names, Collection):
         raise TypeError(f"baselines must be names of baselines, not {type(names).__name__}")
     elif "all" in names:
         names = [name for name in BASELINES if cuda or not name.endswith(GRAPH)]
+        names = [name for name in names if not (trains and name == "compile+graph")]
+    if trains and "compile+graph" in names:
+        raise ArgumentError("baselines: compile+graph is for inference: no step of it is captured")
     for name in names:
         if name not in BASELINES:
             known = ", ".join((*BASELINES, "all"))
