@@ -74,11 +74,11 @@ def export_onnx(
         raise ArgumentError(
             f"input_names has {len(input_names)} names for {len(example_inputs)} inputs"
         )
-    from elsa_core.exporting import onnx_graph
+    from elsa_core.exporting import onnx_operator
 
     if program is None:
         program = _program(module, example_inputs, dynamic_batch)
-    if onnx_graph.rewrite(program) == 0:
+    if onnx_operator.rewrite(program) == 0:
         raise ExportError("the graph calls none of elsa's operators: no patched site was reached")
     model = _translate(program, mode, opset)
     _rename(model, input_names, output_names)

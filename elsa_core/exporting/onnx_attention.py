@@ -7,6 +7,7 @@ of its operands and becomes one node from projection to projection.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from elsa_core.errors import ExportError
 from elsa_core.exporting.onnx_operator import (
-    Body,
     OnnxExport,
     OnnxOperator,
+    Value,
+    Writer,
     call,
     static_shape,
     take_over,
@@ -165,20 +167,11 @@ def _same(left: Any, right: Any) -> bool:
     )
 
 
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> Tensor:
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
-def _packed_fake(
-    qkv: Tensor, attn_mask: Tensor | None, num_heads: int, is_causal: bool, scale: float
-) -> Tensor:
+def _packed_fake(qkv: Tensor, *rest: Any) -> Tensor:
     return qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
 
 
@@ -193,170 +186,79 @@ def _needs(node: ir.Node, given: dict[str, ir.Value], newest: bool) -> tuple[set
     return traits, more
 
 
-def _attention_lines(body: Body) -> list[str]:
-    if "standard" in body:
-        return _standard_attention(body, "query", "key", "value")
-    lines = ["q = Cast<to = 1>(query)", "k = Cast<to = 1>(key)", "v = Cast<to = 1>(value)"]
-    if "grouped" in body:
-        lines += _repeat_heads("k") + _repeat_heads("v")
-    key, value = ("k_all", "v_all") if "grouped" in body else ("k", "v")
-    return [*lines, *_softmax_lines(body, "q", key, value), "out = CastLike(result, query)"]
-
-
-def _packed_lines(body: Body) -> list[str]:
+def _packed_body(op: Writer, qkv: Value, mask: Value) -> Value:
     """[B, N, 3 * H * D] -> [3, B, H, N, D] and back to [B, N, H * D]."""
-    lines = [
-        "heads = Constant<value_int : int = @num_heads>()",
-        "one = Constant<value = int64[1] {1}>()",
-        "heads_1d = Reshape(heads, one)",
-        "first = Constant<value = int64[3] {0, 0, 3}>()",
-        "last = Constant<value = int64[1] {-1}>()",
-        "apart = Concat<axis = 0>(first, heads_1d, last)",
-        "split = Reshape(qkv, apart)",
-        "parts = Transpose<perm = [2, 0, 3, 1, 4]>(split)",
-        "q_1, k_1, v_1 = Split<axis = 0, num_outputs = 3>(parts)",
-        "zero = Constant<value = int64[1] {0}>()",
-        *(f"{n}_own = Squeeze({n}_1, zero)" for n in "qkv"),
-    ]
-    if "standard" in body:
-        return [
-            *lines,
-            *_standard_attention(body, "q_own", "k_own", "v_own", "together"),
-            *_join("together"),
-        ]
-    lines += [f"{n} = Cast<to = 1>({n}_own)" for n in "qkv"]
-    lines += [*_softmax_lines(body, "q", "k", "v"), "together = CastLike(result, qkv)"]
-    return [*lines, *_join("together")]
+    heads = op.Reshape(op.attribute("num_heads"), [1])
+    split = op.Reshape(qkv, op.Concat([0, 0, 3], heads, [-1], axis=0))
+    parts = op.Split(op.Transpose(split, perm=[2, 0, 3, 1, 4]), axis=0, num_outputs=3, outputs=3)
+    out = _attention_body(op, *(op.Squeeze(part, [0]) for part in parts), mask)
+    return op.Reshape(op.Transpose(out, perm=[0, 2, 1, 3]), [0, 0, -1])
 
 
-def _join(name: str) -> list[str]:
-    """[B, H, N, D] -> out [B, N, H * D]."""
-    return [
-        f"tokens_first = Transpose<perm = [0, 2, 1, 3]>({name})",
-        "joined = Constant<value = int64[3] {0, 0, -1}>()",
-        "out = Reshape(tokens_first, joined)",
-    ]
+def _attention_body(op: Writer, query: Value, key: Value, value: Value, mask: Value) -> Value:
+    """softmax(q k^T * scale + mask) v in float32; a row that sees no key gives zeros.
+
+    The `Attention` of opset 23 leaves such rows open.
+    """
+    if "standard" in op:
+        given = [query, key, value, *([mask] if mask else [])]
+        out = op.Attention(*given, is_causal="@is_causal", scale="@scale")
+        if mask is None:
+            return out
+        most = op.ReduceMax(op.Cast(mask, to=1), [-1], keepdims=1)
+        boolean = "boolean_mask" in op
+        none = op.Equal(most, 0.0) if boolean else op.IsInf(most, detect_positive=0)
+        return op.Where(none, op.CastLike(0.0, out), out)
+    q, k, v = (op.Cast(each, to=1) for each in (query, key, value))
+    if "grouped" in op:
+        k, v = (_repeat_heads(op, each, q) for each in (k, v))
+    scores = op.Mul(op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2])), op.attribute("scale"))
+    if mask and "boolean_mask" in op:
+        scores = op.Where(mask, scores, -math.inf)
+    elif mask:
+        scores = op.Add(scores, op.Cast(mask, to=1))
+    if "causal" in op:
+        scores = op.Where(_visible(op, scores), scores, -math.inf)
+    weights = op.Softmax(scores, axis=-1)
+    if mask:
+        none = op.IsInf(op.ReduceMax(scores, [-1], keepdims=1), detect_positive=0)
+        weights = op.Where(none, 0.0, weights)
+    return op.CastLike(op.MatMul(weights, v), query)
 
 
-def _softmax_lines(body: Body, q: str, k: str, v: str) -> list[str]:
-    """`result` = softmax(q k^T * scale + mask) v in float32; a row that sees no key gives zeros."""
-    lines = [
-        f"k_turned = Transpose<perm = [0, 1, 3, 2]>({k})",
-        f"products = MatMul({q}, k_turned)",
-        "factor = Constant<value_float : float = @scale>()",
-        "scores_0 = Mul(products, factor)",
-    ]
-    scores = "scores_0"
-    masked = "attn_mask" in body
-    if masked or "causal" in body:
-        lines.append("never = Constant<value = float {-inf}>()")
-    if masked and "boolean_mask" in body:
-        lines.append(f"scores_1 = Where(attn_mask, {scores}, never)")
-        scores = "scores_1"
-    elif masked:
-        lines += ["mask = Cast<to = 1>(attn_mask)", f"scores_1 = Add({scores}, mask)"]
-        scores = "scores_1"
-    if "causal" in body:
-        lines += [*_causal_lines(scores), f"scores_2 = Where(visible, {scores}, never)"]
-        scores = "scores_2"
-    lines.append(f"weights_0 = Softmax<axis = -1>({scores})")
-    weights = "weights_0"
-    if masked:
-        lines += [
-            "keys_axis = Constant<value = int64[1] {-1}>()",
-            f"most = ReduceMax<keepdims = 1>({scores}, keys_axis)",
-            "sees_none = IsInf<detect_positive = 0>(most)",
-            "nothing = Constant<value = float {0}>()",
-            "weights_1 = Where(sees_none, nothing, weights_0)",
-        ]
-        weights = "weights_1"
-    return [*lines, f"result = MatMul({weights}, {v})"]
+def _visible(op: Writer, scores: Value) -> Value:
+    """[Nq, Nk]: key j <= query i, or everything where the node is not causal."""
+    sizes, zero = op.Shape(scores), op.scalar(0)
+    row, column = (
+        op.Range(zero, op.Gather(sizes, op.scalar(axis)), op.scalar(1)) for axis in (2, 3)
+    )
+    past = op.GreaterOrEqual(op.Unsqueeze(row, [1]), column)
+    return op.Or(past, op.Equal(op.attribute("is_causal"), zero))
 
 
-def _causal_lines(scores: str) -> list[str]:
-    """`visible` [Nq, Nk]: key j <= query i, or everything where the node is not causal."""
-    return [
-        f"sizes = Shape({scores})",
-        "at_2 = Constant<value = int64 {2}>()",
-        "at_3 = Constant<value = int64 {3}>()",
-        "rows = Gather(sizes, at_2)",
-        "columns = Gather(sizes, at_3)",
-        "from_0 = Constant<value = int64 {0}>()",
-        "by_1 = Constant<value = int64 {1}>()",
-        "row = Range(from_0, rows, by_1)",
-        "column = Range(from_0, columns, by_1)",
-        "second = Constant<value = int64[1] {1}>()",
-        "row_up = Unsqueeze(row, second)",
-        "past = GreaterOrEqual(row_up, column)",
-        "asked = Constant<value_int : int = @is_causal>()",
-        "everything = Equal(asked, from_0)",
-        "visible = Or(past, everything)",
-    ]
-
-
-def _repeat_heads(name: str) -> list[str]:
+def _repeat_heads(op: Writer, x: Value, query: Value) -> Value:
     """[B, Hkv, Nk, D] -> [B, H, Nk, D]: each key head for its group of query heads."""
-    return [
-        f"{name}_batch = Shape<start = 0, end = 1>({name})",
-        f"{name}_heads = Shape<start = 1, end = 2>({name})",
-        f"{name}_rest = Shape<start = 2>({name})",
-        f"{name}_wanted = Shape<start = 1, end = 2>(q)",
-        f"{name}_group = Div({name}_wanted, {name}_heads)",
-        f"{name}_axis = Constant<value = int64[1] {{2}}>()",
-        f"{name}_apart = Unsqueeze({name}, {name}_axis)",
-        f"{name}_five = Concat<axis = 0>({name}_batch, {name}_heads, {name}_group, {name}_rest)",
-        f"{name}_many = Expand({name}_apart, {name}_five)",
-        f"{name}_four = Concat<axis = 0>({name}_batch, {name}_wanted, {name}_rest)",
-        f"{name}_all = Reshape({name}_many, {name}_four)",
-    ]
+    batch, heads, rest = op.Shape(x, end=1), op.Shape(x, start=1, end=2), op.Shape(x, start=2)
+    wanted = op.Shape(query, start=1, end=2)
+    many = op.Concat(batch, heads, op.Div(wanted, heads), rest, axis=0)
+    return op.Reshape(op.Expand(op.Unsqueeze(x, [2]), many), op.Concat(batch, wanted, rest, axis=0))
 
 
-def _standard_attention(
-    body: Body, query: str, key: str, value: str, out: str = "out"
-) -> list[str]:
-    """The `Attention` of opset 23, and zeros for rows that see no key, which it leaves open."""
-    attributes = "is_causal : int = @is_causal, scale : float = @scale"
-    if "attn_mask" not in body:
-        return [f"{out} = Attention<{attributes}>({query}, {key}, {value})"]
-    seen = ["keys_axis = Constant<value = int64[1] {-1}>()"]
-    if "boolean_mask" in body:
-        seen += [
-            "open = Cast<to = 1>(attn_mask)",
-            "most = ReduceMax<keepdims = 1>(open, keys_axis)",
-            "nothing_f = Constant<value = float {0}>()",
-            "sees_none = Equal(most, nothing_f)",
-        ]
-    else:
-        seen += [
-            "open = Cast<to = 1>(attn_mask)",
-            "most = ReduceMax<keepdims = 1>(open, keys_axis)",
-            "sees_none = IsInf<detect_positive = 0>(most)",
-        ]
-    return [
-        f"attended = Attention<{attributes}>({query}, {key}, {value}, attn_mask)",
-        *seen,
-        "zero_f = Constant<value = float {0}>()",
-        "nothing = CastLike(zero_f, attended)",
-        f"{out} = Where(sees_none, nothing, attended)",
-    ]
-
-
+_OPTIONS = (("is_causal", "bool"), ("scale", "float"))
 ATTENTION = OnnxOperator(
     name="Attention",
-    call="attention",
     inputs=("query", "key", "value", "attn_mask?"),
-    attributes=(("is_causal", "bool"), ("scale", "float")),
+    attributes=_OPTIONS,
     fake=_fake,
-    lines=_attention_lines,
+    write=_attention_body,
     needs=_needs,
 )
 PACKED = OnnxOperator(
     name="PackedAttention",
-    call="packed_attention",
     inputs=("qkv", "attn_mask?"),
-    attributes=(("num_heads", "int"), ("is_causal", "bool"), ("scale", "float")),
+    attributes=(("num_heads", "int"), *_OPTIONS),
     fake=_packed_fake,
-    lines=_packed_lines,
+    write=_packed_body,
     needs=_needs,
 )
 EXPORT = OnnxExport(operators=(ATTENTION, PACKED), rewrite=_replace_attention)

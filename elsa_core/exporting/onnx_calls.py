@@ -20,7 +20,7 @@ from torch import Tensor
 from elsa_core.backends.cuda.planfile import Recorded
 from elsa_core.errors import ExportError
 from elsa_core.exporting.onnx import BATCH
-from elsa_core.exporting.onnx_functions import DOMAIN
+from elsa_core.exporting.onnx_operator import DOMAIN
 
 if TYPE_CHECKING:
     from onnx import GraphProto

@@ -8,17 +8,18 @@ runs the body, in which ONNX Runtime finds what it fuses: the product with its b
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from elsa_core.exporting.onnx_operator import (
-    Body,
     OnnxExport,
     OnnxOperator,
-    arguments,
+    Value,
+    Writer,
     call,
     take_over,
     value_of,
@@ -34,29 +35,27 @@ _GELU_OPSET = 20  # the first that has the standard `Gelu`
 def _replace_linear(graph: Graph, node: Node) -> None:
     """One node, where the operands share a dtype that it takes; else the operator's portable form
     is written."""
-    given = arguments(node)
-    input, weight = given["input"], given["weight"]
+    parameters = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {
+        each.name: node.args[i]
+        if i < len(node.args)
+        else node.kwargs.get(each.name, each.default_value)
+        for i, each in enumerate(parameters)
+    }
     terms = [given[name] for name in ("bias", "residual", "scale")]
-    dtypes = {value_of(t).dtype for t in (input, weight, *terms) if t is not None}
+    tensors = [each for each in (given["input"], given["weight"], *terms) if each is not None]
+    dtypes = {value_of(each).dtype for each in tensors}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         return
+    weight = given["weight"]
     with graph.inserting_before(node):
         turned = call(graph, node, torch.ops.aten.t.default, (weight,), value_of(weight).t())
-        out = call(
-            graph, node, LINEAR.overload, (input, turned, *terms, given["activation"]),
-            value_of(node),
-        )  # fmt: skip
+        operands = (given["input"], turned, *terms, given["activation"])
+        out = call(graph, node, LINEAR.overload, operands, value_of(node))
     take_over(graph, node, out)
 
 
-def _fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    activation: str,
-) -> Tensor:
+def _fake(input: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return input.new_empty((*input.shape[:-1], weight.shape[1]))
 
 
@@ -68,90 +67,53 @@ def _needs(node: ir.Node, given: dict[str, ir.Value], newest: bool) -> tuple[set
     return traits, set()
 
 
-def _lines(body: Body) -> list[str]:
-    """residual + scale * activation(input @ weight + bias), in the order of `epilogue`."""
-    lines, last = ["product = MatMul(input, weight)"], "product"
-    if "bias" in body:
-        lines.append(f"biased = Add({last}, bias)")
-        last = "biased"
-    activation = next((name for name in _ACTIVATIONS if name in body.traits), None)
-    if activation is not None:
-        lines += _activated(body, activation, last)
-        last = "activated"
-    if "scale" in body:
-        lines.append(f"scaled = Mul({last}, scale)")
-        last = "scaled"
-    if "residual" in body:
-        lines.append(f"summed = Add({last}, residual)")
-    _, _, result = lines[-1].partition(" = ")
-    return [*lines[:-1], f"out = {result}"]
+def _body(op: Writer, x: Value, weight: Value, bias: Value, residual: Value, scale: Value) -> Value:
+    """residual + scale * activation(x @ weight + bias), in the order of `epilogue`.
 
-
-def _activated(body: Body, name: str, x: str) -> list[str]:
-    """`activated` of x. In half precision a formula is computed in float32 and rounded once, as
-    PyTorch's kernels do: its steps, each rounded, would be several times as far from the value.
+    In half precision a formula is computed in float32 and rounded once, as PyTorch's kernels do:
+    its steps, each rounded, would be several times as far from the value.
     """
-    steps = _ACTIVATIONS[name]
-    if body.opset >= _GELU_OPSET:
-        steps = _GELU_OPERATORS.get(name, steps)
-    if "half" not in body or len(steps) == 1:  # an operator rounds once by itself
-        return [step.format(x=x, out="activated") for step in steps]
-    wide = [step.format(x="wide", out="result") for step in steps]
-    return [f"wide = Cast<to = 1>({x})", *wide, f"activated = CastLike(result, {x})"]
+    out = op.MatMul(x, weight)
+    if bias:
+        out = op.Add(out, bias)
+    name = next((name for name in _ACTIVATIONS if name in op), None)
+    if name in ("gelu", "gelu_tanh") and op.body.opset >= _GELU_OPSET:
+        out = op.Gelu(out, approximate="tanh" if name == "gelu_tanh" else "none")
+    elif name == "relu" or (name and "half" not in op):
+        out = _ACTIVATIONS[name](op, out)
+    elif name:
+        out = op.CastLike(_ACTIVATIONS[name](op, op.Cast(out, to=1)), out)
+    if scale:
+        out = op.Mul(out, scale)
+    return op.Add(out, residual) if residual else out
 
 
-def _number(name: str, value: float) -> str:
-    return f"{name} = Constant<value = float {{{{{value!r}}}}}>()"
+def _gelu(op: Writer, x: Value) -> Value:
+    """In the order that ONNX Runtime fuses, as the next one's."""
+    shifted = op.Add(op.Erf(op.Div(x, math.sqrt(2.0))), 1.0)
+    return op.Mul(op.Mul(x, shifted), 0.5)
 
 
-# Each activation in steps from {x} to {out}. Those of GELU are the ones that ONNX Runtime fuses.
-_ACTIVATIONS: dict[str, tuple[str, ...]] = {
-    "gelu": (
-        _number("root", math.sqrt(2.0)),
-        _number("one", 1.0),
-        _number("half", 0.5),
-        "quotient = Div({x}, root)",
-        "error = Erf(quotient)",
-        "shifted = Add(error, one)",
-        "twice = Mul({x}, shifted)",
-        "{out} = Mul(twice, half)",
-    ),
-    "gelu_tanh": (
-        _number("three", 3.0),
-        _number("small", 0.044715),
-        _number("steep", math.sqrt(2.0 / math.pi)),
-        _number("one", 1.0),
-        _number("half", 0.5),
-        "cube = Pow({x}, three)",
-        "part = Mul(cube, small)",
-        "inner = Add({x}, part)",
-        "stretched = Mul(inner, steep)",
-        "tangent = Tanh(stretched)",
-        "shifted = Add(tangent, one)",
-        "twice = Mul({x}, shifted)",
-        "{out} = Mul(twice, half)",
-    ),
-    "quick_gelu": (
-        _number("steep", 1.702),
-        "stretched = Mul({x}, steep)",
-        "gate = Sigmoid(stretched)",
-        "{out} = Mul({x}, gate)",
-    ),
-    "silu": ("gate = Sigmoid({x})", "{out} = Mul({x}, gate)"),
-    "relu": ("{out} = Relu({x})",),
-}
-_GELU_OPERATORS = {
-    "gelu": ("{out} = Gelu({x})",),
-    "gelu_tanh": ('{out} = Gelu<approximate = "tanh">({x})',),
+def _gelu_tanh(op: Writer, x: Value) -> Value:
+    inner = op.Add(x, op.Mul(op.Pow(x, 3.0), 0.044715))
+    shifted = op.Add(op.Tanh(op.Mul(inner, math.sqrt(2.0 / math.pi))), 1.0)
+    return op.Mul(op.Mul(x, shifted), 0.5)
+
+
+_ACTIVATIONS: dict[str, Callable[[Writer, Value], Value]] = {
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": lambda op, x: op.Mul(x, op.Sigmoid(op.Mul(x, 1.702))),
+    "silu": lambda op, x: op.Mul(x, op.Sigmoid(x)),
+    "relu": lambda op, x: op.Relu(x),
 }
 
 LINEAR = OnnxOperator(
     name="Linear",
-    call="linear",
     inputs=("input", "weight", "bias?", "residual?", "scale?"),
     attributes=(("activation", "str"),),
     fake=_fake,
-    lines=_lines,
+    write=_body,
     needs=_needs,
     kernel=False,
 )

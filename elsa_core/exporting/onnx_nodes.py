@@ -5,12 +5,19 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elsa_core.errors import ExportError
-from elsa_core.exporting import onnx_functions, onnx_graph
-from elsa_core.exporting.onnx_functions import DOMAIN, VARIANTS_MAX
-from elsa_core.exporting.onnx_operator import Body, OnnxOperator
+from elsa_core.exporting.onnx_operator import (
+    ATTENTION_OPSET,
+    ATTRIBUTE_TYPES,
+    DOMAIN,
+    VARIANTS_MAX,
+    Body,
+    OnnxOperator,
+    onnx_operators,
+)
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -19,34 +26,24 @@ _OLDEST_IR = 8  # the first with functions, and all that opset 18 needs: old run
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-# By the type of an attribute: ONNX's, and what turns PyTorch's value into one.
-_KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "bool": ("INT", int),
-    "int": ("INT", int),
-    "float": ("FLOAT", float),
-    "int[]": ("INTS", list),
-    "str": ("STRING", str),
-}
-
-
 def translations() -> dict[Any, Callable[..., Any]]:
     """What torch.onnx makes of the operators of `elsa_onnx`."""
-    known = onnx_graph.onnx_operators().values()
-    return {operator.overload: _translation(operator) for operator in known}
+    return {each.overload: _translation(each) for each in onnx_operators().values()}
 
 
 def _translation(operator: OnnxOperator) -> Callable[..., Any]:
     """One node, from positional arguments in the order of the operator's schema."""
+    import onnx
     from onnxscript.values import Op, Opset
 
-    op = Op(Opset(DOMAIN, 1), operator.name, _schema(operator))
+    if not onnx.defs.has(operator.name, DOMAIN):  # onnxscript asks onnx's own registry
+        onnx.defs.register_schema(_schema(operator))
+    op = Op(Opset(DOMAIN, 1), operator.name, onnx.defs.get_schema(operator.name, 1, DOMAIN))
     count = len(operator.inputs)
 
     def translate(*given: Any) -> Any:
-        attributes = {
-            name: _KINDS[kind][1](value)
-            for (name, kind), value in zip(operator.attributes, given[count:], strict=True)
-        }
+        values = zip(operator.attributes, given[count:], strict=True)
+        attributes = {name: int(v) if kind == "bool" else v for (name, kind), v in values}
         return op(*given[:count], **attributes)
 
     names = [name for name, _ in (*operator.parameters, *operator.attributes)]
@@ -58,38 +55,24 @@ def _translation(operator: OnnxOperator) -> Callable[..., Any]:
 
 
 def _schema(operator: OnnxOperator) -> Any:
-    """The operator's schema in onnx's own registry, which onnxscript asks for."""
-    import onnx
-
-    if not onnx.defs.has(operator.name, DOMAIN):
-        onnx.defs.register_schema(_new_schema(operator))
-    return onnx.defs.get_schema(operator.name, 1, DOMAIN)
-
-
-def _new_schema(operator: OnnxOperator) -> Any:
     from onnx.defs import OpSchema
 
     floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
     kinds = OpSchema.FormalParameterOption
-    inputs = []
+    inputs, types = [], [("T", floats, "floating")]
     for index, (parameter, required) in enumerate(operator.parameters):
         option = kinds.Single if required else kinds.Optional
         own = "T" if required else f"M{index}"
         inputs.append(OpSchema.FormalParameter(parameter, own, param_option=option))
-    free = [
-        (p.type_str, [*floats, "tensor(bool)"], "mask or additional operand")
-        for p in inputs
-        if p.type_str != "T"
-    ]
+        if not required:
+            types.append((own, [*floats, "tensor(bool)"], "mask or additional operand"))
     attributes = [
-        OpSchema.Attribute(name, getattr(OpSchema.AttrType, _KINDS[kind][0]), required=False)
+        OpSchema.Attribute(name, getattr(OpSchema.AttrType, ATTRIBUTE_TYPES[kind]), required=False)
         for name, kind in operator.attributes
     ]
+    outputs = [OpSchema.FormalParameter("out", "T")]
     return OpSchema(
-        operator.name, DOMAIN, 1,
-        inputs=inputs,
-        outputs=[OpSchema.FormalParameter("out", "T")],
-        type_constraints=[("T", floats, "floating"), *free],
+        operator.name, DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=types,
         attributes=attributes,
     )  # fmt: skip
 
@@ -100,16 +83,19 @@ def finish(model: ir.Model, mode: str, opset: int) -> None:
     Raises:
         ExportError: the nodes need more different bodies than there are names.
     """
+    from onnx_ir.passes.common import InlinePass
+
     nodes = [node for node in model.graph if node.domain == DOMAIN]
     if mode == "custom-only":  # what the library has no kernel of needs its body
-        known = onnx_graph.onnx_operators()
+        known = onnx_operators()
         nodes = [node for node in nodes if not known[node.op_type].kernel]
     _add_functions(model, nodes, inlined=mode != "custom", opset=opset)
     if mode != "custom":
-        _inline(model)
+        InlinePass()(model)
+        model.graph.opset_imports.pop(DOMAIN, None)
     if any(node.domain == DOMAIN for node in model.graph):
         model.graph.opset_imports[DOMAIN] = 1
-    if opset < onnx_functions.ATTENTION_OPSET:
+    if opset < ATTENTION_OPSET:
         model.ir_version = _OLDEST_IR
     _regroup_gelu(model)
     _name_nodes(model)
@@ -119,44 +105,33 @@ def _add_functions(model: ir.Model, nodes: list[ir.Node], *, inlined: bool, opse
     """One function a kind of body; the leanest where they are to be inlined."""
     import onnx_ir as ir
 
-    known = onnx_graph.onnx_operators()
-    newest = inlined and opset >= onnx_functions.ATTENTION_OPSET
+    known = onnx_operators()
     kinds: dict[Body, Body] = {}  # what must agree -> all that its nodes need
     of_node = []
     for node in nodes:
-        body = _body(known[node.op_type], node, newest, opset)
-        kind = body if inlined else body.kind()
-        kinds[kind] = body.joined(kinds.get(kind, body))
+        operator = known[node.op_type]
+        names = [name for name, _ in operator.parameters]
+        given = {name: value for name, value in zip(names, node.inputs, strict=False) if value}
+        traits, more = operator.needs(node, given, inlined and opset >= ATTENTION_OPSET)
+        kind = Body(operator.name, tuple(given), frozenset(traits), frozenset(), opset)
+        body = replace(kind, more=frozenset(more))
+        kind = body if inlined else kind
+        kinds[kind] = replace(body, more=body.more | kinds.get(kind, body).more)
         of_node.append(kind)
-    names: dict[Body, str] = {}
+    functions: dict[Body, str] = {}
     for kind, body in kinds.items():
-        earlier = sum(other.op_type == kind.op_type for other in names)
-        if earlier == VARIANTS_MAX and known[kind.op_type].kernel and not inlined:
+        operator = known[kind.op_type]
+        earlier = sum(other.op_type == kind.op_type for other in functions)
+        if earlier == VARIANTS_MAX and operator.kernel and not inlined:
             raise ExportError(
                 f"ONNX: the model needs more than {VARIANTS_MAX} kinds of elsa::{kind.op_type}; "
                 "use mode 'custom-only' or 'standard'"
             )
-        names[kind] = kind.op_type if earlier == 0 else f"{kind.op_type}_{earlier + 1}"
-        text = onnx_functions.function(known[kind.op_type], body, names[kind], opset)
-        function = ir.serde.deserialize_function(text)
+        functions[kind] = kind.op_type if earlier == 0 else f"{kind.op_type}_{earlier + 1}"
+        function = ir.serde.deserialize_function(operator.function(body, functions[kind]))
         model.functions[function.identifier()] = function
     for node, kind in zip(nodes, of_node, strict=True):
-        node.op_type = names[kind]
-
-
-def _body(operator: OnnxOperator, node: ir.Node, newest: bool, opset: int) -> Body:
-    """What the body of a node must do."""
-    names = [name for name, _ in operator.parameters]
-    given = {name: value for name, value in zip(names, node.inputs, strict=False) if value}
-    traits, more = operator.needs(node, given, newest)
-    return Body(operator.name, tuple(given), frozenset(traits), frozenset(more), opset)
-
-
-def _inline(model: ir.Model) -> None:
-    from onnx_ir.passes.common import InlinePass
-
-    InlinePass()(model)
-    model.graph.opset_imports.pop(DOMAIN, None)
+        node.op_type = functions[kind]
 
 
 def _regroup_gelu(model: ir.Model) -> None:

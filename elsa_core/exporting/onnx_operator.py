@@ -1,22 +1,35 @@
-"""What is known of an operator of the ONNX domain `elsa`, and of the call that becomes one."""
+"""An operator of the ONNX domain `elsa`: its node, its body, and the calls that become it.
+
+A body is a model-local function of standard operators: what a runtime without the library runs.
+ONNX Runtime before 1.27 knows one function a name, so nodes that need different bodies get
+different names: `Attention`, then `Attention_2`. The library knows them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from elsa_core import ops
 from elsa_core.errors import ExportError
 
 if TYPE_CHECKING:
+    import onnx
     import onnx_ir as ir
 
+DOMAIN = "elsa"
+VARIANTS_MAX = 4  # names that the library registers for each operator
+ATTENTION_OPSET = 23  # the first that has the standard `Attention`
+# ONNX's type of an attribute, by the type in an operator's schema.
+ATTRIBUTE_TYPES = {"bool": "INT", "int": "INT", "int[]": "INTS", "float": "FLOAT", "str": "STRING"}
+Value = Any  # the name of a value in a body; None where a node has no such input
 _LIBRARY = torch.library.Library("elsa_onnx", "DEF")
-_DEFINED: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -37,16 +50,58 @@ class Body:
     more: frozenset[str] = frozenset()
     opset: int = 18
 
+
+class Writer:
+    """Writes a body: `op.Add(x, y)` appends a node and returns the name of its output.
+
+    A list of integers in the place of a value is a constant of one axis, a float a number.
+    """
+
+    def __init__(self, body: Body, attributes: dict[str, str]) -> None:
+        self.body, self.nodes = body, list[Any]()
+        self._attributes, self._known = attributes, dict[Any, str]()
+
     def __contains__(self, word: str) -> bool:
-        return word in self.inputs or word in self.traits or word in self.more
+        """Whether the body has this input or trait, or must bear it."""
+        return word in self.body.inputs or word in self.body.traits | self.body.more
 
-    def kind(self) -> Body:
-        """What nodes of one function must agree in: the rest serves more than asks for it."""
-        return replace(self, more=frozenset())
+    def __getattr__(self, op_type: str) -> Callable[..., Value]:
+        return partial(self._append, op_type)
 
-    def joined(self, other: Body) -> Body:
-        """A body for the nodes of both, which are of one kind."""
-        return replace(self, more=self.more | other.more)
+    def attribute(self, name: str) -> str:
+        """The node's own attribute, as a value."""
+        kind = self._attributes[name].lower()
+        return self._once(("attribute", name), **{f"value_{kind}": f"@{name}"})
+
+    def scalar(self, value: int) -> str:
+        """An integer without axes."""
+        return self._once(("scalar", value), value_int=value)
+
+    def _once(self, key: Any, **value: Any) -> str:
+        if key not in self._known:
+            self._known[key] = self._append("Constant", **value)
+        return self._known[key]
+
+    def _value(self, given: Any) -> str:
+        if isinstance(given, list):
+            return self._once(tuple(given), value_ints=given)
+        return self._once(given, value_float=given) if isinstance(given, float) else given
+
+    def _append(self, op_type: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
+        import onnx
+
+        given = [self._value(each) for each in inputs]
+        names = [f"v{len(self.nodes)}_{i}" for i in range(outputs)]
+        node = onnx.helper.make_node(op_type, given, names)
+        for name, value in attributes.items():
+            if isinstance(value, str) and value.startswith("@"):
+                kind = getattr(onnx.AttributeProto, self._attributes[value[1:]])
+                one = onnx.AttributeProto(name=name, ref_attr_name=value[1:], type=kind)
+            else:
+                one = onnx.helper.make_attribute(name, value)
+            node.attribute.append(one)
+        self.nodes.append(node)
+        return names if outputs > 1 else names[0]
 
 
 @dataclass(frozen=True)
@@ -54,23 +109,23 @@ class OnnxOperator:
     """One operator of the ONNX domain `elsa`.
 
     Attributes:
-        name: `elsa::<name>` in ONNX.
-        call: the same in PyTorch while a graph is translated, `elsa_onnx::<call>`.
+        name: `elsa::<name>` in ONNX, and `elsa_onnx::<name>` in PyTorch while a graph is
+            translated.
         inputs: names of its tensors; the optional ones end with "?".
         attributes: (name, type) of what follows, "bool", "int", "float", "int[]" or "str".
         fake: the output of the PyTorch call on fake tensors.
-        lines: of the body of standard operators, in ONNX's text form; results in `out`.
+        write: the body of standard operators, given the writer and each input's name, None for one
+            that the node has not; returns the name of the result.
         needs: (traits, more) of a node's body, given the values of its inputs by name and whether
             it may hold operators of opset 23.
         kernel: whether the library for ONNX Runtime computes it, under `VARIANTS_MAX` names.
     """
 
     name: str
-    call: str
     inputs: tuple[str, ...]
     attributes: tuple[tuple[str, str], ...]
     fake: Callable[..., Tensor]
-    lines: Callable[[Body], list[str]]
+    write: Callable[..., Value]
     needs: Callable[[ir.Node, dict[str, ir.Value], bool], tuple[set[str], set[str]]]
     kernel: bool = True
 
@@ -79,16 +134,29 @@ class OnnxOperator:
         """Each input's name, and whether every node has it."""
         return tuple((name.removesuffix("?"), not name.endswith("?")) for name in self.inputs)
 
-    @property
+    @cached_property
     def overload(self) -> Any:
-        """`torch.ops.elsa_onnx.<call>.default`, defined when it is first asked for."""
-        if self.call not in _DEFINED:
-            given = [f"Tensor{'' if always else '?'} {name}" for name, always in self.parameters]
-            given += [f"{kind} {name}" for name, kind in self.attributes]
-            _LIBRARY.define(f"{self.call}({', '.join(given)}) -> Tensor")
-            torch.library.register_fake(f"elsa_onnx::{self.call}", self.fake, lib=_LIBRARY)
-            _DEFINED.add(self.call)
-        return getattr(torch.ops.elsa_onnx, self.call).default
+        """`torch.ops.elsa_onnx.<name>.default`, defined when it is first asked for."""
+        given = [f"Tensor{'' if always else '?'} {name}" for name, always in self.parameters]
+        given += [f"{kind} {name}" for name, kind in self.attributes]
+        _LIBRARY.define(f"{self.name}({', '.join(given)}) -> Tensor")
+        torch.library.register_fake(f"elsa_onnx::{self.name}", self.fake, lib=_LIBRARY)
+        return getattr(torch.ops.elsa_onnx, self.name).default
+
+    def function(self, body: Body, name: str) -> onnx.FunctionProto:
+        """The model-local function `elsa::<name>`."""
+        import onnx
+
+        attributes = {attribute: ATTRIBUTE_TYPES[kind] for attribute, kind in self.attributes}
+        op = Writer(body, attributes)
+        names = [given for given, _ in self.parameters]
+        out = self.write(op, *(given if given in body.inputs else None for given in names))
+        while names[-1] not in body.inputs:
+            names.pop()
+        opset = onnx.helper.make_opsetid("", body.opset)
+        return onnx.helper.make_function(
+            DOMAIN, name, names, [out], op.nodes, [opset], list(attributes)
+        )
 
 
 @dataclass(frozen=True)
@@ -104,6 +172,51 @@ class OnnxExport:
     rewrite: Callable[[Graph, Node], None]
 
 
+def exports() -> dict[str, OnnxExport]:
+    """What the records of operators say of ONNX, by the names that serve a call."""
+    found = {}
+    for record in ops.records():
+        export: OnnxExport | None = record.part("onnx")
+        if export is not None:
+            found.update(dict.fromkeys(record.names, export))
+    return found
+
+
+def onnx_operators() -> dict[str, OnnxOperator]:
+    """Every operator of the ONNX domain `elsa`, by its name."""
+    return {each.name: each for export in exports().values() for each in export.operators}
+
+
+def rewrite(program: torch.export.ExportedProgram) -> int:
+    """Replace elsa's operators in place by the single-output ones of `elsa_onnx`.
+
+    An operator whose record says nothing of ONNX stays: torch.onnx writes its portable form.
+
+    Returns:
+        How many calls of elsa's operators the graph holds, without projections of which there is no
+        node.
+
+    Raises:
+        ExportError: the graph asks for what the ONNX operators do not give.
+    """
+    graph, known = program.graph_module.graph, exports()
+    graph.eliminate_dead_code()  # an lse that is reshaped and not used is no lse that is used
+    count = 0
+    for node in list(graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        name = node.target._schema.name
+        record = ops.of(name)
+        if record is None or (record.kind == "linear" and name not in known):
+            continue
+        count += 1
+        if name in known:
+            known[name].rewrite(graph, node)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    return count
+
+
 def call(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...], value: Tensor) -> Node:
     """A new node that knows the module and the line of the one it stands for."""
     node = graph.call_function(target, args)
@@ -116,16 +229,6 @@ def take_over(graph: Graph, old: Node, new: Node) -> None:
     old.replace_all_uses_with(new)
     if not old.users:
         graph.erase_node(old)
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """All arguments of a call by name, the defaults of its schema included."""
-    target: Any = node.target
-    found = {}
-    for index, parameter in enumerate(target._schema.arguments):
-        rest = node.kwargs.get(parameter.name, parameter.default_value)
-        found[parameter.name] = node.args[index] if index < len(node.args) else rest
-    return found
 
 
 def value_of(node: Any) -> Tensor:

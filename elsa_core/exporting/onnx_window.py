@@ -9,9 +9,10 @@ import torch
 from torch.fx import Graph, Node
 
 from elsa_core.exporting.onnx_operator import (
-    Body,
     OnnxExport,
     OnnxOperator,
+    Value,
+    Writer,
     call,
     static_shape,
     take_over,
@@ -66,239 +67,98 @@ def _needs(node: ir.Node, given: dict[str, ir.Value], newest: bool) -> tuple[set
     return traits, more
 
 
-def _lines(body: Body) -> list[str]:
-    """Roll, pad, cut, attend within windows, join, crop, un-roll; see `ops.window.api`."""
-    image = "qkv"
-    lines = _sizes()
-    if "shifted" in body:
-        lines += _roll(image, "rolled", back=False)
-        image = "rolled"
-    if "padded" in body:
-        lines += _pad(body, image)
-        image = "padded"
-    lines += [
-        *_cut(body, image, "cut"),
-        "heads = Constant<value_int : int = @num_heads>()",
-        "heads_1d = Reshape(heads, minus_1)",
-        "front = Concat<axis = 0>(zero, windows, tokens)",
-        *_split_channels(body),
-        *_scores(body),
-        "weights = Softmax<axis = -1>(scores)",
-        "result = MatMul(weights, v)",
-        "own_type = CastLike(result, qkv)",
-        *_uncut(body),
-    ]
-    image = "joined"
-    if "padded" in body:
-        lines += [f"cropped = Slice({image}, three_zeros, sizes, axes)"]
-        image = "cropped"
-    if "shifted" in body:
-        return [*lines, *_roll(image, "out", back=True)]
-    return [*lines, f"out = Identity({image})"]
+def _body(op: Writer, qkv: Value, bias: Value, pad: Value, logit: Value) -> Value:
+    """Roll, pad, cut, attend within windows, join, crop, un-roll; see `ops.window.api`.
+
+    `sizes`, `window`, `counts` and `padded` are [3], of the axes of the image.
+    """
+    sizes, window = op.Shape(qkv, start=1, end=4), op.attribute("window_size")
+    counts = op.Div(op.Sub(op.Add(sizes, window), [1]), window)
+    padded = op.Mul(counts, window)
+    tokens, windows = (op.ReduceProd(each, [0], keepdims=1) for each in (window, counts))
+    image = _roll(op, qkv, sizes, back=False) if "shifted" in op else qkv
+    if "padded" in op:
+        pads = op.Concat([0] * 6, op.Sub(padded, sizes), [0], axis=0)
+        image = op.Pad(image, pads)
+        if pad:
+            ones = op.Expand(1.0, op.Concat([1], sizes, [1], axis=0))
+            image = op.Where(op.Cast(op.Pad(ones, pads), to=9), image, pad)
+    cut = _cut(op, image, counts, window, tokens, op.Shape(qkv, start=4))
+    q, k, v = _split_channels(op, cut, op.Concat([0], windows, tokens, axis=0))
+    if logit:
+        q, k = (op.Div(x, op.Max(op.ReduceL2(x, [-1], keepdims=1), 1e-12)) for x in (q, k))
+    factor = op.Unsqueeze(logit, [1, 2]) if logit else op.attribute("scale")
+    scores = op.Mul(op.MatMul(q, op.Transpose(k, perm=[0, 1, 2, 4, 3])), factor)
+    if bias:
+        scores = op.Add(scores, op.Cast(bias, to=1))
+    if "shifted" in op:
+        scores = op.Add(scores, _region_mask(op, counts, window, padded, tokens))
+    out = op.CastLike(op.MatMul(op.Softmax(scores, axis=-1), v), qkv)
+    image = _uncut(op, out, counts, window, padded)
+    if "padded" in op:
+        image = op.Slice(image, [0, 0, 0], sizes, [1, 2, 3])
+    return _roll(op, image, sizes, back=True) if "shifted" in op else image
 
 
-def _sizes() -> list[str]:
-    """`sizes`, `window`, `counts` and `padded_sizes` [3], `tokens` [1]; constants."""
-    return [
-        "zero = Constant<value = int64[1] {0}>()",
-        "one = Constant<value = int64[1] {1}>()",
-        "minus_1 = Constant<value = int64[1] {-1}>()",
-        "axes = Constant<value = int64[3] {1, 2, 3}>()",
-        "three_zeros = Constant<value = int64[3] {0, 0, 0}>()",
-        "sizes = Shape<start = 1, end = 4>(qkv)",
-        "window = Constant<value_ints : ints = @window_size>()",
-        "sizes_up = Add(sizes, window)",
-        "sizes_last = Sub(sizes_up, one)",
-        "counts = Div(sizes_last, window)",
-        "padded_sizes = Mul(counts, window)",
-        "tokens = ReduceProd<keepdims = 1>(window, zero)",
-        "windows = ReduceProd<keepdims = 1>(counts, zero)",
-        *(f"at_{i} = Constant<value = int64[1] {{{i}}}>()" for i in range(3)),
-        *(f"count_{i} = Gather(counts, at_{i})" for i in range(3)),
-        *(f"window_{i} = Gather(window, at_{i})" for i in range(3)),
-        "channels = Shape<start = 4>(qkv)",
-    ]
-
-
-def _roll(image: str, out: str, *, back: bool) -> list[str]:
+def _roll(op: Writer, image: Value, sizes: Value, *, back: bool) -> Value:
     """Roll the three axes by -shift, or back by +shift."""
-    way = "back" if back else "roll"
-    lines = [
-        f"{way}_by = Constant<value_ints : ints = @shift_size>()",
-        f"{way}_within = Mod({way}_by, sizes)",
-        f"{way}_at = Sub(sizes, {way}_within)" if back else f"{way}_at = Identity({way}_within)",
-    ]
+    at = op.Mod(op.attribute("shift_size"), sizes)
+    at = op.Sub(sizes, at) if back else at
     for i in range(3):
-        target = out if i == 2 else f"{out}_{i}"
-        lines += [
-            f"{way}_from_{i} = Gather({way}_at, at_{i})",
-            f"{way}_axis_{i} = Constant<value = int64[1] {{{i + 1}}}>()",
-            f"{way}_end_{i} = Gather(sizes, at_{i})",
-            f"{way}_head_{i} = Slice({image}, zero, {way}_from_{i}, {way}_axis_{i})",
-            f"{way}_tail_{i} = Slice({image}, {way}_from_{i}, {way}_end_{i}, {way}_axis_{i})",
-            f"{target} = Concat<axis = {i + 1}>({way}_tail_{i}, {way}_head_{i})",
-        ]
-        image = target
-    return lines
+        begin, end = op.Gather(at, [i]), op.Gather(sizes, [i])
+        head = op.Slice(image, [0], begin, [i + 1])
+        image = op.Concat(op.Slice(image, begin, end, [i + 1]), head, axis=i + 1)
+    return image
 
 
-def _pad(body: Body, image: str) -> list[str]:
-    """`padded`: the image up to `padded_sizes`, with pad_qkv or zeros."""
-    lines = [
-        "missing = Sub(padded_sizes, sizes)",
-        "five_zeros = Constant<value = int64[6] {0, 0, 0, 0, 0, 0}>()",
-        "pads = Concat<axis = 0>(five_zeros, missing, zero)",
-    ]
-    if "pad_qkv" not in body:
-        return [*lines, f"padded = Pad({image}, pads)"]
-    return [
-        *lines,
-        "mark_shape = Concat<axis = 0>(one, sizes, one)",
-        "mark = ConstantOfShape<value = float[1] {1}>(mark_shape)",
-        "mark_padded = Pad(mark, pads)",
-        "inside = Cast<to = 9>(mark_padded)",
-        f"with_zeros = Pad({image}, pads)",
-        "padded = Where(inside, with_zeros, pad_qkv)",
-    ]
+def _cut(op: Writer, image: Value, counts: Value, window: Value, tokens: Value, last: Any) -> Value:
+    """[B, P0, P1, P2, C] -> [B, windows, tokens, C]; `last` is [C]."""
+    order = [3, 0, 4, 1, 5, 2] if "grid" in op else [0, 3, 1, 4, 2, 5]
+    perm = [0, 2, 4, 6, 1, 3, 5, 7] if "grid" in op else [0, 1, 3, 5, 2, 4, 6, 7]
+    sides = op.Gather(op.Concat(counts, window, axis=0), order)
+    eight = op.Reshape(image, op.Concat([0], sides, [-1], axis=0))
+    shape = op.Concat(op.Shape(image, end=1), [-1], tokens, last, axis=0)
+    return op.Reshape(op.Transpose(eight, perm=perm), shape)
 
 
-def _cut(body: Body, image: str, out: str) -> list[str]:
-    """[B, P0, P1, P2, C] -> [B, windows, tokens, C]."""
-    pairs = [(f"count_{i}", f"window_{i}") for i in range(3)]
-    order = [name for c, w in pairs for name in ((w, c) if "grid" in body else (c, w))]
-    perm = [0, 2, 4, 6, 1, 3, 5, 7] if "grid" in body else [0, 1, 3, 5, 2, 4, 6, 7]
-    return [
-        f"{out}_split = Concat<axis = 0>(zero, {', '.join(order)}, minus_1)",
-        f"{out}_eight = Reshape({image}, {out}_split)",
-        f"{out}_moved = Transpose<perm = {perm}>({out}_eight)",
-        f"{out}_batch = Shape<start = 0, end = 1>({image})",
-        f"{out}_shape = Concat<axis = 0>({out}_batch, minus_1, tokens, "
-        + ("channels)" if image != "label" else "one)"),
-        f"{out} = Reshape({out}_moved, {out}_shape)",
-    ]
+def _split_channels(op: Writer, cut: Value, front: Value) -> list[Value]:
+    """q, k and v [B, windows, heads, tokens, head_dim], float32."""
+    heads = op.Reshape(op.attribute("num_heads"), [-1])
+    order = (heads, [3]) if "head_first" in op else ([3], heads)
+    perm = [4, 0, 1, 3, 2, 5] if "head_first" in op else [3, 0, 1, 4, 2, 5]
+    six = op.Reshape(cut, op.Concat(front, *order, [-1], axis=0))
+    parts = op.Split(op.Transpose(six, perm=perm), axis=0, num_outputs=3, outputs=3)
+    return [op.Cast(op.Squeeze(part, [0]), to=1) for part in parts]
 
 
-def _split_channels(body: Body) -> list[str]:
-    """`q`, `k` and `v` [B, windows, heads, tokens, head_dim], float32."""
-    three = "three = Constant<value = int64[1] {3}>()"
-    order = "heads_1d, three" if "head_first" in body else "three, heads_1d"
-    perm = [4, 0, 1, 3, 2, 5] if "head_first" in body else [3, 0, 1, 4, 2, 5]
-    return [
-        three,
-        f"six = Concat<axis = 0>(front, {order}, minus_1)",
-        "cut_six = Reshape(cut, six)",
-        f"parts = Transpose<perm = {perm}>(cut_six)",
-        "q_1, k_1, v_1 = Split<axis = 0, num_outputs = 3>(parts)",
-        *(f"{n}_own = Squeeze({n}_1, zero)" for n in "qkv"),
-        *(f"{n} = Cast<to = 1>({n}_own)" for n in "qkv"),
-    ]
-
-
-def _scores(body: Body) -> list[str]:
-    """`scores` [B, windows, heads, tokens, tokens]."""
-    q, k = "q", "k"
-    lines = []
-    if "logit_scale" in body:
-        lines.append("least = Constant<value = float {1e-12}>()")
-        for n in "qk":
-            lines += [
-                f"{n}_norm = ReduceL2<keepdims = 1>({n}, minus_1)",
-                f"{n}_long = Max({n}_norm, least)",
-                f"{n}_unit = Div({n}, {n}_long)",
-            ]
-        q, k = "q_unit", "k_unit"
-    lines += [
-        f"k_turned = Transpose<perm = [0, 1, 2, 4, 3]>({k})",
-        f"products = MatMul({q}, k_turned)",
-    ]
-    if "logit_scale" in body:
-        lines += [
-            "last_axes = Constant<value = int64[2] {1, 2}>()",
-            "factor = Unsqueeze(logit_scale, last_axes)",
-        ]
-    else:
-        lines.append("factor = Constant<value_float : float = @scale>()")
-    terms = []
-    if "bias" in body:
-        lines.append("bias_wide = Cast<to = 1>(bias)")
-        terms.append("bias_wide")
-    if "shifted" in body:
-        lines += _region_mask(body)
-        terms.append("mask")
-    scores = "products_0" if terms else "scores"
-    lines.append(f"{scores} = Mul(products, factor)")
-    for index, term in enumerate(terms):
-        added = "scores" if index == len(terms) - 1 else f"products_{index + 1}"
-        lines.append(f"{added} = Add({scores}, {term})")
-        scores = added
-    return lines
-
-
-def _region_mask(body: Body) -> list[str]:
-    """`mask` [1, windows, 1, tokens, tokens]: 0 within a region, mask_value across.
+def _region_mask(op: Writer, counts: Value, window: Value, padded: Value, tokens: Value) -> Value:
+    """[1, windows, 1, tokens, tokens]: 0 within a region, mask_value across.
 
     An axis without shift has two regions that no window holds both of, so it needs no exception.
     """
-    lines = [
-        "shift = Constant<value_ints : ints = @shift_size>()",
-        "first_edge = Sub(padded_sizes, window)",
-        "second_edge = Sub(padded_sizes, shift)",
-        "from_0 = Constant<value = int64 {0}>()",
-        "by_1 = Constant<value = int64 {1}>()",
-        "regions = Constant<value = int64 {3}>()",
-    ]
-    total = ""
-    for i, others in enumerate(("{1, 2}", "{0, 2}", "{0, 1}")):
-        lines += [
-            f"size_{i}_1d = Gather(padded_sizes, at_{i})",
-            f"size_{i} = Squeeze(size_{i}_1d, zero)",
-            f"position_{i} = Range(from_0, size_{i}, by_1)",
-            f"edge_{i}_a = Gather(first_edge, at_{i})",
-            f"edge_{i}_b = Gather(second_edge, at_{i})",
-            f"past_{i}_a = GreaterOrEqual(position_{i}, edge_{i}_a)",
-            f"past_{i}_b = GreaterOrEqual(position_{i}, edge_{i}_b)",
-            f"one_{i}_a = Cast<to = 7>(past_{i}_a)",
-            f"one_{i}_b = Cast<to = 7>(past_{i}_b)",
-            f"region_{i} = Add(one_{i}_a, one_{i}_b)",
-            f"others_{i} = Constant<value = int64[2] {others}>()",
-            f"axis_{i} = Unsqueeze(region_{i}, others_{i})",
-        ]
-        if i == 0:
-            total = "axis_0"
-        else:
-            lines += [f"scaled_{i} = Mul({total}, regions)", f"sum_{i} = Add(scaled_{i}, axis_{i})"]
-            total = f"sum_{i}"
-    return [
-        *lines,
-        "ends = Constant<value = int64[2] {0, 4}>()",
-        f"label = Unsqueeze({total}, ends)",
-        *_cut(body, "label", "labels"),
-        "as_row = Transpose<perm = [0, 1, 3, 2]>(labels)",
-        "same = Equal(labels, as_row)",
-        "none = Constant<value = float {0}>()",
-        "across = Constant<value_float : float = @mask_value>()",
-        "added = Where(same, none, across)",
-        "at_heads = Constant<value = int64[1] {2}>()",
-        "mask = Unsqueeze(added, at_heads)",
-    ]
+    edges = op.Sub(padded, window), op.Sub(padded, op.attribute("shift_size"))
+    label = ""
+    for axis in range(3):
+        position = op.Range(op.scalar(0), op.Gather(padded, op.scalar(axis)), op.scalar(1))
+        past = (op.GreaterOrEqual(position, op.Gather(edge, [axis])) for edge in edges)
+        region = op.Add(*(op.Cast(each, to=7) for each in past))
+        region = op.Unsqueeze(region, [each for each in range(3) if each != axis])
+        label = op.Add(op.Mul(label, [3]), region) if label else region
+    labels = _cut(op, op.Unsqueeze(label, [0, 4]), counts, window, tokens, [1])
+    same = op.Equal(labels, op.Transpose(labels, perm=[0, 1, 3, 2]))
+    return op.Unsqueeze(op.Where(same, 0.0, op.attribute("mask_value")), [2])
 
 
-def _uncut(body: Body) -> list[str]:
-    """`joined`: own_type [B, windows, heads, tokens, head_dim] -> [B, P0, P1, P2, C]."""
-    perm = [0, 4, 1, 5, 2, 6, 3, 7] if "grid" in body else [0, 1, 4, 2, 5, 3, 6, 7]
-    return [
-        "heads_last = Transpose<perm = [0, 1, 3, 2, 4]>(own_type)",
-        "apart = Concat<axis = 0>(zero, counts, window, minus_1)",
-        "apart_eight = Reshape(heads_last, apart)",
-        f"moved = Transpose<perm = {perm}>(apart_eight)",
-        "whole = Concat<axis = 0>(zero, padded_sizes, minus_1)",
-        "joined = Reshape(moved, whole)",
-    ]
+def _uncut(op: Writer, out: Value, counts: Value, window: Value, padded: Value) -> Value:
+    """[B, windows, heads, tokens, head_dim] -> [B, P0, P1, P2, C]."""
+    perm = [0, 4, 1, 5, 2, 6, 3, 7] if "grid" in op else [0, 1, 4, 2, 5, 3, 6, 7]
+    tokens_first = op.Transpose(out, perm=[0, 1, 3, 2, 4])
+    eight = op.Reshape(tokens_first, op.Concat([0], counts, window, [-1], axis=0))
+    return op.Reshape(op.Transpose(eight, perm=perm), op.Concat([0], padded, [-1], axis=0))
 
 
 WINDOW = OnnxOperator(
     name="WindowAttention",
-    call="window_attention",
     inputs=("qkv", "bias?", "pad_qkv?", "logit_scale?"),
     attributes=(
         ("num_heads", "int"),
@@ -310,7 +170,7 @@ WINDOW = OnnxOperator(
         ("grid", "bool"),
     ),
     fake=fake,
-    lines=_lines,
+    write=_body,
     needs=_needs,
 )
 EXPORT = OnnxExport(operators=(WINDOW,), rewrite=_replace_window)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ExportError
-from elsa_core.exporting import onnx_graph
+from elsa_core.exporting.onnx_operator import onnx_operators
 
 # Attention, LayerNorm and the patch embedding stay as they are: their share of the time is small,
 # or their rounding large.
@@ -63,7 +63,7 @@ def _open_layers(source: Path, target: Path) -> None:
     from onnx.inliner import inline_selected_functions
 
     model = onnx.load(str(source), load_external_data=False)
-    known = onnx_graph.onnx_operators()
+    known = onnx_operators()
     layers = [
         (each.domain, each.name)
         for each in model.functions

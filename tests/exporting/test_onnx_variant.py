@@ -14,9 +14,10 @@ from torch.fx import Graph, Node
 from elsa_core import ops
 from elsa_core.exporting.onnx import export_onnx
 from elsa_core.exporting.onnx_operator import (
-    Body,
     OnnxExport,
     OnnxOperator,
+    Value,
+    Writer,
     call,
     take_over,
     value_of,
@@ -36,26 +37,19 @@ def _fake(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
     return query.new_empty((*query.shape[:-1], key.shape[-2]))
 
 
-def _lines(body: Body) -> list[str]:
-    return [
-        "turned = Transpose<perm = [0, 1, 3, 2]>(key)",
-        "products = MatMul(query, turned)",
-        "factor = Constant<value_float : float = @scale>()",
-        "scores = Mul(products, factor)",
-        "weights = Mul(scores, scores)",
-        "axis = Constant<value = int64[1] {-1}>()",
-        "total = ReduceSum<keepdims = 1>(weights, axis)",
-        "out = Div(weights, total)",
-    ]
+def _body(op: Writer, query: Value, key: Value) -> Value:
+    turned = op.Transpose(key, perm=[0, 1, 3, 2])
+    scores = op.Mul(op.MatMul(query, turned), op.attribute("scale"))
+    weights = op.Mul(scores, scores)
+    return op.Div(weights, op.ReduceSum(weights, [-1], keepdims=1))
 
 
 SQUARED = OnnxOperator(
     name="TestSquared",
-    call="test_squared",
     inputs=("query", "key"),
     attributes=(("scale", "float"),),
     fake=_fake,
-    lines=_lines,
+    write=_body,
     needs=lambda node, given, newest: (set(), set()),
 )
 
