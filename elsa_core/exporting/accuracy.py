@@ -57,11 +57,6 @@ class Exact:
     own: Cost
     source: str
 
-    @property
-    def rows(self) -> int:
-        """How many inputs there are."""
-        return int(self.output.shape[0])
-
     def cost(self, output: np.ndarray[Any, Any]) -> Cost:
         """What a model costs whose first output this is.
 
@@ -79,16 +74,13 @@ class Exact:
 
         One constant, the mean of the exact outputs, errs by no more than their deviation.
         """
-        mean, deviation = self.cost(output).mean, self._deviation()
+        mean, deviation = self.cost(output).mean, float(self.output.std(unbiased=False))
         if mean <= deviation:
             return ""
         return f"its mean error is {mean:.1e}, the outputs' standard deviation {deviation:.1e}"
 
-    def _deviation(self) -> float:
-        return float(self.output.std(unbiased=False))
-
     def write(self, path: Path) -> None:
-        """The inputs as a file that `fresh.fresh_run` takes as `further`."""
+        """The inputs as a file that `artefact_runs.run_all` takes as `further`."""
         arrays = {f"input.{i}": t.cpu().numpy() for i, t in enumerate(self.inputs)}
         with path.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs take one keyword
@@ -98,8 +90,8 @@ class Exact:
         return {
             "against": "float64 of the float32 weights",
             "inputs": self.source,
-            "rows": self.rows,
-            "output_std": self._deviation(),
+            "rows": len(self.output),
+            "output_std": float(self.output.std(unbiased=False)),
             "costs": {
                 name: {
                     "mean_error": finite(cost.mean),
@@ -129,21 +121,19 @@ def exact_outputs(model: nn.Module, cases: Mapping[str, ModelInput]) -> Exact:
     )
     inputs = map_floating(inputs, torch.float32)
     source = ", ".join(f"{name} {len(case[0])}" for name, case in zip(cases, tuples, strict=True))
+
+    def run(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+        """The first output, float64 on the CPU, a few rows at a time."""
+        batches = zip(*(each.split(max(BATCH_SIZES)) for each in inputs), strict=True)
+        return torch.cat([flat(model(*batch))[0] for batch in batches]).double().cpu()
+
     try:
         with torch.no_grad(), quiet(), original(model):
-            own = _run(model, inputs)
-            output = _run(copy.deepcopy(model).double(), map_floating(inputs, torch.float64))
+            own = run(model, inputs)
+            output = run(copy.deepcopy(model).double(), map_floating(inputs, torch.float64))
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ExportError(f"the model fails in float64: {first_line(error)}") from error
     return Exact(inputs, output, _cost(own, output), source)
-
-
-def _run(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
-    """The first output, float64 on the CPU, a few rows at a time."""
-    step = max(BATCH_SIZES)
-    rows = range(0, len(inputs[0]), step)
-    parts = [flat(model(*(each[row : row + step] for each in inputs)))[0] for row in rows]
-    return torch.cat(parts).double().cpu()
 
 
 def _cost(output: Tensor, exact: Tensor) -> Cost:
@@ -156,15 +146,11 @@ def _cost(output: Tensor, exact: Tensor) -> Cost:
 
 def rows(accuracy: Mapping[str, Any]) -> list[list[str]]:
     """A table of the manifest's entry: model, mean error, largest error, classes that changed."""
-    count = accuracy["rows"]
-    table = []
+    count, table = accuracy["rows"], []
     for name, cost in accuracy["costs"].items():
-        mean, most = (_text(cost[key]) for key in ("mean_error", "max_error"))
+        errors = (cost[key] for key in ("mean_error", "max_error"))
+        texts = ("not finite" if value is None else f"{value:.1e}" for value in errors)
         changed = cost["class_changed"]
         share = "" if changed is None else f"{changed} of {count} ({changed / count:.0%})"
-        table.append([name, mean, most, share])
+        table.append([name, *texts, share])
     return table
-
-
-def _text(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.1e}"

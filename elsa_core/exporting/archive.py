@@ -9,10 +9,9 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import IO
 
 from elsa_core.base.files import scratch
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
@@ -80,34 +79,37 @@ def unpacked(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
     with given, scratch("elsa-bundle-") as target:
-        _unpack(given, target, path)
-        yield target
-
-
-def _unpack(given: IO[bytes], target: Path, path: Path) -> None:
-    if not zipfile.is_zipfile(given):
-        raise ModelError(f"{path} is neither a directory nor a zip file: no bundle")
-    try:
-        with zipfile.ZipFile(given) as archive:
-            _extract(archive, target, path, os.fstat(given.fileno()).st_size)
-    except ElsaError:
-        raise
-    except _DAMAGE as error:
-        raise ModelError(f"{path} is a damaged zip file: {error}") from None
-    except OSError as error:
-        if error.errno not in _DAMAGE_NUMBERS:
+        if not zipfile.is_zipfile(given):
+            raise ModelError(f"{path} is neither a directory nor a zip file: no bundle")
+        try:
+            with zipfile.ZipFile(given) as archive:
+                _extract(archive, target, path, os.fstat(given.fileno()).st_size)
+        except ElsaError:
             raise
-        raise ModelError(f"{path} is a damaged zip file: {error.strerror or error}") from None
+        except _DAMAGE as error:
+            raise ModelError(f"{path} is a damaged zip file: {error}") from None
+        except OSError as error:
+            if error.errno not in _DAMAGE_NUMBERS:
+                raise
+            raise ModelError(f"{path} is a damaged zip file: {error.strerror or error}") from None
+        yield target
 
 
 def _extract(archive: zipfile.ZipFile, target: Path, path: Path, size: int) -> None:
     entries = _checked(archive, path, size)
-    raw = _small(archive, entries.pop(MANIFEST_NAME), MAX_BYTES, path)
+
+    def small(name: str, limit: int) -> bytes:
+        with archive.open(entries.pop(name)) as file:
+            content = file.read(limit + 1)
+        if len(content) > limit:
+            raise ModelError(f"{path}: {name} is larger than {limit} bytes")
+        (target / name).write_bytes(content)
+        return content
+
+    raw = small(MANIFEST_NAME, MAX_BYTES)
     wanted = parse_manifest(raw, f"{path}/{MANIFEST_NAME}").files
-    (target / MANIFEST_NAME).write_bytes(raw)
     if SIGNATURE_NAME in entries:
-        signature = _small(archive, entries.pop(SIGNATURE_NAME), SIGNATURE_BYTES, path)
-        (target / SIGNATURE_NAME).write_bytes(signature)
+        small(SIGNATURE_NAME, SIGNATURE_BYTES)
     total = sum(entry.file_size for entry in entries.values())
     free = shutil.disk_usage(target).free
     if total > free:
@@ -116,28 +118,13 @@ def _extract(archive: zipfile.ZipFile, target: Path, path: Path, size: int) -> N
         )
     for name, entry in entries.items():
         # What the manifest does not name is not unpacked: the verification reports it as extra.
-        limit = wanted[name].size if name in wanted else 0
+        left = min(entry.file_size, wanted[name].size if name in wanted else 0)
         place = target / name
         place.parent.mkdir(parents=True, exist_ok=True)
         with archive.open(entry) as source, place.open("xb") as sink:
-            _copy(source, sink, min(entry.file_size, limit))
-
-
-def _small(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, limit: int, path: Path) -> bytes:
-    with archive.open(entry) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise ModelError(f"{path}: {entry.filename} is larger than {limit} bytes")
-    return content
-
-
-def _copy(source: IO[bytes], sink: IO[bytes], limit: int) -> None:
-    while limit > 0:
-        block = source.read(min(_BLOCK, limit))
-        if not block:
-            return
-        limit -= len(block)
-        sink.write(block)
+            while left > 0 and (block := source.read(min(_BLOCK, left))):
+                left -= len(block)
+                sink.write(block)
 
 
 def _checked(archive: zipfile.ZipFile, path: Path, size: int) -> dict[str, zipfile.ZipInfo]:
@@ -148,31 +135,26 @@ def _checked(archive: zipfile.ZipFile, path: Path, size: int) -> dict[str, zipfi
     for info in infos:
         folder = info.filename.endswith("/")  # is_dir fails on an empty name
         name = info.filename.rstrip("/") if folder else info.filename
+        mode = stat.S_IFMT(info.external_attr >> 16)
         if not inside(name):
             raise ModelError(f"{path}: the path {name[:120]!r} leads outside the bundle")
-        mode = stat.S_IFMT(info.external_attr >> 16)
-        if mode not in (0, stat.S_IFREG, stat.S_IFDIR):
-            raise ModelError(f"{path}: {name[:120]!r} is a link or a device, not a file")
-        if info.compress_type not in _METHODS:
-            raise ModelError(f"{path}: {name[:120]!r} is neither stored nor deflated")
-        if info.flag_bits & 0x1:
-            raise ModelError(f"{path}: {name[:120]!r} is encrypted")
-        if folder:
-            continue
-        if name in entries:
-            raise ModelError(f"{path}: {name[:120]!r} occurs twice")
-        entries[name] = info
-    _check_folders(entries, path)
+        for good, words in (
+            (mode in (0, stat.S_IFREG, stat.S_IFDIR), "is a link or a device, not a file"),
+            (info.compress_type in _METHODS, "is neither stored nor deflated"),
+            (not info.flag_bits & 0x1, "is encrypted"),
+            (folder or name not in entries, "occurs twice"),
+        ):
+            if not good:
+                raise ModelError(f"{path}: {name[:120]!r} {words}")
+        if not folder:
+            entries[name] = info
+    for name in entries:
+        for parent in map(str, PurePosixPath(name).parents):
+            if parent in entries:
+                raise ModelError(f"{path}: {parent[:120]!r} is both a file and a folder")
     if MANIFEST_NAME not in entries:
         raise ModelError(f"{path} is no bundle: it holds no {MANIFEST_NAME}")
     total = sum(entry.file_size for entry in entries.values())
     if total > LARGEST_RATIO * size + SLACK:
         raise ModelError(f"{path} claims to unpack {size} bytes to {total}: refused as a zip bomb")
     return entries
-
-
-def _check_folders(names: Collection[str], path: Path) -> None:
-    for name in names:
-        for parent in map(str, PurePosixPath(name).parents):
-            if parent in names:
-                raise ModelError(f"{path}: {parent[:120]!r} is both a file and a folder")

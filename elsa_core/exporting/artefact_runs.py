@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from elsa_core.base.files import scratch
+from elsa_core.base.processes import running
 from elsa_core.exporting import reference as references
-from elsa_core.exporting.fresh import FreshRun, fresh_run
+from elsa_core.exporting import replay
+from elsa_core.exporting.templates import load as template
 from elsa_core.measuring.documents import finite
 
 INT8 = "onnx-int8"
+_SECONDS = 3600
+_BLOCKED = ("elsa_core", "elsa_cli", "timm", "open_clip", "torchvision")
 _OPENVINO = "openvino"
 # Above this an artefact runs alone: each process holds the weights once more.
 _SIDE_BY_SIDE_BYTES = 1 << 30
@@ -57,12 +68,19 @@ class ArtefactReport:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One run of an artefact: in which runtime, with the bundle's library or not, what came."""
+class Run:
+    """One run of an artefact: in which runtime, with the bundle's library or not, and what came
+    back: outputs by batch size and of the further inputs, or why there are none.
+
+    `missing` names the runtime, or its provider, that is not installed; `failure` is one line.
+    """
 
     runtime: str
     library: bool
-    run: FreshRun
+    outputs: dict[int, list[np.ndarray[Any, Any]]]
+    further: tuple[np.ndarray[Any, Any], ...] = ()
+    failure: str = ""
+    missing: str = ""
 
 
 def run_all(
@@ -71,7 +89,7 @@ def run_all(
     device: str,
     say: Callable[[str], None],
     further: Path | None = None,
-) -> dict[str, list[Answer]]:
+) -> dict[str, list[Run]]:
     """Run artefacts of a bundle, two processes at a time where that is no question of memory.
 
     Args:
@@ -82,49 +100,107 @@ def run_all(
         further: a file of more inputs that each of them runs.
 
     Returns:
-        The answers of each artefact: a file that runs with and without the library gives two.
+        The runs of each artefact: a file that runs with and without the library has two.
     """
     if artefacts:
         say(f"running {', '.join(artefacts)} in fresh processes")
-    jobs = [
-        (name, runtime, library)
-        for name in sorted(artefacts, key=_ORDER.index)
-        for runtime, library in _ways(name, artefacts[name])
-    ]
-    largest = max((_size(directory, one) for one in artefacts.values()), default=0)
-    together = 2 if device == "cpu" and largest < _SIDE_BY_SIDE_BYTES else 1
-    answers: dict[str, list[Answer]] = {name: [] for name in artefacts}
-    waiting: deque[tuple[str, str, bool, Callable[[], FreshRun]]] = deque()
-
-    def collect() -> None:
-        name, runtime, library, answer = waiting.popleft()
-        answers[name].append(Answer(runtime, library, answer()))
-
+    sizes = [(directory / str(one["file"])).stat().st_size for one in artefacts.values()]
+    together = 2 if device == "cpu" and max(sizes, default=0) < _SIDE_BY_SIDE_BYTES else 1
+    runs: dict[str, list[Run]] = {name: [] for name in artefacts}
+    waiting: deque[tuple[str, Callable[[], Run]]] = deque()
     with ExitStack() as stack:
-        for name, runtime, library in jobs:
-            if len(waiting) == together:
-                collect()
-            begun = fresh_run(directory, name, runtime=runtime, device=device, library=library,
-                              further=further)  # fmt: skip
-            waiting.append((name, runtime, library, stack.enter_context(begun)))
-        while waiting:
-            collect()
-    return answers
+        for name in sorted(artefacts, key=_ORDER.index):
+            for runtime, library in _ways(name, artefacts[name]):
+                if len(waiting) == together:
+                    first, answer = waiting.popleft()
+                    runs[first].append(answer())
+                begun = _fresh_run(directory, name, runtime, library, device, further)
+                waiting.append((name, stack.enter_context(begun)))
+        for name, answer in waiting:
+            runs[name].append(answer())
+    return runs
 
 
-def plain_run(answers: Sequence[Answer]) -> FreshRun | None:
+def _ways(name: str, artefact: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Runtimes of an artefact, each with the bundle's library or without."""
+    mode = artefact.get("mode")
+    yield "onnxruntime" if name.startswith("onnx") else "torch", True
+    if name.startswith("onnx") and mode == "custom":
+        yield "onnxruntime", False
+    # OpenVINO reads no functions of a model.
+    if name.startswith("onnx") and mode == "standard" and importlib.util.find_spec(_OPENVINO):
+        yield _OPENVINO, False
+
+
+@contextmanager
+def _fresh_run(
+    bundle: Path, format: str, runtime: str, library: bool, device: str, further: Path | None
+) -> Iterator[Callable[[], Run]]:
+    """Start one artefact of a bundle on its own reference inputs, by the template of load.py, in a
+    process that cannot import this package nor the model libraries.
+
+    This runs the bundle's libraries: its code has the rights of this user. What is yielded waits
+    for the process, which is killed where the block ends before. On a GPU the package itself is let
+    in where the bundle needs its Triton kernels.
+    """
+    libraries = template.manifest(bundle)["artefacts_libraries"]
+    alone = device == "cpu" or format.startswith("onnx") or bool(libraries.get("cuda"))
+    with scratch("elsa-verify-") as folder:
+        output = folder / "outputs.npz"
+        how = {
+            "blocked": [name for name in _BLOCKED if alone or not name.startswith("elsa")],
+            "script": str(Path(template.__file__).resolve()), "format": format,
+            "folder": str(bundle.resolve()), "output": str(output), "runtime": runtime,
+            "library": library, "further": "" if further is None else str(further.resolve()),
+        }  # fmt: skip
+        program = Path(replay.__file__).read_text(encoding="utf-8")
+        # The working directory comes first in the path of `-c`: it must hold no module.
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+        with running([sys.executable, "-c", program, json.dumps(how)], cwd=folder, env=environment,
+                     stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:  # fmt: skip
+            yield lambda: _answer(process, runtime, library, output)
+
+
+def _answer(process: subprocess.Popen[str], runtime: str, library: bool, output: Path) -> Run:
+    try:
+        _, errors = process.communicate(timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Run(runtime, library, {}, failure=f"no answer in {_SECONDS} s")
+    code = process.returncode
+    if code == replay.MISSING_RUNTIME:
+        provider = f" with its {replay.PROVIDER}" * errors.endswith(replay.PROVIDER)
+        return Run(runtime, library, {}, missing=runtime + provider)
+    if code != 0:
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
+        last = lines[-1][:300] if lines else "it said nothing"
+        failure = f"the process ended with {'signal' if code < 0 else 'exit code'} {abs(code)}: "
+        said = [line for line in lines if line.startswith("failed: ")]
+        failure = said[-1].removeprefix("failed: ")[:400] if said else failure + last
+        return Run(runtime, library, {}, failure=failure)
+    results: dict[int, list[np.ndarray[Any, Any]]] = {}
+    further: dict[int, list[np.ndarray[Any, Any]]] = {}
+    with np.load(output, allow_pickle=False) as stored:
+        for name in sorted(stored.files, key=lambda name: [int(n) for n in name.split(".")[1:]]):
+            kind, place, index = name.split(".")
+            of, key = (results, place) if kind == "output" else (further, index)
+            of.setdefault(int(key), []).append(stored[name])
+    joined = tuple(np.concatenate(parts) for parts in further.values())
+    return Run(runtime, library, results, joined)
+
+
+def plain_run(runs: Sequence[Run]) -> Run | None:
     """The run of ONNX Runtime that the others are judged by: without elsa's library, where it is
     there. None where it gave nothing.
     """
-    given = [each for each in answers if each.runtime == "onnxruntime"]
-    run = min(given, key=lambda each: each.library).run if given else None
+    given = [each for each in runs if each.runtime == "onnxruntime"]
+    run = min(given, key=lambda each: each.library, default=None)
     return run if run is not None and run.outputs else None
 
 
 def judged(
     name: str,
     artefact: Mapping[str, Any],
-    answers: Sequence[Answer],
+    runs: Sequence[Run],
     reference: references.Reference,
 ) -> ArtefactReport:
     """The verdict over the runs of one artefact; of several runs the larger errors count.
@@ -134,52 +210,23 @@ def judged(
     """
     if name == INT8:
         reference = references.with_norms(reference, artefact.get("norms"))
-    report, openvino = ArtefactReport(name, "ok", "", {}), ""
+    verdict, openvino = ("ok", ""), ""
     batches: dict[int, tuple[float, float]] = {}
-    for answer in answers:
-        status, reason, errors = _judged(answer, reference)
-        if answer.runtime == _OPENVINO:
-            openvino = reason or "ok"
+    for run in runs:
+        reason = run.failure
+        found = [] if reason or run.missing else references.judge(reference, run.outputs)
+        if bad := next((each for each in found if each.reason), None):
+            reason = f"at batch {bad.batch}: {bad.reason}"
+        if run.runtime == _OPENVINO:
+            openvino = reason or (f"{run.missing} is not installed" if run.missing else "ok")
             continue
-        for batch, (error, allowed) in errors.items():
-            if error > batches.get(batch, (-1.0, 0.0))[0]:
-                batches[batch] = (error, allowed)
-        if status != "ok" and report.status == "ok":
-            prefix = "" if answer.library or status == "skipped" else "without the library, "
-            report = ArtefactReport(name, status, prefix + reason, {})
-    return ArtefactReport(name, report.status, report.reason, batches, openvino)
-
-
-def _judged(
-    answer: Answer, reference: references.Reference
-) -> tuple[str, str, dict[int, tuple[float, float]]]:
-    """Status, reason and errors of one run."""
-    run = answer.run
-    if run.missing:
-        return "skipped", f"{run.missing} is not installed", {}
-    if run.failure:
-        return "failed", run.failure, {}
-    verdicts = references.judge(reference, run.outputs)
-    errors: dict[int, tuple[float, float]] = {}
-    for each in verdicts:
-        if each.error > errors.get(each.batch, (-1.0, 0.0))[0]:
-            errors[each.batch] = (each.error, each.allowed)
-    bad = next((each for each in verdicts if each.reason), None)
-    return ("failed", f"at batch {bad.batch}: {bad.reason}", errors) if bad else ("ok", "", errors)
-
-
-def _ways(name: str, artefact: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """Runtimes of an artefact, each with the bundle's library or without."""
-    if not name.startswith("onnx"):
-        return [("torch", True)]
-    ways = [("onnxruntime", True)]
-    if artefact.get("mode") == "custom":
-        ways.append(("onnxruntime", False))
-    # OpenVINO reads no functions of a model.
-    if artefact.get("mode") == "standard" and importlib.util.find_spec(_OPENVINO) is not None:
-        ways.append((_OPENVINO, False))
-    return ways
-
-
-def _size(directory: Path, artefact: Mapping[str, Any]) -> int:
-    return (directory / str(artefact["file"])).stat().st_size
+        for each in found:
+            if each.error > batches.get(each.batch, (-1.0, 0.0))[0]:
+                batches[each.batch] = (each.error, each.allowed)
+        if verdict[0] != "ok":
+            continue
+        if run.missing:
+            verdict = "skipped", f"{run.missing} is not installed"
+        elif reason:
+            verdict = "failed", reason if run.library else f"without the library, {reason}"
+    return ArtefactReport(name, *verdict, batches, openvino)

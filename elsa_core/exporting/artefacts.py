@@ -15,16 +15,10 @@ import torch
 from elsa_core.backends import compiler as compiling
 from elsa_core.backends import native
 from elsa_core.base import calls
+from elsa_core.base.messages import first_line
 from elsa_core.base.version import __version__
 from elsa_core.errors import ElsaError, ExportError, UnavailableError
-from elsa_core.exporting import (
-    exported_program,
-    gpu_library,
-    operators,
-    ort_library,
-    quantised,
-    torchscript,
-)
+from elsa_core.exporting import gpu_library, ort_library, quantised, tracing
 from elsa_core.exporting.export_target import ExportTarget
 from elsa_core.exporting.onnx import export_onnx
 from elsa_core.exporting.reference import BATCH_SIZES, flat, judge, make_reference
@@ -68,23 +62,6 @@ class Choices:
         return "onnx" in self.formats and self.onnx_mode != "standard"
 
 
-def write_artefacts(
-    exported: ExportTarget, chosen: Choices, staging: Path, say: Say
-) -> dict[str, tuple[str, ...]]:
-    """Write each artefact; returns elsa's operators in its graph, torch's or ONNX's names.
-
-    Raises:
-        ExportError: the model cannot be written in this format, or the file is not the model.
-        UnavailableError: a package or a compiler is missing.
-        OSError: the file cannot be written.
-    """
-    used, writer = {}, _Writer(exported, chosen, staging)
-    for name in sorted(chosen.formats, key=_ORDER.index):
-        say(f"exporting {FILES[name]}")
-        used[name] = _written(name, writer)
-    return {name: used[name] for name in chosen.formats}
-
-
 def require_onnx(device: str) -> None:
     """Before anything heavy is done: whether model.onnx can be written and run here.
 
@@ -107,87 +84,89 @@ def require_onnx(device: str) -> None:
         )
 
 
-def _written(name: str, writer: _Writer) -> tuple[str, ...]:
-    try:
-        return writer.write(name)
-    except (ElsaError, OSError):
-        raise
-    except Exception as error:
-        # PyTorch's writers report a full disk as a RuntimeError of their own words.
-        if shutil.disk_usage(writer.staging).free < _NO_ROOM:
-            raise OSError(errno.ENOSPC, "No space left on device") from error
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ExportError(f"{FILES[name]} cannot be written: {line[:300]}") from error
+def write_artefacts(
+    exported: ExportTarget, chosen: Choices, staging: Path, say: Say
+) -> dict[str, tuple[str, ...]]:
+    """Write each artefact; returns elsa's operators in its graph, torch's or ONNX's names.
+
+    Raises:
+        ExportError: the model cannot be written in this format, or the file is not the model.
+        UnavailableError: a package or a compiler is missing.
+        OSError: the file cannot be written.
+    """
+    used: dict[str, tuple[str, ...]] = {}
+    programs: dict[str, torch.export.ExportedProgram] = {}
+    for name in sorted(chosen.formats, key=_ORDER.index):
+        path = staging / FILES[name]
+        say(f"exporting {path.name}")
+        try:
+            if name == "torchscript":
+                used[name] = tracing.export_torchscript(
+                    exported.model, exported.first, path, facts=_facts(exported)
+                )
+            elif name == "onnx":
+                used[name] = _write_onnx(exported, chosen, path, programs.get("pt2"))
+            elif name == "onnx-int8":
+                quantised.quantise(staging / FILES["onnx"], path)
+                used[name] = _elsa_nodes(path)
+            else:
+                used[name] = _write_program(exported, chosen, path, programs)
+        except (ElsaError, OSError):
+            raise
+        except Exception as error:
+            # PyTorch's writers report a full disk as a RuntimeError of their own words.
+            if shutil.disk_usage(staging).free < _NO_ROOM:
+                raise OSError(errno.ENOSPC, "No space left on device") from error
+            raise ExportError(f"{path.name} cannot be written: {first_line(error)}") from error
+    return {name: used[name] for name in chosen.formats}
 
 
-@dataclass
-class _Writer:
-    """Writes the artefacts of one bundle. torch.export traces a model once for model.pt2 and
-    model.onnx: `program` is the one that model.pt2 holds, of an open batch. A model that calls
-    `elsa.linear` is traced for each of them."""
-
-    exported: ExportTarget
-    chosen: Choices
-    staging: Path
-    program: torch.export.ExportedProgram | None = None
-
-    def write(self, name: str) -> tuple[str, ...]:
-        exported, path = self.exported, self.staging / FILES[name]
-        if name == "torchscript":
-            return torchscript.export_torchscript(
-                exported.model, exported.first, path, facts=_facts(exported)
-            )
-        if name == "onnx":
-            return self._write_onnx(path)
-        if name == "onnx-int8":
-            quantised.quantise(self.staging / FILES["onnx"], path)
-            return _elsa_nodes(path)
-        dynamic_size = self.chosen.dynamic_size and name == "pt2"
-        with calls.Products(kept=False) as products:
-            program = exported_program.export_program(
-                exported.model, exported.first, dynamic_size=dynamic_size, step=size_step(exported)
-            )
-        names = operators.in_program(program)
-        if name == "aoti":
-            exported_program.compile_program(program, path, _facts(exported))
-            return names
-        if dynamic_size:
-            _prove_other_sizes(exported, program, self.chosen.batches)
-        elif not products.asked:  # which model.onnx holds as nodes, and this program does not
-            self.program = program
-        exported_program.save_program(program, path)
-        return names
-
-    def _write_onnx(self, path: Path) -> tuple[str, ...]:
-        mode, exported = self.chosen.onnx_mode, self.exported
-        model, inputs = _on_cpu(exported)
-        export_onnx(
-            model,
-            inputs,
-            path,
-            mode=mode,
-            opset=self.chosen.opset,
-            input_names=exported.input_names,
-            output_names=exported.output_names,
-            dynamic_batch=True,
-            program=self.program if exported.device == "cpu" else None,
+def _write_program(
+    exported: ExportTarget,
+    chosen: Choices,
+    path: Path,
+    programs: dict[str, torch.export.ExportedProgram],
+) -> tuple[str, ...]:
+    """model.pt2 or model.aoti.pt2. The first is kept in `programs` for model.onnx, unless the model
+    calls `elsa.linear`, which model.onnx holds as nodes and this program does not."""
+    compiled = path.name == FILES["aoti"]
+    dynamic_size = chosen.dynamic_size and not compiled
+    with calls.Products(kept=False) as products:
+        program = tracing.export_program(
+            exported.model, exported.first, dynamic_size=dynamic_size, step=size_step(exported)
         )
-        names = _elsa_nodes(path)
-        if not names and mode != "standard":
-            raise ExportError(
-                "model.onnx calls none of elsa's operators: no patched site was reached"
-            )
+    names = tracing.operators_of(program)
+    if compiled:
+        tracing.compile_program(program, path, _facts(exported))
         return names
+    if dynamic_size:
+        _prove_other_sizes(exported, program, chosen.batches)
+    elif not products.asked:
+        programs["pt2"] = program
+    tracing.save_program(program, path)
+    return names
 
 
-def _on_cpu(exported: ExportTarget) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """The model as the CPU's graph of it is traced: a copy, where it is on a GPU."""
-    if exported.device == "cpu":
-        return exported.model, exported.first
-    model = copy.deepcopy(exported.model).cpu()
-    for site in patched_sites(model).values():
-        vars(site)["elsa_backend"] = "auto"  # one named may serve GPUs alone
-    return model, tuple(tensor.cpu() for tensor in exported.first)
+def _write_onnx(
+    exported: ExportTarget,
+    chosen: Choices,
+    path: Path,
+    program: torch.export.ExportedProgram | None,
+) -> tuple[str, ...]:
+    model, inputs = exported.model, exported.first
+    if exported.device != "cpu":  # the CPU's graph is traced
+        program, inputs = None, tuple(tensor.cpu() for tensor in inputs)
+        model = copy.deepcopy(model).cpu()
+        for site in patched_sites(model).values():
+            vars(site)["elsa_backend"] = "auto"  # one named may serve GPUs alone
+    export_onnx(
+        model, inputs, path, mode=chosen.onnx_mode, opset=chosen.opset, program=program,
+        input_names=exported.input_names, output_names=exported.output_names,
+    )  # fmt: skip
+    names = _elsa_nodes(path)
+    if not names and chosen.nodes:
+        raise ExportError("model.onnx calls none of elsa's operators: no patched site was reached")
+    return names
 
 
 def _elsa_nodes(path: Path) -> tuple[str, ...]:
@@ -201,13 +180,14 @@ def _elsa_nodes(path: Path) -> tuple[str, ...]:
 def _prove_other_sizes(
     exported: ExportTarget, program: torch.export.ExportedProgram, batches: tuple[int, ...]
 ) -> None:
-    """The program reproduces the model at other images too, by the same criterion."""
-    module = program.module()
+    """The program reproduces the model by the same criterion at a larger image, whose sides differ,
+    and at a smaller one where that is no single patch."""
+    module, step = program.module(), size_step(exported)
     rows, channels, height, width = exported.inputs[0].shape
-    for sides in _other_sizes(height, width, size_step(exported)):
-        shape = (rows, channels, *sides)
+    sizes = [(height + step, width + 2 * step), (height, width - step)]
+    for sides in sizes if width >= 3 * step else sizes[:1]:
         generator = torch.Generator().manual_seed(0)
-        images = torch.randn(shape, generator=generator).to(exported.inputs[0])
+        images = torch.randn((rows, channels, *sides), generator=generator).to(exported.inputs[0])
         reference = make_reference(exported.model, (images,), batches)
         with torch.no_grad():
             outputs = {
@@ -218,14 +198,6 @@ def _prove_other_sizes(
         if bad is not None:
             where = f"{sides[0]} x {sides[1]}"
             raise ExportError(f"model.pt2 does not reproduce the model at {where}: {bad.reason}")
-
-
-def _other_sizes(height: int, width: int, step: int) -> list[tuple[int, int]]:
-    """A larger image, whose sides differ, and a smaller one where that is no single patch."""
-    sizes = [(height + step, width + 2 * step)]
-    if width >= 3 * step:
-        sizes.append((height, width - step))
-    return sizes
 
 
 def size_step(exported: ExportTarget) -> int:

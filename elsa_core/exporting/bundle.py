@@ -22,14 +22,7 @@ from elsa_core.errors import ArgumentError, ExportError, ModelError, Unavailable
 from elsa_core.exporting import gpu_library
 from elsa_core.exporting.accuracy import Exact, exact_outputs
 from elsa_core.exporting.archive import unpacked, write_zip
-from elsa_core.exporting.artefact_runs import (
-    INT8,
-    Answer,
-    ArtefactReport,
-    judged,
-    plain_run,
-    run_all,
-)
+from elsa_core.exporting.artefact_runs import INT8, ArtefactReport, judged, plain_run, run_all
 from elsa_core.exporting.artefacts import (
     FILES,
     Choices,
@@ -38,9 +31,8 @@ from elsa_core.exporting.artefacts import (
     write_artefacts,
     write_libraries,
 )
-from elsa_core.exporting.description import describe
+from elsa_core.exporting.description import describe, write_labels
 from elsa_core.exporting.export_target import ExportTarget, export_target
-from elsa_core.exporting.labels import write_labels
 from elsa_core.exporting.manifest import (
     FORMATS,
     LARGEST_BATCH,
@@ -60,7 +52,6 @@ from elsa_core.exporting.reference import (
     write_reference,
 )
 from elsa_core.exporting.signature import SIGNATURE_NAME, sign
-from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
 from elsa_core.loading import Given, assumed_text, check_target, write_model
 from elsa_core.precision import dtype_name
@@ -198,12 +189,10 @@ def export(
         NothingPatchedError: no site of the model is patched.
         UnavailableError: a package, a compiler or disk space is missing.
     """
-    _check_types(directory, formats=formats, labels=labels, gpu_archs=gpu_archs)
-    chosen = _choices(formats, onnx_mode, opset, dynamic_size, aoti, quantize)
-    archs = (gpu_archs,) if isinstance(gpu_archs, str) else tuple(dict.fromkeys(gpu_archs))
-    chosen = dataclasses.replace(
-        chosen, batches=_sizes(batches), labels=tuple(labels), gpu_archs=archs
-    )
+    chosen = _choices(
+        directory, formats, onnx_mode, opset, dynamic_size, aoti, quantize, batches, labels,
+        gpu_archs,
+    )  # fmt: skip
     given = files.located(directory)
     if zip and given.name in ("", ".."):
         raise ArgumentError(f"{given} (-o) is a directory: with --zip it names a file")
@@ -214,16 +203,12 @@ def export(
         target = given.resolve()
         check_output(target, given, zip, force)
         files.require_writable(target)
-        preprocess = Given(mean, std, crop_pct, interpolation)
-        exported = export_target(model, loaded, inputs, seed, chosen.batches, preprocess)
+        stated = Given(mean, std, crop_pct, interpolation)
+        exported = export_target(model, loaded, inputs, seed, chosen.batches, stated)
         if loaded is None and exported.preprocess is not None and exported.preprocess.assumed:
             text = assumed_text(exported.preprocess)
             warnings.warn(f"the model does not say its preprocessing: {text} assumed", stacklevel=3)
-        _check_support(exported, chosen)
-        if "onnx" in chosen.formats:
-            require_onnx(exported.device)
-        gpu_library.check(chosen.gpu_archs, exported.device, chosen.nodes, chosen.formats)
-        _check_disk_space(exported, chosen, target, given)
+        _require(exported, chosen, target, given)
         check = _checked(exported, check, say)
         if not check.shows_sites:
             text = (
@@ -235,42 +220,37 @@ def export(
         if exact is None and INT8 in chosen.formats:
             exact = exact_outputs(exported.model, {"example": exported.inputs})
         with _staged(target, zip) as staging:
-            manifest, reports = _write(exported, chosen, reference, check, exact, staging, say)
-            if key is not None:
-                _sign(staging, key)
+            manifest = _write(exported, chosen, reference, check, staging, say)
+            reports = _run(manifest, reference, exact, staging, say)
+            _describe(manifest, staging, key)
     except OSError as error:
         raise files.explained(error, given) from error
     return Bundle(given, manifest, tuple(reports))
 
 
-def _check_types(directory: object, **texts: object) -> None:
-    if not isinstance(directory, str | os.PathLike):
-        raise TypeError(f"directory must be text or a pathlib.Path, not {type(directory).__name__}")
-    for name, given in texts.items():
-        if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
-            raise TypeError(f"{name} must be several texts, not {given!r}")
-
-
-def _sizes(batches: Sequence[int]) -> tuple[int, ...]:
-    """Batch sizes in ascending order."""
-    try:
-        sizes = sorted({operator.index(size) for size in batches})
-    except TypeError:
-        raise TypeError(f"batches must be whole numbers, not {batches!r}") from None
-    if not sizes or not 1 <= sizes[0] <= sizes[-1] <= LARGEST_BATCH:
-        raise ArgumentError(f"batches: name sizes from 1 to {LARGEST_BATCH}, not {sizes}")
-    return tuple(sizes)
-
-
 def _choices(
+    directory: object,
     formats: Sequence[str],
     onnx_mode: str,
     opset: int,
     dynamic_size: bool,
     aoti: bool,
     quantize: str | None,
+    batches: Sequence[int],
+    labels: Sequence[str],
+    gpu_archs: Sequence[str],
 ) -> Choices:
-    names = (formats,) if isinstance(formats, str) else tuple(dict.fromkeys(formats))
+    """The arguments of `export`, checked; batch sizes in ascending order."""
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"directory must be text or a pathlib.Path, not {type(directory).__name__}")
+    texts = {"formats": formats, "labels": labels, "gpu_archs": gpu_archs}
+    for name, given in texts.items():
+        if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
+            raise TypeError(f"{name} must be several texts, not {given!r}")
+    names, archs = (
+        (each,) if isinstance(each, str) else tuple(dict.fromkeys(each))
+        for each in (formats, gpu_archs)
+    )
     unknown = [name for name in names if name not in DEFAULT_FORMATS]
     if unknown or not names:
         what = repr(unknown[0]) if unknown else "nothing"
@@ -285,8 +265,15 @@ def _choices(
         raise ArgumentError(f"quantize={quantize!r}: choose int8, or leave it out")
     if quantize and "onnx" not in names:
         raise ArgumentError("quantize concerns model.onnx: name onnx among the formats")
+    try:
+        sizes = sorted({operator.index(size) for size in batches})
+    except TypeError:
+        raise TypeError(f"batches must be whole numbers, not {batches!r}") from None
+    if not sizes or not 1 <= sizes[0] <= sizes[-1] <= LARGEST_BATCH:
+        raise ArgumentError(f"batches: name sizes from 1 to {LARGEST_BATCH}, not {sizes}")
     names += ("aoti",) * aoti + (INT8,) * bool(quantize)
-    return Choices(tuple(n for n in FORMATS if n in names), onnx_mode, opset, dynamic_size)
+    names = tuple(name for name in FORMATS if name in names)
+    return Choices(names, onnx_mode, opset, dynamic_size, tuple(sizes), tuple(labels), archs)
 
 
 def check_output(target: Path, given: Path, zip: bool, force: bool) -> None:
@@ -312,15 +299,22 @@ def check_output(target: Path, given: Path, zip: bool, force: bool) -> None:
         raise ArgumentError(f"{given} (-o) is not a bundle that elsa wrote: not replaced") from None
 
 
-def _check_support(exported: ExportTarget, chosen: Choices) -> None:
+def _require(exported: ExportTarget, chosen: Choices, target: Path, given: Path) -> None:
+    """Say at once, not after minutes, what this machine cannot write."""
+    on_gpu, dtype, refusals = exported.device == "cuda", dtype_name(exported.dtype), {}
+    if on_gpu or dtype != "float32":
+        why = "INT8 is made and verified on the CPU: use --device cpu"
+        refusals[INT8] = why if on_gpu else "INT8 is made from float32 weights: leave --dtype out"
+    if dtype == "bfloat16":
+        cpu = "ONNX Runtime's CPU kernels take no bfloat16"
+        why = "numpy has no bfloat16 to verify it with" if on_gpu else cpu
+        refusals["onnx"] = f"{why}: use float32 or float16"
     for name in chosen.formats:
-        answer = support(name, exported.device, dtype_name(exported.dtype))
-        if not answer.ok:
-            raise ArgumentError(f"format {name}: {answer.reason}, or leave it out of --formats")
-
-
-def _check_disk_space(exported: ExportTarget, chosen: Choices, target: Path, given: Path) -> None:
-    """Say at once, not after minutes, that the disk cannot hold the bundle."""
+        if name in refusals:
+            raise ArgumentError(f"format {name}: {refusals[name]}, or leave it out of --formats")
+    if "onnx" in chosen.formats:
+        require_onnx(exported.device)
+    gpu_library.check(chosen.gpu_archs, exported.device, chosen.nodes, chosen.formats)
     needed = (1 + len(chosen.formats)) * exported.weight_bytes()
     place = next(p for p in (target.parent, *target.parents) if p.exists())
     total, _, free = shutil.disk_usage(place)
@@ -370,10 +364,10 @@ def _write(
     chosen: Choices,
     reference: Reference,
     check: CheckReport,
-    exact: Exact | None,
     staging: Path,
     say: Say,
-) -> tuple[dict[str, Any], list[ArtefactReport]]:
+) -> dict[str, Any]:
+    """All that runs, and the manifest without hashes, which load.py reads."""
     say("writing weights")
     write_model(staging, exported.model, exported.plan, exported.loaded)
     write_reference(reference, staging / REFERENCE_NAME)
@@ -382,20 +376,11 @@ def _write(
     manifest = describe(exported, chosen, reference, check, used, libraries)
     manifest["labels"] = write_labels(exported, chosen.labels, staging)
     shutil.copyfile(Path(template.__file__), staging / "load.py")
-    # load.py reads the manifest, which can name hashes only when every file is final.
     files.write_json(staging / MANIFEST_NAME, manifest)
-    reports = _proved(manifest, reference, exact, staging, say)
-    (staging / "README.md").write_text(readme(manifest), encoding="utf-8")
-    entries = {p.relative_to(staging).as_posix(): hashed(p) for p in files_in(staging)}
-    entries.pop(MANIFEST_NAME)
-    manifest["files"] = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
-    files.write_json(staging / MANIFEST_NAME, manifest)
-    for path in files_in(staging):
-        files.flush(path)
-    return manifest, reports
+    return manifest
 
 
-def _proved(
+def _run(
     manifest: dict[str, Any],
     reference: Reference,
     exact: Exact | None,
@@ -413,12 +398,12 @@ def _proved(
         further = None if exact is None else folder / "inputs.npz"
         if exact is not None and further is not None:
             exact.write(further)
-        answers = run_all(staging, artefacts, manifest["model"]["device"], say, further)
+        runs = run_all(staging, artefacts, manifest["model"]["device"], say, further)
     for name, artefact in artefacts.items():
-        run = plain_run(answers[name])
-        if name == INT8 and run is not None:
-            artefact["norms"] = norms_of(reference, run.outputs)
-        report = judged(name, artefact, answers[name], reference)
+        plain = plain_run(runs[name])
+        if name == INT8 and plain is not None:
+            artefact["norms"] = norms_of(reference, plain.outputs)
+        report = judged(name, artefact, runs[name], reference)
         if report.status == "skipped":
             raise UnavailableError(
                 f"{FILES[name]} cannot be verified: {report.reason}; install it, or name "
@@ -427,25 +412,28 @@ def _proved(
         if report.status == "failed":
             raise ExportError(f"{FILES[name]} does not reproduce the model: {report.reason}")
         if name == INT8 and exact is not None:
-            _refuse_useless(exact, answers[name])
+            # The limits of INT8 are its own errors: this is what no measured error may be.
+            outputs = [run.further[0] for run in runs[name] if run.runtime == "onnxruntime"]
+            if why := next(filter(None, map(exact.why_useless, outputs)), ""):
+                raise ExportError(f"{FILES[INT8]} is no approximation of the model: {why}")
         artefact["verification"] = report.to_dict()
         reports.append(report)
     if exact is not None:
-        costs = {FILES[name]: exact.cost(each[0].run.further[0]) for name, each in answers.items()}
+        costs = {FILES[name]: exact.cost(each[0].further[0]) for name, each in runs.items()}
         classes = manifest["outputs"][0]["name"] == "logits"
         manifest["accuracy"] = exact.to_dict(costs, classes)
     return reports
 
 
-def _refuse_useless(exact: Exact, answers: Sequence[Answer]) -> None:
-    """The limits of INT8 are its own errors: say what no measured error may be."""
-    for answer in answers:
-        why = exact.why_useless(answer.run.further[0]) if answer.runtime == "onnxruntime" else ""
-        if why:
-            raise ExportError(f"{FILES[INT8]} is no approximation of the model: {why}")
-
-
-def _sign(staging: Path, key: Ed25519PrivateKey) -> None:
-    signature = sign((staging / MANIFEST_NAME).read_bytes(), key)
-    (staging / SIGNATURE_NAME).write_bytes(signature)
-    files.flush(staging / SIGNATURE_NAME)
+def _describe(manifest: dict[str, Any], staging: Path, key: Ed25519PrivateKey | None) -> None:
+    """README.md, the hashes of every file, the signature: when every other file is final."""
+    (staging / "README.md").write_text(readme(manifest), encoding="utf-8")
+    entries = {p.relative_to(staging).as_posix(): hashed(p) for p in files_in(staging)}
+    entries.pop(MANIFEST_NAME)
+    manifest["files"] = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
+    files.write_json(staging / MANIFEST_NAME, manifest)
+    if key is not None:
+        signature = sign((staging / MANIFEST_NAME).read_bytes(), key)
+        (staging / SIGNATURE_NAME).write_bytes(signature)
+    for path in files_in(staging):
+        files.flush(path)

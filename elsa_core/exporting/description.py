@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elsa_core.base.version import __version__
-from elsa_core.exporting import operators, ort_library, quantised, torchscript
+from elsa_core.errors import ArgumentError
+from elsa_core.exporting import ort_library, quantised
 from elsa_core.exporting.artefacts import FILES, Choices, size_step
 from elsa_core.exporting.export_target import ExportTarget
 from elsa_core.exporting.manifest import KIND, SCHEMA_VERSION
 from elsa_core.exporting.reference import Reference
+from elsa_core.loading import names_of
 from elsa_core.precision import dtype_name
 
 if TYPE_CHECKING:
@@ -23,6 +28,11 @@ if TYPE_CHECKING:
 _PACKAGES = (
     "torch", "timm", "open_clip_torch", "torchvision", "onnx", "onnxruntime", "openvino", "numpy",
 )  # fmt: skip
+_TORCHSCRIPT_NOTE = (
+    "TorchScript is deprecated in PyTorch and kept for programs that already load it; "
+    "model.pt2 is the format to build on"
+)
+LABELS_NAME = "labels.txt"
 
 
 def describe(
@@ -41,6 +51,7 @@ def describe(
         runtime: [name for name, one in libraries.items() if one["runtime"] == runtime]
         for runtime in ("torch", "onnxruntime", "cuda")
     }
+    called = {name for format, names in used.items() if "onnx" not in format for name in names}
     return {
         "kind": KIND,
         "schema_version": SCHEMA_VERSION,
@@ -73,14 +84,22 @@ def describe(
         "artefacts": {
             name: _artefact(name, chosen, used[name], exported.device) for name in chosen.formats
         },
-        "operators": operators.schemas(
-            name for format, names in used.items() if "onnx" not in format for name in names
-        ),
+        "operators": {
+            f"elsa::{name}": {
+                "schema": str(getattr(torch.ops.elsa, name).default._schema),
+                "version": 1,
+            }
+            for name in sorted(called)
+        },
         "libraries": libraries,
         "artefacts_libraries": by_runtime,
         "reference": reference.to_dict(),
         "check": check.to_dict(),
-        "provenance": _provenance(),
+        "provenance": {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": _packages(),
+        },
         "files": {},
     }
 
@@ -119,21 +138,46 @@ def _artefact(name: str, chosen: Choices, used: tuple[str, ...], device: str) ->
     oldest = "2.10" if name == "torchscript" else torch_version
     entry["runtime"] = {"torch": f">={oldest}", "exported_with": torch.__version__}
     if name == "torchscript":
-        entry["note"] = torchscript.DEPRECATION
+        entry["note"] = _TORCHSCRIPT_NOTE
     if name == "aoti":
         entry["note"] = "compiled for this platform; elsa's library is loaded beside it, not inside"
     return entry
 
 
-def _provenance() -> dict[str, Any]:
+def _packages() -> dict[str, str]:
     packages = {}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": packages,
-    }
+    return packages
+
+
+def write_labels(exported: ExportTarget, given: Sequence[str], staging: Path) -> str | None:
+    """Write labels.txt, one name a line; returns its name, None where no names are known.
+
+    Args:
+        exported: what is exported.
+        given: names in the order of the classes; empty for those that the weights' source has, or
+            ImageNet's for published weights with as many classes as one of its sets.
+        staging: the bundle.
+
+    Raises:
+        ArgumentError: not as many names as the model has classes.
+    """
+    count = getattr(exported.model, "num_classes", 0)
+    if given and len(given) != count:
+        raise ArgumentError(f"labels (--labels): {len(given)} names, the model has {count} classes")
+    cfg = getattr(exported.model, "pretrained_cfg", None)
+    own = names_of(cfg.get("label_names")) if isinstance(cfg, dict) else ()
+    names = tuple(given) or (own if len(own) == count else ())
+    if not names and "pretrained (" in exported.weights and exported.tower is None:
+        from timm.data import ImageNetInfo, infer_imagenet_subset
+
+        subset = infer_imagenet_subset({"num_classes": count})
+        if subset is not None:
+            names = tuple(map(ImageNetInfo(subset).index_to_description, range(count)))
+    if not names:
+        return None
+    lines = (" ".join(name.split()) for name in names)
+    (staging / LABELS_NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return LABELS_NAME

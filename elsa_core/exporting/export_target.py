@@ -71,7 +71,8 @@ class ExportTarget:
         """The manifest's entry."""
         if self.preprocess is None:
             return None
-        return {key: _listed(value) for key, value in asdict(self.preprocess).items()}
+        facts = asdict(self.preprocess)
+        return {key: list(x) if isinstance(x, tuple) else x for key, x in facts.items()}
 
 
 def export_target(
@@ -98,6 +99,11 @@ def export_target(
     if model.training:
         raise ArgumentError("export: the model is in training mode; call model.eval() first")
     dtype, device = _home(model)
+    ways = {(vars(m)["elsa_precision"], vars(m)["elsa_backend"]) for m in sites.values()}
+    if len(ways) > 1:
+        raise ArgumentError(
+            "export: the sites are patched with several precisions or backends; patch with one"
+        )
     rows = max(2, *batches)  # tracers see two
     found = _inputs(model, loaded, inputs, rows, seed, dtype, device)
     whole, images = False, found[0].ndim == 4
@@ -105,19 +111,27 @@ def export_target(
         whole = loaded.model is model and loaded.tower is None
         whole = whole and loaded.recipe.library != "python"
         images = tuple(found[0].shape[1:]) == loaded.input_size if loaded.is_given else images
+    preprocess, given = None, given or Given()
+    if images and loaded is not None:
+        preprocess = with_given(loaded.recipe.preprocess, given)
+    elif images:
+        preprocess = of_model(model, resolved_input_size(model, None), given)
     out = None
     with torch.no_grad(), contextlib.suppress(Exception):  # the reference says why
         out = model(*(tensor[:1] for tensor in found))
     tower = "text" if isinstance(model, TextTower) else loaded.tower if loaded else None
+    single = "image" if found[0].is_floating_point() else "text"
+    several = tuple(f"input_{index}" for index in range(len(found)))
     return ExportTarget(
         model=_with_tuples(model) if isinstance(out, Mapping) else model,
         inputs=found,
-        input_names=_names(found),
+        input_names=(single,) if len(found) == 1 else several,
         output_names=_output_names(model, tower, out),
-        preprocess=_preprocess(model, loaded, given or Given()) if images else None,
+        preprocess=preprocess,
         dtype=dtype,
         device=device.type,
-        plan=_plan(model, sites),
+        # the plan that repeats the patching of these sites
+        plan=Plan(*ways.pop(), (), (), tuple(sites), scope=patched_scope(model)),
         name=type(model).__name__ if loaded is None else loaded.name,
         weights="the model's own" if loaded is None else loaded.weights,
         tower=tower,
@@ -151,17 +165,15 @@ def _with_tuples(model: nn.Module) -> nn.Module:
 
 
 def _home(model: nn.Module) -> tuple[torch.dtype, torch.device]:
-    floating = [p for p in model.parameters() if p.is_floating_point()]
-    dtypes = {p.dtype for p in floating}
-    if not floating or not dtypes <= set(DTYPES):
-        names = ", ".join(sorted(str(d) for d in dtypes)) or "no floating weights"
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    names = ", ".join(sorted(map(str, dtypes))) or "no floating weights"
+    if not dtypes or not dtypes <= set(DTYPES):
         raise ArgumentError(f"export: takes float32, float16 and bfloat16 models, not {names}")
     if len(dtypes) > 1:
-        names = ", ".join(sorted(str(d) for d in dtypes))
         raise ArgumentError(f"export: the model's weights are of several dtypes: {names}")
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
-        names = ", ".join(sorted(str(d) for d in devices))
+        names = ", ".join(sorted(map(str, devices)))
         raise ArgumentError(f"export: the model must be on the CPU or on one GPU, not on {names}")
     return dtypes.pop(), devices.pop()
 
@@ -179,7 +191,15 @@ def _inputs(
         given = loaded.example_inputs(rows, seed)
     if given is not None:
         tensors = given if isinstance(given, tuple) else (given,)
-        return tuple(_rows(t, rows, dtype, device) for t in tensors)
+        if not all(isinstance(t, Tensor) and t.ndim > 0 and len(t) > 0 for t in tensors):
+            raise ArgumentError(
+                "export: inputs must be tensors that have the batch as their first dimension"
+            )
+        # an example's own rows, repeated where they are too few
+        repeated = (t.repeat(-(-rows // len(t)), *(1,) * (t.ndim - 1))[:rows] for t in tensors)
+        return tuple(
+            t.to(device=device, dtype=dtype if t.is_floating_point() else None) for t in repeated
+        )
     if text_shape(model) is not None:
         if getattr(model, "visual", None) is not None:
             raise ArgumentError(
@@ -208,40 +228,3 @@ def token_cases(model: nn.Module, rows: int, seed: int) -> dict[str, tuple[Tenso
         (1, 1, 1), rows, seed=seed, dtype=torch.float32, device=device, text=text
     )
     return {name: (case[1],) for name, case in cases.items()}
-
-
-def _rows(tensor: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`rows` rows of an example: its own, repeated where they are too few."""
-    if not isinstance(tensor, Tensor) or tensor.ndim == 0 or tensor.shape[0] == 0:
-        raise ArgumentError(
-            "export: inputs must be tensors that have the batch as their first dimension"
-        )
-    repeated = tensor.repeat(-(-rows // tensor.shape[0]), *(1,) * (tensor.ndim - 1))[:rows]
-    return repeated.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
-
-
-def _names(inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
-    if len(inputs) == 1:
-        return ("image" if inputs[0].is_floating_point() else "text",)
-    return tuple(f"input_{index}" for index in range(len(inputs)))
-
-
-def _plan(model: nn.Module, sites: Mapping[str, nn.Module]) -> Plan:
-    """The plan that repeats the patching of these sites."""
-    ways = {(vars(m)["elsa_precision"], vars(m)["elsa_backend"]) for m in sites.values()}
-    if len(ways) > 1:
-        raise ArgumentError(
-            "export: the sites are patched with several precisions or backends; patch with one"
-        )
-    precision, backend = ways.pop()
-    return Plan(precision, backend, (), (), tuple(sites), scope=patched_scope(model))
-
-
-def _preprocess(model: nn.Module, loaded: Loaded | None, given: Given) -> Preprocess | None:
-    if loaded is not None:
-        return with_given(loaded.recipe.preprocess, given)
-    return of_model(model, resolved_input_size(model, None), given)
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

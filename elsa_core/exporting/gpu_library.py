@@ -28,11 +28,8 @@ PLANS: Final = "lib/plans.elsa"
 
 
 def is_asked_for(device: str, archs: Sequence[str] = (), nodes: bool = False) -> bool:
-    """Whether an export of a model on this kind of device holds the GPU library.
-
-    archs: architectures that were asked for, which `check` has accepted. nodes: whether model.onnx
-    has elsa's nodes, which `check` has accepted.
-    """
+    """Whether an export of a model on this kind of device holds the GPU library: architectures that
+    were asked for, and whether model.onnx has elsa's nodes, are what `check` has accepted."""
     wanted = bool(archs) or nodes or cuda.is_asked_for()
     return device == "cuda" and wanted and cuda.status().ok
 
@@ -109,8 +106,7 @@ def write(
 
     device = inputs[0].device
     major, minor = torch.cuda.get_device_capability(device)
-    own = 10 * major + minor
-    loaded, parts = library.load(), []
+    own, loaded, parts = 10 * major + minor, library.load(), []
     for format, path in artefacts:
         run = _runner(format, path, inputs, precision)
         for rows in batches:
@@ -118,9 +114,10 @@ def write(
                 with torch.cuda.device(device), torch.no_grad():
                     parts.append(planfile.recorded(loaded, partial(run, rows)))
             except UnavailableError as error:
+                asked_by = "onnx" if format == "onnx" else "ELSA_CUDA_LIBRARY, gpu_archs and onnx"
                 raise ExportError(
                     f"{path.name} cannot run by the CUDA library alone: {error}; patch it with "
-                    f"scope='attention', or leave out {_asked_by(format)}"
+                    f"scope='attention', or leave out {asked_by}"
                 ) from error
     plans = {own: planfile.joined(parts)}
     gpus = {f"sm_{own}": torch.cuda.get_device_name(device)}
@@ -173,10 +170,6 @@ def missing(manifest: Mapping[str, Any], here: str) -> str:
     return f"its kernels are for {held}, and the GPU here is {here}"
 
 
-def _asked_by(format: str) -> str:
-    return "onnx" if format == "onnx" else "ELSA_CUDA_LIBRARY, gpu_archs and onnx"
-
-
 def _runner(
     format: str, path: Path, inputs: tuple[Tensor, ...], precision: str
 ) -> Callable[[int], object]:
@@ -190,13 +183,9 @@ def _runner(
                 call()
 
         return run
-    model = _loaded(format, path, device)
+    model: Callable[..., object] = (
+        torch.jit.load(str(path), map_location=device)
+        if format == "torchscript"
+        else torch.export.load(str(path)).module()
+    )
     return lambda rows: model(*(tensor[:rows] for tensor in inputs))
-
-
-def _loaded(format: str, path: Path, device: torch.device) -> Callable[..., Any]:
-    if format == "torchscript":
-        module: Callable[..., Any] = torch.jit.load(str(path), map_location=device)
-        return module
-    program: Callable[..., Any] = torch.export.load(str(path)).module()
-    return program

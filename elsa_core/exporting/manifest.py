@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import stat
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -84,17 +85,13 @@ def open_plain(path: Path) -> BinaryIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        if path.is_symlink():
-            raise _not_plain(path) from None
-        raise
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return open(descriptor, "rb")  # noqa: PTH123  # of a descriptor
-    os.close(descriptor)
-    raise _not_plain(path)
-
-
-def _not_plain(path: Path) -> ModelError:
-    return ModelError(f"{path} is a link or a device: a bundle holds plain files alone")
+        if not path.is_symlink():
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return open(descriptor, "rb")  # noqa: PTH123  # of a descriptor
+        os.close(descriptor)
+    raise ModelError(f"{path} is a link or a device: a bundle holds plain files alone")
 
 
 def files_in(directory: Path) -> list[Path]:
@@ -149,7 +146,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(raw: bytes, where: str) -> Manifest:
-    """Parse and check a manifest's bytes.
+    """Parse and check a manifest's bytes: all that a verification reads has its type.
 
     Raises:
         ModelError: see `read_manifest`.
@@ -158,21 +155,37 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         content = parse_json(raw.decode("utf-8"), where)
     except UnicodeDecodeError:
         raise ModelError(f"{where} is not UTF-8 text: no manifest") from None
-    if content.get("kind") != KIND:
-        raise ModelError(f"{where} is not the manifest of an elsa bundle")
-    version = content.get("schema_version")
-    if type(version) is not int or version < 1:
-        raise ModelError(f"{where} has no schema_version")
-    if version > SCHEMA_VERSION:
-        raise ModelError(
-            f"{where} has schema_version {str(version)[:20]}, this elsa reads up to "
-            f"{SCHEMA_VERSION}: update elsa"
-        )
-    files = _files(content.get("files"), where)
-    manifest = Manifest(content, files, raw)
-    _check_artefacts(manifest, where)
-    _check_reference(content, where)
-    return manifest
+
+    def require(good: object, words: str) -> None:
+        if not good:
+            raise ModelError(f"{where}{words}")
+
+    require(content.get("kind") == KIND, " is not the manifest of an elsa bundle")
+    version: Any = content.get("schema_version")
+    require(type(version) is int and version >= 1, " has no schema_version")
+    words = f" has schema_version {str(version)[:20]}, this elsa reads up to {SCHEMA_VERSION}"
+    require(version <= SCHEMA_VERSION, f"{words}: update elsa")
+    files = _files(content.get("files"), require)
+    _check_artefacts(content, files, require)
+    model, inputs, reference = (content.get(key) for key in ("model", "inputs", "reference"))
+    sizes = reference.get("batch_sizes") if isinstance(reference, dict) else None
+    require(
+        isinstance(model, dict)
+        and model.get("dtype") in ("float32", "float16", "bfloat16")
+        and model.get("device") in ("cpu", "cuda")
+        and all(map(_is_text, (model.get("name"), model.get("weights"))))
+        and _is_text(content.get("elsa_version"))
+        and _are_tensors(inputs)
+        and _are_tensors(content.get("outputs"))
+        and isinstance(content.get("operators"), dict)
+        and isinstance(sizes, list)
+        and sizes
+        and all(type(size) is int and 0 < size <= LARGEST_BATCH for size in sizes)
+        and isinstance(reference, dict)
+        and isinstance(reference.get("original_norms"), dict),
+        ": model, inputs, outputs, operators or reference is malformed",
+    )
+    return Manifest(content, files, raw)
 
 
 def inside(name: str) -> bool:
@@ -192,72 +205,47 @@ def inside(name: str) -> bool:
     )
 
 
-def _files(given: Any, where: str) -> dict[str, FileEntry]:
-    if not isinstance(given, dict) or not given or len(given) > MAX_FILES:
-        raise ModelError(f"{where}: files must be an object with 1 to {MAX_FILES} entries")
+def _files(given: Any, require: Callable[[object, str], None]) -> dict[str, FileEntry]:
+    good: object = isinstance(given, dict) and 0 < len(given) <= MAX_FILES
+    require(good, f": files must be an object with 1 to {MAX_FILES} entries")
     result = {}
     for name, entry in given.items():
-        if not inside(name) or name in (MANIFEST_NAME, SIGNATURE_NAME):
-            raise ModelError(f"{where}: the path {name[:120]!r} leads outside the bundle")
-        size = entry.get("size") if isinstance(entry, dict) else None
-        digest = entry.get("sha256") if isinstance(entry, dict) else None
-        if type(size) is not int or size < 0:
-            raise ModelError(f"{where}: {name[:120]!r} must have a size and a sha256")
-        if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-            raise ModelError(f"{where}: {name[:120]!r} must have a size and a sha256")
+        good = inside(name) and name not in (MANIFEST_NAME, SIGNATURE_NAME)
+        require(good, f": the path {name[:120]!r} leads outside the bundle")
+        facts: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        size, digest = facts.get("size", -1), facts.get("sha256", "")
+        good = type(size) is int and size >= 0 and isinstance(digest, str)
+        good = good and _SHA256.fullmatch(digest)
+        require(good, f": {name[:120]!r} must have a size and a sha256")
         result[name] = FileEntry(size, digest)
     return result
 
 
-def _check_artefacts(manifest: Manifest, where: str) -> None:
-    artefacts = manifest.content.get("artefacts")
-    if not isinstance(artefacts, dict) or not artefacts or not set(artefacts) <= set(FORMATS):
-        raise ModelError(f"{where}: artefacts must name some of {', '.join(FORMATS)}")
+def _check_artefacts(
+    content: dict[str, Any], files: dict[str, FileEntry], require: Callable[[object, str], None]
+) -> None:
+    artefacts: Any = content.get("artefacts")
+    good: object = isinstance(artefacts, dict) and artefacts and set(artefacts) <= set(FORMATS)
+    require(good, f": artefacts must name some of {', '.join(FORMATS)}")
     named = []
     for name, artefact in artefacts.items():
-        if not isinstance(artefact, dict) or not isinstance(artefact.get("file"), str):
-            raise ModelError(f"{where}: the artefact {name} names no file")
-        used = artefact.get("operators", [])
-        runtime = artefact.get("runtime", {})
-        texts = isinstance(used, list) and all(map(_is_text, used))
-        if not texts or not isinstance(runtime, dict) or not all(map(_is_text, runtime.values())):
-            raise ModelError(f"{where}: the artefact {name} has malformed operators or runtime")
+        good = isinstance(artefact, dict) and isinstance(artefact.get("file"), str)
+        require(good, f": the artefact {name} names no file")
+        used, runtime = artefact.get("operators", []), artefact.get("runtime", {})
+        good = isinstance(used, list) and isinstance(runtime, dict)
+        good = good and all(map(_is_text, (*used, *runtime.values())))
+        require(good, f": the artefact {name} has malformed operators or runtime")
         named.append(artefact["file"])
-    libraries = manifest.content.get("artefacts_libraries")
-    if not isinstance(libraries, dict) or not all(
-        isinstance(libraries.get(key), list) for key in ("torch", "onnxruntime")
-    ):
-        raise ModelError(f"{where}: artefacts_libraries must list torch's and onnxruntime's")
+    libraries: Any = content.get("artefacts_libraries")
+    good = isinstance(libraries, dict)
+    good = good and all(isinstance(libraries.get(key), list) for key in ("torch", "onnxruntime"))
+    require(good, ": artefacts_libraries must list torch's and onnxruntime's")
     on_gpu = libraries.get("cuda", [])
-    if not isinstance(on_gpu, list) or len(on_gpu) not in (0, 2):
-        raise ModelError(f"{where}: artefacts_libraries must name a library and its plans for cuda")
-    named += [*libraries["torch"], *libraries["onnxruntime"], *on_gpu]
-    for file in named:
-        if not isinstance(file, str) or file not in manifest.files:
-            raise ModelError(f"{where}: {str(file)[:120]!r} is used and not among the files")
-
-
-def _check_reference(content: dict[str, Any], where: str) -> None:
-    """Everything that the verification reads has its type."""
-    model, inputs, reference = (content.get(key) for key in ("model", "inputs", "reference"))
-    sizes = reference.get("batch_sizes") if isinstance(reference, dict) else None
-    good = (
-        isinstance(model, dict)
-        and model.get("dtype") in ("float32", "float16", "bfloat16")
-        and model.get("device") in ("cpu", "cuda")
-        and all(map(_is_text, (model.get("name"), model.get("weights"))))
-        and _is_text(content.get("elsa_version"))
-        and _are_tensors(inputs)
-        and _are_tensors(content.get("outputs"))
-        and isinstance(content.get("operators"), dict)
-        and isinstance(sizes, list)
-        and sizes
-        and all(type(size) is int and 0 < size <= LARGEST_BATCH for size in sizes)
-        and isinstance(reference, dict)
-        and isinstance(reference.get("original_norms"), dict)
-    )
-    if not good:
-        raise ModelError(f"{where}: model, inputs, outputs, operators or reference is malformed")
+    good = isinstance(on_gpu, list) and len(on_gpu) in (0, 2)
+    require(good, ": artefacts_libraries must name a library and its plans for cuda")
+    for file in (*named, *libraries["torch"], *libraries["onnxruntime"], *on_gpu):
+        good = isinstance(file, str) and file in files
+        require(good, f": {str(file)[:120]!r} is used and not among the files")
 
 
 def _is_text(value: Any) -> bool:

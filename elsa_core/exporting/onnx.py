@@ -37,10 +37,9 @@ def export_onnx(
     opset: int = 18,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
-    dynamic_batch: bool = True,
     program: torch.export.ExportedProgram | None = None,
 ) -> tuple[Path, ...]:
-    """Write a patched model as ONNX.
+    """Write a patched model as ONNX, with an open batch: its dimension is called "batch".
 
     Args:
         module: patched, in eval mode; float32, float16 or bfloat16.
@@ -54,7 +53,6 @@ def export_onnx(
         opset: 18 or 23.
         input_names: one a tensor; default "input" or "input_0", ...
         output_names: one a tensor; default "output" or "output_0", ...
-        dynamic_batch: leave the batch open; its dimension is called "batch".
         program: what torch.export made of the module and these inputs; it is rewritten. Default:
             the module is exported now.
 
@@ -62,58 +60,32 @@ def export_onnx(
         The files written. They appear under their names at the end, or not at all.
 
     Raises:
-        ArgumentError: mode, opset or names are wrong.
+        ArgumentError: the names are wrong.
         ExportError: the model cannot be exported; the line names the module where it is known.
         OSError: the file cannot be written.
     """
-    if mode not in MODES:
-        raise ArgumentError(f"mode={mode!r} is unknown: choose one of {', '.join(MODES)}")
-    if opset not in OPSETS:
-        raise ArgumentError(f"opset={opset} is not offered: choose 18 or 23")
-    if input_names is not None and len(input_names) != len(example_inputs):
-        raise ArgumentError(
-            f"input_names has {len(input_names)} names for {len(example_inputs)} inputs"
-        )
-    from elsa_core.exporting import onnx_operator
+    from elsa_core.exporting import onnx_nodes, onnx_operator
 
     if program is None:
-        program = _program(module, example_inputs, dynamic_batch)
-    if onnx_operator.rewrite(program) == 0:
-        raise ExportError("the graph calls none of elsa's operators: no patched site was reached")
-    model = _translate(program, mode, opset)
-    _rename(model, input_names, output_names)
-    if dynamic_batch:
-        _name_batch(model)
-    return _write(model, Path(path))
-
-
-def _program(
-    module: nn.Module, inputs: tuple[Tensor, ...], dynamic_batch: bool
-) -> torch.export.ExportedProgram:
-    shapes = None
-    if dynamic_batch:
         # A batch of one would be taken for a constant.
-        inputs = tuple(torch.cat([t, t]) if t.shape[0] == 1 else t for t in inputs)
+        inputs = tuple(torch.cat([t, t]) if t.shape[0] == 1 else t for t in example_inputs)
         batch = torch.export.Dim(BATCH, min=1)
         shapes = tuple({0: batch} for _ in inputs)
-
-    def export() -> torch.export.ExportedProgram:
         with calls.Products(kept=True):
-            return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
-
-    return attempt("torch.export", module, export)
-
-
-def _translate(program: torch.export.ExportedProgram, mode: str, opset: int) -> ir.Model:
-    from elsa_core.exporting import onnx_nodes
-
+            program = attempt(
+                "torch.export",
+                module,
+                lambda: torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False),
+            )
+    if onnx_operator.rewrite(program) == 0:
+        raise ExportError("the graph calls none of elsa's operators: no patched site was reached")
     try:
         with quiet(), torch.no_grad():
             exported = torch.onnx.export(
                 program,
                 dynamo=True,
                 opset_version=opset,
-                custom_translation_table=onnx_nodes.translations(),
+                custom_translation_table=onnx_nodes.translations(opset),
                 verbose=False,
             )
             assert exported is not None
@@ -123,24 +95,18 @@ def _translate(program: torch.export.ExportedProgram, mode: str, opset: int) -> 
         raise
     except Exception as error:
         raise ExportError(f"translation to ONNX failed: {first_line(error)}") from error
-    return model
-
-
-def _rename(
-    model: ir.Model, input_names: Sequence[str] | None, output_names: Sequence[str] | None
-) -> None:
-    """Names of the graph's inputs and outputs."""
     for kind, values, given in (
         ("input", model.graph.inputs, input_names),
         ("output", model.graph.outputs, output_names),
     ):
-        if given is not None and len(given) != len(values):
-            raise ArgumentError(f"{kind}_names has {len(given)} names for {len(values)} {kind}s")
-        names = given or _default_names(kind, len(values))
-        if len(set(names)) != len(names):
-            raise ArgumentError(f"{kind}_names are not all different: {', '.join(names)}")
+        count = len(values)
+        names = given or ([kind] if count == 1 else [f"{kind}_{i}" for i in range(count)])
+        if len(names) != count or len(set(names)) != count:
+            raise ArgumentError(f"{kind}_names must be {count} different names, not {names}")
         for value, name in zip(values, names, strict=True):
             value.name = name
+    _name_batch(model)
+    return _write(model, Path(path))
 
 
 def _name_batch(model: ir.Model) -> None:
@@ -156,10 +122,6 @@ def _name_batch(model: ir.Model) -> None:
         for axis, size in enumerate(value.shape or ()):
             if isinstance(size, ir.SymbolicDim) and size.value and value.shape is not None:
                 value.shape[axis] = symbol.sub(BATCH, size.value)
-
-
-def _default_names(kind: str, count: int) -> list[str]:
-    return [kind] if count == 1 else [f"{kind}_{index}" for index in range(count)]
 
 
 def _write(model: ir.Model, path: Path) -> tuple[Path, ...]:

@@ -191,7 +191,8 @@ def _packed_body(op: Writer, qkv: Value, mask: Value) -> Value:
     heads = op.Reshape(op.attribute("num_heads"), [1])
     split = op.Reshape(qkv, op.Concat([0, 0, 3], heads, [-1], axis=0))
     parts = op.Split(op.Transpose(split, perm=[2, 0, 3, 1, 4]), axis=0, num_outputs=3, outputs=3)
-    out = _attention_body(op, *(op.Squeeze(part, [0]) for part in parts), mask)
+    q, k, v = (op.Squeeze(part, [0]) for part in parts)
+    out = _attention_body(op, q, k, v, mask)
     return op.Reshape(op.Transpose(out, perm=[0, 2, 1, 3]), [0, 0, -1])
 
 

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from elsa_core.backends.cuda.planfile import Recorded
 from elsa_core.errors import ExportError
 from elsa_core.exporting.onnx import BATCH
 from elsa_core.exporting.onnx_operator import DOMAIN
-
-if TYPE_CHECKING:
-    from onnx import GraphProto
 
 # ONNX's numbers of the types that the operators take.
 _DTYPES = {1: torch.float32, 9: torch.bool, 10: torch.float16, 16: torch.bfloat16}
@@ -47,16 +44,23 @@ def of_nodes(
     import onnx
 
     graph = onnx.load(str(path), load_external_data=False).graph
-    known = _known(graph)
+    known: dict[str, tuple[torch.dtype, Sequence[int | str]]] = {}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        kind = value.type.tensor_type
+        if kind.elem_type in _DTYPES:
+            dims = [dim.dim_param or dim.dim_value for dim in kind.shape.dim]
+            known[value.name] = (_DTYPES[kind.elem_type], dims)
+    for tensor in graph.initializer:
+        if tensor.data_type in _DTYPES:
+            known[tensor.name] = (_DTYPES[tensor.data_type], list(tensor.dims))
     for node in graph.node:
         make = _CALLS.get(node.op_type.partition("_")[0])
         if node.domain != DOMAIN or make is None:  # elsa::Linear runs its body
             continue
-        lost = next((name for name in node.input if name and name not in known), None)
-        if lost is not None:
-            raise ExportError(f"ONNX: the exporter lost the shape of {lost}")
         given: list[Tensor | None] = []
         for name in node.input:
+            if name and name not in known:
+                raise ExportError(f"ONNX: the exporter lost the shape of {name}")
             dtype, sizes = known.get(name, (None, ()))
             shape = [_size(size, rows) for size in sizes]
             given.append(torch.zeros(shape, dtype=dtype, device=device) if dtype else None)
@@ -73,20 +77,6 @@ def without_precision(found: Recorded, precision: str) -> Recorded:
         if words.endswith(end)
     )
     return dataclasses.replace(found, layouts=(*found.layouts, *more))
-
-
-def _known(graph: GraphProto) -> dict[str, tuple[torch.dtype, Sequence[int | str]]]:
-    """The dtype and sizes of each value that an operator may take."""
-    found: dict[str, tuple[torch.dtype, Sequence[int | str]]] = {}
-    for value in (*graph.input, *graph.value_info, *graph.output):
-        kind = value.type.tensor_type
-        if kind.elem_type in _DTYPES:
-            sizes = [dim.dim_param or dim.dim_value for dim in kind.shape.dim]
-            found[value.name] = (_DTYPES[kind.elem_type], sizes)
-    for tensor in graph.initializer:
-        if tensor.data_type in _DTYPES:
-            found[tensor.name] = (_DTYPES[tensor.data_type], list(tensor.dims))
-    return found
 
 
 def _size(size: int | str, rows: int) -> int:

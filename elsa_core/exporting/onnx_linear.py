@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_GELU_OPSET = 20  # the first that has the standard `Gelu`
+GELU_OPSET = 20  # the first that has the standard `Gelu`
 
 
 def _replace_linear(graph: Graph, node: Node) -> None:
@@ -76,31 +76,31 @@ def _body(op: Writer, x: Value, weight: Value, bias: Value, residual: Value, sca
     out = op.MatMul(x, weight)
     if bias:
         out = op.Add(out, bias)
-    name = next((name for name in _ACTIVATIONS if name in op), None)
-    if name in ("gelu", "gelu_tanh") and op.body.opset >= _GELU_OPSET:
+    name = next((name for name in ACTIVATIONS if name in op), None)
+    if name in ("gelu", "gelu_tanh") and op.body.opset >= GELU_OPSET:
         out = op.Gelu(out, approximate="tanh" if name == "gelu_tanh" else "none")
     elif name == "relu" or (name and "half" not in op):
-        out = _ACTIVATIONS[name](op, out)
+        out = ACTIVATIONS[name](op, out)
     elif name:
-        out = op.CastLike(_ACTIVATIONS[name](op, op.Cast(out, to=1)), out)
+        out = op.CastLike(ACTIVATIONS[name](op, op.Cast(out, to=1)), out)
     if scale:
         out = op.Mul(out, scale)
     return op.Add(out, residual) if residual else out
 
 
-def _gelu(op: Writer, x: Value) -> Value:
+def _gelu(op: Any, x: Value) -> Value:
     """In the order that ONNX Runtime fuses, as the next one's."""
     shifted = op.Add(op.Erf(op.Div(x, math.sqrt(2.0))), 1.0)
     return op.Mul(op.Mul(x, shifted), 0.5)
 
 
-def _gelu_tanh(op: Writer, x: Value) -> Value:
+def _gelu_tanh(op: Any, x: Value) -> Value:
     inner = op.Add(x, op.Mul(op.Pow(x, 3.0), 0.044715))
     shifted = op.Add(op.Tanh(op.Mul(inner, math.sqrt(2.0 / math.pi))), 1.0)
     return op.Mul(op.Mul(x, shifted), 0.5)
 
 
-_ACTIVATIONS: dict[str, Callable[[Writer, Value], Value]] = {
+ACTIVATIONS: dict[str, Callable[[Any, Value], Value]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": lambda op, x: op.Mul(x, op.Sigmoid(op.Mul(x, 1.702))),

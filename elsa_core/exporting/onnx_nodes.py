@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from elsa_core.errors import ExportError
+from elsa_core.exporting.onnx_linear import ACTIVATIONS, GELU_OPSET
 from elsa_core.exporting.onnx_operator import (
     ATTENTION_OPSET,
     ATTRIBUTE_TYPES,
@@ -26,9 +29,28 @@ _OLDEST_IR = 8  # the first with functions, and all that opset 18 needs: old run
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def translations() -> dict[Any, Callable[..., Any]]:
-    """What torch.onnx makes of the operators of `elsa_onnx`."""
-    return {each.overload: _translation(each) for each in onnx_operators().values()}
+def translations(opset: int) -> dict[Any, Callable[..., Any]]:
+    """What torch.onnx makes of the operators of `elsa_onnx`, and of GELU where there is none."""
+    table = {each.overload: _translation(each) for each in onnx_operators().values()}
+    if opset < GELU_OPSET:  # torch.onnx multiplies in an order that ONNX Runtime does not fuse
+        table[torch.ops.aten.gelu.default] = _gelu
+    return table
+
+
+def _gelu(self: Any, approximate: str = "none") -> Any:
+    import onnx_ir as ir
+    from onnxscript import opset18
+
+    class Typed:
+        """Operators whose numbers have the input's type: that of a step is not known here."""
+
+        def __getattr__(self, op_type: str) -> Callable[..., Any]:
+            return lambda *given: getattr(opset18, op_type)(*map(typed, given))
+
+    def typed(given: Any) -> Any:
+        return ir.tensor(given, dtype=self.dtype) if isinstance(given, float) else given
+
+    return ACTIVATIONS["gelu_tanh" if approximate == "tanh" else "gelu"](Typed(), self)
 
 
 def _translation(operator: OnnxOperator) -> Callable[..., Any]:
@@ -97,7 +119,6 @@ def finish(model: ir.Model, mode: str, opset: int) -> None:
         model.graph.opset_imports[DOMAIN] = 1
     if opset < ATTENTION_OPSET:
         model.ir_version = _OLDEST_IR
-    _regroup_gelu(model)
     _name_nodes(model)
 
 
@@ -132,44 +153,6 @@ def _add_functions(model: ir.Model, nodes: list[ir.Node], *, inlined: bool, opse
         model.functions[function.identifier()] = function
     for node, kind in zip(nodes, of_node, strict=True):
         node.op_type = functions[kind]
-
-
-def _regroup_gelu(model: ir.Model) -> None:
-    """x * (0.5 * (1 + erf)) -> 0.5 * (x * (1 + erf)): the same number, in the order that ORT fuses.
-
-    Halving is exact, so nothing changes but where it happens (short of subnormal numbers). Opset 20
-    has Gelu as one operator; below it, ONNX Runtime runs five nodes where it does not see one.
-    """
-    for outer in model.graph:
-        if outer.op_type != "Mul" or outer.domain:
-            continue
-        for place, value in enumerate(outer.inputs):
-            inner = value.producer() if value is not None else None
-            if inner is None or inner.op_type != "Mul" or len(inner.outputs[0].uses()) != 1:
-                continue
-            half = _index_of_half(inner)
-            if half is None or not _adds_erf(inner.inputs[1 - half]):
-                continue
-            factor, x = inner.inputs[half], outer.inputs[1 - place]
-            inner.replace_input_with(half, x)
-            outer.replace_input_with(1 - place, factor)
-            break
-
-
-def _index_of_half(node: ir.Node) -> int | None:
-    for index, value in enumerate(node.inputs):
-        constant = value.const_value if value is not None else None
-        if constant is not None and constant.size == 1 and float(constant.numpy().item()) == 0.5:
-            return index
-    return None
-
-
-def _adds_erf(value: ir.Value | None) -> bool:
-    node = value.producer() if value is not None else None
-    if node is None or node.op_type != "Add":
-        return False
-    producers = [given.producer() for given in node.inputs if given is not None]
-    return any(producer is not None and producer.op_type == "Erf" for producer in producers)
 
 
 def _name_nodes(model: ir.Model) -> None:

@@ -71,51 +71,34 @@ library (`dlsym`), which answers null or what is wrong. The model and its inputs
 def readme(manifest: dict[str, Any]) -> str:
     """Three ways to run the bundle, as far as its artefacts allow them."""
     model, artefacts = manifest["model"], manifest["artefacts"]
+    libraries, on_gpu = manifest["artefacts_libraries"], model["device"] == "cuda"
+    plans = libraries.get("cuda")
     parts = [
         f"# {model['name']}\n\n"
         f"Exported by elsa {manifest['elsa_version']}: {model['weights']}, {model['dtype']}, "
         f"{len(model['sites'])} {sites_of(model['scope'])} patched: exact linear-scan attention "
-        f"(precision {model['precision']}). Everything about it is in manifest.json.\n"
+        f"(precision {model['precision']}). Everything about it is in manifest.json.\n",
+        _tensors(manifest),
+        _in_words(manifest),
     ]
-    parts.append(_tensors(manifest))
-    parts.append(_in_words(manifest))
-    libraries = manifest["artefacts_libraries"]
-    on_gpu = libraries.get("cuda")
-    library = next(iter(libraries["torch"] or on_gpu or [""]))
-    for name in ("pt2", "torchscript"):
-        if name in artefacts:
-            oldest = artefacts[name]["runtime"]["torch"]
-            parts.append(
-                _TORCH.format(
-                    requirement=f"'torch{oldest}'",
-                    format=name,
-                    library=library,
-                    command=_command(manifest, name),
-                )
-            )
-            break
-    if "onnx" in artefacts:
-        oldest = artefacts["onnx"]["runtime"]["onnxruntime"]
-        parts.append(
-            _ONNX.format(
-                requirement=f"'onnxruntime{'-gpu' if _on_gpu(manifest) else ''}{oldest}'",
-                register=_register(manifest),
-                openvino=_openvino(manifest["artefacts"]["onnx"]),
-                provider=_PROVIDER if _on_gpu(manifest) else "",
-                command=_command(manifest, "onnx"),
-            )
+    library = next(iter(libraries["torch"] or plans or [""]))
+    for name in [each for each in ("pt2", "torchscript") if each in artefacts][:1]:
+        requirement, command = (
+            f"'torch{artefacts[name]['runtime']['torch']}'",
+            _command(manifest, name),
         )
-    if "torchscript" in artefacts or "aoti" in artefacts:
-        first = manifest["inputs"][0]
-        kind = "zeros" if first["dtype"] == "int64" else "rand"
-        size = ", ".join(map(str, [1, *first["shape"][1:]]))
-        dtype = ", torch::kLong" if first["dtype"] == "int64" else ""
-        example = f"torch::{kind}({{{size}}}{dtype})"
-        plans = _PLANS.format(on_gpu[1]) if on_gpu else ""
-        if "torchscript" in artefacts:
-            parts.append(_CPP.format(library=library, example=example, plans=plans))
-        if "aoti" in artefacts:
-            parts.append(_COMPILED.format(library=library, example=example, plans=plans))
+        parts.append(
+            _TORCH.format(requirement=requirement, format=name, library=library, command=command)
+        )
+    if "onnx" in artefacts:
+        parts.append(_onnx(manifest, on_gpu))
+    first = manifest["inputs"][0]
+    kind, dtype = ("zeros", ", torch::kLong") if first["dtype"] == "int64" else ("rand", "")
+    example = f"torch::{kind}({{{', '.join(map(str, [1, *first['shape'][1:]]))}}}{dtype})"
+    for name, text in (("torchscript", _CPP), ("aoti", _COMPILED)):
+        if name in artefacts:
+            between = _PLANS.format(plans[1]) if plans else ""
+            parts.append(text.format(library=library, example=example, plans=between))
     if manifest.get("accuracy"):
         parts.append(_accuracy(manifest))
     parts.append(_limits(manifest))
@@ -136,13 +119,40 @@ def _command(manifest: dict[str, Any], format: str) -> str:
     return f'python -B -c "{program}"'
 
 
+def _onnx(manifest: dict[str, Any], on_gpu: bool) -> str:
+    artefact, register = manifest["artefacts"]["onnx"], "no library is needed"
+    if libraries := manifest["artefacts_libraries"]["onnxruntime"]:
+        alone = artefact.get("mode") == "custom-only"
+        without = "" if alone else " (without it the file still runs, on standard operators)"
+        register = f"register `{libraries[0]}` with the session options{without}"
+    openvino = template.NO_OPENVINO
+    if artefact.get("mode") == "standard":
+        found = artefact.get("verification", {}).get("openvino", "")
+        openvino = (
+            f"OpenVINO does not reproduce it: {found}." if found else "OpenVINO was not tried."
+        )
+        if found == "ok":
+            openvino = (
+                "OpenVINO reads it too, and reproduced the model where this bundle was written."
+            )
+    return _ONNX.format(
+        requirement=f"'onnxruntime{'-gpu' * on_gpu}{artefact['runtime']['onnxruntime']}'",
+        register=register, openvino=openvino, provider=_PROVIDER if on_gpu else "",
+        command=_command(manifest, "onnx"),
+    )  # fmt: skip
+
+
 def _tensors(manifest: dict[str, Any]) -> str:
-    rows = ["| | name | shape | dtype |", "|---|---|---|---|"]
+    rows, also = ["| | name | shape | dtype |", "|---|---|---|---|"], ""
     for kind in ("inputs", "outputs"):
         for one in manifest[kind]:
             shape = " x ".join(map(str, one["shape"]))
             rows.append(f"| {kind[:-1]} | {one['name']} | {shape} | {one['dtype']} |")
-    return "\n".join(rows) + "\n" + _sizes(manifest)
+            if "dynamic_in_pt2" in one:
+                step = one.get("multiple_in_pt2")
+                which = f", multiples of {step}" if step else ""
+                also = f"\nmodel.pt2 also takes images of other heights and widths{which}.\n"
+    return "\n".join(rows) + "\n" + also
 
 
 def _in_words(manifest: dict[str, Any]) -> str:
@@ -152,14 +162,20 @@ def _in_words(manifest: dict[str, Any]) -> str:
     if given is not None:
         channels, height, width = given["input_size"]
         mean, std = (", ".join(f"{value:g}" for value in given[key]) for key in ("mean", "std"))
-        share = given["crop_pct"]
         colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels}-channel")
+        words = {"squash": ", both sides apart", "border": ", the longer side, with a border"}
+        batch = "The batch comes first and may have any size."
+        if manifest["artefacts_libraries"].get("cuda"):
+            sizes = ", ".join(map(str, manifest["reference"]["batch_sizes"]))
+            batch = (
+                f"The batch comes first. On a GPU the kernels in lib/ serve batches of {sizes} "
+                "alone,\nto which `python load.py` fills up those of images."
+            )
         lines.append(
             f"In: {colours} images of {height} x {width} pixels. `load.preprocess` resizes one\n"
-            f"({given['interpolation']}{_cropped(given)}) so that the centre crop keeps\n"
-            f"{share:g} of it, "
-            f"scales it to 0..1, subtracts the mean {mean}\n"
-            f"and divides by the standard deviation {std}, channel by channel.\n" + _batch(manifest)
+            f"({given['interpolation']}{words.get(given['crop_mode'], '')}) so that the centre "
+            f"crop keeps\n{given['crop_pct']:g} of it, scales it to 0..1, subtracts the mean {mean}"
+            f"\nand divides by the standard deviation {std}, channel by channel.\n{batch}"
         )
         if channels not in (1, 3):
             lines.append(
@@ -172,66 +188,18 @@ def _in_words(manifest: dict[str, Any]) -> str:
                 "trained\nwith other values, results are wrong: export again with the right ones."
             )
     if manifest["outputs"][0]["name"] == "logits":
-        count = manifest["outputs"][0]["shape"][-1]
         names = manifest.get("labels")
         named = f"whose names are the lines of {names}" if names else "numbered from 0"
         lines.append(
-            f"Out: logits of {count} classes, {named}; their softmax is the probabilities, which\n"
-            "`python load.py` prints, or writes with `-o out.csv` or `-o out.json`. It takes files "
-            "and folders."
+            f"Out: logits of {manifest['outputs'][0]['shape'][-1]} classes, {named}; their softmax "
+            "is the probabilities, which\n`python load.py` prints, or writes with `-o out.csv` or "
+            "`-o out.json`. It takes files and folders."
         )
     else:
         lines.append("Out: features, no classes; `python load.py -o out.csv` writes them.")
     if manifest["model"]["weights"].startswith("random"):
         lines.append("**The weights are random: what comes out means nothing.**")
     return "\n\n".join(lines) + "\n"
-
-
-def _cropped(given: dict[str, Any]) -> str:
-    words = {"squash": ", both sides apart", "border": ", the longer side, with a border"}
-    return words.get(given["crop_mode"], "")
-
-
-def _batch(manifest: dict[str, Any]) -> str:
-    if not manifest["artefacts_libraries"].get("cuda"):
-        return "The batch comes first and may have any size."
-    sizes = ", ".join(map(str, manifest["reference"]["batch_sizes"]))
-    return (
-        f"The batch comes first. On a GPU the kernels in lib/ serve batches of {sizes} alone,\n"
-        "to which `python load.py` fills up those of images."
-    )
-
-
-def _sizes(manifest: dict[str, Any]) -> str:
-    """Which other image sizes model.pt2 takes."""
-    open_ = next((one for one in manifest["inputs"] if "dynamic_in_pt2" in one), None)
-    if open_ is None:
-        return ""
-    step = open_.get("multiple_in_pt2")
-    which = f", multiples of {step}" if step else ""
-    return f"\nmodel.pt2 also takes images of other heights and widths{which}.\n"
-
-
-def _register(manifest: dict[str, Any]) -> str:
-    libraries = manifest["artefacts_libraries"]["onnxruntime"]
-    if not libraries:
-        return "no library is needed"
-    alone = manifest["artefacts"]["onnx"].get("mode") == "custom-only"
-    without = "" if alone else " (without it the file still runs, on standard operators)"
-    return f"register `{libraries[0]}` with the session options{without}"
-
-
-def _on_gpu(manifest: dict[str, Any]) -> bool:
-    return bool(manifest["model"]["device"] == "cuda")
-
-
-def _openvino(artefact: dict[str, Any]) -> str:
-    if artefact.get("mode") != "standard":
-        return template.NO_OPENVINO
-    found = artefact.get("verification", {}).get("openvino", "")
-    if found == "ok":
-        return "OpenVINO reads it too, and reproduced the model where this bundle was written."
-    return f"OpenVINO does not reproduce it: {found}." if found else "OpenVINO was not tried."
 
 
 def _accuracy(manifest: dict[str, Any]) -> str:
@@ -255,47 +223,37 @@ def _accuracy(manifest: dict[str, Any]) -> str:
 
 
 def _limits(manifest: dict[str, Any]) -> str:
-    isa = sorted({i for one in manifest["libraries"].values() for i in one["isa"]})
-    places = [one["platform"] for one in manifest["libraries"].values()]
-    place = places[0] if places else "any platform"
+    libraries = manifest["libraries"].values()
+    isa = sorted({name for one in libraries for name in one["isa"]})
+    place = next((one["platform"] for one in libraries), "any platform")
     text = f"## Where it runs\n\nCPU: {place}, {', '.join(isa) or 'standard operators'}.\n"
     if manifest["artefacts_libraries"].get("cuda"):
         return text + _gpus(manifest)
-    if set(manifest["artefacts"]) == {"onnx"} and _on_gpu(manifest):
+    if manifest["model"]["device"] != "cuda":
+        return text + "GPU: export on a machine with one; this bundle is for the CPU.\n"
+    if set(manifest["artefacts"]) == {"onnx"}:
         return text + "GPU: any that ONNX Runtime's CUDA provider serves.\n"
-    if _on_gpu(manifest):
-        return text + (
-            "GPU: in Python, with `pip install elsa-attention` beside torch, which brings the\n"
-            "Triton kernels. A C++ process cannot run this bundle on a GPU: the library holds CPU\n"
-            "kernels only.\n"
-        )
-    return text + "GPU: export on a machine with one; this bundle is for the CPU.\n"
-
-
-def _nodes(manifest: dict[str, Any]) -> str:
-    """Where ONNX Runtime's CUDA provider finds those kernels."""
-    libraries = manifest["artefacts_libraries"].get("onnxruntime")
-    if not libraries:
-        return ""
-    plans = manifest["artefacts_libraries"]["cuda"][1]
-    return f"ONNX Runtime's CUDA provider finds them in {plans}, beside {libraries[0]}.\n"
+    return text + (
+        "GPU: in Python, with `pip install elsa-attention` beside torch, which brings the\n"
+        "Triton kernels. A C++ process cannot run this bundle on a GPU: the library holds CPU\n"
+        "kernels only.\n"
+    )
 
 
 def _gpus(manifest: dict[str, Any]) -> str:
     """Which GPUs the kernels in lib/ are for, and where they were run."""
-    entry = manifest["libraries"][manifest["artefacts_libraries"]["cuda"][0]]
-    archs, gpus = entry["gpu_archs"], entry["gpus"]
+    library, plans = manifest["artefacts_libraries"]["cuda"]
+    entry = manifest["libraries"][library]
+    archs, gpus, verified = entry["gpu_archs"], entry["gpus"], entry["gpu_archs_verified"]
     sizes = ", ".join(map(str, manifest["reference"]["batch_sizes"]))
     text = (
         f"GPU: {', '.join(archs)} alone, at batches of {sizes}, by the kernels in lib/: in\n"
         "Python with torch, and in a C++ process that calls `elsa_cuda_serve_file`.\n"
-        + _nodes(manifest)
     )
-    ran = [f"{arch} ({gpus[arch]})" for arch in archs if arch in entry["gpu_archs_verified"]]
+    if nodes := manifest["artefacts_libraries"].get("onnxruntime"):
+        text += f"ONNX Runtime's CUDA provider finds them in {plans}, beside {nodes[0]}.\n"
+    ran = [f"{arch} ({gpus[arch]})" for arch in archs if arch in verified]
     text += f"Verified where this bundle was written: {', '.join(ran)}.\n"
-    rest = [
-        f"{arch} (for {gpus[arch]})" for arch in archs if arch not in entry["gpu_archs_verified"]
-    ]
-    if rest:
+    if rest := [f"{arch} (for {gpus[arch]})" for arch in archs if arch not in verified]:
         text += f"Compiled and not run: {', '.join(rest)}. `elsa verify` on such a GPU runs them.\n"
     return text

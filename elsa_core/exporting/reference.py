@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from elsa_core.base.messages import quiet
+from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ExportError, ModelError
 from elsa_core.patching import original
 from elsa_core.proof import TURBO_EPS, Comparison, Norms, exactly, map_floating, nudged
@@ -65,7 +65,6 @@ class Judgement:
     """One output at one batch size: errors relative to the oracle, and why it fails, if it does."""
 
     batch: int
-    output: int
     error: float
     allowed: float
     reason: str
@@ -106,24 +105,21 @@ def make_reference(
             wide = map_floating(inputs, torch.float64)
             oracle = tuple(t.double() for t in flat(exactly(partial(double, *wide), model)))
             del double
-            runs = [flat(model(*inputs))]
-            for index in range(EXTRA_RUNS):
-                runs.append(flat(model(*nudged(inputs, index))))
+            further = (nudged(inputs, index) for index in range(EXTRA_RUNS))
+            runs = [flat(model(*given)) for given in (inputs, *further)]
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        line = str(error).strip().splitlines() or [type(error).__name__]
         raise ExportError(
-            f"the original model fails on a batch of {len(inputs[0])}: {line[0][:300]}"
+            f"the original model fails on a batch of {len(inputs[0])}: {first_line(error)}"
         ) from error
     rows = len(inputs[0])
     if any(t.ndim == 0 or t.shape[0] != rows for t in oracle):
         raise ExportError("the model's outputs do not all have the batch as their first dimension")
-    norms = {}
+    norms: dict[int, tuple[tuple[float, float], ...]] = {}
     for batch in batches:
-        errors = []
         for index, exact in enumerate(oracle):
             parts = [_norms(run[index][:batch].double() - exact[:batch]) for run in runs]
-            errors.append((max(n.l2 for n in parts), max(n.maximum for n in parts)))
-        norms[batch] = tuple(errors)
+            worst = max(each.l2 for each in parts), max(each.maximum for each in parts)
+            norms[batch] = (*norms.get(batch, ()), worst)
     return Reference(inputs, tuple(t.cpu() for t in oracle), norms, eps)
 
 
@@ -155,14 +151,14 @@ def read_reference(path: Path, content: Mapping[str, Any]) -> Reference:
         with np.load(path, allow_pickle=False) as stored:
             inputs = tuple(torch.from_numpy(stored[f"input.{i}"]) for i in range(count))
             oracle = tuple(torch.from_numpy(stored[f"oracle.{i}"]) for i in range(outputs))
+        errors = given["original_norms"]
         norms = {
             int(batch): tuple(
-                (float(given["original_norms"][str(batch)][i][0]),
-                 float(given["original_norms"][str(batch)][i][1]))
+                (float(errors[str(batch)][i][0]), float(errors[str(batch)][i][1]))
                 for i in range(outputs)
             )
             for batch in given["batch_sizes"]
-        }  # fmt: skip
+        }
         eps = float(given["eps"])
     # numpy and zipfile raise almost anything on a damaged file.
     except Exception as error:
@@ -225,38 +221,25 @@ def judge(
         got = outputs.get(batch, ())
         if len(got) != len(reference.oracle):
             reason = f"{len(got)} outputs instead of {len(reference.oracle)}"
-            results.append(Judgement(batch, 0, math.inf, 0.0, reason))
+            results.append(Judgement(batch, math.inf, 0.0, reason))
             continue
-        for index, exact in enumerate(reference.oracle):
-            results.append(
-                _judged(batch, index, exact[:batch], got[index], norms[index], reference.eps)
-            )
+        for index, whole in enumerate(reference.oracle):
+            exact, (l2, maximum) = whole[:batch], norms[index]
+            if tuple(got[index].shape) != tuple(exact.shape):
+                shape = f"{list(got[index].shape)}, expected {list(exact.shape)}"
+                reason = f"output {index} has shape {shape}"
+                results.append(Judgement(batch, math.inf, 0.0, reason))
+                continue
+            values = torch.from_numpy(np.asarray(got[index], dtype=np.float64))
+            finite = exact.isfinite()
+            usable = finite & values.isfinite()
+            agrees = torch.where(finite, values.isfinite(), values == exact)
+            found = Comparison(FACTOR, reference.eps, values=exact.numel())
+            found.patched_bad = int((~agrees).sum())
+            found.oracle, found.original = _norms(exact[usable]), Norms(l2**2, maximum)
+            found.patched = _norms((values - exact)[usable])
+            results.append(Judgement(batch, found.patched_error, found.allowed, found.reason()))
     return results
-
-
-def _judged(
-    batch: int,
-    index: int,
-    exact: Tensor,
-    got: np.ndarray[Any, Any],
-    norms: tuple[float, float],
-    eps: float,
-) -> Judgement:
-    if tuple(got.shape) != tuple(exact.shape):
-        reason = f"output {index} has shape {list(got.shape)}, expected {list(exact.shape)}"
-        return Judgement(batch, index, math.inf, 0.0, reason)
-    values = torch.from_numpy(np.asarray(got, dtype=np.float64))
-    comparison = Comparison(FACTOR, eps, values=exact.numel())
-    finite = exact.isfinite()
-    agrees = torch.where(finite, values.isfinite(), values == exact)
-    comparison.patched_bad = int((~agrees).sum())
-    usable = finite & values.isfinite()
-    comparison.oracle = _norms(exact[usable])
-    comparison.original = Norms(norms[0] ** 2, norms[1])
-    comparison.patched = _norms((values - exact)[usable])
-    return Judgement(
-        batch, index, comparison.patched_error, comparison.allowed, comparison.reason()
-    )
 
 
 def _norms(values: Tensor) -> Norms:

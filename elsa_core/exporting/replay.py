@@ -5,6 +5,7 @@ It is handed to `python -c` as text and imports nothing of this package: load.py
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -32,24 +33,20 @@ def _inputs(path: Path, count: int) -> list[np.ndarray[Any, Any]]:
         return [stored[f"input.{index}"] for index in range(count)]
 
 
-def replay(code: dict[str, Any], format: str, bundle: Path, output: Path, **how: Any) -> None:
-    """Write outputs for reference.npz at each of its batch sizes, and for the inputs of `further`.
-
-    Args:
-        code: what load.py defines.
-        format: one of the manifest's artefacts.
-        bundle: the directory of manifest.json.
-        output: the .npz to write: "output.BATCH.INDEX" and "further.ROW.INDEX".
-        how: `further`, a file of more inputs or None; the rest are arguments of `load`.
+def _replay(
+    code: dict[str, Any], format: str, folder: str, output: str, further: str, **how: Any
+) -> None:
+    """Write outputs for reference.npz at each of its batch sizes, and for the inputs of `further`:
+    "output.BATCH.INDEX" and "further.ROW.INDEX".
     """
-    further = how.pop("further")
+    bundle = Path(folder)
     model = code["load"](format, bundle, **how)
     facts, results = code["manifest"](bundle), {}
     sizes, count = facts["reference"]["batch_sizes"], len(facts["inputs"])
     arrays = _inputs(bundle / "reference.npz", count)
     batches = [(f"output.{size}", [array[:size] for array in arrays]) for size in sizes]
-    if further is not None:
-        arrays, step = _inputs(further, count), max(sizes)
+    if further:
+        arrays, step = _inputs(Path(further), count), max(sizes)
         batches += [
             (f"further.{row}", [array[row : row + step] for array in arrays])
             for row in range(0, len(arrays[0]), step)
@@ -60,13 +57,12 @@ def replay(code: dict[str, Any], format: str, bundle: Path, output: Path, **how:
     np.savez(output, **results)  # type: ignore[arg-type]
 
 
-def main(arguments: list[str]) -> int:
-    """Run `blocked script format bundle output runtime library further` and return the exit code.
+def main(blocked: list[str], script: str, runtime: str, **how: Any) -> int:
+    """Run an artefact and return the exit code.
 
     Standard error ends with the missing module or provider, or with "failed: " and a line.
     """
-    blocked, script, format, bundle, output, runtime, library, further = arguments
-    sys.meta_path.insert(0, _Block(blocked.split(",")))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Block(blocked))  # type: ignore[arg-type]
     code = runpy.run_path(script, run_name="load")
     try:
         __import__(runtime)
@@ -74,12 +70,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(str(error).splitlines()[0])
         return MISSING_RUNTIME
     try:
-        replay(
-            code, format, Path(bundle), Path(output),
-            library=library == "library",
-            runtime=runtime,
-            further=Path(further) if further else None,
-        )  # fmt: skip
+        _replay(code, runtime=runtime, **how)
     except BaseException as error:
         if isinstance(error, ImportError) and error.name == PROVIDER:
             sys.stderr.write(f"\n{PROVIDER}")
@@ -91,4 +82,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(**json.loads(sys.argv[1])))

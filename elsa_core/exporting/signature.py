@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elsa_core.base.messages import first_line
 from elsa_core.errors import ArgumentError, UnavailableError
 
 if TYPE_CHECKING:
@@ -31,16 +32,7 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
         ArgumentError: the file cannot be read or holds no such key.
         UnavailableError: the package cryptography is missing.
     """
-    _require_library()
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    content = _read(path, "--sign")
-    ssh = b"OPENSSH" in content[:100]
-    load = serialization.load_ssh_private_key if ssh else serialization.load_pem_private_key
-    key = _loaded(path, "--sign", lambda: load(content, password=None))
-    if not isinstance(key, Ed25519PrivateKey):
-        raise ArgumentError(f"{path} (--sign) holds no Ed25519 private key")
+    key: Ed25519PrivateKey = _read(path, "private")
     return key
 
 
@@ -51,16 +43,7 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
         ArgumentError: the file cannot be read or holds no such key.
         UnavailableError: the package cryptography is missing.
     """
-    _require_library()
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-    content = _read(path, "--key")
-    ssh = content.startswith(b"ssh-")
-    load = serialization.load_ssh_public_key if ssh else serialization.load_pem_public_key
-    key = _loaded(path, "--key", lambda: load(content))
-    if not isinstance(key, Ed25519PublicKey):
-        raise ArgumentError(f"{path} (--key) holds no Ed25519 public key")
+    key: Ed25519PublicKey = _read(path, "public")
     return key
 
 
@@ -80,31 +63,32 @@ def matches(manifest: bytes, signature: bytes, key: Ed25519PublicKey) -> bool:
     return True
 
 
-def _read(path: Path, flag: str) -> bytes:
+def _read(path: Path, kind: str) -> Any:
+    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError:
+        raise UnavailableError(
+            "signatures need the package cryptography: pip install 'elsa-attention[sign]'"
+        ) from None
+    flag = "--sign" if kind == "private" else "--key"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:  # noqa: PTH123  # of a descriptor
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ArgumentError(f"{path} ({flag}) is not a plain file")
-            return file.read(_KEY_BYTES)
+            content = file.read(_KEY_BYTES)
     except OSError as error:
         raise ArgumentError(f"{path} ({flag}) cannot be read: {error.strerror or error}") from None
-
-
-def _loaded(path: Path, flag: str, load: Callable[[], Any]) -> Any:
-    from cryptography.exceptions import UnsupportedAlgorithm
-
+    ssh = b"OPENSSH" in content[:100] or content.startswith(b"ssh-")
+    load: Callable[..., Any] = getattr(serialization, f"load_{'ssh' if ssh else 'pem'}_{kind}_key")
+    wanted = ed25519.Ed25519PrivateKey if kind == "private" else ed25519.Ed25519PublicKey
     try:
-        return load()
+        key = load(content, **({"password": None} if kind == "private" else {}))
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        line = first_line(error)[:120]
         raise ArgumentError(f"{path} ({flag}) holds no key that can be used: {line}") from None
-
-
-def _require_library() -> None:
-    try:
-        import cryptography  # noqa: F401
-    except ImportError:
-        raise UnavailableError(
-            "signatures need the package cryptography: pip install 'elsa-attention[sign]'"
-        ) from None
+    if not isinstance(key, wanted):
+        raise ArgumentError(f"{path} ({flag}) holds no Ed25519 {kind} key")
+    return key

@@ -1,21 +1,27 @@
-"""What TorchScript and torch.export share: a quiet forward, and the module at which it failed."""
+"""model.ts by `torch.jit.trace`, model.pt2 by `torch.export`, model.aoti.pt2 by AOTInductor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import io
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from elsa_core import ops
 from elsa_core.base.calls import plain_multihead
 from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ElsaError, ExportError
 
 Result = TypeVar("Result")
 
-# What a forward, a tracer or a serialiser raises for a model that it cannot follow.
+FACTS_NAME = "elsa.txt"
+_NODE = re.compile(r"\belsa::(\w+)")
 
 
 def attempt(what: str, model: nn.Module, action: Callable[[], Result]) -> Result:
@@ -41,18 +47,7 @@ def attempt(what: str, model: nn.Module, action: Callable[[], Result]) -> Result
 def _where(model: nn.Module, action: Callable[[], object]) -> tuple[str, str]:
     """Path and class of the module in which `action` fails."""
     entered: list[tuple[str, str]] = []
-    try:
-        with _following(model, entered), quiet(), torch.no_grad(), plain_multihead():
-            action()
-    except Exception:
-        return entered[-1] if entered else ("", type(model).__name__)
-    return "", type(model).__name__
-
-
-@contextmanager
-def _following(model: nn.Module, entered: list[tuple[str, str]]) -> Iterator[None]:
-    """Keep `entered` the stack of modules (path, class) whose forward is running."""
-    with ExitStack() as hooks:
+    with ExitStack() as hooks, quiet(), torch.no_grad(), plain_multihead():
         for path, module in model.named_modules():
             label = (path, type(module).__name__)
 
@@ -65,4 +60,150 @@ def _following(model: nn.Module, entered: list[tuple[str, str]]) -> Iterator[Non
 
             hooks.callback(module.register_forward_pre_hook(enter).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
-        yield
+        try:
+            action()
+        except Exception:
+            if entered:
+                return entered[-1]
+    return "", type(model).__name__
+
+
+def export_torchscript(
+    model: nn.Module, inputs: tuple[Tensor, ...], path: Path, *, facts: str = ""
+) -> tuple[str, ...]:
+    """Trace `model` on `inputs` and write it.
+
+    The batch is dynamic as far as the model's own code takes it from its input's shape; the proof
+    that it does is the verification at several batch sizes.
+
+    Args:
+        model: patched, in eval mode.
+        inputs: two rows or more: a batch of one would be taken for a constant by some models.
+        path: the file to write.
+        facts: text kept inside the file as `extra/elsa.txt`, for programs that read no JSON.
+
+    Returns:
+        The names of elsa's operators in the graph.
+
+    Raises:
+        ExportError: the model cannot be traced, or its graph holds no operator of the library.
+        OSError: the file cannot be written.
+    """
+    traced = attempt(
+        "tracing to TorchScript",
+        model,
+        lambda: torch.jit.trace(model, inputs, strict=False, check_trace=False),
+    )
+    names = checked_operators(set(_NODE.findall(str(traced.inlined_graph))), inputs[0].device.type)
+    # Python writes the bytes: torch's own writer aborts the process where the disk is full.
+    with quiet(), path.open("wb") as file:
+        torch.jit.save(traced, file, _extra_files={FACTS_NAME: facts})
+    return names
+
+
+def export_program(
+    model: nn.Module, inputs: tuple[Tensor, ...], *, dynamic_size: bool = False, step: int = 1
+) -> torch.export.ExportedProgram:
+    """Export `model` with a dynamic batch, and a dynamic height and width where asked for.
+
+    Args:
+        model: patched, in eval mode.
+        inputs: of one batch, two rows or more.
+        dynamic_size: also let the height and width of images vary, in multiples of `step`.
+        step: pixels that a side must be a multiple of.
+
+    Raises:
+        ExportError: the model cannot be exported so; names the module where it is known.
+    """
+    batch, *sides = (torch.export.Dim(name, min=1) for name in ("batch", "rows", "columns"))
+    sizes = {axis: step * side if step > 1 else side for axis, side in enumerate(sides, 2)}
+    shapes = tuple(
+        {0: batch, **(sizes if dynamic_size and tensor.ndim == 4 else {})} for tensor in inputs
+    )
+    what = "torch.export with a dynamic image size" if dynamic_size else "torch.export"
+    try:
+        program = attempt(
+            what,
+            model,
+            lambda: torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False),
+        )
+    except ExportError as error:
+        # timm built a part of it for one size, and could build it for any
+        parts = (getattr(part, "dynamic_img_size", None) for part in model.modules())
+        if dynamic_size and any(each is False for each in parts):
+            raise ExportError(
+                "this model takes images of one size: build it with dynamic_img_size=True "
+                "(--model-kwargs dynamic_img_size=True), then export it with a dynamic size"
+            ) from error
+        raise
+    checked_operators(operators_of(program), inputs[0].device.type)
+    return program
+
+
+def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write model.pt2.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with quiet():
+        # Example inputs are a copy of data that the bundle holds anyway.
+        program._example_inputs = None
+        # Python writes the bytes: torch's own writer aborts the process where the disk is full.
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer)
+    path.write_bytes(buffer.getbuffer())
+
+
+def compile_program(program: torch.export.ExportedProgram, path: Path, facts: str = "") -> None:
+    """Compile with AOTInductor into one package; elsa's library is loaded beside it, not inside.
+
+    facts: text kept in the package's metadata as `elsa.txt`, for programs that read no JSON.
+
+    Raises:
+        ExportError: no working compiler, or a model that Inductor cannot compile.
+    """
+    try:
+        with quiet(), torch.no_grad():
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(path),
+                inductor_configs={"aot_inductor.metadata": {FACTS_NAME: facts}},
+            )  # fmt: skip
+    except OSError:
+        raise
+    except Exception as error:
+        why = first_line(error)
+        if " " in tempfile.gettempdir():
+            why += " (its commands do not quote the space in the temporary folder: set TMPDIR)"
+        raise ExportError(f"AOTInductor cannot compile this model: {why}") from error
+
+
+def operators_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """Names of elsa's operators in an exported program, subgraphs included, without the domain."""
+    graphs = (getattr(module, "graph", None) for module in program.graph_module.modules())
+    targets = (node.target for graph in graphs if graph is not None for node in graph.nodes)
+    found = (each for each in targets if isinstance(each, torch._ops.OpOverload))
+    return tuple(sorted({each._opname for each in found if each.namespace == "elsa"}))
+
+
+def checked_operators(names: Iterable[str], device: str) -> tuple[str, ...]:
+    """The names, where a library or the package serves each of them without Python's own eager one.
+
+    Raises:
+        ExportError: the graph holds none, one that only this package's Python code computes, or
+            dropout.
+    """
+    found = tuple(sorted(names))
+    if any(name.startswith("attention_dropout") for name in found):
+        raise ExportError("the graph drops attention weights: a bundle is for inference")
+    if eager := [name for name in found if name.endswith("_eager")]:
+        from elsa_core.backends import native
+
+        why = "a site was patched with backend 'eager', or its head_dim or dtype has no kernel"
+        if device == "cpu" and not (answer := native.load()).ok:
+            why = f"the native library is off ({answer.reason})"
+        raise ExportError(f"the graph calls elsa::{eager[0]}, which no library holds: {why}")
+    records = [ops.of(f"elsa::{name}") for name in found]
+    if all(record is not None and record.kind == "linear" for record in records):  # no site
+        raise ExportError("the graph calls none of elsa's operators: no patched site was reached")
+    return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,9 +118,17 @@ def verify(
         manifest = read_manifest(directory)
         say("comparing files")
         failures = [] if key is None else _unsigned(directory, manifest, key)
-        signed = key is not None and not failures
-        own = directory != given  # a zip has been unpacked into a private folder
-        copy = None if own or failures or not run else stack.enter_context(_copied(manifest))
+        signed, copy = key is not None and not failures, None
+        # A zip has been unpacked into a private folder.
+        if run and not failures and directory == given:
+            copy = stack.enter_context(files.scratch("elsa-bundle-"))
+            total, free = sum(e.size for e in manifest.files.values()), shutil.disk_usage(copy).free
+            if total > free:
+                raise UnavailableError(
+                    f"a copy of the bundle takes {total / 1e6:.0f} MB and {free / 1e6:.0f} MB are "
+                    f"free in {copy.parent}: set TMPDIR to another folder"
+                )
+            (copy / MANIFEST_NAME).write_bytes(manifest.raw)
         failures += compare_files(directory, manifest, copy)
         reports: Sequence[ArtefactReport] = ()
         if run and not failures:
@@ -131,25 +139,6 @@ def verify(
     return VerifyReport(
         given, len(manifest.files), tuple(reports), tuple(failures), manifest.content, signed
     )
-
-
-@contextmanager
-def _copied(manifest: Manifest) -> Iterator[Path]:
-    """A private folder with a bundle's manifest, for the files that are compared.
-
-    Raises:
-        UnavailableError: no disk space for them.
-    """
-    with files.scratch("elsa-bundle-") as folder:
-        total = sum(entry.size for entry in manifest.files.values())
-        free = shutil.disk_usage(folder).free
-        if total > free:
-            raise UnavailableError(
-                f"a copy of the bundle takes {total / 1e6:.0f} MB and {free / 1e6:.0f} MB are free "
-                f"in {folder.parent}: set TMPDIR to another folder"
-            )
-        (folder / MANIFEST_NAME).write_bytes(manifest.raw)
-        yield folder
 
 
 def _unsigned(directory: Path, manifest: Manifest, key: Ed25519PublicKey) -> list[str]:
@@ -179,31 +168,26 @@ def compare_files(directory: Path, manifest: Manifest, copy: Path | None = None)
     for name in (MANIFEST_NAME, SIGNATURE_NAME):
         present.pop(name, None)
     failures = [f"{name} is missing" for name in manifest.files if name not in present]
-    failures += [_extra(name) for name in present if name not in manifest.files]
+    for name in (each for each in present if each not in manifest.files):
+        # Bytecode runs in load.py's place; Python writes it where load.py is imported.
+        hint = ": delete __pycache__" if name.startswith("__pycache__/") else ""
+        failures.append(f"{name} is not in the manifest{hint}")
     for name, entry in manifest.files.items():
         if name not in present:
             continue
-        place = None if copy is None else copy / name
         try:
-            if place is not None:
-                place.parent.mkdir(parents=True, exist_ok=True)
-            found = hashed(present[name], entry.size, place)
+            if copy is not None:
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            found = hashed(present[name], entry.size, None if copy is None else copy / name)
         except OSError as error:
             failures.append(f"{name} cannot be read: {error.strerror or error}")
             continue
         if found.size != entry.size:
-            more = "more than " if found.size > entry.size else ""
-            size = min(found.size, entry.size) if more else found.size
-            failures.append(f"{name} has {more}{size} bytes, the manifest says {entry.size}")
+            size = f"more than {entry.size}" if found.size > entry.size else found.size
+            failures.append(f"{name} has {size} bytes, the manifest says {entry.size}")
         elif found != entry:
             failures.append(f"{name} differs from its sha256: damaged or changed")
     return failures
-
-
-def _extra(name: str) -> str:
-    # Bytecode runs in load.py's place, so it counts; Python writes it where load.py is imported.
-    hint = ": delete __pycache__" if name.startswith("__pycache__/") else ""
-    return f"{name} is not in the manifest{hint}"
 
 
 def run_artefacts(directory: Path, manifest: Manifest, say: Say) -> list[ArtefactReport]:

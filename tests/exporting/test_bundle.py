@@ -23,8 +23,8 @@ from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ExportError, NothingPatchedError, UnavailableError
 from elsa_core.exporting import reference
 from elsa_core.exporting.bundle import Bundle, check_output, export
+from elsa_core.exporting.description import write_labels
 from elsa_core.exporting.export_target import export_target
-from elsa_core.exporting.labels import write_labels
 from elsa_core.exporting.readme import readme
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.towers import tower_of
@@ -359,6 +359,15 @@ def test_arguments_that_cannot_be(
     given = {"formats": ("torchscript",), "loaded": vit, "check": report} | options
     with pytest.raises((ArgumentError, TypeError), match=words):
         export(vit.model, tmp_path / "out", **given)
+    assert entries(tmp_path) == []
+
+
+def test_a_dtype_that_a_format_cannot_hold(tmp_path: Path) -> None:
+    loaded = load_model("test_vit", image_size=32, dtype=torch.bfloat16)
+    patch(loaded.model)
+    words = "format onnx: ONNX Runtime's CPU kernels take no bfloat16: use float32"
+    with pytest.raises(ArgumentError, match=words):
+        export(loaded.model, tmp_path / "out", loaded=loaded)
     assert entries(tmp_path) == []
 
 

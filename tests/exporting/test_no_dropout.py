@@ -8,7 +8,7 @@ from torch import Tensor
 
 import elsa_core as elsa
 from elsa_core.errors import ExportError
-from elsa_core.exporting.operators import check, in_program
+from elsa_core.exporting.tracing import checked_operators, operators_of
 
 
 def test_a_bundle_holds_no_dropout() -> None:
@@ -19,7 +19,7 @@ def test_a_bundle_holds_no_dropout() -> None:
             return elsa.attention(x, x, x, dropout_p=0.5)
 
     program = torch.export.export(Drops().eval(), (torch.randn(1, 2, 9, 8),))
-    names = in_program(program)
+    names = operators_of(program)
     assert names and all(name.startswith("attention_dropout") for name in names)
     with pytest.raises(ExportError, match="drops"):
-        check(names, "cpu")
+        checked_operators(names, "cpu")

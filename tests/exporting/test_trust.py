@@ -28,7 +28,7 @@ from elsa_cli.main import run
 from elsa_core.base import files
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.exporting import archive, signature
-from elsa_core.exporting.bundle import Bundle, _sign, _staged, check_output, export
+from elsa_core.exporting.bundle import Bundle, _staged, check_output, export
 from elsa_core.exporting.manifest import files_in, hashed
 from elsa_core.exporting.verify import verify
 
@@ -68,6 +68,12 @@ def keys(folder: Path, ssh: bool = False) -> tuple[Path, Path]:
         )
     )
     return private, public
+
+
+def sign(bundle: Path, private: Path) -> None:
+    key = signature.read_private_key(private)
+    signed = signature.sign((bundle / "manifest.json").read_bytes(), key)
+    (bundle / "manifest.sig").write_bytes(signed)
 
 
 def test_nothing_runs_without_trust(
@@ -168,7 +174,7 @@ def test_a_signature_stands_for_trust(
     elsewhere: Path, tmp_path: Path, ssh: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     private, public = keys(tmp_path, ssh)
-    _sign(elsewhere, signature.read_private_key(private))
+    sign(elsewhere, private)
     zipped = tmp_path / "vit.zip"
     archive.write_zip(elsewhere, zipped)
     for path in (elsewhere, zipped):
@@ -182,7 +188,7 @@ def test_a_signature_that_does_not_match(
     copy: Path, tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     private, public = keys(tmp_path)
-    _sign(copy, signature.read_private_key(private))
+    sign(copy, private)
     name, words, code = copy / "manifest.sig", "does not match the key", 1
     if change == "manifest":
         manifest = copy / "manifest.json"
@@ -210,7 +216,7 @@ def test_openssl_agrees(copy: Path, tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     private, public = keys(tmp_path)
-    _sign(copy, signature.read_private_key(private))
+    sign(copy, private)
     command = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", str(public), "-rawin", "-in",
                "manifest.json", "-sigfile", "manifest.sig"]  # fmt: skip
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)

@@ -20,7 +20,7 @@ from torch import nn
 from elsa_core.base import files
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.exporting.artefacts import FILES
-from elsa_core.exporting.labels import LABELS_NAME
+from elsa_core.exporting.description import LABELS_NAME
 from elsa_core.exporting.manifest import MANIFEST_NAME, REFERENCE_NAME
 from elsa_core.exporting.signature import SIGNATURE_NAME
 from elsa_core.loading import saving as save_module
