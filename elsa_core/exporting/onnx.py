@@ -119,9 +119,13 @@ def _name_batch(model: ir.Model) -> None:
     symbol = re.compile(rf"\b{re.escape(shape[0].value)}\b")
     values = [*model.graph.inputs, *(out for node in model.graph for out in node.outputs)]
     for value in values:
-        for axis, size in enumerate(value.shape or ()):
-            if isinstance(size, ir.SymbolicDim) and size.value and value.shape is not None:
-                value.shape[axis] = symbol.sub(BATCH, size.value)
+        if value.shape is not None:
+            sizes = [
+                each.value if isinstance(each, ir.SymbolicDim) else each for each in value.shape
+            ]
+            value.shape = ir.Shape(
+                [symbol.sub(BATCH, each) if isinstance(each, str) else each for each in sizes]
+            )
 
 
 def _write(model: ir.Model, path: Path) -> tuple[Path, ...]:
