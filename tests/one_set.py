@@ -1,11 +1,13 @@
 """Builds of the kernels of one instruction set: the tables of the others stay empty.
 
 The driver takes the best one that the processor has, or the one named in ELSA_CPU_ISA, and never
-looks at the rest.
+looks at the rest. As a program it is such a compiler: `python one_set.py SET ARGUMENTS`.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 _EMPTY = """#include "{header}"
@@ -28,3 +30,9 @@ def emptied(words: list[str], isa: str) -> tuple[str, list[str]]:
     source = next(Path(w) for w in words if w.endswith("_kernel.cpp"))
     others = [f"-I{source.parent}" if w == str(source) else w for w in words]
     return _EMPTY.format(header=_HEADERS[kind], kind=kind, name=table), others
+
+
+if __name__ == "__main__":
+    empty, others = emptied(sys.argv[2:], sys.argv[1])
+    command = ["c++", *others, *(["-x", "c++", "-"] if empty else [])]
+    sys.exit(subprocess.run(command, input=empty, text=True, check=False).returncode)

@@ -92,14 +92,9 @@ inline constexpr Call<26, const char*, OrtCustomOpDomain**> CreateCustomOpDomain
 inline constexpr Call<27, OrtCustomOpDomain*, const OrtCustomOp*> CustomOpDomain_Add;
 inline constexpr Call<28, OrtSessionOptions*, OrtCustomOpDomain*> AddCustomOpDomain;
 inline constexpr Call<51, OrtValue*, void**> GetTensorMutableData;
-inline constexpr Call<57, OrtTensorTypeAndShapeInfo**> CreateTensorTypeAndShapeInfo;
-inline constexpr Call<58, OrtTensorTypeAndShapeInfo*, int> SetTensorElementType;
-inline constexpr Call<59, OrtTensorTypeAndShapeInfo*, const int64_t*, size_t> SetDimensions;
 inline constexpr Call<60, const OrtTensorTypeAndShapeInfo*, int*> GetTensorElementType;
 inline constexpr Call<61, const OrtTensorTypeAndShapeInfo*, size_t*> GetDimensionsCount;
 inline constexpr Call<62, const OrtTensorTypeAndShapeInfo*, int64_t*, size_t> GetDimensions;
-inline constexpr Call<63, const OrtTensorTypeAndShapeInfo*, const char**, size_t>
-    GetSymbolicDimensions;
 inline constexpr Call<65, const OrtValue*, OrtTensorTypeAndShapeInfo**> GetTensorTypeAndShape;
 inline constexpr Call<72, const OrtMemoryInfo*, int*> MemoryInfoGetId;
 inline constexpr Call<76, OrtAllocator*, void*> AllocatorFree;
@@ -118,12 +113,6 @@ inline constexpr Entry<132, void, OrtAllocator*> ReleaseAllocator;
 inline constexpr Call<163, const OrtKernelInfo*, const char*, int64_t*, size_t*>
     KernelInfoGetAttributeArray_int64;
 inline constexpr Call<193, const OrtKernelContext*, void**> KernelContext_GetGPUComputeStream;
-inline constexpr Call<267, const OrtShapeInferContext*, size_t*> ShapeInferContext_GetInputCount;
-inline constexpr Call<268, const OrtShapeInferContext*, size_t, OrtTensorTypeAndShapeInfo**>
-    ShapeInferContext_GetInputTypeShape;
-inline constexpr Call<270, const OrtShapeInferContext*, size_t, const OrtTensorTypeAndShapeInfo*>
-    ShapeInferContext_SetOutputTypeShape;
-inline constexpr Call<271, OrtTensorTypeAndShapeInfo*, const char**, size_t> SetSymbolicDimensions;
 inline constexpr Call<274, const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*>
     KernelContext_ParallelFor;
 inline constexpr Call<277, const OrtKernelContext*, const OrtMemoryInfo*, size_t, void**>

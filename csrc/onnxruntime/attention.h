@@ -10,18 +10,17 @@ namespace {
 View mask_view(const Context& c, const Tensor& mask, const Attention& a) {
   View view;
   if (!mask.present) return view;
-  if (mask.rank > 4) fail(c.api, "%s: attn_mask has %zu dimensions, at most 4", c.name, mask.rank);
+  if (mask.rank > 4) c.fail("attn_mask has ", mask.rank, " dimensions, at most 4");
   view.dtype = c.dtype(mask, "attn_mask");
   if (view.dtype != DType::kBool && view.dtype != DType::kFloat32 && view.dtype != a.query.dtype) {
-    fail(c.api, "%s: attn_mask must be bool, float or the query's type", c.name);
+    c.fail("attn_mask must be bool, float or the query's type");
   }
   const int64_t full[4] = {a.batch, a.heads, a.queries, a.keys};
   int64_t stride = 1;
   for (size_t i = 4; i-- > 4 - mask.rank;) {
     const int64_t size = mask.size[i + mask.rank - 4];
     if (size != full[i] && size != 1) {
-      fail(c.api, "%s: attn_mask has size %lld in dimension %zu of 4, must be 1 or %lld", c.name,
-           static_cast<long long>(size), i, static_cast<long long>(full[i]));
+      c.fail("attn_mask has size ", size, " in dimension ", i, " of 4, must be 1 or ", full[i]);
     }
     view.stride[i] = size == 1 ? 0 : stride;
     stride *= size;
@@ -32,31 +31,17 @@ View mask_view(const Context& c, const Tensor& mask, const Attention& a) {
   return view;
 }
 
-// A view of [batch, tokens, heads, dim] as [batch, heads, tokens, dim].
-View token_major(const void* data, DType dtype, int64_t tokens, int64_t heads, int64_t dim,
-                 int64_t row) {
-  View view;
-  view.data = data;
-  view.dtype = dtype;
-  view.stride[0] = tokens * row;
-  view.stride[1] = heads == 1 ? 0 : dim;
-  view.stride[2] = row;
-  view.stride[3] = 1;
-  return view;
-}
-
 void check_dims(const Context& c, int64_t head_dim, int64_t value_dim) {
-  constexpr int64_t most = kLargestHeadDim;
+  const int64_t most = kLargestHeadDim;
   if (head_dim < 1 || head_dim > most || value_dim < 1 || value_dim > most) {
-    fail(c.api, "%s: head_dim must be 1 to %lld, got %lld (query) and %lld (value)", c.name,
-         static_cast<long long>(most), static_cast<long long>(head_dim),
-         static_cast<long long>(value_dim));
+    c.fail("head_dim must be 1 to ", most, ", got ", head_dim, " (query) and ", value_dim,
+           " (value)");
   }
 }
 
 // [batch, queries, heads, value_dim] into `out`.
 void run_attention(Context& c, Attention& a, void* out) {
-  if (!fits(a)) fail(c.api, "%s: the tensors have too many elements", c.name);
+  if (!fits(a)) c.fail("the tensors have too many elements");
   if (c.gpu) return c.gpu->attention(c, a, out);
   struct Lse;
   const size_t rows = static_cast<size_t>(a.batch * a.heads * a.queries);
@@ -101,10 +86,9 @@ class AttentionKernel {
     if (merges_heads(a)) {
       run_attention(c, a, out);
     } else if (c.gpu) {
-      fail(c.api,
-           "%s: on a GPU there must be as many key heads as query heads, and a mask one "
-           "for all heads and images or one for each",
-           c.name);
+      c.fail(
+          "on a GPU there must be as many key heads as query heads, and a mask one for all heads "
+          "and images or one for each");
     } else {
       run_and_transpose(c, a, out);
     }
@@ -113,25 +97,20 @@ class AttentionKernel {
  private:
   static void check_shapes(const Context& c, const Tensor& q, const Tensor& k, const Tensor& v) {
     if (k.size[0] != q.size[0] || v.size[0] != q.size[0]) {
-      fail(c.api, "%s: batch sizes differ: query %lld, key %lld, value %lld", c.name,
-           static_cast<long long>(q.size[0]), static_cast<long long>(k.size[0]),
-           static_cast<long long>(v.size[0]));
+      c.fail("batch sizes differ: query ", q.size[0], ", key ", k.size[0], ", value ", v.size[0]);
     }
     if (k.size[1] != v.size[1] || k.size[2] != v.size[2]) {
-      fail(c.api, "%s: key has %lld heads of %lld tokens, value %lld of %lld", c.name,
-           static_cast<long long>(k.size[1]), static_cast<long long>(k.size[2]),
-           static_cast<long long>(v.size[1]), static_cast<long long>(v.size[2]));
+      c.fail("key has ", k.size[1], " heads of ", k.size[2], " tokens, value ", v.size[1], " of ",
+             v.size[2]);
     }
     if (k.size[1] > 0 ? q.size[1] % k.size[1] != 0 : q.size[1] != 0) {
-      fail(c.api, "%s: %lld query heads are no multiple of %lld key heads", c.name,
-           static_cast<long long>(q.size[1]), static_cast<long long>(k.size[1]));
+      c.fail(q.size[1], " query heads are no multiple of ", k.size[1], " key heads");
     }
     if (k.size[3] != q.size[3]) {
-      fail(c.api, "%s: head_dim of query is %lld and of key %lld", c.name,
-           static_cast<long long>(q.size[3]), static_cast<long long>(k.size[3]));
+      c.fail("head_dim of query is ", q.size[3], " and of key ", k.size[3]);
     }
     if (k.type != q.type || v.type != q.type || q.type == kBool) {
-      fail(c.api, "%s: query, key and value must have one floating type", c.name);
+      c.fail("query, key and value must have one floating type");
     }
     check_dims(c, q.size[3], v.size[3]);
   }
@@ -197,7 +176,7 @@ class PackedAttentionKernel {
         causal_(attributes.integer("is_causal", 0) != 0),
         scale_(attributes.number("scale", __builtin_nanf(""))) {
     if (heads_ < 1 || heads_ > INT32_MAX) {
-      fail(api, "%s: the attribute num_heads must be positive", kLabel);
+      fail(api, kLabel, ": the attribute num_heads must be positive");
     }
   }
 
@@ -205,10 +184,9 @@ class PackedAttentionKernel {
     const Tensor qkv = c.required(0, "qkv", 3), mask = c.input(1, "attn_mask");
     const int64_t channels = qkv.size[2] / 3;
     if (qkv.size[2] % 3 != 0 || channels % heads_ != 0) {
-      fail(c.api, "%s: %lld channels are not 3 * %lld heads * head_dim", c.name,
-           static_cast<long long>(qkv.size[2]), static_cast<long long>(heads_));
+      c.fail(qkv.size[2], " channels are not 3 * ", heads_, " heads * head_dim");
     }
-    if (qkv.type == kBool) fail(c.api, "%s: qkv must be floating", c.name);
+    if (qkv.type == kBool) c.fail("qkv must be floating");
     Attention a;
     a.batch = qkv.size[0];
     a.heads = a.kv_heads = heads_;
@@ -223,9 +201,14 @@ class PackedAttentionKernel {
     const DType dtype = c.dtype(qkv, "qkv");
     const size_t part = static_cast<size_t>(channels * elsa::element_size(dtype));
     View* const views[3] = {&a.query, &a.key, &a.value};
-    for (size_t i = 0; i < 3; ++i) {
-      *views[i] =
-          token_major(qkv.data + i * part, dtype, a.queries, a.heads, a.head_dim, 3 * channels);
+    for (size_t i = 0; i < 3; ++i) {  // [batch, tokens, heads, dim] as [batch, heads, tokens, dim]
+      View& view = *views[i];
+      view.data = qkv.data + i * part;
+      view.dtype = dtype;
+      view.stride[0] = a.queries * 3 * channels;
+      view.stride[1] = a.heads == 1 ? 0 : a.head_dim;
+      view.stride[2] = 3 * channels;
+      view.stride[3] = 1;
     }
     a.mask = mask_view(c, mask, a);
     run_attention(c, a, out);

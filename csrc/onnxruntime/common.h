@@ -3,7 +3,6 @@
 // Inside the library an error is an exception; `guarded` turns it into a status at the border.
 #pragma once
 
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +11,7 @@
 #include <new>
 #include <stdexcept>
 #include <thread>
+#include <type_traits>
 
 #include "../elsa/sizes.h"
 #include "abi.h"
@@ -27,14 +27,25 @@ void check(OrtStatus* status) {
   if (status) throw Failure{status};
 }
 
-[[noreturn]] __attribute__((format(printf, 2, 3))) void fail(const OrtApi* api, const char* format,
-                                                             ...) {
-  char text[512];
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(text, sizeof text, format, arguments);
-  va_end(arguments);
+[[noreturn]] void refuse(const OrtApi* api, const char* text) {
   throw Failure{CreateStatus(api, kInvalidArgument, text)};
+}
+
+// The error is the parts in a row: words and whole numbers.
+template <class... Parts>
+[[noreturn]] void fail(const OrtApi* api, const Parts&... parts) {
+  char text[512];
+  size_t used = 0;
+  const auto add = [&](const auto& part) {
+    if constexpr (std::is_integral_v<std::decay_t<decltype(part)>>) {
+      snprintf(text + used, sizeof text - used, "%lld", static_cast<long long>(part));
+    } else {
+      snprintf(text + used, sizeof text - used, "%s", part);
+    }
+    used += strlen(text + used);
+  };
+  (add(parts), ...);
+  refuse(api, text);
 }
 
 template <class Body>
@@ -50,20 +61,6 @@ OrtStatus* guarded(const OrtApi* api, Body&& body) noexcept {
     return CreateStatus(api, kFail, "elsa: out of memory");
   }
 }
-
-// Owns what the runtime says about a tensor.
-class Info {
- public:
-  explicit Info(const OrtApi* api) : api_(api) {}
-  ~Info() {
-    if (handle) ReleaseTensorTypeAndShapeInfo(api_, handle);
-  }
-  Info(const Info&) = delete;
-  OrtTensorTypeAndShapeInfo* handle = nullptr;
-
- private:
-  const OrtApi* api_;
-};
 
 constexpr size_t kMaxRank = 5;
 
@@ -93,26 +90,32 @@ class Context {
     check(KernelContext_GetInputCount(api, context, &inputs_));
   }
 
+  template <class... Parts>
+  [[noreturn]] void fail(const Parts&... parts) const {
+    ort::fail(api, name, ": ", parts...);
+  }
+
   // Checked to be a tensor of at most kMaxRank dimensions.
   Tensor input(size_t index, const char* label) const {
     Tensor tensor;
     const OrtValue* value = nullptr;
     if (index < inputs_) check(KernelContext_GetInput(api, context_, index, &value));
     if (value == nullptr) return tensor;
-    Info info(api);
-    check(GetTensorTypeAndShape(api, value, &info.handle));
+    OrtTensorTypeAndShapeInfo* facts = nullptr;
+    check(GetTensorTypeAndShape(api, value, &facts));
+    const auto release = [this](auto* held) { ReleaseTensorTypeAndShapeInfo(api, held); };
+    const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(release)> info(facts, release);
     int type = kUndefined;
-    check(GetTensorElementType(api, info.handle, &type));
+    check(GetTensorElementType(api, facts, &type));
     tensor.type = static_cast<ElementType>(type);
     dtype(tensor, label);
-    check(GetDimensionsCount(api, info.handle, &tensor.rank));
+    check(GetDimensionsCount(api, facts, &tensor.rank));
     if (tensor.rank > kMaxRank) {
-      fail(api, "%s: %s has %zu dimensions, at most %zu are supported", name, label, tensor.rank,
-           kMaxRank);
+      fail(label, " has ", tensor.rank, " dimensions, at most ", kMaxRank, " are supported");
     }
-    check(GetDimensions(api, info.handle, tensor.size, tensor.rank));
+    check(GetDimensions(api, facts, tensor.size, tensor.rank));
     if (product(tensor.size, tensor.rank) < 0) {
-      fail(api, "%s: %s has too many elements", name, label);
+      fail(label, " has too many elements");
     }
     void* data = nullptr;
     check(GetTensorMutableData(api, const_cast<OrtValue*>(value), &data));
@@ -123,9 +126,9 @@ class Context {
 
   Tensor required(size_t index, const char* label, size_t rank) const {
     const Tensor tensor = input(index, label);
-    if (!tensor.present) fail(api, "%s: %s is missing", name, label);
+    if (!tensor.present) fail(label, " is missing");
     if (tensor.rank != rank) {
-      fail(api, "%s: %s must have %zu dimensions, has %zu", name, label, rank, tensor.rank);
+      fail(label, " must have ", rank, " dimensions, has ", tensor.rank);
     }
     return tensor;
   }
@@ -149,8 +152,8 @@ class Context {
       case kBool:
         return DType::kBool;
       default:
-        fail(api, "%s: %s must be float, float16, bfloat16 or (a mask) bool, not ONNX type %d",
-             name, label, static_cast<int>(tensor.type));
+        fail(label, " must be float, float16, bfloat16 or (a mask) bool, not ONNX type ",
+             static_cast<int>(tensor.type));
     }
   }
 
@@ -158,8 +161,8 @@ class Context {
     const char* isa = getenv("ELSA_CPU_ISA");
     if (status == Status::kOutOfMemory) throw std::bad_alloc();
     if (status != Status::kOk) {
-      fail(api, "%s: ELSA_CPU_ISA=%s is unknown, or this CPU lacks it; unset the variable", name,
-           isa ? isa : "");
+      fail("ELSA_CPU_ISA=", isa ? isa : "",
+           " is unknown, or this CPU lacks it; unset the variable");
     }
     check(parallel_status_);
   }

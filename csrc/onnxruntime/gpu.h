@@ -237,7 +237,7 @@ class Gpu {
     Scratch(const Gpu& gpu, const Context& c, size_t bytes) : gpu_(gpu) {
       if (bytes == 0) return;
       check(KernelContext_GetScratchBuffer(c.api, c.get(), gpu.memory_, bytes, &data_));
-      if (data_ == nullptr) fail(c.api, "%s: no memory for %zu bytes of scratch", c.name, bytes);
+      if (data_ == nullptr) c.fail("no memory for ", bytes, " bytes of scratch");
     }
     ~Scratch() {
       if (data_ != nullptr)
@@ -260,7 +260,7 @@ class Gpu {
            const int64_t* strides, void* out) const {
     const elsa_cuda::Current current(device_);
     if (current.foreign()) {
-      fail(c.api, "%s: the session's CUDA context is not the device's primary one", c.name);
+      c.fail("the session's CUDA context is not the device's primary one");
     }
     const std::shared_ptr<const Bound> bound = find(c, call);
     const elsa_cuda::Plan& plan = bound->plan;
@@ -268,12 +268,11 @@ class Gpu {
     if (plan.inputs != call.tensors || plan.outputs.empty() ||
         plan.outputs.size() >= kMostScratch ||
         !gives(plan.outputs[0], dtype, rank, sizes, strides)) {
-      fail(c.api, "%s: the plan for %s is for another result", c.name, call.shapes().c_str());
+      c.fail("the plan for ", call.shapes().c_str(), " is for another result");
     }
     // The layout of a call holds its tensors' alignments; results are planned as aligned ones.
     if (reinterpret_cast<Address>(out) % elsa_cuda::kAlignment != 0) {
-      fail(c.api, "%s: the address of the result is no multiple of %u", c.name,
-           elsa_cuda::kAlignment);
+      c.fail("the address of the result is no multiple of ", elsa_cuda::kAlignment);
     }
     uint64_t offsets[kMostScratch], total = 0;
     for (size_t i = 1; i <= plan.outputs.size(); ++i) {  // the last is the workspace
@@ -283,7 +282,7 @@ class Gpu {
     void* stream = nullptr;
     check(KernelContext_GetGPUComputeStream(c.api, c.get(), &stream));
     // The runtime would read what orders its memory from a null pointer.
-    if (stream == nullptr) fail(c.api, "%s: the session has no CUDA stream", c.name);
+    if (stream == nullptr) c.fail("the session has no CUDA stream");
     const Scratch scratch(*this, c, total);
     std::copy_n(call.addresses, call.tensors, slots);
     slots[call.tensors] = reinterpret_cast<Address>(out);
@@ -299,7 +298,7 @@ class Gpu {
     elsa_cuda::Key key = call.key;
     key.add_text(call.name, strlen(call.name));
     key.add(static_cast<uint64_t>(device_));
-    if (!key.fits()) fail(c.api, "%s: tensors of too many dimensions", c.name);
+    if (!key.fits()) c.fail("tensors of too many dimensions");
     const auto found = cache.find(key.words());
     if (found.entry != nullptr) return found.entry;
     try {

@@ -1,8 +1,7 @@
 // The custom-op library of elsa for ONNX Runtime 1.17 and later, and its CUDA provider from 1.18
 // on.
-#include <memory>
+#include <map>
 #include <mutex>
-#include <vector>
 
 #include "attention.h"
 #include "window.h"
@@ -19,48 +18,33 @@ constexpr const char* kPackedNames[] = {"PackedAttention", "PackedAttention_2", 
 constexpr const char* kWindowNames[] = {"WindowAttention", "WindowAttention_2", "WindowAttention_3",
                                         "WindowAttention_4"};
 
-// The domain `elsa` of one runtime: a process may hold several copies of ONNX Runtime.
-class Domain {
- public:
-  // on_gpu: there are plans for the CUDA provider, and the runtime is new enough.
-  Domain(const OrtApi* api, bool on_gpu) : api(api) {
-    check(CreateCustomOpDomain(api, "elsa", &domain_));
-    add_all(nullptr);
-    if (on_gpu) add_all(kCudaProvider);
-  }
-  void add_to(OrtSessionOptions* options) const { check(AddCustomOpDomain(api, options, domain_)); }
-
-  const OrtApi* const api;
-
- private:
-  void add_all(const char* provider) {
-    add<AttentionKernel>(kAttentionNames, provider);
-    add<PackedAttentionKernel>(kPackedNames, provider);
-    add<WindowAttentionKernel>(kWindowNames, provider);
-  }
-
-  template <class Kernel, size_t kCount>
-  void add(const char* const (&names)[kCount], const char* provider) {
-    for (const char* name : names) {
-      for (const ElementType type : {kFloat, kFloat16, kBFloat16}) {
-        // Never destroyed: sessions may outlive every static object of this library.
-        check(CustomOpDomain_Add(api, domain_, new Operator<Kernel>(name, type, provider)));
-      }
+template <class Kernel, size_t kCount>
+void add(const OrtApi* api, OrtCustomOpDomain* domain, const char* const (&names)[kCount],
+         const char* provider) {
+  for (const char* name : names) {
+    for (const ElementType type : {kFloat, kFloat16, kBFloat16}) {
+      // Never destroyed: sessions may outlive every static object of this library.
+      check(CustomOpDomain_Add(api, domain, new Operator<Kernel>(name, type, provider)));
     }
   }
+}
 
-  OrtCustomOpDomain* domain_ = nullptr;
-};
-
-const Domain& domain_of(const OrtApi* api, bool on_gpu) {
+// The domain `elsa` of one runtime: a process may hold several copies of ONNX Runtime. on_gpu:
+// there are plans for the CUDA provider, and the runtime is new enough.
+OrtCustomOpDomain* domain_of(const OrtApi* api, bool on_gpu) {
   static std::mutex mutex;
-  static auto& domains = *new std::vector<std::unique_ptr<Domain>>();
+  static auto& domains = *new std::map<const OrtApi*, OrtCustomOpDomain*>();
   const std::lock_guard<std::mutex> lock(mutex);
-  for (const auto& domain : domains) {
-    if (domain->api == api) return *domain;
+  if (const auto found = domains.find(api); found != domains.end()) return found->second;
+  OrtCustomOpDomain* domain = nullptr;
+  check(CreateCustomOpDomain(api, "elsa", &domain));
+  for (const char* provider : {static_cast<const char*>(nullptr), kCudaProvider}) {
+    if (provider != nullptr && !on_gpu) continue;
+    add<AttentionKernel>(api, domain, kAttentionNames, provider);
+    add<PackedAttentionKernel>(api, domain, kPackedNames, provider);
+    add<WindowAttentionKernel>(api, domain, kWindowNames, provider);
   }
-  domains.push_back(std::make_unique<Domain>(api, on_gpu));
-  return *domains.back();
+  return domains[api] = domain;
 }
 
 }  // namespace
@@ -77,6 +61,6 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(
   }
   return guarded(api, [&] {
     const bool on_gpu = has_plans() && base->GetApi(kGpuApiVersion) != nullptr;
-    domain_of(api, on_gpu).add_to(options);
+    check(AddCustomOpDomain(api, options, domain_of(api, on_gpu)));
   });
 }

@@ -20,23 +20,23 @@ class WindowAttentionKernel {
     a_.head_first = attributes.equals("layout", "head");
     a_.grid = attributes.integer("grid", 0) != 0;
     if (a_.heads < 1 || a_.heads > INT32_MAX) {
-      fail(api, "%s: the attribute num_heads must be positive", kLabel);
+      fail(api, kLabel, ": the attribute num_heads must be positive");
     }
     if (!attributes.triple("window_size", a_.window) ||
         !attributes.triple("shift_size", a_.shift)) {
-      fail(api, "%s: window_size and shift_size must be attributes of 3 integers", kLabel);
+      fail(api, kLabel, ": window_size and shift_size must be attributes of 3 integers");
     }
     for (int i = 0; i < 3; ++i) {
       if (a_.window[i] < 1 || a_.window[i] > kMaxTokens || a_.shift[i] < 0 ||
           a_.shift[i] >= a_.window[i] || (a_.grid && a_.shift[i] != 0)) {
-        fail(api, "%s: window_size %lld and shift_size %lld do not fit", kLabel,
-             static_cast<long long>(a_.window[i]), static_cast<long long>(a_.shift[i]));
+        fail(api, kLabel, ": window_size ", a_.window[i], " and shift_size ", a_.shift[i],
+             " do not fit");
       }
     }
     const int64_t tokens = product(a_.window, 3);
     if (tokens > kMaxTokens || product({a_.heads, tokens, tokens}) < 0) {
-      fail(api, "%s: a window holds at most %lld tokens, and a bias 2^48 numbers", kLabel,
-           static_cast<long long>(kMaxTokens));
+      fail(api, kLabel, ": a window holds at most ", kMaxTokens,
+           " tokens, and a bias 2^48 numbers");
     }
   }
 
@@ -46,15 +46,14 @@ class WindowAttentionKernel {
     const int64_t channels = qkv.size[4] / 3;
     if (qkv.size[4] % 3 != 0 || channels % a.heads != 0 || channels < a.heads ||
         channels / a.heads > kLargestHeadDim || qkv.type == kBool) {
-      fail(c.api, "%s: %lld channels are not 3 * %lld heads * head_dim (1 to %lld, floating)",
-           c.name, static_cast<long long>(qkv.size[4]), static_cast<long long>(a.heads),
-           static_cast<long long>(kLargestHeadDim));
+      c.fail(qkv.size[4], " channels are not 3 * ", a.heads, " heads * head_dim (1 to ",
+             kLargestHeadDim, ", floating)");
     }
     a.head_dim = channels / a.heads;
     a.dtype = c.dtype(qkv, "qkv");
     for (int i = 0; i < 3; ++i) {
       if (a.grid && qkv.size[i + 1] % a.window[i] != 0) {
-        fail(c.api, "%s: grid needs sizes that are multiples of the window", c.name);
+        c.fail("grid needs sizes that are multiples of the window");
       }
     }
     const int64_t size[5] = {qkv.size[0], qkv.size[1], qkv.size[2], qkv.size[3], channels};
@@ -63,7 +62,7 @@ class WindowAttentionKernel {
     a.depth = size[1];
     a.height = size[2];
     a.width = size[3];
-    if (!fits(a)) fail(c.api, "%s: the image is too large for its windows", c.name);
+    if (!fits(a)) c.fail("the image is too large for its windows");
     const Tensor bias = c.input(1, "bias"), pad = c.input(2, "pad_qkv");
     const Tensor logit_scale = c.input(3, "logit_scale");
     check_terms(c, a, bias, pad, logit_scale, qkv);
@@ -90,9 +89,7 @@ class WindowAttentionKernel {
     if (bias.present) {
       if (bias.rank != 3 || bias.size[0] != a.heads || bias.size[1] != tokens ||
           bias.size[2] != tokens || (bias.type != kFloat && bias.type != qkv.type)) {
-        fail(c.api, "%s: bias must be [%lld, %lld, %lld], float or qkv's type", c.name,
-             static_cast<long long>(a.heads), static_cast<long long>(tokens),
-             static_cast<long long>(tokens));
+        c.fail("bias must be [", a.heads, ", ", tokens, ", ", tokens, "], float or qkv's type");
       }
       a.bias.data = bias.data;
       a.bias.dtype = c.dtype(bias, "bias");
@@ -102,15 +99,13 @@ class WindowAttentionKernel {
     }
     if (pad.present) {
       if (pad.rank != 1 || pad.size[0] != qkv.size[4] || pad.type != qkv.type) {
-        fail(c.api, "%s: pad_qkv must be [%lld] of qkv's type", c.name,
-             static_cast<long long>(qkv.size[4]));
+        c.fail("pad_qkv must be [", qkv.size[4], "] of qkv's type");
       }
       a.pad_qkv = pad.data;
     }
     if (logit_scale.present) {
       if (logit_scale.rank != 1 || logit_scale.size[0] != a.heads || logit_scale.type != kFloat) {
-        fail(c.api, "%s: logit_scale must be [%lld] float", c.name,
-             static_cast<long long>(a.heads));
+        c.fail("logit_scale must be [", a.heads, "] float");
       }
       a.logit_scale = reinterpret_cast<const float*>(logit_scale.data);
     }

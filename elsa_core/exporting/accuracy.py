@@ -28,13 +28,9 @@ from elsa_core.proof import map_floating
 
 @dataclass(frozen=True)
 class Cost:
-    """Errors of one model's first output against float64.
-
-    Attributes:
-        mean: of the absolute errors; inf where an output is not finite.
-        maximum: the largest one.
-        changed: inputs whose largest output is another one than float64's.
-    """
+    """Errors of one model's first output against float64: the mean of the absolute errors (inf
+    where an output is not finite), the largest one, and how many inputs have another largest
+    output."""
 
     mean: float
     maximum: float
@@ -58,11 +54,7 @@ class Exact:
     source: str
 
     def cost(self, output: np.ndarray[Any, Any]) -> Cost:
-        """What a model costs whose first output this is.
-
-        Raises:
-            ExportError: of another shape.
-        """
+        """What a model costs whose first output this is. Raises ExportError: of another shape."""
         if tuple(output.shape) != tuple(self.output.shape):
             raise ExportError(
                 f"accuracy: outputs of shape {list(output.shape)}, not {list(self.output.shape)}"
@@ -104,15 +96,8 @@ class Exact:
 
 
 def exact_outputs(model: nn.Module, cases: Mapping[str, ModelInput]) -> Exact:
-    """Run the original of a float32 model in float64 and in float32.
-
-    Args:
-        model: float32, in eval mode, patched or not; comes back as it was.
-        cases: inputs by name, a tensor or the tuple of the model's arguments, batch first.
-
-    Raises:
-        ExportError: the model fails on them.
-    """
+    """Run the original of a float32 model in float64 and in float32, on inputs by name: a tensor or
+    the tuple of the model's arguments, batch first. Raises ExportError where it fails on them."""
     tuples = [case if isinstance(case, tuple) else (case,) for case in cases.values()]
     device = next(model.parameters()).device
     inputs = tuple(

@@ -45,11 +45,7 @@ _DAMAGE_NUMBERS = (
 
 
 def write_zip(directory: Path, target: Path) -> None:
-    """Pack a bundle without compression, files in order and with one date, under no folder.
-
-    Raises:
-        OSError: the target cannot be written.
-    """
+    """Pack a bundle without compression, files in order and with one date, under no folder."""
     with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for path in files_in(directory):
             info = zipfile.ZipInfo(path.relative_to(directory).as_posix(), _ZIP_EPOCH)
@@ -64,10 +60,8 @@ def write_zip(directory: Path, target: Path) -> None:
 def unpacked(path: Path) -> Iterator[Path]:
     """A bundle's directory: `path` itself, or a zip unpacked into a directory that vanishes.
 
-    Raises:
-        ModelError: no bundle, or a zip that is not one: links, paths outside, names that occur
-            twice or are another's folder, more data than it holds.
-        UnavailableError: no disk space to unpack it.
+    Raises ModelError over links, paths outside, names that occur twice or are another's folder, and
+    more data than a bundle holds; UnavailableError where the disk cannot hold it.
     """
     if path.is_dir():
         yield path

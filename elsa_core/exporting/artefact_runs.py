@@ -92,15 +92,8 @@ def run_all(
 ) -> dict[str, list[Run]]:
     """Run artefacts of a bundle, two processes at a time where that is no question of memory.
 
-    Args:
-        directory: the bundle, with its manifest.
-        artefacts: the manifest's entries of those to run.
-        device: "cpu" or "cuda".
-        say: called with one line before they start.
-        further: a file of more inputs that each of them runs.
-
-    Returns:
-        The runs of each artefact: a file that runs with and without the library has two.
+    `artefacts` are the manifest's entries of those to run; `further` is a file of more inputs for
+    each. A file that runs with and without the library has two runs.
     """
     if artefacts:
         say(f"running {', '.join(artefacts)} in fresh processes")
@@ -203,11 +196,8 @@ def judged(
     runs: Sequence[Run],
     reference: references.Reference,
 ) -> ArtefactReport:
-    """The verdict over the runs of one artefact; of several runs the larger errors count.
-
-    Raises:
-        ModelError: the errors that the manifest says onnx-int8 has are malformed.
-    """
+    """The verdict over the runs of one artefact; of several runs the larger errors count. Raises
+    ModelError where the manifest's errors of onnx-int8 are malformed."""
     if name == INT8:
         reference = references.with_norms(reference, artefact.get("norms"))
     verdict, openvino = ("ok", ""), ""

@@ -63,11 +63,8 @@ class Choices:
 
 
 def require_onnx(device: str) -> None:
-    """Before anything heavy is done: whether model.onnx can be written and run here.
-
-    Raises:
-        UnavailableError: a package or, on a GPU, ONNX Runtime's provider is missing.
-    """
+    """Raise UnavailableError, before anything heavy is done, where a package is missing or, on a
+    GPU, ONNX Runtime's provider."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # what is not run is not written
@@ -87,13 +84,8 @@ def require_onnx(device: str) -> None:
 def write_artefacts(
     exported: ExportTarget, chosen: Choices, staging: Path, say: Say
 ) -> dict[str, tuple[str, ...]]:
-    """Write each artefact; returns elsa's operators in its graph, torch's or ONNX's names.
-
-    Raises:
-        ExportError: the model cannot be written in this format, or the file is not the model.
-        UnavailableError: a package or a compiler is missing.
-        OSError: the file cannot be written.
-    """
+    """Write each artefact; returns elsa's operators in its graph, torch's or ONNX's names. Raises
+    ExportError where the model cannot be written so, or the file is not the model."""
     used: dict[str, tuple[str, ...]] = {}
     programs: dict[str, torch.export.ExportedProgram] = {}
     for name in sorted(chosen.formats, key=_ORDER.index):

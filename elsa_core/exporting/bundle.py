@@ -277,11 +277,7 @@ def _choices(
 
 
 def check_output(target: Path, given: Path, zip: bool, force: bool) -> None:
-    """Refuse a target that exists without `force`, or that elsa did not write.
-
-    Raises:
-        ArgumentError: it may not be replaced; says why.
-    """
+    """Raise ArgumentError over a target that exists without `force`, or that elsa did not write."""
     if not zip:
         check_target(target, given, force)
         return
@@ -387,12 +383,7 @@ def _run(
     staging: Path,
     say: Say,
 ) -> list[ArtefactReport]:
-    """Run every artefact, and put into the manifest how each did and what rounding costs.
-
-    Raises:
-        UnavailableError: a runtime is missing.
-        ExportError: an artefact does not reproduce the model.
-    """
+    """Run every artefact, and put into the manifest how each did and what rounding costs."""
     artefacts, reports = manifest["artefacts"], []
     with files.scratch("elsa-inputs-") as folder:
         further = None if exact is None else folder / "inputs.npz"

@@ -155,14 +155,8 @@ def _packages() -> dict[str, str]:
 def write_labels(exported: ExportTarget, given: Sequence[str], staging: Path) -> str | None:
     """Write labels.txt, one name a line; returns its name, None where no names are known.
 
-    Args:
-        exported: what is exported.
-        given: names in the order of the classes; empty for those that the weights' source has, or
-            ImageNet's for published weights with as many classes as one of its sets.
-        staging: the bundle.
-
-    Raises:
-        ArgumentError: not as many names as the model has classes.
+    Names that are not given are those that the weights' source has, or ImageNet's for published
+    weights with as many classes as one of its sets.
     """
     count = getattr(exported.model, "num_classes", 0)
     if given and len(given) != count:

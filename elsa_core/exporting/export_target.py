@@ -83,15 +83,8 @@ def export_target(
     batches: Sequence[int] = BATCH_SIZES,
     given: Given | None = None,
 ) -> ExportTarget:
-    """Look at the model once and refuse what cannot be exported.
-
-    `batches` are the sizes that it is to be verified at, `given` what the user says of the
-    preprocessing.
-
-    Raises:
-        NothingPatchedError: no site is patched.
-        ArgumentError: the model is training, of another dtype or on another device; inputs missing.
-    """
+    """Look at the model once and refuse what cannot be exported. `batches` are the sizes that it is
+    to be verified at, `given` what the user says of the preprocessing."""
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     sites = patched_sites(model)
     if not sites:
@@ -212,11 +205,8 @@ def _inputs(
 
 
 def token_cases(model: nn.Module, rows: int, seed: int) -> dict[str, tuple[Tensor]]:
-    """Token ids for a text tower, int64 [rows, context length], by name.
-
-    Raises:
-        ArgumentError: the tower does not say its context length and vocabulary.
-    """
+    """Token ids for a text tower, int64 [rows, context length], by name. Raises ArgumentError where
+    the tower does not say its context length and vocabulary."""
     text = text_shape(model)
     if text is None:
         raise ArgumentError(

@@ -37,14 +37,9 @@ def is_asked_for(device: str, archs: Sequence[str] = (), nodes: bool = False) ->
 def check(
     archs: Sequence[str], device: str, nodes: bool = False, formats: Sequence[str] = ()
 ) -> None:
-    """Refuse architectures that no plans can be made for, before anything heavy is done. `nodes` as
-    in `is_asked_for`.
-
-    Raises:
-        ArgumentError: one is unknown, the model is on no GPU, or "aoti" on a GPU is without the
-            library, which serves it by the plans of "pt2".
-        UnavailableError: the CUDA library does not serve, or this Triton compiles for no other GPU.
-    """
+    """Refuse architectures that no plans can be made for, before anything heavy is done; and "aoti"
+    on a GPU without the library, which serves it by the plans of "pt2". `nodes` as in
+    `is_asked_for`."""
     if nodes and device == "cuda" and not cuda.status().ok:
         raise UnavailableError(
             f"format onnx on a GPU needs the CUDA library: {cuda.status().reason}; leave it out of "
@@ -81,15 +76,13 @@ def write(
     say: Callable[[str], None] = lambda line: None,
     precision: str = "",
 ) -> dict[str, Any]:
-    """Run the artefacts on the GPU at each batch size and write the library and their plans.
+    """Run the artefacts on the GPU at each batch size and write the library and their plans into
+    lib/.
 
     Args:
         artefacts: (format, file), of "torchscript", "pt2", and "onnx" with elsa's nodes.
         inputs: of the model, max(batches) rows or more.
-        batches: the sizes that the bundle serves.
-        staging: the bundle's directory, with lib/ in it.
         archs: architectures beside this GPU's own, that `check` has accepted.
-        say: called with one line before each kernel is compiled.
         precision: of the model's sites.
 
     Returns:
@@ -97,9 +90,7 @@ def write(
         export runs; "gpus", the GPU that each was planned for.
 
     Raises:
-        ExportError: a call of the model is not by kernels of this package alone, or a kernel cannot
-            be compiled.
-        UnavailableError: the library cannot be built.
+        ExportError: a call is not by kernels of this package alone, or a kernel cannot be compiled.
     """
     from elsa_core.backends.cuda import library, planfile
     from elsa_core.exporting import onnx_calls
@@ -137,11 +128,7 @@ def write(
 
 def planned(recorded: Any, arch: int, say: Callable[[str], None]) -> tuple[Any, str]:
     """Recorded calls for an architecture of `pack/devices.json`, and its GPU that is planned for:
-    the first.
-
-    Raises:
-        ExportError: a kernel cannot be compiled, or a call is not by kernels alone there.
-    """
+    the first. Raises ExportError where a call is not by kernels alone there."""
     from elsa_core.backends.cuda import other_gpus
     from elsa_core.backends.triton.pack import cases
 

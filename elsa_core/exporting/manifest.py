@@ -57,14 +57,8 @@ class Manifest:
 
 
 def hashed(path: Path, limit: int | None = None, copy: Path | None = None) -> FileEntry:
-    """Size and hash of a plain file, opened once; not read further than one byte past `limit`.
-
-    The bytes that are hashed are written to `copy`, a new file.
-
-    Raises:
-        OSError: it cannot be read, or the copy not be written.
-        ModelError: it is a link, a pipe or a device.
-    """
+    """Size and hash of a plain file, opened once; not read further than one byte past `limit`. The
+    bytes that are hashed are written to `copy`, a new file."""
     digest, size = hashlib.sha256(), 0
     with open_plain(path) as file, nullcontext() if copy is None else copy.open("xb") as sink:
         while block := file.read(_BLOCK if limit is None else min(_BLOCK, limit + 1 - size)):
@@ -76,12 +70,8 @@ def hashed(path: Path, limit: int | None = None, copy: Path | None = None) -> Fi
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a file for reading that is no link, pipe or device: judged after it has been opened.
-
-    Raises:
-        OSError: it cannot be read.
-        ModelError: it is something else.
-    """
+    """Open a file for reading; raises ModelError over a link, pipe or device, judged after it has
+    been opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -95,12 +85,8 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def files_in(directory: Path) -> list[Path]:
-    """Every entry below a directory that is no plain directory, links included, in order.
-
-    Raises:
-        ModelError: more entries, or folders in folders, than a bundle has.
-        OSError: a folder cannot be read.
-    """
+    """Every entry below a directory that is no plain directory, links included, in order. Raises
+    ModelError over more entries, or folders in folders, than a bundle has."""
     found: list[Path] = []
     folders = [directory]
     while folders:
@@ -118,11 +104,7 @@ def files_in(directory: Path) -> list[Path]:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """What a small plain file holds.
-
-    Raises:
-        ModelError: it cannot be read, is larger, a link, a pipe or a device.
-    """
+    """What a small plain file holds; raises ModelError where it is larger than `limit`, or none."""
     try:
         with open_plain(path) as file:
             content = file.read(limit + 1)
@@ -136,8 +118,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
 def read_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of a bundle directory.
 
-    Raises:
-        ModelError: there is none, it is malformed, of a newer schema, or names a path outside.
+    Raises ModelError: there is none, it is malformed, of a newer schema, or names a path outside.
     """
     path = directory / MANIFEST_NAME
     if path.is_symlink() or not path.is_file():
@@ -146,11 +127,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(raw: bytes, where: str) -> Manifest:
-    """Parse and check a manifest's bytes: all that a verification reads has its type.
-
-    Raises:
-        ModelError: see `read_manifest`.
-    """
+    """Check a manifest's bytes: all that a verification reads has its type."""
     try:
         content = parse_json(raw.decode("utf-8"), where)
     except UnicodeDecodeError:

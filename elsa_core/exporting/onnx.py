@@ -48,13 +48,11 @@ def export_onnx(
         mode: "custom": nodes of the domain `elsa`, each with a function of standard operators, so
             that ONNX Runtime with the library (`ort_library`) runs elsa's kernels and any other
             runtime the function; "standard": no `elsa` domain, and at opset 23 the standard
-            `Attention`; "custom-only": nodes alone, for ONNX Runtime with the library, and standard
-            operators for what it has no kernel of.
+            `Attention`; "custom-only": nodes alone, and standard operators for what the library has
+            no kernel of.
         opset: 18 or 23.
-        input_names: one a tensor; default "input" or "input_0", ...
-        output_names: one a tensor; default "output" or "output_0", ...
-        program: what torch.export made of the module and these inputs; it is rewritten. Default:
-            the module is exported now.
+        input_names: one a tensor; default "input" or "input_0", ...; likewise `output_names`.
+        program: what torch.export made of the module and these inputs; it is rewritten.
 
     Returns:
         The files written. They appear under their names at the end, or not at all.
@@ -62,7 +60,6 @@ def export_onnx(
     Raises:
         ArgumentError: the names are wrong.
         ExportError: the model cannot be exported; the line names the module where it is known.
-        OSError: the file cannot be written.
     """
     from elsa_core.exporting import onnx_nodes, onnx_operator
 

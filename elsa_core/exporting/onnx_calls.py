@@ -30,17 +30,8 @@ _AXES = 4  # of a mask
 def of_nodes(
     path: Path, rows: int, precision: str, device: torch.device
 ) -> Iterator[Callable[[], object]]:
-    """The calls of a batch, on tensors of zeros that each call alone holds.
-
-    Args:
-        path: model.onnx.
-        rows: of the batch.
-        precision: of the model's sites.
-        device: where the tensors are.
-
-    Raises:
-        ExportError: the library has no kernel of a node on GPUs, or a shape is not known.
-    """
+    """The calls of a batch of model.onnx, on tensors of zeros that each call alone holds. Raises
+    ExportError where the library has no kernel of a node on GPUs, or a shape is not known."""
     import onnx
 
     graph = onnx.load(str(path), load_external_data=False).graph
@@ -80,11 +71,7 @@ def without_precision(found: Recorded, precision: str) -> Recorded:
 
 
 def _size(size: int | str, rows: int) -> int:
-    """A dimension, which may be a formula of the batch: "(4*batch)//2".
-
-    Raises:
-        ExportError: it is of something else.
-    """
+    """A dimension, which may be a formula of the batch: "(4*batch)//2"."""
     import sympy
 
     found = sympy.sympify(size).subs(BATCH, rows)

@@ -100,11 +100,7 @@ def _schema(operator: OnnxOperator) -> Any:
 
 
 def finish(model: ir.Model, mode: str, opset: int) -> None:
-    """Give the nodes of `elsa` their functions, or their places, and every node a readable name.
-
-    Raises:
-        ExportError: the nodes need more different bodies than there are names.
-    """
+    """Give the nodes of `elsa` their functions, or their places, and every node a readable name."""
     from onnx_ir.passes.common import InlinePass
 
     nodes = [node for node in model.graph if node.domain == DOMAIN]

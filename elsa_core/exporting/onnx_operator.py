@@ -188,17 +188,9 @@ def onnx_operators() -> dict[str, OnnxOperator]:
 
 
 def rewrite(program: torch.export.ExportedProgram) -> int:
-    """Replace elsa's operators in place by the single-output ones of `elsa_onnx`.
-
-    An operator whose record says nothing of ONNX stays: torch.onnx writes its portable form.
-
-    Returns:
-        How many calls of elsa's operators the graph holds, without projections of which there is no
-        node.
-
-    Raises:
-        ExportError: the graph asks for what the ONNX operators do not give.
-    """
+    """Replace elsa's operators in place by the single-output ones of `elsa_onnx`, and count them,
+    without projections of which there is no node. An operator whose record says nothing of ONNX
+    stays: torch.onnx writes its portable form."""
     graph, known = program.graph_module.graph, exports()
     graph.eliminate_dead_code()  # an lse that is reshaped and not used is no lse that is used
     count = 0
@@ -238,11 +230,7 @@ def value_of(node: Any) -> Tensor:
 
 
 def static_shape(value: ir.Value) -> tuple[Any, ...]:
-    """The shape of an ONNX value; open dims are no int.
-
-    Raises:
-        ExportError: it is not known.
-    """
+    """The shape of an ONNX value; open dims are no int. An unknown one is an ExportError."""
     if value.shape is None:
         raise ExportError(f"ONNX: the exporter lost the shape of {value.name}")
     return tuple(value.shape)

@@ -44,18 +44,11 @@ _ON_GPU = compiler.Recipe(
 def build(
     *, on_gpu: bool = False, force: bool = False, progress: Callable[[str], None] | None = None
 ) -> Path:
-    """Compile the library into the user's cache unless it is there already.
-
-    on_gpu: that of a bundle for GPUs. The rest, and what is raised, is that of
-    `elsa_core.backends.compiler.build`.
-    """
+    """Compile the library into the user's cache unless it is there already; `on_gpu` that of a
+    bundle for GPUs. The rest is that of `elsa_core.backends.compiler.build`."""
     return compiler.build(_ON_GPU if on_gpu else _RECIPE, force=force, progress=progress)
 
 
 def library_path() -> Path:
-    """Where the library of these sources, compiler and flags is kept, built or not.
-
-    Raises:
-        UnavailableError: no compiler and nothing built ahead, or a cache that cannot be read.
-    """
+    """Where the library of these sources, compiler and flags is kept, built or not."""
     return compiler.library_path(_RECIPE)

@@ -19,18 +19,11 @@ NOTE = (
 
 
 def quantise(source: Path, target: Path) -> None:
-    """Write an ONNX model whose linear layers multiply 8-bit integers.
+    """Write an ONNX model whose linear layers multiply 8-bit integers, from a float32 one.
 
     Dynamic quantisation of `onnxruntime.quantization`: weights by channel, activations by a scale
-    found as the model runs. Both are unsigned: on CPUs without VNNI the products of an unsigned
-    and a signed byte saturate.
-
-    Args:
-        source: float32, from `export_onnx`.
-        target: the file to write.
-
-    Raises:
-        ExportError: ONNX Runtime cannot quantise it, or finds nothing to.
+    found as the model runs. Both are unsigned: on CPUs without VNNI the products of an unsigned and
+    a signed byte saturate.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic

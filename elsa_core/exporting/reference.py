@@ -71,11 +71,7 @@ class Judgement:
 
 
 def flat(output: Any) -> list[Tensor]:
-    """The tensors of a model's output, in order.
-
-    Raises:
-        ExportError: a leaf is no tensor.
-    """
+    """The tensors of a model's output, in order; raises ExportError over a leaf that is none."""
     leaves = pytree.tree_leaves(output)
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
@@ -86,16 +82,7 @@ def flat(output: Any) -> list[Tensor]:
 def make_reference(
     model: nn.Module, inputs: tuple[Tensor, ...], batches: Sequence[int] = BATCH_SIZES
 ) -> Reference:
-    """Run the original model in float64 and in its own dtype.
-
-    Args:
-        model: patched, in eval mode; comes back as it was.
-        inputs: max(batches) rows each, or more.
-        batches: the sizes that artefacts are judged at.
-
-    Raises:
-        ExportError: the model fails on them, or returns something else than tensors.
-    """
+    """Run the original model in float64 and in its own dtype, on max(batches) rows or more."""
     first = next(p for p in model.parameters() if p.is_floating_point())
     turbo = any(vars(m).get("elsa_precision") == "turbo" for m in model.modules())
     eps = TURBO_EPS if turbo and first.dtype == torch.float32 else torch.finfo(first.dtype).eps
@@ -136,15 +123,7 @@ def write_reference(reference: Reference, path: Path) -> None:
 
 
 def read_reference(path: Path, content: Mapping[str, Any]) -> Reference:
-    """Read the reference of a bundle that may be hostile.
-
-    Args:
-        path: reference.npz.
-        content: the manifest.
-
-    Raises:
-        ModelError: malformed.
-    """
+    """Read the reference.npz of a bundle that may be hostile; `content` is the manifest."""
     given = content["reference"]
     count, outputs = len(content["inputs"]), len(content["outputs"])
     try:
@@ -175,11 +154,7 @@ def read_reference(path: Path, content: Mapping[str, Any]) -> Reference:
 
 
 def with_norms(reference: Reference, given: Any) -> Reference:
-    """The reference with other errors to judge by, {"1": [[Euclidean, maximum], ...], ...}.
-
-    Raises:
-        ModelError: malformed.
-    """
+    """The reference with other errors to judge by, {"1": [[Euclidean, maximum], ...], ...}."""
     try:
         norms = {
             batch: tuple((float(l2), float(most)) for l2, most in given[str(batch)])

@@ -26,23 +26,13 @@ _KEY_BYTES = 1 << 16
 
 
 def read_private_key(path: Path) -> Ed25519PrivateKey:
-    """The key of `openssl genpkey -algorithm ed25519` or `ssh-keygen -t ed25519`, without a phrase.
-
-    Raises:
-        ArgumentError: the file cannot be read or holds no such key.
-        UnavailableError: the package cryptography is missing.
-    """
+    """The key of `openssl genpkey -algorithm ed25519` or `ssh-keygen -t ed25519`, no phrase."""
     key: Ed25519PrivateKey = _read(path, "private")
     return key
 
 
 def read_public_key(path: Path) -> Ed25519PublicKey:
-    """The public half: a PEM file, or a line that begins with `ssh-ed25519`.
-
-    Raises:
-        ArgumentError: the file cannot be read or holds no such key.
-        UnavailableError: the package cryptography is missing.
-    """
+    """The public half: a PEM file, or a line that begins with `ssh-ed25519`."""
     key: Ed25519PublicKey = _read(path, "public")
     return key
 

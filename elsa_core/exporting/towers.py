@@ -39,11 +39,7 @@ class TextTower(nn.Module):
 
 
 def tower_of(model: nn.Module, name: str) -> nn.Module:
-    """The image or text tower of a CLIP; it shares the CLIP's weights.
-
-    Raises:
-        ArgumentError: the model has no such tower.
-    """
+    """The image or text tower of a CLIP; it shares the CLIP's weights."""
     if name not in TOWERS:
         raise ArgumentError(f"tower={name!r} is unknown: choose one of {', '.join(TOWERS)}")
     visual = getattr(model, "visual", None)

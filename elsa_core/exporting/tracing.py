@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,13 +27,10 @@ _NODE = re.compile(r"\belsa::(\w+)")
 
 
 def attempt(what: str, model: nn.Module, action: Callable[[], Result]) -> Result:
-    """Run `action`, which runs the model; a failure becomes one line that names the module.
+    """Run `action`, which runs the model; a failure becomes an ExportError that names the module.
 
     Only after a failure does it run again, followed by hooks: patched blocks of windows leave their
     attention to the original forward where a hook waits for its call.
-
-    Raises:
-        ExportError: `action` raised; the innermost module whose forward was running is named.
     """
     try:
         with quiet(), torch.no_grad(), plain_multihead():
@@ -71,23 +70,12 @@ def _where(model: nn.Module, action: Callable[[], object]) -> tuple[str, str]:
 def export_torchscript(
     model: nn.Module, inputs: tuple[Tensor, ...], path: Path, *, facts: str = ""
 ) -> tuple[str, ...]:
-    """Trace `model` on `inputs` and write it.
+    """Trace a model on two rows or more (one would be taken for a constant) and write it; returns
+    the names of elsa's operators in the graph.
 
     The batch is dynamic as far as the model's own code takes it from its input's shape; the proof
-    that it does is the verification at several batch sizes.
-
-    Args:
-        model: patched, in eval mode.
-        inputs: two rows or more: a batch of one would be taken for a constant by some models.
-        path: the file to write.
-        facts: text kept inside the file as `extra/elsa.txt`, for programs that read no JSON.
-
-    Returns:
-        The names of elsa's operators in the graph.
-
-    Raises:
-        ExportError: the model cannot be traced, or its graph holds no operator of the library.
-        OSError: the file cannot be written.
+    that it does is the verification at several batch sizes. `facts` are kept as `extra/elsa.txt`,
+    for programs that read no JSON.
     """
     traced = attempt(
         "tracing to TorchScript",
@@ -104,17 +92,8 @@ def export_torchscript(
 def export_program(
     model: nn.Module, inputs: tuple[Tensor, ...], *, dynamic_size: bool = False, step: int = 1
 ) -> torch.export.ExportedProgram:
-    """Export `model` with a dynamic batch, and a dynamic height and width where asked for.
-
-    Args:
-        model: patched, in eval mode.
-        inputs: of one batch, two rows or more.
-        dynamic_size: also let the height and width of images vary, in multiples of `step`.
-        step: pixels that a side must be a multiple of.
-
-    Raises:
-        ExportError: the model cannot be exported so; names the module where it is known.
-    """
+    """Export a model with a dynamic batch, and where asked for a dynamic height and width, in
+    multiples of `step`; `inputs` have two rows or more."""
     batch, *sides = (torch.export.Dim(name, min=1) for name in ("batch", "rows", "columns"))
     sizes = {axis: step * side if step > 1 else side for axis, side in enumerate(sides, 2)}
     shapes = tuple(
@@ -141,11 +120,7 @@ def export_program(
 
 
 def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write model.pt2.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write model.pt2."""
     with quiet():
         # Example inputs are a copy of data that the bundle holds anyway.
         program._example_inputs = None
@@ -157,12 +132,7 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
 
 def compile_program(program: torch.export.ExportedProgram, path: Path, facts: str = "") -> None:
     """Compile with AOTInductor into one package; elsa's library is loaded beside it, not inside.
-
-    facts: text kept in the package's metadata as `elsa.txt`, for programs that read no JSON.
-
-    Raises:
-        ExportError: no working compiler, or a model that Inductor cannot compile.
-    """
+    `facts` are kept in its metadata as `elsa.txt`, for programs that read no JSON."""
     try:
         with quiet(), torch.no_grad():
             torch._inductor.aoti_compile_and_package(
@@ -176,6 +146,23 @@ def compile_program(program: torch.export.ExportedProgram, path: Path, facts: st
         if " " in tempfile.gettempdir():
             why += " (its commands do not quote the space in the temporary folder: set TMPDIR)"
         raise ExportError(f"AOTInductor cannot compile this model: {why}") from error
+    if sys.platform == "linux" and brings_cpp_library(path):
+        raise ExportError(
+            "the C++ compiler (CXX) links its standard library statically: beside torch's own a "
+            "second one ends the process; set CXX to a compiler that links libstdc++.so"
+        )
+
+
+def brings_cpp_library(package: Path) -> bool:
+    """Whether a library in a package does not name the C++ library that it needs."""
+    with zipfile.ZipFile(package) as archive:
+        for name in archive.namelist():
+            if name.endswith(".so"):
+                with archive.open(name) as file:
+                    names = file.read(1 << 24)  # those of what it needs are at its beginning
+                if b"libstdc++.so" not in names and b"libc++.so" not in names:
+                    return True
+    return False
 
 
 def operators_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
@@ -187,12 +174,8 @@ def operators_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
 
 
 def checked_operators(names: Iterable[str], device: str) -> tuple[str, ...]:
-    """The names, where a library or the package serves each of them without Python's own eager one.
-
-    Raises:
-        ExportError: the graph holds none, one that only this package's Python code computes, or
-            dropout.
-    """
+    """The names, sorted. Raises ExportError over dropout, an operator that only this package's
+    Python code computes, and none at all."""
     found = tuple(sorted(names))
     if any(name.startswith("attention_dropout") for name in found):
         raise ExportError("the graph drops attention weights: a bundle is for inference")

@@ -152,13 +152,9 @@ def _unsigned(directory: Path, manifest: Manifest, key: Ed25519PublicKey) -> lis
 
 
 def compare_files(directory: Path, manifest: Manifest, copy: Path | None = None) -> list[str]:
-    """One line for each file that is missing, extra, a link, or not what the manifest says.
-
-    The bytes that were compared are written to the folder `copy`.
-
-    Raises:
-        ModelError: a link or a device: it may lead outside.
-    """
+    """One line for each file that is missing, extra, or not what the manifest says; a link or a
+    device is a ModelError: it may lead outside. The bytes that were compared are written to the
+    folder `copy`."""
     present = {}
     for path in files_in(directory):
         name = path.relative_to(directory).as_posix()

@@ -31,18 +31,13 @@ from elsa_core.exporting.towers import tower_of
 from elsa_core.exporting.verify import verify
 from elsa_core.loading.loader import Loaded, load_model
 from elsa_core.patching.rewrite import patch, patched_sites, unpatch
-from elsa_core.proof import CheckReport, check
+from elsa_core.proof import CheckReport
 
 FORMATS = ("torchscript", "onnx", "pt2")
 
 
 def entries(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
-
-
-@pytest.fixture(scope="module")
-def report(vit: Loaded) -> CheckReport:
-    return check(vit.model, vit.example_inputs(1), stress=False)
 
 
 def test_a_model_that_gives_zeros_is_no_proof(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ Make = Callable[..., NodeBundle]
 
 
 @pytest.fixture
-def make(tmp_path: Path, driver: str) -> Make:
+def make(tmp_path: Path, driver: str, gpu_onnx_library: Path) -> Make:
     def made(name: str = "packed") -> NodeBundle:
         op_type, terms, inputs, _ = NODES[name]
         path = model(tmp_path, op_type, terms, inputs)
@@ -170,7 +170,7 @@ def make(tmp_path: Path, driver: str) -> Make:
         bundle.plans.parent.mkdir()
         calls = onnx_calls.of_nodes(path, 2, "strict", torch.device("meta"))
         bundle.plans.write_bytes(plans(list(calls)))
-        shutil.copyfile(ort_library.build(on_gpu=True), bundle.library)
+        shutil.copyfile(gpu_onnx_library, bundle.library)
         return bundle
 
     return made

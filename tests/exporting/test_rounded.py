@@ -18,14 +18,9 @@ from elsa_core.exporting.manifest import hashed
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.verify import verify
 from elsa_core.loading import Loaded
-from elsa_core.proof import CheckReport, check
+from elsa_core.proof import CheckReport
 
 ROWS = 5
-
-
-@pytest.fixture(scope="module")
-def report(vit: Loaded) -> CheckReport:
-    return check(vit.model, vit.example_inputs(1), stress=False)
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def load(
         tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(own) for array in arrays]
         tensors = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
         with torch.no_grad():
-            return [_to_numpy(tensor) for tensor in _flat(module(*tensors))]
+            return _arrays(module(*tensors))
 
     return run
 
@@ -247,24 +247,18 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
         now = f"{picture.width} x {picture.height} pixels, {size[0]} x {size[1]} after resizing"
         raise ValueError(f"{now}, are more than the {MAX_PIXELS} that are read: crop it first")
     method = getattr(Image.Resampling, given["interpolation"].upper(), Image.Resampling.BICUBIC)
-    place = (_offset(size[0], width), _offset(size[1], height))
+    # Cropped at its centre, or within a border.
+    sides = zip(size, (width, height), strict=True)
+    place = tuple((n - side) // 2 if side < n else -round((side - n) / 2) for side, n in sides)
     parts = []
     for band in bands:
-        count = len(band.getbands())
-        canvas = Image.new(
-            band.mode, (width, height), tuple(fill[:count]) if count > 1 else fill[0]
-        )
+        own, fill = fill[: len(band.getbands())], fill[len(band.getbands()) :]
+        canvas = Image.new(band.mode, (width, height), tuple(own) if own[1:] else own[0])
         canvas.paste(band.resize(size, method), place)
-        fill = fill[count:]
         parts.append(np.asarray(canvas, dtype=np.float32).reshape(height, width, -1))
     pixels = np.concatenate(parts, -1) / 255.0
     pixels = (pixels - np.float32(given["mean"])) / np.float32(given["std"])
     return np.asarray(pixels.transpose(2, 0, 1)[None], dtype=np.float32)
-
-
-def _offset(side: int, wanted: int) -> int:
-    """Where the resized image begins in the input: cropped at its centre, or within a border."""
-    return (wanted - side) // 2 if side < wanted else -round((side - wanted) / 2)
 
 
 def _bands(image: Any, channels: int) -> list[Any]:
@@ -280,7 +274,10 @@ def _bands(image: Any, channels: int) -> list[Any]:
         whole = np.iinfo(array.dtype).max if array.dtype.kind in "iu" else 1.0
         planes = (array * (255.0 / whole)).astype(np.float32)
         return [Image.fromarray(np.ascontiguousarray(planes[..., i])) for i in range(channels)]
-    picture = image if isinstance(image, Image.Image) else _opened(image)
+    Image.init()
+    formats = [name for name in IMAGE_FORMATS if name in Image.OPEN]
+    given = isinstance(image, Image.Image)
+    picture = image if given else Image.open(_regular(image), formats=formats)
     if channels in (1, 3):
         return [picture.convert("RGB" if channels == 3 else "L")]
     pages = [page.copy() for page in ImageSequence.Iterator(picture)]
@@ -300,45 +297,19 @@ def _regular(image: Any) -> Any:
     return image
 
 
-def _opened(image: Any) -> Any:
-    from PIL import Image
-
-    Image.init()
-    return Image.open(
-        _regular(image), formats=[name for name in IMAGE_FORMATS if name in Image.OPEN]
-    )
-
-
-def _assumed(facts: dict[str, Any]) -> str:
-    """One line about the preprocessing that the weights' source did not say; "" for none."""
-    given = facts["preprocess"] or {}
-    values = ", ".join(f"{key} {given[key]}" for key in given.get("assumed", ()))
-    return f"the weights did not say their preprocessing: {values} assumed" if values else ""
-
-
-def _flat(value: Any) -> list[Any]:
-    """The tensors of a nested result, in order."""
-    if not isinstance(value, (dict, list, tuple)):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value
-    return [tensor for item in items for tensor in _flat(item)]
-
-
-def _to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
-    plain = tensor.detach().cpu()
-    return np.asarray(plain.float() if str(plain.dtype) == "torch.bfloat16" else plain)
+def _arrays(value: Any) -> list[np.ndarray[Any, Any]]:
+    """The tensors of a nested result as arrays, in order."""
+    if isinstance(value, (dict, list, tuple)):
+        items = value.values() if isinstance(value, dict) else value
+        return [array for item in items for array in _arrays(item)]
+    plain = value.detach().cpu()
+    return [np.asarray(plain.float() if str(plain.dtype) == "torch.bfloat16" else plain)]
 
 
 def class_names(facts: dict[str, Any], bundle: Path = HERE, file: str = "") -> list[str]:
     """The name of each class: the lines of `file`, else of the bundle's labels, if it has any."""
     path = Path(file) if file else bundle / (facts.get("labels") or os.devnull)
     return path.read_text(encoding="utf-8-sig").splitlines()
-
-
-def softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Probabilities of the classes, float64 of the logits' shape."""
-    shares = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
-    return np.asarray(shares / shares.sum(-1, keepdims=True))
 
 
 def images_in(paths: Sequence[str], arrays: bool = False) -> list[Path]:
@@ -377,7 +348,8 @@ def predictions(model: Model, files: Sequence[Path], given: Any) -> Iterator[dic
         for row, file in enumerate(good):
             entry: dict[str, Any] = {"file": str(file)}
             if facts["outputs"][0]["name"] == "logits":
-                shares = softmax(outputs[0][row])
+                shares = np.exp(outputs[0][row].astype(np.float64) - outputs[0][row].max())
+                shares = shares / shares.sum()
                 if names and len(names) != len(shares):
                     raise ValueError(f"--labels: {len(names)} names for {len(shares)} classes")
                 entry["classes"] = [
@@ -442,11 +414,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if not all(map(importlib.util.find_spec, ("numpy", "PIL"))):
             raise ImportError("load.py needs numpy and pillow: pip install numpy pillow")
-        drawn = (facts := manifest())["model"]["weights"].startswith("random")
-        random = "the weights are random, and so are the results" * drawn
-        for line in filter(None, (_assumed(facts), random)):
+        of_images = (facts := manifest())["preprocess"] or {"input_size": [3]}
+        if values := ", ".join(f"{key} {of_images[key]}" for key in of_images.get("assumed", ())):
+            line = f"the weights did not say their preprocessing: {values} assumed"
             print(plain(f"warning: {line}"), file=sys.stderr)
-        channels = (facts["preprocess"] or {"input_size": [3]})["input_size"][0]
+        if facts["model"]["weights"].startswith("random"):
+            print("warning: the weights are random, and so are the results", file=sys.stderr)
+        channels = of_images["input_size"][0]
         files = images_in(given.images, arrays=channels not in (1, 3))
         for entry in predictions(load(given.format, device=given.device), files, given):
             if "error" in entry:
