@@ -10,8 +10,9 @@ import torch
 
 from elsa_core.errors import ExportError
 from elsa_core.exporting.bundle import export
-from elsa_core.loading.loader import load_model
+from elsa_core.loading.loader import Loaded, load_model
 from elsa_core.patching.rewrite import patch
+from elsa_core.proof import CheckReport, check
 
 # Each stage halves the image, the first one quarters it; sizes that vary are slow to trace.
 TWO_STAGES = {
@@ -24,8 +25,8 @@ def test_a_model_of_convolutions_and_attention_takes_other_sizes(tmp_path: Path)
     """Export itself compares it at other sizes with the model in float64."""
     loaded = load_model("pvt_v2_b0", image_size=96, model_kwargs=TWO_STAGES)
     patch(loaded.model)
-    out = tmp_path / "out"
-    export(loaded.model, out, formats=("pt2",), dynamic_size=True, loaded=loaded)
+    out, report = tmp_path / "out", check(loaded.model, loaded.example_inputs(1), stress=False)
+    export(loaded.model, out, formats=("pt2",), dynamic_size=True, loaded=loaded, check=report)
     manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["inputs"][0]["dynamic_in_pt2"] == {"2": "height", "3": "width"}
     assert manifest["inputs"][0]["multiple_in_pt2"] == 8
@@ -36,10 +37,13 @@ def test_a_model_of_convolutions_and_attention_takes_other_sizes(tmp_path: Path)
         torch.testing.assert_close(found, loaded.model(images))
 
 
-def test_a_model_of_one_size_is_refused_in_one_line(tmp_path: Path) -> None:
-    loaded = load_model("vit_tiny_patch16_224", image_size=64, model_kwargs={"depth": 2})
-    patch(loaded.model)
+def test_a_model_of_one_size_is_refused_in_one_line(
+    vit: Loaded, report: CheckReport, tmp_path: Path
+) -> None:
     with pytest.raises(ExportError) as caught:
-        export(loaded.model, tmp_path / "out", formats=("pt2",), dynamic_size=True, loaded=loaded)
+        export(
+            vit.model, tmp_path / "out", formats=("pt2",), dynamic_size=True, loaded=vit,
+            check=report,
+        )  # fmt: skip
     assert "\n" not in str(caught.value) and "dynamic_img_size=True" in str(caught.value)
     assert list(tmp_path.iterdir()) == []

@@ -46,6 +46,14 @@ def images() -> Tensor:
     return torch.randn(5, 3, 32, 32)
 
 
+@pytest.fixture(scope="module")
+def written(vit: nn.Module, images: Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ViT with the default choices."""
+    path = tmp_path_factory.mktemp("written") / "model.onnx"
+    export_onnx(vit, (images[:2],), path)
+    return path
+
+
 def agrees(path: Path, model: nn.Module, images: Tensor, library: str | None = None) -> None:
     """The file's error is at most twice that of the model it came from."""
     with torch.no_grad():
@@ -85,12 +93,8 @@ def test_modes_at_opsets(
             run(path, images)
 
 
-def test_a_node_replaces_everything_between_the_projections(
-    vit: nn.Module, images: Tensor, tmp_path: Path
-) -> None:
-    path = tmp_path / "model.onnx"
-    export_onnx(vit, (images[:2],), path)
-    nodes = {out: node for node in onnx.load(path).graph.node for out in node.output}
+def test_a_node_replaces_everything_between_the_projections(written: Path) -> None:
+    nodes = {out: node for node in onnx.load(written).graph.node for out in node.output}
     own = [node for node in nodes.values() if node.domain == "elsa"]
     assert [node.name for node in own] == [
         f"blocks.{i}.attn/PackedAttention" for i in range(len(own))
@@ -101,12 +105,8 @@ def test_a_node_replaces_everything_between_the_projections(
         assert readers == ["MatMul"]
 
 
-def test_nothing_of_this_machine_is_in_the_file(
-    vit: nn.Module, images: Tensor, tmp_path: Path
-) -> None:
-    path = tmp_path / "model.onnx"
-    export_onnx(vit, (images[:2],), path)
-    content = path.read_bytes()
+def test_nothing_of_this_machine_is_in_the_file(written: Path) -> None:
+    content = written.read_bytes()
     assert os.fsencode(Path(timm.__file__).parent) not in content
     assert b"stack_trace" not in content
 
@@ -179,18 +179,14 @@ def test_a_model_that_cannot_be_traced_is_named_and_leaves_the_old_file(tmp_path
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
-def test_the_file_needs_neither_elsa_nor_torch(
-    vit: nn.Module, images: Tensor, library: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "model.onnx"
-    export_onnx(vit, (images[:2],), path)
+def test_the_file_needs_neither_elsa_nor_torch(written: Path, library: str) -> None:
     program = f"""
 import sys, numpy, onnxruntime as ort
 for library in (None, {library!r}):
     options = ort.SessionOptions()
     if library:
         options.register_custom_ops_library(library)
-    session = ort.InferenceSession({str(path)!r}, options)
+    session = ort.InferenceSession({str(written)!r}, options)
     out, = session.run(None, {{"input": numpy.zeros((3, 3, 32, 32), numpy.float32)}})
     assert out.shape == (3, 7) and numpy.isfinite(out).all()
 assert not {{"torch", "elsa_core", "onnx"}} & set(sys.modules)
@@ -198,6 +194,6 @@ print("served")
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False,
-        cwd=tmp_path,
+        cwd=written.parent,
     )  # fmt: skip
     assert done.stdout.strip() == "served", done.stderr
