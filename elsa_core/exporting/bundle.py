@@ -311,7 +311,8 @@ def _require(exported: ExportTarget, chosen: Choices, target: Path, given: Path)
     if "onnx" in chosen.formats:
         require_onnx(exported.device)
     gpu_library.check(chosen.gpu_archs, exported.device, chosen.nodes, chosen.formats)
-    needed = (1 + len(chosen.formats)) * exported.weight_bytes()
+    held = (*exported.model.parameters(), *exported.model.buffers())
+    needed = (1 + len(chosen.formats)) * sum(t.numel() * t.element_size() for t in held)
     place = next(p for p in (target.parent, *target.parents) if p.exists())
     total, _, free = shutil.disk_usage(place)
     if total and needed > free:  # a file system without a size (/proc) says why by itself

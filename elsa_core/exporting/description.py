@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import platform
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,8 @@ def describe(
         runtime: [name for name, one in libraries.items() if one["runtime"] == runtime]
         for runtime in ("torch", "onnxruntime", "cuda")
     }
+    given = {} if exported.preprocess is None else asdict(exported.preprocess)
+    preprocess = {key: list(x) if isinstance(x, tuple) else x for key, x in given.items()}
     called = {name for format, names in used.items() if "onnx" not in format for name in names}
     return {
         "kind": KIND,
@@ -80,7 +83,7 @@ def describe(
             }
             for name, tensor in zip(exported.output_names, reference.oracle, strict=False)
         ],
-        "preprocess": exported.preprocess_dict(),
+        "preprocess": preprocess or None,
         "artefacts": {
             name: _artefact(name, chosen, used[name], exported.device) for name in chosen.formats
         },

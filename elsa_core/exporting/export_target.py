@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,18 +61,6 @@ class ExportTarget:
     def first(self) -> tuple[Tensor, ...]:
         """Two rows: what the tracers see."""
         return tuple(tensor[:2] for tensor in self.inputs)
-
-    def weight_bytes(self) -> int:
-        """Bytes of parameters and buffers."""
-        held = [*self.model.parameters(), *self.model.buffers()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-    def preprocess_dict(self) -> dict[str, Any] | None:
-        """The manifest's entry."""
-        if self.preprocess is None:
-            return None
-        facts = asdict(self.preprocess)
-        return {key: list(x) if isinstance(x, tuple) else x for key, x in facts.items()}
 
 
 def export_target(

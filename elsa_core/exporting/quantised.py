@@ -26,12 +26,20 @@ def quantise(source: Path, target: Path) -> None:
     a signed byte saturate.
     """
     import onnx
+    from onnx.inliner import inline_selected_functions
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     try:
         # Beside the source: its weights may lie there in a file of their own.
         with quiet(), tempfile.NamedTemporaryFile(dir=source.parent, suffix=".onnx") as opened:
-            _open_layers(source, Path(opened.name))
+            # The quantiser sees the bodies of linear layers where they are in the graph.
+            model, known = onnx.load(str(source), load_external_data=False), onnx_operators()
+            layers = [
+                (each.domain, each.name)
+                for each in model.functions
+                if not known[each.name.partition("_")[0]].kernel
+            ]
+            onnx.save(inline_selected_functions(model, layers) if layers else model, opened.name)
             quantize_dynamic(
                 opened.name,
                 target,
@@ -47,19 +55,3 @@ def quantise(source: Path, target: Path) -> None:
     nodes = onnx.load(str(target), load_external_data=False).graph.node
     if not any(node.op_type == "MatMulInteger" for node in nodes):
         raise ExportError("model.int8.onnx: the graph holds no linear layer to quantise")
-
-
-def _open_layers(source: Path, target: Path) -> None:
-    """Write the model with the bodies of its linear layers in the graph, where the quantiser sees
-    them."""
-    import onnx
-    from onnx.inliner import inline_selected_functions
-
-    model = onnx.load(str(source), load_external_data=False)
-    known = onnx_operators()
-    layers = [
-        (each.domain, each.name)
-        for each in model.functions
-        if not known[each.name.partition("_")[0]].kernel
-    ]
-    onnx.save(inline_selected_functions(model, layers) if layers else model, str(target))

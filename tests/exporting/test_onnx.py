@@ -19,7 +19,7 @@ from elsa_core.errors import ArgumentError, ExportError
 from elsa_core.exporting import onnx as exporting
 from elsa_core.exporting import ort_library
 from elsa_core.exporting.onnx import export_onnx
-from elsa_core.exporting.tracing import checked_operators
+from elsa_core.exporting.tracing import checked_operators, operators_of
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -160,6 +160,21 @@ def test_what_is_refused(vit: nn.Module, images: Tensor, tmp_path: Path) -> None
     with pytest.raises(ExportError, match="none of elsa's operators"):
         checked_operators((), "cpu")
     assert not list(tmp_path.iterdir())
+
+
+class Drops(nn.Module):
+    """Drops in eval mode too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Any = elsa.attention(x, x, x, dropout_p=0.5)
+        return out
+
+
+def test_a_bundle_holds_no_dropout() -> None:
+    names = operators_of(torch.export.export(Drops().eval(), (torch.randn(1, 2, 9, 8),)))
+    assert names and all(name.startswith("attention_dropout") for name in names)
+    with pytest.raises(ExportError, match="drops"):
+        checked_operators(names, "cpu")
 
 
 class Branches(nn.Module):
