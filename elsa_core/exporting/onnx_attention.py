@@ -58,55 +58,44 @@ _JOINS = {
 
 def _replace_attention(graph: Graph, node: Node) -> None:
     query, key, value, attn_mask, is_causal, scale = node.args[:6]
-    outs = _outputs(node)
+    # The getitems that are used: the output alone, as no lse is in the ONNX operator.
+    outs = {user.args[1]: user for user in node.users if user.users or user.args[1] == 0}
+    if set(outs) - {0}:
+        raise ExportError("ONNX: the model uses the log-sum-exp, which the ONNX operator has not")
+    out = outs[0]
     for operand in (query, key, value):
         if value_of(operand).dtype == torch.float64:
             raise ExportError("ONNX: float64 attention has no operator; cast the model to float32")
     with graph.inserting_before(node):
         base = _packed_base(query, key, value)
         if base is None:
-            out = call(
-                graph, node, ATTENTION.overload,
-                (query, key, value, attn_mask, is_causal, scale), outs[0].meta["val"],
-            )  # fmt: skip
-            take_over(graph, outs[0], out)
+            terms = (query, key, value, attn_mask, is_causal, scale)
+            take_over(graph, out, call(graph, node, ATTENTION.overload, terms, value_of(out)))
             return
         batch, heads, tokens, head_dim = value_of(query).shape
         joined = value_of(base).new_empty((batch, tokens, heads * head_dim))
-        packed = call(
-            graph, node, PACKED.overload,
-            (base, attn_mask, heads, is_causal, scale), joined,
-        )  # fmt: skip
-    for user in list(outs[0].users):
-        if _joins_heads(user, joined.shape):
+        of_packed = (base, attn_mask, heads, is_causal, scale)
+        packed = call(graph, node, PACKED.overload, of_packed, joined)
+    for user in list(out.users):
+        # `transpose(1, 2)`, all of whose users join the heads to [B, N, H * D]
+        turned = user.target is torch.ops.aten.transpose.int and set(user.args[1:]) == {1, 2}
+        if turned and user.users and all(_joins(last, joined.shape) for last in user.users):
             for last in list(user.users):
                 take_over(graph, last, packed)
-    if outs[0].users:
+    if out.users:
         with graph.inserting_before(node):
-            apart = value_of(query).transpose(1, 2)
-            shape = [_size(graph, packed, 0, batch), tokens, heads, head_dim]
+            rows: Any = batch
+            if not isinstance(batch, int):  # a node asks the tensor
+                rows = graph.call_function(torch.ops.aten.sym_size.int, (packed, 0))
+                rows.meta = {"val": batch}
+            apart, shape = value_of(query).transpose(1, 2), [rows, tokens, heads, head_dim]
             split = call(graph, node, torch.ops.aten.view.default, (packed, shape), apart)
-            moved = call(
-                graph, node, torch.ops.aten.transpose.int, (split, 1, 2), value_of(outs[0])
-            )
-        take_over(graph, outs[0], moved)
+            turn = torch.ops.aten.transpose.int
+            take_over(graph, out, call(graph, node, turn, (split, 1, 2), value_of(out)))
 
 
-def _outputs(node: Node) -> list[Node]:
-    """The getitem of the attention's output, and nothing else: lse is not in the ONNX operator."""
-    found = {user.args[1]: user for user in node.users if user.users or user.args[1] == 0}
-    if set(found) - {0}:
-        raise ExportError("ONNX: the model uses the log-sum-exp, which the ONNX operator has not")
-    return [found[0]]
-
-
-def _size(graph: Graph, node: Node, dim: int, size: Any) -> Any:
-    """A size as the graph writes it: a number, or a node that asks the tensor."""
-    if isinstance(size, int):
-        return size
-    asked = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-    asked.meta = {"val": size}
-    return asked
+def _joins(node: Node, shape: Any) -> bool:
+    return node.target in _JOINS and _same(value_of(node).shape, shape)
 
 
 def _packed_base(query: Any, key: Any, value: Any) -> Node | None:
@@ -117,19 +106,14 @@ def _packed_base(query: Any, key: Any, value: Any) -> Node | None:
     whole = value_of(base)
     batch, heads, tokens, head_dim = value_of(query).shape
     width = heads * head_dim
-    if (
-        whole.dim() != 3
-        or not whole.is_contiguous()
-        or not _same(whole.shape, (batch, tokens, 3 * width))
-    ):
+    if not whole.is_contiguous() or not _same(whole.shape, (batch, tokens, 3 * width)):
         return None
     for part, node in enumerate((query, key, value)):
         view = value_of(node)
         wanted = (tokens * 3 * width, head_dim, 3 * width, 1)
         offset = view.storage_offset() - whole.storage_offset()
-        if not _same(view.shape, (batch, heads, tokens, head_dim)):
-            return None
-        if not _same(view.stride(), wanted) or not _same((offset,), (part * width,)):
+        found = (*view.shape, *view.stride(), offset)
+        if not _same(found, (batch, heads, tokens, head_dim, *wanted, part * width)):
             return None
     return base
 
@@ -147,18 +131,6 @@ def _base(node: Node) -> Node | None:
         else:
             break
     return node
-
-
-def _joins_heads(node: Node, shape: Any) -> bool:
-    """Whether a node is `transpose(1, 2)` and all its users join the heads to [B, N, H * D]."""
-    if node.target is not torch.ops.aten.transpose.int or tuple(node.args[1:]) not in (
-        (1, 2),
-        (2, 1),
-    ):
-        return False
-    return bool(node.users) and all(
-        user.target in _JOINS and _same(value_of(user).shape, shape) for user in node.users
-    )
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -56,7 +56,7 @@ def of_nodes(
             shape = [_size(size, rows) for size in sizes]
             given.append(torch.zeros(shape, dtype=dtype, device=device) if dtype else None)
         terms = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
-        yield make(given, terms, precision)
+        yield make(terms, precision, *given)
 
 
 def without_precision(found: Recorded, precision: str) -> Recorded:
@@ -80,9 +80,10 @@ def _size(size: int | str, rows: int) -> int:
     return int(found)
 
 
-def _attention(given: list[Any], terms: dict[str, Any], precision: str) -> Callable[[], object]:
+def _attention(
+    terms: dict[str, Any], precision: str, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
+) -> Callable[[], object]:
     """Every head is a batch entry of its own, so that the result is dense as ONNX has it."""
-    q, k, v, mask = [*given, None][:4]
     batch, heads = q.shape[:2]
     if k.shape[1] != heads:
         raise ExportError(
@@ -97,36 +98,33 @@ def _attention(given: list[Any], terms: dict[str, Any], precision: str) -> Calla
                 "leave onnx out of --formats"
             )
         mask = mask.reshape(-1, 1, *mask.shape[2:])
-    return _call(q, k, v, mask, terms, precision)
+    rest = (mask, bool(terms["is_causal"]), terms["scale"], precision)
+    return partial(torch.ops.elsa.attention.default, q, k, v, *rest)
 
 
-def _packed(given: list[Any], terms: dict[str, Any], precision: str) -> Callable[[], object]:
-    qkv, mask = [*given, None][:2]
+def _packed(
+    terms: dict[str, Any], precision: str, qkv: Tensor, mask: Any = None
+) -> Callable[[], object]:
     batch, tokens, width = qkv.shape
-    heads = terms["num_heads"]
-    channels = width // 3
+    heads, channels = terms["num_heads"], width // 3
     dim = channels // heads
     # As `Call::tensor` of gpu.h has the strides of one head.
     strides = (tokens * width, dim if heads > 1 else tokens * width, width, 1)
     size = (batch, heads, tokens, dim)
     q, k, v = (qkv.as_strided(size, strides, part * channels) for part in range(3))
-    return _call(q, k, v, None if mask is None else _four(mask), terms, precision)
+    mask = None if mask is None else _four(mask)
+    rest = (mask, bool(terms["is_causal"]), terms["scale"], precision)
+    return partial(torch.ops.elsa.attention.default, q, k, v, *rest)
 
 
 def _four(mask: Tensor) -> Tensor:
     return mask.reshape((1,) * (_AXES - mask.dim()) + tuple(mask.shape))
 
 
-def _call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, terms: dict[str, Any], precision: str
-) -> Callable[[], object]:
-    causal = bool(terms["is_causal"])
-    overload = torch.ops.elsa.attention.default
-    return partial(overload, q, k, v, mask, causal, terms["scale"], precision)
-
-
-def _window(given: list[Any], terms: dict[str, Any], precision: str) -> Callable[[], object]:
-    qkv, bias, pad_qkv, logit_scale = [*given, None, None, None][:4]
+def _window(
+    terms: dict[str, Any], precision: str, qkv: Tensor, bias: Any = None, pad_qkv: Any = None,
+    logit_scale: Any = None,
+) -> Callable[[], object]:  # fmt: skip
     return partial(
         torch.ops.elsa.window_attention.default, qkv, bias, None, pad_qkv, logit_scale,
         terms["num_heads"], list(terms["window_size"]), list(terms["shift_size"]), terms["scale"],
@@ -134,4 +132,6 @@ def _window(given: list[Any], terms: dict[str, Any], precision: str) -> Callable
     )  # fmt: skip
 
 
-_CALLS = {"Attention": _attention, "PackedAttention": _packed, "WindowAttention": _window}
+_CALLS: dict[str, Callable[..., Callable[[], object]]] = {
+    "Attention": _attention, "PackedAttention": _packed, "WindowAttention": _window
+}  # fmt: skip
