@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -155,8 +156,10 @@ def _name_nodes(model: ir.Model) -> None:
     """Call nodes `blocks.0.attn/PackedAttention`; drop the tracer's notes (local paths)."""
     used: dict[str, int] = {}
     for node in model.graph:
-        scopes = node.metadata_props.get(_SCOPES)
-        path = _module_path(scopes) if scopes else ""
+        scopes: list[str] = []  # ['', 'blocks', 'blocks.0', 'linear'], whose last is the node
+        with contextlib.suppress(SyntaxError, ValueError):
+            scopes = ast.literal_eval(node.metadata_props.get(_SCOPES) or "[]")
+        path = scopes[-2] if len(scopes) > 1 else ""
         kind = node.op_type.partition("_")[0]  # without a body's number, which is none of the node
         name = f"{path}/{kind}" if path else kind
         used[name] = used.get(name, 0) + 1
@@ -168,12 +171,3 @@ def _name_nodes(model: ir.Model) -> None:
         value.metadata_props.clear()
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
-
-
-def _module_path(scopes: str) -> str:
-    """The innermost module of "['', 'blocks', 'blocks.0', 'linear']", whose last is the node."""
-    try:
-        listed = ast.literal_eval(scopes)
-    except (SyntaxError, ValueError):
-        return ""
-    return str(listed[-2]) if len(listed) > 1 else ""
