@@ -25,16 +25,9 @@ from elsa_core.measuring.documents import finite
 from elsa_core.patching import original
 from elsa_core.proof import map_floating
 
-
-@dataclass(frozen=True)
-class Cost:
-    """Errors of one model's first output against float64: the mean of the absolute errors (inf
-    where an output is not finite), the largest one, and how many inputs have another largest
-    output."""
-
-    mean: float
-    maximum: float
-    changed: int
+# Errors of one first output against float64: "mean_error" and "max_error" of the absolute values,
+# inf where one is not finite, and "class_changed", the inputs whose largest output is another one.
+Cost = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,7 @@ class Exact:
 
         One constant, the mean of the exact outputs, errs by no more than their deviation.
         """
-        mean, deviation = self.cost(output).mean, float(self.output.std(unbiased=False))
+        mean, deviation = self.cost(output)["mean_error"], float(self.output.std(unbiased=False))
         if mean <= deviation:
             return ""
         return f"its mean error is {mean:.1e}, the outputs' standard deviation {deviation:.1e}"
@@ -85,11 +78,7 @@ class Exact:
             "rows": len(self.output),
             "output_std": float(self.output.std(unbiased=False)),
             "costs": {
-                name: {
-                    "mean_error": finite(cost.mean),
-                    "max_error": finite(cost.maximum),
-                    "class_changed": cost.changed if classes else None,
-                }
+                name: finite(cost) | ({} if classes else {"class_changed": None})
                 for name, cost in {"float32": self.own, **costs}.items()
             },
         }
@@ -126,7 +115,7 @@ def _cost(output: Tensor, exact: Tensor) -> Cost:
     known = bool(errors.isfinite().all())
     changed = int((output.flatten(1).argmax(1) != exact.flatten(1).argmax(1)).sum())
     mean, most = (float(errors.mean()), float(errors.max())) if known else (math.inf, math.inf)
-    return Cost(mean, most, changed)
+    return {"mean_error": mean, "max_error": most, "class_changed": changed}
 
 
 def rows(accuracy: Mapping[str, Any]) -> list[list[str]]:

@@ -63,9 +63,10 @@ def test_the_cost_in_the_manifest_is_the_one_that_is_measured(int8: Bundle, exac
 def test_classes_that_change_are_counted(exact: Exact) -> None:
     turned = exact.output.numpy().copy()
     turned[:2] *= -1
-    assert exact.cost(turned).changed == 2 and exact.cost(exact.output.numpy()).changed == 0
+    assert exact.cost(turned)["class_changed"] == 2
+    assert exact.cost(exact.output.numpy())["class_changed"] == 0
     turned[0, 0] = np.nan
-    assert exact.cost(turned).maximum == math.inf
+    assert exact.cost(turned)["max_error"] == math.inf
     assert exact.to_dict({"x": exact.cost(turned)}, True)["costs"]["x"]["max_error"] is None
     with pytest.raises(ExportError, match="shape"):
         exact.cost(turned[:1])
