@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.operator_schemas import normalize_function
 
 from elsa_core.exporting.onnx_operator import (
     OnnxExport,
@@ -35,13 +36,9 @@ GELU_OPSET = 20  # the first that has the standard `Gelu`
 def _replace_linear(graph: Graph, node: Node) -> None:
     """One node, where the operands share a dtype that it takes; else the operator's portable form
     is written."""
-    parameters = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {
-        each.name: node.args[i]
-        if i < len(node.args)
-        else node.kwargs.get(each.name, each.default_value)
-        for i, each in enumerate(parameters)
-    }
+    at: Any = node
+    normal = normalize_function(at.target, at.args, at.kwargs, normalize_to_only_use_kwargs=True)
+    given: dict[str, Any] = {} if normal is None else normal.kwargs
     terms = [given[name] for name in ("bias", "residual", "scale")]
     tensors = [each for each in (given["input"], given["weight"], *terms) if each is not None]
     dtypes = {value_of(each).dtype for each in tensors}

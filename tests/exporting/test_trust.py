@@ -31,6 +31,8 @@ from elsa_core.exporting import archive, signature
 from elsa_core.exporting.bundle import _staged, check_output, export
 from elsa_core.exporting.manifest import files_in, hashed
 from elsa_core.exporting.verify import verify
+from elsa_core.loading.loader import Loaded
+from elsa_core.proof import CheckReport
 
 PEM = serialization.Encoding.PEM
 SSH = serialization.Encoding.OpenSSH
@@ -215,14 +217,15 @@ def test_openssl_agrees(copy: Path, tmp_path: Path) -> None:
     assert "Success" in done.stdout, done
 
 
-def test_export_signs(tmp_path: Path) -> None:
-    """From the command line, in TorchScript alone."""
+def test_export_signs(vit: Loaded, report: CheckReport, tmp_path: Path) -> None:
     private, public = keys(tmp_path)
-    line = ["export", "test_vit", "--img", "32", "--formats", "torchscript", "-q", "-o"]
-    out = str(tmp_path / "out")
-    assert run([*line, out, "--sign", str(private)]) == 0
+    out = tmp_path / "out"
+    export(
+        vit.model, out, formats=("torchscript",), loaded=vit, check=report, batches=(1,),
+        key=signature.read_private_key(private),
+    )  # fmt: skip
     assert verify(out, run=False, key=signature.read_public_key(public)).signed
-    assert run([*line, str(tmp_path / "other"), "--sign", str(public)]) == 2
+    assert run(["export", "test_vit", "-o", str(tmp_path / "other"), "--sign", str(public)]) == 2
     assert not (tmp_path / "other").exists()
 
 
