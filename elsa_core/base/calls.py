@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,20 +35,6 @@ warnings.filterwarnings(
 )
 
 
-_AT_TRACE: list[Callable[[], None]] = []
-
-
-def at_trace(once: Callable[[], None]) -> None:
-    """Have `once` called before the first call that `torch.jit.trace` records."""
-    _AT_TRACE.append(once)
-
-
-def _announced() -> bool:
-    while _AT_TRACE:
-        _AT_TRACE.pop()()
-    return True
-
-
 def traced() -> bool:
     """Whether a compiler, tracer, transform or dispatch mode is active in this thread.
 
@@ -57,7 +43,7 @@ def traced() -> bool:
     return (
         is_compiling()  # first: a constant for the compiler, which reads no further
         or _modes() != 0
-        or (_tracing() is not None and _announced())
+        or _tracing() is not None
         or _transforms() is not None
         or forward_ad._current_level >= 0
     )

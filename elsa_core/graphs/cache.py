@@ -103,45 +103,34 @@ class Graphs:
             raise RefusedError("a TorchFunctionMode is active (a default device is one)")
         if torch.nn.modules.module._has_any_global_hook():
             raise RefusedError("hooks of all modules are set, and a replay calls none")
-        if self._kind.backward:
-            self._check_autograd()
-        key = self._key(model, given, device)
+        if self._kind.backward and torch.is_anomaly_enabled():
+            raise RefusedError("autograd looks for anomalies")
+        if self._kind.backward and saved_tensor_hooks() is not None:
+            raise RefusedError("hooks for saved tensors are set, and no graph calls them")
+        key = (id(model), model.training, given.key(device))  # a graph keeps its model alive
         with _LOCK:
             if key in self._refused:
                 raise RefusedError(self._refused[key])
             if self._gradients or self._ticket is not None:
                 self._check_pool()
-            entry = self._entries.get(key)
-            if entry is not None:
-                same, result = False, None
-                if entry.given.tree == given.tree:
-                    same, result = entry.answer(given, self._copy_outputs)
-                if same:
-                    self._entries.move_to_end(key)
-                    return self._answered(entry, result)
-                self._lose(key)
-                stale = [k for k, e in self._entries.items() if not e.holds()]
-                self._drop(*stale)  # they would keep what the model no longer has
-            entry = self._captured(key, model, given, device)
-            # anew: PyTorch's first attention on a GPU sets the order of its kernels, which is in it
-            self._entries[self._key(model, given, device)] = entry
-            return self._answered(entry, entry.run(given, self._copy_outputs))
-
-    @staticmethod
-    def _key(model: nn.Module, given: Given, device: torch.device) -> Hashable:
-        return id(model), model.training, given.key(device)  # a graph keeps its model alive
-
-    def _answered(self, entry: Inference | Training, result: Any) -> Any:
-        if isinstance(entry, Training):
-            self._ticket = entry.ticket
-        return result
-
-    def _check_autograd(self) -> None:
-        """Raises RefusedError: how autograd is set."""
-        if torch.is_anomaly_enabled():
-            raise RefusedError("autograd looks for anomalies")
-        if saved_tensor_hooks() is not None:
-            raise RefusedError("hooks for saved tensors are set, and no graph calls them")
+            entry, same, result = self._entries.get(key), False, None
+            if entry is not None and entry.given.tree == given.tree:
+                same, result = entry.answer(given, self._copy_outputs)
+            if entry is not None and same:
+                self._entries.move_to_end(key)
+            else:
+                if entry is not None:
+                    self._lose(key)
+                    stale = [k for k, e in self._entries.items() if not e.holds()]
+                    self._drop(*stale)  # they would keep what the model no longer has
+                entry = self._captured(key, model, given, device)
+                # PyTorch's first attention on a GPU sets the order of its kernels, which is in it
+                key = (id(model), model.training, given.key(device))
+                self._entries[key] = entry
+                result = entry.run(given, self._copy_outputs)
+            if isinstance(entry, Training):
+                self._ticket = entry.ticket
+            return result
 
     def _check_pool(self) -> None:
         """Let no replay write over what is still wanted.

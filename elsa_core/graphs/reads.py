@@ -78,10 +78,7 @@ class Reads(TorchDispatchMode):
                 "graph calls; torch's checkpointing also resets random states in its backward"
             )
         self._made.update({storage_of(tensor) for tensor in made} - self._outer.keys())
-        self._compare(func, given, made)
-
-    def _compare(self, func: Any, given: list[Tensor], made: list[Tensor]) -> None:
-        """A copy from or to the host is recorded with addresses that the host may free."""
+        # a copy from or to the host is recorded with addresses that the host may free
         here = {tensor.device == self._device for tensor in made}
         for tensor in given:
             crosses = (tensor.device == self._device) not in here if here else False

@@ -22,7 +22,6 @@ import torch._decomp
 from torch import Tensor
 
 from elsa_core.base import calls
-from elsa_core.errors import ModelError
 
 Grads = tuple[Tensor | None, ...]
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
@@ -213,35 +212,62 @@ def variant(record: Operator, name: str, kernel: Callable[..., Any], key: str) -
     Returns:
         Its overload.
     """
-    gradients = record.gradients
-    assert record.fake is not None and gradients is not None
+    assert record.fake is not None and record.gradients is not None
     _LIBRARY.define(name + record.schema)
     _LIBRARY.impl(name, kernel, key)
     torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
-    backward = getattr(torch.ops.elsa, f"{record.name}_backward").default
-    torch.library.register_autograd(
-        f"elsa::{name}", partial(gradients.formula, backward),
-        setup_context=gradients.setup_context, lib=_LIBRARY,
-    )  # fmt: skip
+    _differentiate(name, record.gradients, f"{record.name}_backward")
     _translate(name, record)
     _BY_SCHEMA[f"elsa::{name}"] = record
     return getattr(torch.ops.elsa, name).default
 
 
 def _define(name: str, record: Operator) -> None:
-    if not hasattr(torch.ops.elsa, name):  # a native library that was loaded first has defined it
-        _LIBRARY.define(name + record.schema)
+    schema, reference = record.schema, record.reference
+    _implement_reference(name, schema, reference, record)
     if record.fake is None:
-        _LIBRARY.impl(name, record.reference, "CompositeImplicitAutograd")
         return
     torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
-    if name.endswith("_eager"):
-        _LIBRARY.impl(name, record.reference, "CompositeExplicitAutograd")
-    elif not record.twin:
-        _LIBRARY.impl(name, _by_device(name, record.reference), "CompositeExplicitAutograd")
     _translate(name, record)
-    if record.gradients is not None:
-        _differentiate(name, record)
+    gradients = record.gradients
+    if gradients is None:
+        return
+    backward = gradients.backward
+    if backward is None:
+        _differentiate(name, gradients, "")
+        return
+    full = f"{name}_backward"
+    _implement_reference(full, backward.schema, backward.reference, record)
+    torch.library.register_fake(f"elsa::{full}", backward.fake, lib=_LIBRARY)
+    torch.library.register_autograd(
+        f"elsa::{full}", backward.formula, setup_context=backward.setup_context, lib=_LIBRARY
+    )
+    _differentiate(name, gradients, full)
+
+
+def _implement_reference(
+    name: str, schema: str, reference: Callable[..., Any], record: Operator
+) -> None:
+    """Define `elsa::<name>`, where no native library that was loaded first has, by plain PyTorch
+    on the devices that get no kernel of their own."""
+    if not hasattr(torch.ops.elsa, name):
+        _LIBRARY.define(name + schema)
+    if record.fake is None:
+        _LIBRARY.impl(name, reference, "CompositeImplicitAutograd")
+    elif name.removesuffix("_backward").endswith("_eager"):
+        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    elif not record.twin:
+        _LIBRARY.impl(name, _by_device(name, reference), "CompositeExplicitAutograd")
+
+
+def _differentiate(name: str, gradients: Gradients, backward: str) -> None:
+    """Register the formula of `name`, which calls the operator `backward` if there is one."""
+    formula = gradients.formula
+    if backward:
+        formula = partial(formula, getattr(torch.ops.elsa, backward).default)
+    torch.library.register_autograd(
+        f"elsa::{name}", formula, setup_context=gradients.setup_context, lib=_LIBRARY
+    )
 
 
 # What `torch.onnx.export` replaces in an exported program, beside PyTorch's own decompositions.
@@ -266,53 +292,3 @@ def _translate(name: str, record: Operator) -> None:
     if not isinstance(table, ChainMap) or table.maps[0] is not _TRANSLATIONS:
         torch._decomp.decomposition_table = ChainMap(_TRANSLATIONS, table)  # type: ignore[assignment]
     _TRANSLATIONS[getattr(torch.ops.elsa, name).default] = decompose
-
-
-def _refuse_traced() -> None:
-    """Have `torch.onnx.export(dynamo=False)` end with one line at a node of `torch.jit.trace`.
-
-    Of a model it makes its own trace, in which no such node is; torch.onnx knows nothing of those
-    in a graph that was there before, nor of projections whose kernels a GPU's model keeps.
-    """
-    import torch.onnx
-
-    def refusal(name: str) -> Callable[..., Any]:
-        def symbolic(*_: Any, **__: Any) -> Any:
-            # Else torch.onnx writes the whole graph to stdout first; each export turns it on again.
-            torch._C._jit_set_onnx_log_enabled(False)
-            raise ModelError(
-                f"torch.onnx.export(dynamo=False) cannot write the operator {name}: give it the "
-                "model itself, on the CPU, or leave dynamo=False out; elsa.export(model, ...) "
-                "writes ONNX too, and elsa.unpatch(model) gives the original"
-            )
-
-        return symbolic
-
-    for name in _BY_SCHEMA:
-        torch.onnx.register_custom_op_symbolic(name, refusal(name), 9)  # type: ignore[attr-defined]
-
-
-calls.at_trace(_refuse_traced)
-
-
-def _differentiate(name: str, record: Operator) -> None:
-    """Register the formulas of `name`, and the operator that they call if there is one."""
-    gradients = record.gradients
-    assert gradients is not None
-    formula, backward = gradients.formula, gradients.backward
-    if backward is not None:
-        full = f"{name}_backward"
-        if not hasattr(torch.ops.elsa, full):
-            _LIBRARY.define(full + backward.schema)
-        if name.endswith("_eager"):
-            _LIBRARY.impl(full, backward.reference, "CompositeExplicitAutograd")
-        elif not record.twin:
-            _LIBRARY.impl(full, _by_device(full, backward.reference), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"elsa::{full}", backward.fake, lib=_LIBRARY)
-        torch.library.register_autograd(
-            f"elsa::{full}", backward.formula, setup_context=backward.setup_context, lib=_LIBRARY
-        )
-        formula = partial(formula, getattr(torch.ops.elsa, full).default)
-    torch.library.register_autograd(
-        f"elsa::{name}", formula, setup_context=gradients.setup_context, lib=_LIBRARY
-    )

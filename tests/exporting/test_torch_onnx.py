@@ -297,25 +297,3 @@ def test_calls_of_packed_sequences_export(is_causal: bool, way: str, tmp_path: P
         assert (out.isinf() == hidden).all() and (exact == -torch.inf).eq(hidden).all()
         no_worse(*(each.masked_fill(hidden, 0.0) for each in (out, peer, exact)))
     assert not outs[0][10:].any()
-
-
-@pytest.mark.parametrize("name", ["vit", "swin"])
-def test_a_graph_that_was_traced_before_is_refused_in_one_line(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """torch.onnx knew nothing of its nodes, and said so in the words of operators' authors, after
-    the whole graph on stdout."""
-    model: nn.Module = timm.create_model(**MODELS[name]).eval()
-    assert elsa.patch(model).patched
-    size = MODELS[name]["img_size"]
-    images = torch.ones(2, 3, size, size)
-    traced = torch.jit.trace(model, images, check_trace=False)
-    with pytest.raises(ModelError, match=r"elsa\.export.*elsa\.unpatch") as caught:
-        torch.onnx.export(
-            traced, (images,), str(tmp_path / "t.onnx"), dynamo=False, opset_version=18
-        )
-    assert "\n" not in str(caught.value)
-    assert "graph" not in capfd.readouterr().out
-    torch.onnx.export(
-        model, (images,), str(tmp_path / "m.onnx"), dynamo=False, opset_version=18
-    )  # as the line says

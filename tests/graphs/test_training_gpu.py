@@ -16,7 +16,7 @@ import elsa_core as elsa
 
 from . import scripts
 from .test_graphed import said
-from .test_training import CHANGES, Net
+from .test_training import CHANGES, Net, stepped
 
 pytestmark = pytest.mark.gpu
 State = tuple[list[Tensor], dict[str, Tensor]]
@@ -67,7 +67,7 @@ def judged(script: scripts.Script, model: nn.Module, patch: bool) -> int:
     return int(held[0].captures)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_random_script(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     script = scripts.Script.of(seed, cuda=True, drop=False)
     assert judged(script, scripts.convolutions(0.0).cuda(), patch=False) >= 1
@@ -99,13 +99,6 @@ def test_a_random_script_with_dropout(seed: int, caplog: pytest.LogCaptureFixtur
         print(name, error / norm)
         assert error <= 16 * eps * norm, (name, error, norm)
     assert not said(caplog)
-
-
-def stepped(held: Any, x: Tensor) -> list[Tensor | None]:
-    loss = held(x).square().sum()
-    loss.backward()
-    grads = [None if p.grad is None else p.grad.clone() for p in held.parameters()]
-    return [loss.detach(), *grads]
 
 
 def agree(held: Any, model: nn.Module, *shape: int) -> None:

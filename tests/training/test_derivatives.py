@@ -93,13 +93,6 @@ def in_all_ways(
         return found, original, compute(small.exact(), small.images.double())
 
 
-def test_grad(free: Subject) -> None:
-    def compute(model: nn.Module, images: Tensor) -> Gradients:
-        return dict(grad(loss_with(model, free.labels))(parameters(model), images))
-
-    assert_as_exact(*in_all_ways(free, compute))
-
-
 def test_gradients_of_each_image(free: Subject) -> None:
     """vmap of grad."""
 

@@ -62,10 +62,10 @@ def test_gradients_with_equal_masks(dropping: Subject) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_meet_the_same_masks(dropping: Subject, reentrant: bool) -> None:
+def test_checkpoints_meet_the_same_masks(reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    found = []
+    dropping, found = subject("vit", "auto", attn_drop_rate=RATE), []
     for checkpointed in (False, True):
         torch.manual_seed(3)
         x = dropping.images.clone().requires_grad_()
@@ -119,18 +119,9 @@ def test_a_compiled_step() -> None:
     torch._dynamo.reset()
 
 
-def test_it_learns_and_eval_drops_nothing(dropping: Subject) -> None:
-    model = dropping.patched
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    first = last = 0.0
-    for epoch in range(30):
-        optimizer.zero_grad()
-        loss = loss_of(model, dropping.images, dropping.labels)
-        loss.backward()
-        optimizer.step()
-        first, last = (loss.item() if epoch == 0 else first), loss.item()
-    assert last < 0.7 * first
-    model.eval()
+def test_eval_drops_nothing() -> None:
+    dropping = subject("vit", "auto", attn_drop_rate=RATE)
+    model = dropping.patched.eval()
     state = torch.get_rng_state()
     with torch.no_grad():
         assert torch.equal(model(dropping.images), model(dropping.images))

@@ -49,8 +49,7 @@ def trained(model: nn.Module, images: Tensor, labels: Tensor, folder: Path, *, h
     return float(loss.detach())
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["fp32", "amp"])
-@pytest.mark.parametrize("kind", ["vit", "swin"])
+@pytest.mark.parametrize(("kind", "half"), [("vit", True), ("swin", False)], ids=["amp", "fp32"])
 def test_a_loop_as_timm_trains(kind: str, half: bool, tmp_path: Path) -> None:
     """The same draws and nearly the same losses as of the original; checkpoints load into both."""
     found = subject(kind, "auto", drop_path_rate=0.1)

@@ -56,18 +56,6 @@ def test_autocast(small: Subject, dtype: torch.dtype) -> None:
     assert_as_exact(scaled(small.patched), scaled(small.plain), oracle)
 
 
-def test_accumulation(small: Subject) -> None:
-    """Two backwards into the same gradients are those of both halves."""
-
-    def halves(model: nn.Module, images: Tensor) -> dict[str, Tensor | None]:
-        for part in (slice(0, 2), slice(2, 4)):
-            (loss_of(model, images[part], small.labels[part]) / 2).backward()
-        return gradients(model)
-
-    oracle = halves(small.exact(), small.images.double())
-    assert_as_exact(halves(small.patched, small.images), halves(small.plain, small.images), oracle)
-
-
 @pytest.mark.parametrize("how", ["timm", "reentrant", "not reentrant"])
 def test_checkpointing(small: Subject, how: str) -> None:
     """The gradients are those without it, and the backward runs each site's forward once more.
@@ -148,59 +136,35 @@ class LowRank(nn.Module):
         return self.layer(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("how", ["plain", "bf16", "timm", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("how", ["plain", "bf16", "not reentrant"])
 def test_a_step_with_every_layer_patched(whole: Subject, how: str) -> None:
     """Gradients as exact as the original's, and with checkpoints those without them."""
 
     def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
         model.zero_grad()
         images = whole.images.clone().requires_grad_()
-        if how == "timm":
-            model.set_grad_checkpointing()
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "bf16"):
-            if how in ("reentrant", "not reentrant"):
-                out = checkpoint(model, images, use_reentrant=how == "reentrant")
-            else:
-                out = model(images)
+            again = how == "not reentrant"
+            out = checkpoint(model, images, use_reentrant=False) if again else model(images)
             loss = nn.functional.cross_entropy(out, whole.labels)
         loss.backward()
         return gradients(model)
 
     expected = copy.deepcopy(step(whole.patched, whole.images, whole.labels))
     found = gradients_of(whole.patched)
-    if how in ("plain", "timm", "not reentrant"):
+    if how != "bf16":
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     oracle = step(whole.exact(), whole.images.double(), whole.labels)
     assert_as_exact(found, gradients_of(whole.plain), oracle)
 
 
-@pytest.mark.parametrize("power", [24, 40])
-def test_a_loss_that_overflows_is_skipped_alike(small: Subject, power: int) -> None:
-    """Steps that a GradScaler leaves out, and its scale, are the original's."""
-    seen = []
-    for model in (small.plain, small.patched):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**power, growth_interval=2)
-        weights = [torch.cat([p.detach().flatten() for p in model.parameters()])]
-        scales = []
-        for _ in range(6):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = loss_of(model, small.images, small.labels)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        stepped = [not torch.equal(a, b) for a, b in itertools.pairwise(weights)]
-        assert not stepped[0]  # it overflowed
-        seen.append((scales, stepped))
-    assert seen[0] == seen[1]
-
-
-@pytest.mark.parametrize("order", ["wrapped first", "patched first"])
-@pytest.mark.parametrize("scope", ["attention", "model"])
-@pytest.mark.parametrize("kind", ["vit", "swin"])
+@pytest.mark.parametrize(
+    ("kind", "scope", "order"),
+    [
+        ("vit", "attention", "wrapped first"), ("swin", "attention", "patched first"),
+        ("vit", "model", "patched first"), ("swin", "model", "wrapped first"),
+    ],
+)  # fmt: skip
 def test_wrapped_projections(kind: str, scope: str, order: str) -> None:
     """Of the attention, and with every layer patched those of the MLP too."""
     found = subject(kind, "native" if scope == "attention" else "auto", scope)

@@ -103,14 +103,10 @@ def linear(
 def served(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
     residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
-    backend: str = "auto", halves: Tensor | None = None, powers: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """`linear` without its checks, for patched layers.
-
-    `halves` and `powers` are `elsa::split_weight` of this weight, kept by the caller, who answers
-    for the weight not having changed since.
-    """
-    given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
+    """`linear` without its checks, for patched layers."""
+    given = (input, weight, bias, activation, residual, scale, precision, None, None)
     if not is_compiling() and backend == "auto":
         found = launches.find_linear(given)
         if found is not None:
@@ -180,19 +176,15 @@ def _admit(given: tuple[Any, ...]) -> None:
 
 def served_gated(
     input: Tensor, gate: Value, value: Value, activation: str, precision: str = "strict",
-    backend: str = "auto", halves: tuple[Tensor | None, ...] = (),
+    backend: str = "auto",
 ) -> Tensor | None:  # fmt: skip
     """activation(input @ gate[0].T + gate[1]) * (input @ value[0].T + value[1]) by a kernel
-    that computes all of it; None where none does.
-
-    `halves` are four tensors, or empty: those of `elsa::split_weight` of the first weight, then of
-    the second, kept by the caller as in `served`.
-    """
+    that computes all of it; None where none does."""
     serving = dispatch.SERVING.get(("gated_linear", input.device.type, backend), ())
     if not serving or _composes(input, *gate, *value):  # the value's operands like other terms
         return None
     for serve in serving:
-        out: Tensor | None = serve(input, *gate, *value, activation, precision, *halves)
+        out: Tensor | None = serve(input, *gate, *value, activation, precision)
         if out is not None:
             return out
     return None

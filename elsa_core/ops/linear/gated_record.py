@@ -13,6 +13,7 @@ Source: Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,22 +59,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> Grads:
-    input, weight, bias, value, value_bias = ctx.saved_tensors
     activation, precision = ctx.activation, ctx.precision
-    of_input, *wanted = ctx.needs_input_grad[:5]
-    product = torch.ops.elsa.linear.default
-    other = product(input, value, value_bias, "none", None, None, precision)
-    gate = product(input, weight, bias, activation, None, None, precision)
-    first = linear.gradients_of(
-        grad_out * other, (input, weight, bias, None), activation, precision,
-        (of_input, *wanted[:2], False),
-    )  # fmt: skip
-    second = linear.gradients_of(
-        grad_out * gate, (input, value, value_bias, None), "none", precision,
-        (of_input, *wanted[2:], False),
-    )  # fmt: skip
-    total = None if first[0] is None or second[0] is None else first[0] + second[0]
-    return total, *first[1:3], *second[1:3], *(None,) * 6
+    product: Callable[..., Tensor] = torch.ops.elsa.linear.default
+
+    def compute(
+        input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None
+    ) -> Tensor:
+        gate = product(input, weight, bias, "none", None, None, precision)
+        other = product(input, value, value_bias, "none", None, None, precision)
+        return linear.epilogue(gate, activation, None, None) * other
+
+    grads = linear.recomputed(compute, ctx.saved_tensors, ctx.needs_input_grad[:5], grad_out)
+    return *grads, *(None,) * 6
 
 
 GATED_LINEAR = register(

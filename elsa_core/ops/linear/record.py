@@ -194,40 +194,42 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
-    activation, precision, _ = ctx.terms
+    activation, precision, again = ctx.terms
     wanted = [*ctx.needs_input_grad, *(False,) * (6 - len(ctx.needs_input_grad))]
-    *grads, of_scale = gradients_of(
-        grad_out, ctx.saved_tensors, activation, precision, (*wanted[:3], wanted[5])
-    )
-    return *grads, None, grad_out if wanted[4] else None, of_scale, None, None, None
+    input, weight, bias, scale = ctx.saved_tensors
+    of_residual = grad_out if wanted[4] else None
+    if not again:
+        grads = _gradients(operator, grad_out, input, weight, precision, wanted[:3])
+        return *grads, None, of_residual, *(None,) * 4
+
+    def compute(input: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+        product = torch.ops.elsa.linear.default
+        out = product(input, weight, bias, "none", None, None, precision)
+        return epilogue(out, activation, None, scale)
+
+    tensors = (input, weight, bias, scale)
+    found = recomputed(compute, tensors, (*wanted[:3], wanted[5]), grad_out)
+    return *found[:3], None, of_residual, found[3], None, None, None
 
 
-def gradients_of(
-    grad_out: Tensor, saved: Sequence[Tensor | None], activation: str, precision: str,
-    wanted: Sequence[bool],
+def recomputed(
+    compute: Callable[..., Tensor], tensors: Sequence[Tensor | None], wanted: Sequence[bool],
+    grad_out: Tensor,
 ) -> Grads:  # fmt: skip
-    """The gradients of scale * activation(input @ weight.T + bias), by `elsa::linear_backward`.
+    """The gradients of a call that saved nothing but its operands: computed again, recorded."""
+    create_graph = torch.is_grad_enabled()
 
-    Args:
-        grad_out: [..., N]. saved: input, weight, bias and scale, each None where neither its
-            gradient's formula nor the product, computed again, reads it. wanted: whether the
-            gradients of these four are.
+    def alias(t: Tensor) -> Tensor:
+        """What is differentiated ends here, and yet hangs on a caller's graph that goes on."""
+        return t.view_as(t) if create_graph else t.detach().requires_grad_()
 
-    Returns:
-        The four; None where one is not wanted.
-    """
-    input, weight, bias, scale = saved
-    of_scale = None
-    if activation != "none" or scale is not None:
-        product = torch.ops.elsa.linear.default(input, weight, bias, "none", None, None, precision)
-        activate = ACTIVATIONS[activation]
-        if wanted[3]:
-            out = product if activate is None else activate(product)
-            of_scale = _rows(grad_out * out).sum(0)
-        grad_out = grad_out if scale is None else grad_out * scale
-        grad_out = _slope(activation, product, grad_out)
-    compute = torch.ops.elsa.linear_backward.default
-    return *_gradients(compute, grad_out, input, weight, precision, wanted[:3]), of_scale
+    with torch.enable_grad():
+        pairs = zip(tensors, wanted, strict=True)
+        operands = [alias(t) if needed and t is not None else t for t, needed in pairs]
+        asked = [t for t, needed in zip(operands, wanted, strict=True) if needed and t is not None]
+        out = compute(*operands)
+        found = iter(torch.autograd.grad(out, asked, grad_out, create_graph=create_graph))
+    return tuple(next(found) if needed else None for needed in wanted)
 
 
 def _gradients(
@@ -280,20 +282,6 @@ class Eager(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3]
         grads = _gradients(compute, grad_out, input, weight, precision, wanted)
         return *grads, None, None, None
-
-
-def _slope(activation: str, x: Tensor, grad: Tensor) -> Tensor:
-    """grad * activation'(x)."""
-    if activation in ("gelu", "gelu_tanh"):
-        approximate = "tanh" if activation == "gelu_tanh" else "none"
-        return torch.ops.aten.gelu_backward.default(grad, x, approximate=approximate)  # type: ignore[no-any-return]
-    if activation == "relu":
-        return torch.ops.aten.threshold_backward.default(grad, x, 0)  # type: ignore[no-any-return]
-    if activation in ("silu", "quick_gelu"):  # aten's silu_backward has no derivative
-        steep = _QUICK if activation == "quick_gelu" else 1.0
-        gate = torch.sigmoid(steep * x)
-        return grad * gate * (1.0 + steep * x * (1.0 - gate))
-    return grad
 
 
 def _twice_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

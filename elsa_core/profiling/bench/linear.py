@@ -30,7 +30,7 @@ from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import digits, percentile, ratio
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops import SPLIT_WEIGHT
-from elsa_core.ops.linear.api import linear, served
+from elsa_core.ops.linear.api import linear
 from elsa_core.profiling.bench.runner import Document, Runner, require_gpu
 from elsa_core.profiling.runs.runs import Progress
 
@@ -165,12 +165,12 @@ def _ways(
         return found, dict.fromkeys((TF32, FROZEN), "a GPU's")
     found[TF32] = (lambda: functional.linear(x, weight, bias), lambda: _tf32(True))
     halves = SPLIT_WEIGHT.overload(weight)
+    operator, terms = torch.ops.elsa.linear.default, ("none", None, None, "strict")
     found[FROZEN] = (
-        lambda: served(x, weight, bias, backend=backend, halves=halves[0], powers=halves[1]),
+        lambda: operator(x, weight, bias, *terms, *halves),
         nullcontext,
     )
     if dispatch.product_by_pytorch(x, weight) is not None:
-        operator, terms = torch.ops.elsa.linear.default, ("none", None, None, "strict")
         found[KERNELS] = (lambda: operator(x, weight, bias, *terms), nullcontext)
     return found, {}
 
