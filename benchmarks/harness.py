@@ -26,7 +26,7 @@ from benchmarks.publish import csv_of, save
 from elsa_core.base.messages import first_line
 from elsa_core.measuring import environment
 from elsa_core.measuring.intervals import digits, percentile
-from elsa_core.measuring.timing import Contender, time_cpu, time_cuda
+from elsa_core.measuring.timing import Contender, time_all
 
 Row = dict[str, Any]
 FAILURES = (RuntimeError, ImportError, NotImplementedError, TypeError, AssertionError, ValueError)
@@ -69,11 +69,7 @@ def compared(
             rows.append(left_out(case, each.name, error))
             continue
         field.append(each)
-    how = {"rounds": given.rounds, "budget_seconds": given.budget}
-    if given.device.type == "cuda":
-        samples, _ = time_cuda(field, **how)
-    else:
-        samples = time_cpu(field, **how)
+    samples, _ = time_all(field, given.device, given.rounds, given.budget)
     return [row(case, c.name, samples[c.name], **about[c.name]) for c in field] + rows
 
 
