@@ -79,25 +79,6 @@ def test_interrupted(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.err == "interrupted; nothing was written\n"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_command_at_once(number: int, code: int) -> None:
-    """While torch is imported, the longest that one step of Python takes."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("sees from /proc when the child imports torch")
-    child = subprocess.Popen(
-        [sys.executable, "-m", "elsa_cli", "inspect", "vit_tiny_patch16_224"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
-    while "libtorch_cpu" not in Path(f"/proc/{child.pid}/maps").read_text():
-        assert child.poll() is None, child.communicate()
-        time.sleep(0.01)
-    os.kill(child.pid, number)
-    out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (code, "")
-    assert err == ("interrupted; nothing was written\n" if number == signal.SIGINT else "")
-
-
 @pytest.mark.parametrize(
     ("words", "number", "code"),
     [

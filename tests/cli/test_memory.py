@@ -49,12 +49,6 @@ def thin_image(folder: Path) -> list[str]:
     return ["check", *TINY, "--images", "images"]
 
 
-def repeated(folder: Path) -> list[str]:
-    """1.6 kB: one number with strides of 0."""
-    torch.save({"w": torch.zeros(1).expand(60_000, 60_000)}, folder / "model.pth")
-    return ["inspect", "model.pth"]
-
-
 def deflated(folder: Path) -> list[str]:
     """2 GiB of zeros in 10 MB."""
     torch.save({"w": torch.zeros(1000)}, folder / "plain.pth")
@@ -88,7 +82,6 @@ def sparse(folder: Path) -> list[str]:
     some(
         [
             (thin_image, "thin.png"),
-            (repeated, "a view that repeats"),
             (deflated, "compressed"),
             (sparse, "no known architecture"),
         ]

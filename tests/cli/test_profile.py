@@ -9,21 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import json_schema
-import jsonschema
 import pytest
 import torch
+from sampling import some
 
 from elsa_core.patching.rewrite import patched_sites
 from elsa_core.profiling import sweep
 
 from .conftest import Answer, Elsa
+from .test_commands import document
 
 MODEL = "vit_tiny_patch16_224"
 SMALL = "test_vit"  # for whatever does not look at sites
 FAST = ("--rounds", "3", "--budget", "0.2", "--no-errors")
 TINY = (MODEL, "--img", "32", *FAST)
-SCHEMA = json_schema.document()
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +33,8 @@ def _nothing_left(tmp_path: Path) -> Iterator[None]:
 
 
 def results(answer: Answer, code: int = 0) -> dict[str, Any]:
-    """The results of the one document on stdout, which keeps to the schema."""
-    assert answer.code == code, answer.err
-    found = json.loads(answer.out)
-    jsonschema.validate(found, SCHEMA, cls=jsonschema.Draft202012Validator)
-    part: dict[str, Any] = found["results"]
+    """The results of the one document on stdout."""
+    part: dict[str, Any] = document(answer, code)["results"]
     return part
 
 
@@ -256,7 +252,9 @@ def test_few_rounds_are_shown_without_an_interval(elsa: Elsa) -> None:
     assert "1.48 (3 rounds)" in shown and "1.40-1.50" not in shown
 
 
-@pytest.mark.parametrize("words", [("-o", "p.json"), ("-op.json",), ("--output=p.json",)])
+@pytest.mark.parametrize(
+    "words", some([("-o", "p.json"), ("-op.json",), ("--output=p.json",)], one_in=3)
+)
 def test_the_next_step_goes_on_with_what_was_written(elsa: Elsa, words: tuple[str, ...]) -> None:
     """`-o p.json` again would be refused: it exists now."""
     line = ("profile", SMALL, *FAST, "--img", "32", "--no-sites")
@@ -301,30 +299,6 @@ def test_a_plan_leaves_slow_sites_alone(elsa: Elsa) -> None:
     import elsa_core
 
     assert set(patched_sites(elsa_core.load("./saved"))) == set(plan["sites"])
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"sites": ["blocks.99.attn"]}, "blocks.99.attn"),
-        ({"sites": []}, "names no sites"),
-        ({"sites": "blocks.0.attn"}, "lists of text"),
-        ({"kept": ["blocks.0.attn"]}, "kept must map"),
-        ({"kept": {"blocks.0.attn": 3}}, "kept must map"),
-        ({"precision": "exact"}, "exact"),
-        ({"backend": ["native"]}, "must be text"),
-        ({"schema_version": 2}, "schema_version"),
-        ({"sites": ["blocks.0.mlp"]}, "'blocks.0.mlp' was not patched: it is no"),
-    ],
-    ids=str,
-)
-def test_a_hostile_plan(elsa: Elsa, change: dict[str, Any], words: str) -> None:
-    plan = {
-        "schema_version": 1, "precision": "strict", "backend": "auto", "include": [],
-        "exclude": [], "sites": ["blocks.0.attn"], "kept": {},
-    }  # fmt: skip
-    Path("plan.json").write_text(json.dumps(plan | change))
-    elsa("patch", SMALL, "--img", "32", "--plan", "plan.json").fails(4, "plan.json", words)
 
 
 def test_a_plan_stands_alone(elsa: Elsa) -> None:

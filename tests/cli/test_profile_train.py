@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
-import json_schema
-import jsonschema
 import pytest
 import torch
 
@@ -18,20 +15,12 @@ from elsa_core.patching.rewrite import patched_sites
 from elsa_core.profiling import document as documents
 from elsa_core.profiling import page, training
 
-from .conftest import Answer, Elsa
+from .conftest import Elsa
+from .test_profile import results
 
 MODEL = "test_vit"
 FAST = ("--train", "--rounds", "3", "--budget", "0.2", "--device", "cpu")
-SCHEMA = json_schema.document()
 PARTS = ["forward", "backward", "optimizer"]
-
-
-def results(answer: Answer) -> dict[str, Any]:
-    assert answer.code == 0, answer.err
-    found = json.loads(answer.out)
-    jsonschema.validate(found, SCHEMA, cls=jsonschema.Draft202012Validator)
-    part: dict[str, Any] = found["results"]
-    return part
 
 
 def test_a_step_as_a_document_and_a_page(elsa: Elsa) -> None:

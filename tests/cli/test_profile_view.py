@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import sys
+from typing import Any
 
 import pytest
 
@@ -20,41 +19,33 @@ def test_shares_add_up_to_100_percent() -> None:
         assert sum(shares) == pytest.approx(100.0, abs=1e-9)
 
 
-def test_sites_say_why_they_are_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setenv("COLUMNS", "80")
-    ratios = [Ratio(1.24, 1.2, 1.3, 9), Ratio(1.0, 0.97, 1.02, 9), Ratio(1.5, 1.2, 2.0, 4)]
-    sites = [
-        {
-            "path": f"layers.0.blocks.{i}", "query_tokens": 49, "key_tokens": 49, "num_heads": 3,
-            "seconds_before": 0.0124, "seconds_after": 0.01, "ratio": ratio.to_dict(),
-            "share": 0.2, "error": 3e-7, "backend": "native",
-        }
-        for i, ratio in enumerate(ratios)
-    ]  # fmt: skip
-    rest = {**sites[0], "path": "rest of the model", "share": 0.4}
-    profile_view._sites(Session(), [*sites, rest])
-    text = out.getvalue()
-    assert "same ±3%" in text and "4 rounds" in text and "?" not in text and "native" in text
-    assert max(map(len, text.splitlines())) <= 80
-    monkeypatch.setenv("COLUMNS", "60")
-    out.seek(0)
-    out.truncate()
-    profile_view._sites(Session(), [*sites, rest])
-    text = out.getvalue()
-    assert max(map(len, text.splitlines())) <= 60 and "4 rounds" in text and "native" not in text
-
-
-def test_long_paths_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setenv("COLUMNS", "60")
-    site = {
-        "path": "visual.transformer.resblocks.11.attn", "query_tokens": 50, "key_tokens": 50,
-        "num_heads": 12, "seconds_before": 0.0124, "seconds_after": 0.01,
-        "ratio": Ratio(1.24, 1.2, 1.3, 9).to_dict(), "share": 0.2, "error": 3e-7,
-        "backend": "native",
+def site(path: str, ratio: Ratio) -> dict[str, Any]:
+    return {
+        "path": path, "query_tokens": 49, "key_tokens": 49, "num_heads": 3,
+        "seconds_before": 0.0124, "seconds_after": 0.01, "ratio": ratio.to_dict(), "share": 0.2,
+        "error": 3e-7, "backend": "native",
     }  # fmt: skip
-    profile_view._sites(Session(), [site, {**site, "path": "rest of the model", "share": 0.8}])
-    assert "visual.transformer.resblocks.11.attn" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_sites_say_why_they_are_undecided(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    ratios = [Ratio(1.24, 1.2, 1.3, 9), Ratio(1.0, 0.97, 1.02, 9), Ratio(1.5, 1.2, 2.0, 4)]
+    sites = [site(f"layers.0.blocks.{i}", ratio) for i, ratio in enumerate(ratios)]
+    profile_view._sites(Session(), [*sites, site("rest of the model", ratios[0]) | {"share": 0.4}])
+    text = capsys.readouterr().out
+    assert "same ±3%" in text and "4 rounds" in text and "?" not in text
+    assert ("native" in text) is (width == 80)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_long_paths_stay_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    path, ratio = "visual.transformer.resblocks.11.attn", Ratio(1.24, 1.2, 1.3, 9)
+    rest = site("rest of the model", ratio) | {"share": 0.8}
+    profile_view._sites(Session(), [site(path, ratio), rest])
+    assert path in capsys.readouterr().out
