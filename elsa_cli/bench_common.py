@@ -33,10 +33,7 @@ def described(device: torch.device) -> dict[str, Any]:
 
 
 def require_free(device: torch.device, options: Options) -> None:
-    """Refuse to keep what is measured on a machine that others use, unless --allow-busy.
-
-    Raises: UnavailableError.
-    """
+    """Refuse to keep what is measured on a machine that others use, unless --allow-busy."""
     from elsa_core.errors import UnavailableError
     from elsa_core.measuring import busy
 
@@ -46,19 +43,12 @@ def require_free(device: torch.device, options: Options) -> None:
 
 
 def check_folder(path: Path | None) -> None:
-    """Refuse a file in a folder that is not there.
-
-    Raises: TargetError.
-    """
     if path is not None and not path.parent.is_dir():
         raise TargetError(f"{path}: its folder does not exist; create it first")
 
 
 def check_output(device: torch.device, options: Options, *, resumes: bool) -> None:
-    """Whatever would keep --output from being written ends the command before it measures.
-
-    Raises: TargetError, UnavailableError.
-    """
+    """Whatever would keep --output from being written ends the command before it measures."""
     target = options.output
     check_folder(target)
     if target is None:

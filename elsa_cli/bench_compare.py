@@ -65,10 +65,7 @@ def added(own: Document, other: Document | None) -> Document:
 
 
 def judge(session: Session, own: Document, other: Document) -> None:
-    """Show both runs side by side; regressions end the command.
-
-    Raises: VerdictError.
-    """
+    """Show both runs side by side; regressions end the command."""
     from elsa_core.measuring import environment
 
     found = _compared(own, other)

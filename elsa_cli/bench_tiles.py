@@ -29,12 +29,7 @@ def tune_tiles(
     session: Session, cases: Sequence[Case], device: torch.device, settings: Settings,
     options: Options,
 ) -> None:  # fmt: skip
-    """Tune `cases` and write the user's table, or only list the candidates.
-
-    Raises:
-        ArgumentError: no case has tiles.
-        UnavailableError: no GPU, or one that others use: what is measured there is kept for long.
-    """
+    """Tune `cases` and write the user's table, or only list the candidates."""
     from elsa_core.errors import ArgumentError
     from elsa_core.measuring import environment
     from elsa_core.profiling.bench import tune
@@ -98,7 +93,7 @@ def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None
 
 
 def tile_words(tile: Tile) -> str:
-    """A tile in a few words: `64x32, 4 warps, 3 stages, ahead`."""
+    """`64x32, 4 warps, 3 stages, ahead`."""
     parts = [
         f"{tile.block_m}x{tile.block_n}", f"{tile.warps} warps",
         *(["all keys on chip"] if tile.one_launch else [f"{tile.stages} stages"]),
@@ -132,12 +127,7 @@ def _show(session: Session, tuned: Tuned) -> None:
 
 
 def tune_linear(session: Session, options: Options) -> None:
-    """Measure the products and write the user's table, or only list them.
-
-    Raises:
-        ArgumentError: the device is no GPU.
-        UnavailableError: no GPU, or one that others use: what is measured there is kept for long.
-    """
+    """Measure the products and write the user's table, or only list them."""
     import torch
 
     from elsa_core.measuring import environment

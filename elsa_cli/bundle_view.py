@@ -35,7 +35,9 @@ def show(session: Session, bundle: Bundle) -> None:
     of = "the model" if dtype == "float32" else f"the {dtype} model"
     session.line(f"{bundle.path}: {count} of {count} artefacts reproduce {of} "
                  f"in a fresh process{also}{rounded}", "bold", even_quiet=True)  # fmt: skip
-    session.line(f"Next: elsa verify {bundle.path}, or see {_readme(bundle)}", "dim")
+    zipped = bundle.path.suffix == ".zip"
+    page = "README.md in it" if zipped else str(bundle.path / "README.md")
+    session.line(f"Next: elsa verify {bundle.path}, or see {page}", "dim")
 
 
 def _say_plans(session: Session, manifest: dict[str, Any]) -> None:
@@ -63,10 +65,6 @@ def _say_cost(session: Session, manifest: dict[str, Any]) -> None:
                  f"{manifest['outputs'][0]['name']} spread by {given['output_std']:.2g} (standard "
                  "deviation); --images DIR measures it on yours", "dim")  # fmt: skip
     session.line()
-
-
-def _readme(bundle: Bundle) -> str:
-    return "README.md in it" if bundle.path.suffix == ".zip" else str(bundle.path / "README.md")
 
 
 def artefact_row(report: ArtefactReport, file: str) -> list[str]:

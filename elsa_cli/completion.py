@@ -1,8 +1,5 @@
-"""Model names for the shell's completion, found without importing timm, open_clip or torch.
-
-timm declares its models in source files with a regular form; scanning them takes some 50 ms, less
-than an import of timm by a factor of 50, so no cache of names has to be kept and refreshed.
-"""
+"""Model names for the shell's completion, found without importing timm, open_clip or torch:
+scanning the sources takes some 50 ms, less than an import of timm by a factor of 50."""
 
 from __future__ import annotations
 
@@ -17,6 +14,11 @@ from click.shell_completion import BashComplete, CompletionItem, add_completion_
 _MODEL = re.compile(r"^@register_model\s*\ndef (\w+)\(", re.MULTILINE)
 _TAGGED = re.compile(r"^ {4}['\"](\w+\.\w+)['\"]\s*:", re.MULTILINE)
 _VISION = re.compile(r"^def ((?:vit|swin|maxvit)_\w+)\(", re.MULTILINE)
+# Where a library names its models: folder, files, and what is a name in them (none: their own).
+_SOURCES: dict[str, tuple[str, str, re.Pattern[str] | None]] = {
+    "timm": ("models", "*.py", _MODEL), "open_clip": ("model_configs", "*.json", None),
+    "torchvision": ("models", "*.py", _VISION),
+}  # fmt: skip
 
 # As `profiling.runs.variants.BASELINES` and the tables of `profiling.bench`, which import torch.
 # A test compares them.
@@ -58,7 +60,13 @@ def models(
     """What MODEL may continue as: names of timm, open_clip and torchvision, else files."""
     if incomplete.startswith((".", "/", "~")):
         return [CompletionItem(incomplete, type="file")]
-    names = _matching(incomplete)
+    source, colon, start = incomplete.partition(":")
+    if not colon:
+        prefixes = [p for p in ("open_clip:", "timm:", "torchvision:") if p.startswith(incomplete)]
+        names = sorted(known("timm", incomplete)) + (prefixes if incomplete else [])
+    else:
+        found = known(source, start) if source in _SOURCES else ()
+        names = sorted(f"{source}:{name}" for name in found)
     return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
 
 
@@ -104,39 +112,10 @@ def tables(
     return starting((name for name in offered if name not in taken), incomplete)
 
 
-def _matching(incomplete: str) -> list[str]:
-    source, colon, start = incomplete.partition(":")
-    if not colon:
-        prefixes = [p for p in ("open_clip:", "timm:", "torchvision:") if p.startswith(incomplete)]
-        return sorted(name for name in _timm(start_of=incomplete)) + (
-            prefixes if incomplete else []
-        )
-    finders = {"timm": _timm, "open_clip": _open_clip, "torchvision": _torchvision}
-    if source not in finders:
-        return []
-    return sorted(f"{source}:{name}" for name in finders[source](start_of=start))
-
-
-def _timm(start_of: str) -> set[str]:
-    # Tags double the list; they matter once somebody has typed the dot.
-    pattern = _TAGGED if "." in start_of else _MODEL
-    return _scan(_folder("timm", "models").glob("*.py"), pattern, start_of)
-
-
-def _open_clip(start_of: str) -> set[str]:
-    files = _folder("open_clip", "model_configs").glob("*.json")
-    return {file.stem for file in files if file.stem.startswith(start_of)}
-
-
-def _torchvision(start_of: str) -> set[str]:
-    return _scan(_folder("torchvision", "models").glob("*.py"), _VISION, start_of)
-
-
-def _scan(files: Iterable[Path], pattern: re.Pattern[str], start_of: str) -> set[str]:
+def _scan(files: Iterable[Path], pattern: re.Pattern[str]) -> set[str]:
     found: set[str] = set()
     for file in files:
-        text = file.read_text(encoding="utf-8", errors="replace")
-        found.update(name for name in pattern.findall(text) if name.startswith(start_of))
+        found.update(pattern.findall(file.read_text(encoding="utf-8", errors="replace")))
     return found
 
 
@@ -147,10 +126,15 @@ def _folder(package: str, inside: str) -> Path:
     return Path(folders[0]) / inside if folders else Path("/nonexistent")
 
 
-def known(library: str) -> set[str]:
-    """The model names of an installed library ("timm", "open_clip", "torchvision")."""
-    finders = {"timm": _timm, "open_clip": _open_clip, "torchvision": _torchvision}
-    return finders[library]("")
+def known(library: str, start: str = "") -> set[str]:
+    """The names of an installed library's models that begin so."""
+    folder, kind, pattern = _SOURCES[library]
+    if library == "timm" and "." in start:
+        # Tags double the list; they matter once somebody has typed the dot.
+        pattern = _TAGGED
+    files = _folder(library, folder).glob(kind)
+    names = {file.stem for file in files} if pattern is None else _scan(files, pattern)
+    return {name for name in names if name.startswith(start)}
 
 
 def mentions(library: str, name: str) -> bool:
@@ -158,4 +142,4 @@ def mentions(library: str, name: str) -> bool:
     is offered for completion, and deprecated names are keys."""
     word = re.escape(name)
     held = re.compile(rf"^def {word}\(|^ {{4}}['\"]{word}['\"]\s*:", re.MULTILINE)
-    return bool(_scan(_folder(library, "models").glob("*.py"), held, ""))
+    return bool(_scan(_folder(library, "models").glob("*.py"), held))

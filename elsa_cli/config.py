@@ -48,8 +48,6 @@ def find(
 
     In one folder `elsa.toml` wins over `pyproject.toml`; a pyproject without `[tool.elsa]` is
     passed over, and so is, with a line to `warn`, a file of another user that has settings.
-
-    Raises: ConfigError for a file that is unreadable or not TOML.
     """
     for folder in (start, *start.parents):
         own = folder / "elsa.toml"

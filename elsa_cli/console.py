@@ -113,7 +113,6 @@ class Session:
             self._document({"command": command, "environment": place, "results": results})
 
     def _document(self, content: dict[str, Any]) -> None:
-        """Print one JSON document, unless one has been printed; only with --json."""
         if not self.json or self._documented:
             return
         from elsa_cli.version import version
@@ -123,7 +122,7 @@ class Session:
         self._write(json.dumps(jsonable(document), indent=2, allow_nan=False) + "\n")
 
     def text(self, text: str) -> None:
-        """Print `text` as it is, whatever the output flags say (a completion script)."""
+        """Print `text` as it is, whatever the output flags say."""
         self._write(text if text.endswith("\n") else text + "\n")
 
     def line(self, text: str = "", style: str = "", *, even_quiet: bool = False) -> None:
@@ -155,10 +154,10 @@ class Session:
     ) -> None:
         """Print a table. A column whose title starts with ">" is aligned to the right.
 
-        Where the terminal is too narrow, column number `wrap` is folded. Where that does not do,
-        columns whose titles start with "~" are left out, the last first, and then the other texts
-        are folded, the first column, which holds paths and names, last. Without `wrap` none is.
-        Numbers never are: lines may be longer than the terminal is wide.
+        Where the terminal is too narrow, column number `wrap` is folded, then columns whose titles
+        start with "~" are left out, the last first, and then other texts are folded, the first
+        column, which holds paths and names, last. Without `wrap` none is. Numbers never are: lines
+        may be longer than the terminal is wide.
         """
         if self.json or self.quiet or not rows:
             return
@@ -259,8 +258,8 @@ class Session:
         """Show that `text` is going on, while it is; yields `update(label, done, total)`.
 
         A stderr that is no terminal gets a line every 10 s, unless `beats` is off. Not `drawn`
-        where a library draws progress of its own (a download). Where it only `imports` packages,
-        Ctrl-C ends the process at once. Neither of the two beats.
+        where a library draws progress of its own. Where it only `imports` packages, Ctrl-C ends the
+        process at once.
         """
         signals.check()
         start = time.perf_counter()
@@ -348,8 +347,8 @@ class Session:
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def fail(self, code: int, line: str, error: BaseException) -> None:
-        """Say on stderr why the command ends; the traceback only with --debug. With --json also as
-        the document, where the command has printed none."""
+        """Say on stderr why the command ends, and with --json in the document, where none was
+        printed."""
         if self.debug and line and code != INTERRUPTED:
             lines = "".join(traceback.format_exception(error)).splitlines()
             self._stderr.writelines(f"{printable(line)}\n" for line in lines)
@@ -376,10 +375,8 @@ class Session:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """While it lasts, whatever a library prints, warns or logs cannot reach stdout.
-
-        Warnings and log lines of other packages show with --verbose alone.
-        """
+        """While it lasts, whatever a library prints, warns or logs cannot reach stdout; warnings
+        and log lines of other packages show with --verbose alone."""
 
         def show(message: Warning | str, category: Any, filename: str, *_: Any, **__: Any) -> None:
             if self.verbose or "elsa_" in filename:

@@ -110,12 +110,17 @@ def describe(error: BaseException) -> tuple[int, str]:
         return error.exit_code, ""
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED, "interrupted"
+    for cls in type(error).__mro__:
+        if cls.__module__ == "elsa_core.errors" and cls.__name__ in _BY_CLASS:
+            return _BY_CLASS[cls.__name__], cut(one_line(error))
     if isinstance(error, click.UsageError):
         found = USAGE, _usage(error)
     elif isinstance(error, CommandError):
         found = error.exit_code, one_line(error)
     else:
-        found = _core(error) or _system(error) or _internal(error)
+        what = f"{type(error).__name__}: {one_line(error)[:300]}"
+        internal = f"internal error: {what} (run with --debug for the traceback)"
+        found = _system(error) or (FAILED, internal)
     return found[0], cut(found[1])
 
 
@@ -132,13 +137,6 @@ def _usage(error: click.UsageError) -> str:
         if origin is click.core.ParameterSource.DEFAULT_MAP:
             return f"{message} (from {ctx.meta.get('elsa.config', 'the config file')})"
     return message + (f" (see {ctx.command_path} --help)" if ctx else "")
-
-
-def _core(error: BaseException) -> tuple[int, str] | None:
-    for cls in type(error).__mro__:
-        if cls.__module__ == "elsa_core.errors" and cls.__name__ in _BY_CLASS:
-            return _BY_CLASS[cls.__name__], one_line(error)
-    return None
 
 
 def _system(error: BaseException) -> tuple[int, str] | None:
@@ -174,8 +172,3 @@ def out_of_memory(error: BaseException) -> bool:
 def _limited() -> bool:
     """Whether the shell has limited the memory of this process."""
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-
-
-def _internal(error: BaseException) -> tuple[int, str]:
-    what = f"{type(error).__name__}: {one_line(error)[:300]}"
-    return FAILED, f"internal error: {what} (run with --debug for the traceback)"

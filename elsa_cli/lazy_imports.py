@@ -1,10 +1,9 @@
 """A quick start: timm and PyTorch's counter of FLOPs without what a command does not need of them.
 
-torchvision and timm ask for PyTorch's compiler, which takes longer to import than all of timm, as
-they are imported, for one question and one decorator. Meanwhile both are answered by stand-ins that
-import it when they are called. timm's client of the hub and triton are optional to those who import
-them: they are as if not installed, for the time of that import alone. Only the command's own
-process does this; the library never does.
+torchvision and timm ask for PyTorch's compiler as they are imported, which takes longer to import
+than all of timm, for one question and one decorator. Both are answered by stand-ins that import it
+when they are called. timm's client of the hub and triton are as if not installed, for the time of
+that import alone.
 """
 
 from __future__ import annotations

@@ -151,9 +151,7 @@ def _fill_streams() -> None:
 
 def _leave(code: int) -> NoReturn:
     """End the process without taking torch's modules apart, which takes as long as importing timm.
-
-    What was registered to run at the end runs.
-    """
+    What was registered to run at the end runs."""
     if "torch" in sys.modules and threading.active_count() == 1:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the plain way says why
             sys.stdout.flush()

@@ -31,11 +31,8 @@ _LONGEST_LABELS = 16 * 2**20
 
 @dataclass(frozen=True)
 class _Spelling:
-    """How MODEL spells a library's names: what comes first, and the name without its tag.
-
-    `shortened`: a name may end at an underscore, and is completed. `owner`: whose repositories on
-    the hub are the library's models.
-    """
+    """How MODEL spells a library's names: the prefix, and the name without its tag. `shortened`: a
+    name may end at an underscore. `owner`: of its repositories on the hub."""
 
     library: str
     prefix: str
@@ -64,10 +61,7 @@ LIBRARIES = {spelling.library: spelling for spelling in _SPELLINGS}
 
 
 def check(text: str) -> None:
-    """Refuse a MODEL that is no file and no name of an installed library.
-
-    Raises: ModelFileError with close names.
-    """
+    """Refuse a MODEL that is no file and no name of an installed library, with close names."""
     given = text.strip()
     if not given or "\0" in given:
         return
@@ -98,19 +92,11 @@ def _check_path(given: str) -> None:
 
 
 def check_file(path: Path | None, what: str) -> None:
-    """Refuse a file that a command is to read and that is not there.
-
-    Raises: ModelFileError.
-    """
     if path is not None and not exists(path):
         raise ModelFileError(f"{path}: no such {what}")
 
 
 def check_images(folder: Path | None) -> None:
-    """Refuse a folder of images that is none.
-
-    Raises: ModelFileError.
-    """
     if folder is not None and not folder.is_dir():
         what = "not a folder" if folder.exists() else "no such folder of images"
         raise ModelFileError(f"{folder}: {what}")

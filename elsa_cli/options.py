@@ -161,10 +161,8 @@ def elsa_command(name: str, *options: Decorator) -> Callable[[Callable[..., None
 
 
 def typed(names: Iterable[str]) -> list[str]:
-    """The flags among these parameters that stand on the command line itself.
-
-    Variables and config files hold defaults for every run, which say nothing about this one.
-    """
+    """The flags among these parameters that stand on the command line itself. Variables and config
+    files hold defaults for every run, which say nothing about this one."""
     ctx = click.get_current_context()
     source = click.core.ParameterSource.COMMANDLINE
     flags = {param.name: param.opts[0] for param in ctx.command.params}
@@ -172,10 +170,7 @@ def typed(names: Iterable[str]) -> list[str]:
 
 
 def resolve_device(name: str) -> str:
-    """The device that --device names, `auto` settled (CUDA where there is one, else the CPU).
-
-    Raises: UnavailableError where the machine has no such device.
-    """
+    """The device that --device names, `auto` settled (CUDA where there is one, else the CPU)."""
     import torch
 
     from elsa_core.errors import UnavailableError
@@ -217,11 +212,8 @@ OUTPUT = (
 
 
 def model_options(*, required: bool = True, swept: bool = False) -> tuple[Decorator, ...]:
-    """MODEL and how it is built: size, weights, dtype, device. `swept`: several sizes and dtypes.
-
-    --model-kwargs, --mean, --std, --crop-pct and --interpolation are timm's names for what a
-    weights file may not say.
-    """
+    """MODEL and how it is built: size, weights, dtype, device, and what a weights file may not say,
+    by timm's names. `swept`: several sizes and dtypes."""
     size, dtype = IMAGE_SIZE, DtypeName()
     return (
         click.argument("model", required=required, shell_complete=completion.models),
@@ -266,12 +258,10 @@ def model_options(*, required: bool = True, swept: bool = False) -> tuple[Decora
 
 
 def device_option(text: str) -> Decorator:
-    """--device."""
     return click.option("--device", type=DEVICE, default="auto", show_default=True, help=text)
 
 
 def batch_option(rows: int, text: str) -> Decorator:
-    """--batch-size."""
     return click.option(
         "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=rows,
         show_default=True, help=text,
@@ -279,12 +269,10 @@ def batch_option(rows: int, text: str) -> Decorator:
 
 
 def file_option(*names: str, text: str, metavar: str | None = "FILE", **more: Any) -> Decorator:
-    """An option that names a file."""
     return click.option(*names, type=FilePath(), metavar=metavar, help=text, **more)
 
 
 def folder_option(*names: str, text: str, **more: Any) -> Decorator:
-    """An option that names a directory."""
     return click.option(*names, type=FilePath(folder=True), metavar="DIR", help=text, **more)
 
 

@@ -35,10 +35,8 @@ def import_torch(session: Session) -> None:
 
 
 def import_ahead(session: Session, *modules: str) -> None:
-    """Import what a later step imports anyway, while Ctrl-C may still end the process at once.
-
-    Nothing where something was written already. What is missing the later step says itself.
-    """
+    """Import what a later step imports anyway, while Ctrl-C may still end the process at once:
+    nothing where something was written already. What is missing the later step says itself."""
     missing = [name for name in modules if name not in sys.modules]
     if session.written or not missing:
         return
@@ -51,12 +49,8 @@ def import_ahead(session: Session, *modules: str) -> None:
 def open_model(
     session: Session, text: str, options: Options, *, shapes_alone: bool = False
 ) -> Loaded:
-    """Load the model that MODEL and the options name, in evaluation mode on its device.
-
-    With `shapes_alone` random weights are left as their memory was found, which saves their time.
-
-    Raises: ModelError, UnavailableError, ArgumentError with one line each.
-    """
+    """Load the model that MODEL and the options name, in evaluation mode on its device. With
+    `shapes_alone` random weights are left as their memory was found, which saves their time."""
     names.check(text)
     names.check_images(options.images)
     import_torch(session)
@@ -111,11 +105,8 @@ def take_inputs(loaded: Loaded, options: Options) -> None:
 def patch_model(
     session: Session, loaded: Loaded, options: Options, strict: bool = False
 ) -> PatchReport:
-    """Patch the loaded model in place. A directory that was saved patched keeps its plan, unless
-    an option about sites or kernels was typed.
-
-    Raises: NothingPatchedError, ArgumentError, UnavailableError.
-    """
+    """Patch the loaded model in place. A directory that was saved patched keeps its plan, unless an
+    option about sites or kernels was typed."""
     if loaded.report is not None and not typed(_CHOICES):
         return loaded.report
     with session.stage("patching"):
@@ -132,10 +123,7 @@ def patch_model(
 
 
 def check_plan_alone(path: Path) -> None:
-    """Refuse a plan that is not there, and options that it has already settled.
-
-    Raises: click.UsageError, ModelFileError.
-    """
+    """Refuse a plan that is not there, and options that it has already settled."""
     names.check_file(path, "plan")
     if typed(_CHOICES):
         raise click.UsageError(
@@ -145,10 +133,7 @@ def check_plan_alone(path: Path) -> None:
 
 
 def patch_by_plan(session: Session, loaded: Loaded, path: Path) -> PatchReport:
-    """Patch exactly the sites that the plan in `path` names.
-
-    Raises: ModelError where it is no plan or does not fit the model.
-    """
+    """Patch exactly the sites that the plan in `path` names."""
     with session.stage("patching"):
         from elsa_core.loading import apply_plan, read_plan
         from elsa_core.patching import unpatch
@@ -160,13 +145,8 @@ def patch_by_plan(session: Session, loaded: Loaded, path: Path) -> PatchReport:
 
 
 def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, Route]:
-    """Which backend serves the patched attention sites, by their head dimensions.
-
-    Asking compiles the native library at its first use. A site whose head dimension is not known
-    before a run counts as one of 64.
-
-    Raises: UnavailableError where the backend asked for by name cannot serve a site.
-    """
+    """Which backend serves the patched attention sites, by their head dimensions (64 where it is
+    not known before a run). Asking compiles the native library at its first use."""
     with session.stage("preparing the kernels (compiled at their first use)"):
         import torch
 

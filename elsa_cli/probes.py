@@ -54,10 +54,8 @@ class Probe:
 def examine(
     progress: Callable[[str], None] = lambda text: None, torch_error: Exception | None = None
 ) -> list[Probe]:
-    """Every probe's answer, in the order of the report. Never raises an Exception.
-
-    torch_error: why torch could not be imported; a second attempt says that it is the second.
-    """
+    """Every probe's answer, in the order of the report; never an exception. `torch_error`: why
+    torch could not be imported, since a second attempt says that it is the second."""
     sections: dict[str, Callable[[], Iterator[Probe]]] = {
         "system": _system, "packages": lambda: _packages(torch_error), "gpu": _gpu,
         "native library": _native, "kernel packs": _packs, "backends": _backends,

@@ -120,8 +120,13 @@ def _one(session: Session, row: Document) -> None:
     for name, why in found["left_out"].items():
         session.line(f"without {name}: {why}", "dim")
     session.line()
-    if words.is_step(found):
-        _steps(session, found["runs"])
+    if words.is_step(found):  # what the parts of a training step take
+        parts = list(found["runs"][0]["parts"])
+        rows = [
+            [run["name"], *(_ms(run["parts"][part]) for part in parts)] for run in found["runs"]
+        ]
+        session.table(("run", *(f">{part}, ms" for part in parts)), rows)
+        session.line()
     if len(found["sites"]) > 1:
         _sites(session, found["sites"])
     bound = words.bound_text(found)
@@ -143,14 +148,6 @@ def _costs(run: Document) -> list[str]:
     if run.get("first_seconds"):
         said.append(f"first result after {words.duration(run['first_seconds'])}")
     return said
-
-
-def _steps(session: Session, runs: list[Document]) -> None:
-    """What the parts of a training step take."""
-    names = list(runs[0]["parts"])
-    rows = [[run["name"], *(_ms(run["parts"][name]) for name in names)] for run in runs]
-    session.table(("run", *(f">{name}, ms" for name in names)), rows)
-    session.line()
 
 
 def _sites(session: Session, sites: list[Document]) -> None:

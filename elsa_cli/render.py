@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def header(session: Session, loaded: Loaded, options: Options, extra: str = "") -> None:
-    """What is looked at: name, weights, size, device, dtype."""
     typed = f"{loaded.spec.given} → " if loaded.spec.alias else ""
     session.line(f"{typed}{loaded.name} · weights: {loaded.weights}", "bold")
     size = loaded.example_size or loaded.input_size
@@ -114,7 +113,6 @@ def kernels(routes: dict[int, Route]) -> str:
 
 
 def patched(session: Session, report: PatchReport) -> None:
-    """What was patched, and what was kept and why."""
     from elsa_core.base.grouping import group, group_by
 
     rows = [

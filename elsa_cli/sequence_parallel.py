@@ -27,12 +27,7 @@ _OTHERS = (
 
 
 def profile(session: Session, model: str, options: Options) -> None:
-    """Measure, and let rank 0 show it.
-
-    Raises:
-        UnavailableError: not under torchrun, or a rank was lost.
-        ModelError: the model cannot be sharded.
-    """
+    """Measure, and let rank 0 show it."""
     rank = int(os.environ.get("RANK") or 0)
     if rank:
         session.quiet = True  # rank 0 alone writes

@@ -48,10 +48,8 @@ def importing(leave: Callable[[int], None]) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise what a signal asked for and no code has raised yet.
-
-    Raises: KeyboardInterrupt for SIGINT, SystemExit for SIGTERM and SIGHUP.
-    """
+    """Raise what a signal asked for and no code has raised yet: KeyboardInterrupt for SIGINT,
+    SystemExit for SIGTERM and SIGHUP."""
     if _requested:
         _raise(_requested[0])
 
@@ -74,7 +72,8 @@ def _retry(number: int, frame: FrameType | None) -> None:
     """Raise what was asked for, unless this is no moment for it: then look again a little later."""
     if _leave and _importing(frame):
         _leave[-1](exit_code(_requested[0]))
-    if _importing(frame) or _uninterrupted():
+    processes = sys.modules.get("elsa_core.base.processes")
+    if _importing(frame) or getattr(processes, "uninterrupted", False):
         signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS)
     else:
         _raise(_requested[0])
@@ -86,10 +85,6 @@ def _importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _uninterrupted() -> bool:
-    return bool(getattr(sys.modules.get("elsa_core.base.processes"), "uninterrupted", False))
 
 
 def _raise(number: int) -> None:

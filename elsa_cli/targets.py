@@ -13,10 +13,8 @@ PLOTS = (".png", ".svg")
 
 
 def check_new(path: Path, force: bool, hint: str = "") -> None:
-    """Refuse a file that exists, unless `force`, and one that cannot be written.
-
-    Raises: TargetError; `hint` is another way out of an existing file.
-    """
+    """Refuse a file that exists, unless `force`, and one that cannot be written; `hint` is another
+    way out."""
     if path.exists() and not force:
         raise TargetError(f"{path} exists; use --force to replace it{hint}")
     check_writable(path)
@@ -24,10 +22,7 @@ def check_new(path: Path, force: bool, hint: str = "") -> None:
 
 def check_folder(output: Path, force: bool, *, zipped: bool = False) -> None:
     """Refuse a directory that exists, unless `force`, and one that cannot be made; with `zipped` a
-    file.
-
-    Raises: TargetError.
-    """
+    file."""
     try:
         str(output.absolute()).encode()
     except UnicodeEncodeError:  # safetensors and TorchScript could not read it
@@ -47,10 +42,7 @@ def check_folder(output: Path, force: bool, *, zipped: bool = False) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a picture that cannot be drawn, before anything heavy is imported.
-
-    Raises: TargetError for another suffix, PlaceError without matplotlib.
-    """
+    """Refuse a picture that cannot be drawn, before anything heavy is imported."""
     if path.suffix.lower() not in PLOTS:
         raise TargetError(f"{path}: a plot is a {' or '.join(PLOTS)} file")
     if importlib.util.find_spec("matplotlib") is None:
@@ -58,10 +50,6 @@ def check_plot(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file in whose folder nothing can be written.
-
-    Raises: TargetError.
-    """
     _try(path.parent, path)
 
 

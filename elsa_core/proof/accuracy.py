@@ -25,14 +25,11 @@ _SHOWN = 10  # changed images in a table
 
 @dataclass(frozen=True)
 class Changed:
-    """An image that the patched model puts into another class.
+    """An image (its place in the order of evaluation) that the patched model puts into another
+    class; `label` is -1 where it has none.
 
-    Attributes:
-        index: its place in the order of evaluation, from 0.
-        label: its class, -1 where it has none.
-        original: the original model's class; `patched` the patched one's.
-        margin: how far the original's logit of its own class lies above that of the other. A margin
-            of the size of the rounding errors is a tie.
+    `margin` is how far the original's logit of its own class lies above that of the other. One of
+    the size of the rounding errors is a tie.
     """
 
     index: int
@@ -74,11 +71,9 @@ class EvalReport(Summarised):
     speed: Ratio | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return asdict(self)
 
     def summary(self) -> Summary:
-        """Accuracy and throughput of both, and the images whose class changed."""
         count = len(self.changed)
         title = f"{self.images} images · {count or 'no'} class{'es' * (count != 1)} changed"
         changed = [
@@ -194,7 +189,6 @@ def evaluate(
 
 
 def _pairs(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches, each refused that is no pair of tensors."""
     if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
         kind = type(batches).__name__
         raise TypeError(f"batches must be an iterable of (images, labels), not {kind}")

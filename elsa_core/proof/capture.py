@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -45,21 +46,16 @@ _Pair = tuple[float, float]
 class OperatorCall:
     """One call of the operator: what it cost in accuracy and how large its logits were.
 
-    `rows` counts the sampled rows of P; `largest_logit` is the largest |finite score| among them.
-    `p_error` and `y_error` are relative Euclidean errors of P and Y against float64. What they are
-    allowed is `factor` times the error of PyTorch's own products on the same tensors (the paper's
-    Algorithm 2, float32 inside) plus a band: for P two ulp of the float32 lse, whose absolute
-    rounding is a relative one of P; for Y one ulp of its dtype, the division and the store.
-    Where one sample condemns P or Y, the root mean square over nearby ones counts, of both
-    (`Comparison`): few rows say little, and their rounding differs from processor to processor.
-    This sees what no output in bfloat16 can show, such as one key left out of 197.
+    `p_error` and `y_error` are relative Euclidean errors of P and Y against float64, on `rows`
+    sampled rows of P. Allowed is `factor` times the error of PyTorch's own products on the same
+    tensors (the paper's Algorithm 2) plus a band: for P two ulp of the float32 lse, whose absolute
+    rounding is a relative one of P; for Y one ulp of its dtype. Where one sample condemns P or Y,
+    the root mean square over nearby ones counts, of both. This sees what no output in bfloat16 can
+    show, such as one key left out of 197.
 
-    The window operator returns no lse, so that its P is not known (0 of 0); Y is judged in the same
-    way, against PyTorch's own products in float32.
-
-    `keys` is the length of a row of P; `padded` says whether windows were filled up with padded
-    tokens, None for the attention operator. `tiles` of keys and those `left_out` are counted where
-    sparsity was asked for, and both errors are then granted its bound beside that.
+    The window operator returns no lse: its P is not known (0 of 0). `padded`: windows were filled
+    up, None for the attention operator. `tiles` of keys and those `left_out` are counted where
+    sparsity was asked for.
     """
 
     drift: Drift
@@ -88,12 +84,9 @@ class OperatorCall:
 class OperatorCapture(TorchDispatchMode):
     """Measures every call of the elsa operator that happens under it; keeps no tensor.
 
-    P is rebuilt from what the operator returned, P = exp(scores - lse) with scores of the same
-    queries and keys in float32, and compared with the float64 oracle on evenly spaced rows, so
-    that the memory stays bounded (about 2**18 entries of P) whatever the length.
-
-    `backends` are the registered ones that served a call, whose kernels may be no operator of elsa:
-    of these calls nothing is measured here.
+    P is rebuilt from what the operator returned, exp(scores - lse), on evenly spaced rows, so that
+    the memory stays bounded whatever the length. `backends` are the registered ones that served a
+    call, whose kernels may be no operator of elsa: nothing is measured of these calls.
     """
 
     elsa_observes = True  # judged is what runs while no tracer, mode or transform is active
@@ -108,7 +101,8 @@ class OperatorCapture(TorchDispatchMode):
     def __enter__(self) -> OperatorCapture:
         runs = dispatch.RUNS
         self._registered = {key: run for key, run in runs.items() if key[1] not in dispatch.SHIPPED}
-        runs.update({key: self._noting(key[1], run) for key, run in self._registered.items()})
+        for key, run in self._registered.items():
+            runs[key] = partial(self._noted, key[1], run)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -116,12 +110,9 @@ class OperatorCapture(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         dispatch.RUNS.update(self._registered)
 
-    def _noting(self, backend: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self.backends.add(backend)
-            return run(*args, **kwargs)
-
-        return noted
+    def _noted(self, backend: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.backends.add(backend)
+        return run(*args, **kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -168,9 +159,7 @@ def _measure(
     each = _SAMPLE // (len(images) * heads * key.shape[2])
     rows = _spread(length, max(_FEWEST_ROWS, each), query.device)
     k, v = key[images], value[images]
-    mask = _rows_of_mask(given["attn_mask"], images, rows)
-    if given["is_causal"]:
-        mask = _with_causal(mask, rows, key.shape[2])
+    mask = _mask(given, images, rows)
     turbo = given["precision"] == "turbo" and query.dtype == torch.float32
     row_lse = lse[images][:, :, rows]
     # the rounding that every fp32 score and lse has, of which P is the exponential
@@ -214,8 +203,8 @@ def _measure(
 def _measure_packed(
     operator: Any, given: dict[str, Any], out: Tensor, lse: Tensor, factor: float
 ) -> OperatorCall:
-    """One call of packed sequences on the last of its longest ones; a site's own output shows what
-    became of the others."""
+    """The last of the longest packed sequences; a site's own output shows what became of the
+    others."""
     starts, others = (given[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
     pairs = zip(pairwise(starts), pairwise(others), strict=True)
     sizes = [(b - a) * (d - c) for (a, b), (c, d) in pairs]
@@ -242,7 +231,6 @@ def _measure_packed(
 def _measure_windows(
     operator: Any, given: dict[str, Any], out: Tensor, factor: float
 ) -> OperatorCall:
-    """One call of the window operator on some of its images, as many as the sample allows."""
     qkv = given["qkv"]
     most = max(_FEWEST_IMAGES, _WINDOW_SAMPLE // qkv[0].numel())
     images = _spread(qkv.shape[0], most, qkv.device)
@@ -275,7 +263,6 @@ def _measure_windows(
 
 
 def _errors(own: Tensor, peer: Tensor, exact: Tensor) -> _Pair:
-    """Relative errors of the operator and of the peer, both in the operator's dtype."""
     return reference.relative_l2(own, exact), reference.relative_l2(peer.to(own.dtype), exact)
 
 
@@ -295,8 +282,7 @@ def _settled(first: _Pair, factor: float, ulp: float, again: Callable[[int], _Pa
 
 def _weighed(sizes: Tensor, p: Tensor) -> float:
     """The size of the scores' terms, sum |q_i k_i| * scale, as it reaches the weights: scores that
-    cancel are rounded as their terms are, whatever is left of them.
-    """
+    cancel are rounded as their terms are."""
     norm, reached = p.norm(), torch.where(p > 0, sizes * p, 0.0).norm()
     return float(reached / norm) if norm > 0 and reached.isfinite() else 0.0
 
@@ -320,24 +306,22 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Te
 
 
 def _spread(size: int, most: int, device: torch.device) -> Tensor:
-    """At most so many places in 0..size-1, evenly spread, the first and the last among them."""
+    """At most so many places, evenly spread, the first and the last among them."""
     places = torch.linspace(0, size - 1, min(size, most), dtype=torch.float64)
     distinct: Tensor = places.round().long().unique()
     return distinct.to(device)
 
 
-def _rows_of_mask(mask: Tensor | None, images: Tensor, rows: Tensor) -> Tensor | None:
-    if mask is None:
-        return None
-    mask = mask if mask.shape[0] == 1 else mask[images]
-    return mask if mask.shape[2] == 1 else mask[:, :, rows]
-
-
-def _with_causal(mask: Tensor | None, rows: Tensor, keys: int) -> Tensor:
-    """Adds key j <= query i to a mask, as the operator does when it is given both."""
-    visible = torch.arange(keys, device=rows.device) <= rows.unsqueeze(1)
+def _mask(given: dict[str, Any], images: Tensor, rows: Tensor) -> Tensor | None:
+    """The mask of these images and rows, with key j <= query i added where it is causal."""
+    mask: Tensor | None = given["attn_mask"]
+    if mask is not None and mask.shape[0] > 1:
+        mask = mask[images]
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask[:, :, rows]
+    if not given["is_causal"]:
+        return mask
+    visible = torch.arange(given["key"].shape[2], device=rows.device) <= rows.unsqueeze(1)
     if mask is None:
         return visible
-    if mask.dtype == torch.bool:
-        return mask & visible
-    return torch.where(visible, mask, -math.inf)
+    return mask & visible if mask.dtype == torch.bool else torch.where(visible, mask, -math.inf)

@@ -85,9 +85,8 @@ class Comparison:
     """One output of original and patched against the oracle, accumulated over batches.
 
     `samples` counts the inputs that stand for one case: where one of them condemns the patched
-    model, nearby ones are run too, and the norms are those of all errors together. With few rows
-    and sharp logits a single dot product can carry the whole error, and one sample says little of
-    either model.
+    model, nearby ones are run too. With few rows and sharp logits a single dot product can carry
+    the whole error.
     """
 
     factor: float
@@ -149,7 +148,6 @@ class Comparison:
 
     @property
     def relative_l2(self) -> float:
-        """||patched - original|| / ||oracle||."""
         return _ratio(self.difference.l2, self.oracle.l2)
 
     @property

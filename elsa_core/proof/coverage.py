@@ -1,9 +1,9 @@
-"""`inspect --all`: every architecture of every library, its sites, and whether patching it
-changes what it computes.
+"""`inspect --all`: every architecture of every library, its sites, and whether patching it changes
+what it computes.
 
-An architecture is built on the meta device to find its sites. Its check runs on the same
-architecture with two blocks (per stage) and a small image where the library allows that, in
-float32, on random weights: what differs between architectures is in one block.
+Sites are found on the meta device. The check runs on the same architecture with two blocks (per
+stage) and a small image where the library allows that, in float32, on random weights: what differs
+between architectures is in one block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import meta_model, small_model
 from elsa_core.measuring.memory_limit import available_bytes
 from elsa_core.patching import (
-    AttentionSite,
     computes_otherwise,
     find_sites,
     original,
@@ -69,20 +68,9 @@ class Kept:
 
 @dataclass(frozen=True)
 class Coverage:
-    """One architecture.
-
-    Attributes:
-        name: "timm:..." or "open_clip:...".
-        family: the module of its library that defines it.
-        parameters: weights of the whole architecture.
-        sites: attention modules found.
-        patchable: of these, how many can be patched.
-        kept: the others, by class and reason.
-        verdict: "agrees", "differs", "failed", "not checked" or "unavailable".
-        reason: why, for every verdict but "agrees".
-        error: relative error of the patched output against float64, of the worst case.
-        original_error: the original's own.
-    """
+    """One architecture: of its `sites`, `patchable` ones and those `kept`, by class and reason;
+    `reason` says why for every verdict but "agrees"; `error` is that of the patched output against
+    float64, of the worst case."""
 
     name: str
     family: str
@@ -106,12 +94,10 @@ class Coverage:
         return 0 < self.softmax_sites == self.patchable
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return asdict(self)
 
 
 def from_dict(values: dict[str, Any]) -> Coverage:
-    """The inverse of `Coverage.to_dict`."""
     return Coverage(**(values | {"kept": tuple(Kept(**kept) for kept in values["kept"])}))
 
 
@@ -126,9 +112,11 @@ def examine(name: str, *, checked: bool = True) -> Coverage:
     except Exception as error:
         return replace(empty, verdict=FAILED, reason=f"cannot be built: {first_line(error)}")
     sites = find_sites(whole)
+    groups = Counter((s.module_class, s.reason) for s in sites if not s.patchable)
+    kept = [Kept(*one, count, not computes_otherwise(one[0])) for one, count in groups.items()]
     found = replace(
         empty, parameters=sum(parameter.numel() for parameter in whole.parameters()),
-        sites=len(sites), patchable=sum(site.patchable for site in sites), kept=_kept(sites),
+        sites=len(sites), patchable=sum(site.patchable for site in sites), kept=tuple(kept),
         verdict=NOT_CHECKED, reason="" if sites else "no attention",
     )  # fmt: skip
     if not found.patchable:
@@ -169,11 +157,7 @@ def examine_all(
 
 
 def read_state(path: Path) -> dict[str, Coverage]:
-    """What an earlier run wrote, by name; a later line of one name counts.
-
-    Raises:
-        ModelError: it cannot be read, or a line is no record.
-    """
+    """What an earlier run wrote, by name; a later line of one name counts."""
     if not path.exists():
         return {}
     records = {}
@@ -194,7 +178,10 @@ def _checked(found: Coverage) -> Coverage:
             if weights * BYTES_PER_WEIGHT > available_bytes("cpu"):
                 reason = f"{weights / 1e6:.0f} M weights do not fit in memory to be checked"
                 return replace(found, reason=reason)
-            _fill(model, spread)
+            generator = torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for name, tensor in model.named_parameters():
+                    tensor.copy_(random_weight(name, tensor, generator, spread))
             patch(model, scope="attention")
         noise = generated_inputs(
             size, 1, seed=0, dtype=torch.float32, device="cpu", text=text_shape(model)
@@ -247,22 +234,6 @@ def _compared(model: nn.Module, case: tuple[Any, ...]) -> tuple[list[Comparison]
         comparison.add(exact[name], output, two[name])
         comparisons.append(comparison)
     return comparisons, [path for path, site in sites.items() if site not in ran]
-
-
-def _fill(model: nn.Module, spread: float = 1.0) -> None:
-    """Random weights, none of them zero (`random_weight`)."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            tensor.copy_(random_weight(name, tensor, generator, spread))
-
-
-def _kept(sites: Iterable[AttentionSite]) -> tuple[Kept, ...]:
-    groups = Counter((s.module_class, s.reason) for s in sites if not s.patchable)
-    return tuple(
-        Kept(cls, reason, count, not computes_otherwise(cls))
-        for (cls, reason), count in groups.items()
-    )
 
 
 def summarise(records: Sequence[Coverage]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Gradients of one computation: of its floating inputs and of every parameter that wants one.
 
 The loss is the sum of the outputs times random numbers, the same for original, patched and float64:
-whatever reaches an output reaches the loss, and no loss function hides it.
+whatever reaches an output reaches the loss.
 """
 
 from __future__ import annotations

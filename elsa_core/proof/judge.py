@@ -31,11 +31,9 @@ _HOPELESS = 5.0
 class Judgement:
     """What is known of one case so far: of a model by one path, of a site, or of gradients.
 
-    Attributes:
-        factor: how many times the original's own error is allowed.
-        eps: what sets the ulp where it is not the dtype (turbo).
-        bound: the relative error that sparsity is granted beside that.
-        error: what the patched code raised.
+    `factor` times the original's own error is allowed, and `bound` beside that where sparsity is
+    granted it; `eps` sets the ulp where it is not the dtype's (turbo); `error` is what the patched
+    code raised.
     """
 
     factor: float
@@ -58,7 +56,6 @@ class Judgement:
     def add_tensors(
         self, exacts: Mapping[str, Tensor], ones: Mapping[str, Tensor], twos: Mapping[str, Tensor]
     ) -> None:
-        """The same for tensors that have names."""
         for name, expected in ones.items():
             comparison = self.comparisons.setdefault(
                 name, Comparison(self.factor, self.eps, bound=self.bound)
@@ -92,13 +89,9 @@ class Judgement:
 
 
 def settle(judgements: Iterable[Judgement], samples: int, again: Callable[[int], None]) -> None:
-    """Takes more samples for judgements that one sample alone condemns.
-
-    Args:
-        judgements: get their samples together; those that are not in doubt need none.
-        samples: in all, for a fair judgement; 8 where the errors are far beyond what is allowed.
-        again: adds one more to each of them that is in doubt, given its seed.
-    """
+    """Takes more samples for judgements that one sample alone condemns: up to `samples` in all, 8
+    where the errors are far beyond what is allowed. `again` adds one more to each of them, given
+    its seed."""
     several = [each for each in judgements if each.in_doubt]
     for seed in range(1, samples if several else 1):
         again(seed)

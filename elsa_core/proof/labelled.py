@@ -26,11 +26,8 @@ _IMAGENET = 1000
 class LabelledImages:
     """Images and their classes.
 
-    Attributes:
-        root: the folder.
-        files: its images, in order.
-        labels: their classes as the model counts them; -1 where the class is not known.
-        how: how classes were found, in words.
+    Attributes: `root` the folder; `files` in order; `labels` as the model counts them, -1 where the
+    class is not known; `how` classes were found, in words.
     """
 
     root: Path

@@ -70,10 +70,8 @@ def chosen(paths: Sequence[str] | None, device: torch.device) -> tuple[str, ...]
 
 
 def runner(name: str, model: nn.Module, fault: Fault | None) -> Callable[[Given], Any]:
-    """What runs a copy of the model by the path `name`, any but "eager".
-
-    A deliberate error is part of the copy.
-    """
+    """What runs a copy of the model by the path `name`, any but "eager"; a deliberate error is part
+    of the copy."""
     copied = shared_copy(model)
     held: AbstractContextManager[None]
     held = nullcontext() if fault is None else fault.on(copied.get_submodule(fault.path))

@@ -199,8 +199,7 @@ class SiteRecord:
     def add(
         self, case: str, comparisons: Mapping[str, Comparison], operator: Sequence[OperatorCall]
     ) -> None:
-        """Takes the outputs of one run of the site, and the operator's calls in it; the worst of
-        all runs is kept."""
+        """Takes the outputs of one run of the site, and the operator's calls in it."""
         self.calls += 1
         self.operator_calls += len(operator)
         self.drifts += [each.drift for each in operator]
@@ -220,7 +219,7 @@ class SiteRecord:
         return self.clearest < LEGIBLE
 
     def _reason(self) -> str:
-        """Why the site fails, or an empty string; its own output is judged before its operator."""
+        """A site's own output is judged before its operator."""
         why = "" if self.worst is None else self.worst.reason()
         if why:
             return f"{self.case}: {why}"
@@ -239,7 +238,6 @@ class SiteRecord:
         return ""
 
     def result(self, path: str) -> SiteCheck:
-        """The verdict on the site."""
         notes = [*dict.fromkeys(self.notes), *_samples(self.worst, self.case)]
         if self.worst is None and self.layer:
             notes.append(_NOT_REACHED)
@@ -270,7 +268,6 @@ class GradientRecord:
     error: str = ""
 
     def add(self, case: str, judgement: Judgement) -> None:
-        """Takes the gradients of one case; the worst of all cases is kept."""
         if judgement.error:
             self.error = self.error or f"{case}: {judgement.error}"
         self.count += len(judgement.comparisons)
@@ -290,7 +287,6 @@ class GradientRecord:
         return f"{self.case}: gradient of {self.name}{more}: {why}" if why else ""
 
     def result(self, path: str) -> GradientCheck:
-        """The verdict on them."""
         return GradientCheck(
             path=path, worst=self.name, **_verdict(self.worst, self._reason()),
             worst_case=self.case, gradients=self.count, wrong=tuple(self.wrong),
@@ -299,10 +295,8 @@ class GradientRecord:
 
 
 def _rank(gradient: Comparison) -> tuple[bool, bool, float]:
-    """What is shown first: failures, then those that are more than rounding.
-
-    The gradient of a bias of keys is zero but for rounding, of the original as of anybody.
-    """
+    """What is shown first: failures, then what is more than rounding, as no gradient of a bias of
+    keys is."""
     return gradient.excess > 1.0, gradient.original_error < LEGIBLE, gradient.excess
 
 

@@ -61,7 +61,7 @@ class CheckRun:
         self._judge(self.model, self.oracle, self.sites)
 
     def _judge(self, model: nn.Module, oracle: nn.Module, sites: Mapping[str, nn.Module]) -> None:
-        """Make `model` the one whose outputs are judged: the model, or a copy of it."""
+        """Make `model` the one whose outputs are judged."""
         self.whole = model
         self.sides = of_model(model, oracle, sites, self.fault)
         self.by_path: dict[str, Sides] = {
@@ -70,7 +70,6 @@ class CheckRun:
         }
 
     def tick(self, what: str, steps: int) -> None:
-        """Say that so many steps more are done."""
         self.done += steps
         if self.progress is not None:
             self.progress(what, self.done, self.steps)
@@ -100,11 +99,10 @@ class CheckRun:
         self.shown = False
 
     def first_batch(self, case: tuple[Any, ...]) -> Given:
-        """The first `batch_size` rows of a case, in the model's dtype and on its device."""
+        """In the model's dtype and on its device."""
         return self._prepared(next(chunks(case, self.asked.batch_size)))
 
     def judgement(self) -> Judgement:
-        """What takes outputs or gradients of the whole model, by the rule that was asked for."""
         eps = TURBO_EPS if self.site_run.turbo else None
         return Judgement(self.asked.factor, eps)
 
@@ -113,7 +111,6 @@ class CheckRun:
         return tuple(map_floating(moved, self.dtype)), {}
 
     def _case(self, name: str, case: tuple[Any, ...]) -> list[ModelCheck]:
-        """One case by every path, each over as many samples as it takes."""
         judged = {path: self.judgement() for path in self.by_path}
         inputs = 0
         for index, raw in enumerate(chunks(case, self.asked.batch_size)):
@@ -191,14 +188,9 @@ class CheckRun:
         return replace(self.sides, run_patched=run_patched, fault=nullcontext)
 
     def _require(self, path: str, batch: Given, error: PatchedError) -> None:
-        """Where the original cannot take this path either, that is no finding about elsa.
-
-        It, and a path for which this machine has no compiler, is left out with the reason.
-
-        Raises:
-            UnavailableError: a path that was asked for by name lacks its compiler.
-            ModelError: the original does not run by a path that was asked for by name.
-        """
+        """Where the original cannot take this path either, or this machine has no compiler for it,
+        that is no finding about elsa: it is left out with the reason. An error where it was asked
+        for by name."""
         if path == paths.EAGER:
             return
         if paths.lacks_compiler(error.__cause__):
@@ -226,11 +218,8 @@ class CheckRun:
         return None
 
     def trains(self, path: str, batch: Given) -> bool:
-        """Whether the original's backward runs by a path; else the report says why not.
-
-        Raises:
-            ModelError: the path was asked for by name.
-        """
+        """Whether the original's backward runs by a path; else the report says why not, or
+        ModelError where the path was asked for by name."""
         with torch.enable_grad():
             reason = self._refusal(path, own(batch))
         if reason is not None and self.asked.by_name:

@@ -64,10 +64,8 @@ def nudged(value: Any, seed: int) -> Any:
 def random_weight(
     name: str, like: Tensor, generator: torch.Generator, spread: float = 1.0
 ) -> Tensor:
-    """A random parameter that keeps activations near one: gains near one, no bias at zero.
-
-    `name` tells gains from biases; `spread` below 1 makes all of them smaller but the gains.
-    """
+    """A random parameter that keeps activations near one: gains near one (`name` tells them from
+    biases), no bias at zero. `spread` below 1 makes all but the gains smaller."""
     noise = torch.randn(like.shape, generator=generator)
     fan_in = like[0].numel() if like.ndim > 1 else 1
     gain = like.ndim < 2 and name.rpartition(".")[2] in ("weight", "gamma", "scale")

@@ -72,8 +72,6 @@ class Fault:
 
     @contextmanager
     def on(self, site: nn.Module) -> Iterator[None]:
-        """The error, for the length of a `with` block; `site` is the module at `path`."""
-
         def disturb(_module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any) -> Any:
             gain = 1.0 + self.amount
             if isinstance(output, Tensor):
@@ -86,15 +84,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Sides:
-    """The three runs of one computation.
-
-    Attributes:
-        what: the path of the site, or "the model".
-        weights: the module whose parameters original and patched read.
-        oracle: the same in float64.
-        original, run_patched, run_exact: each takes the arguments of a call.
-        fault: entered around a patched run.
-    """
+    """The three runs of one computation, `what` (the path of a site, or "the model"). Each takes
+    the arguments of a call. `weights` is the module whose parameters original and patched read,
+    `oracle` the same in float64; `fault` is entered around a patched run."""
 
     what: str
     weights: nn.Module
@@ -105,21 +97,13 @@ class Sides:
     fault: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def patched(self, given: Given) -> Any:
-        """What the patched code makes of the arguments.
-
-        Raises:
-            PatchedError: it raised.
-            ElsaError: a backend or package is missing.
-        """
+        """What the patched code makes of the arguments; PatchedError where it raised."""
         with self.fault():
             return finding(lambda: self.run_patched(given))
 
     def exact(self, given: Given) -> Any:
-        """What the original makes of them in float64, its own casts included (`exactly`).
-
-        Raises:
-            ModelError: it does not run in float64.
-        """
+        """What the original makes of them in float64, its own casts included (`exactly`);
+        ModelError where it does not run so."""
         try:
             args, kwargs = map_floating(given, torch.float64)
             return exactly(lambda: self.run_exact((args, kwargs)), self.weights)

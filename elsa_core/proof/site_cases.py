@@ -143,11 +143,8 @@ def hard_cases(
 
 
 def zeros_filled(module: nn.Module, entry: str) -> nn.Module | None:
-    """A copy of a site with random weights for those that are all zero, None where none is.
-
-    A last gain of zero (of a norm, as many models begin) hides everything that a site computes; a
-    bias of zeros hides itself.
-    """
+    """A copy of a site with random weights for those that are all zero, None where none is. A last
+    gain of zero hides everything that a site computes; a bias of zeros hides itself."""
     zeros = [
         name
         for name, weight in module.named_parameters()
@@ -219,10 +216,8 @@ def _change_tokens(
 
 
 def _in_channels(module: nn.Module) -> int | None:
-    """The channels a site takes: the inner size of its first matrix or convolution.
-
-    A table of relative positions is a matrix too, so that layers are asked before bare parameters.
-    """
+    """The inner size of a site's first matrix or convolution. A table of relative positions is a
+    matrix too, so that layers are asked before bare parameters."""
     layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
     for parameter in (*(layer.weight for layer in layers), *module.parameters()):
         if parameter.ndim in (2, 4):

@@ -87,11 +87,9 @@ class SiteRun:
         return self.asked.bound if any(is_inexact(site) for site in sparse) else 0.0
 
     def checks(self) -> tuple[SiteCheck, ...]:
-        """The verdict on each site."""
         return tuple(record.result(path) for path, record in self.records.items())
 
     def gradient_checks(self) -> tuple[GradientCheck, ...]:
-        """The verdict on the gradients of each site that ran."""
         return tuple(
             record.result(path)
             for path, record in self.gradients.items()
