@@ -76,7 +76,7 @@ def test_one_launch_without_workspace() -> None:
 @known
 @pytest.mark.parametrize(
     "form",
-    [(197, 197, 64, 64, 256), (197, 197, 60, 60, 256, True), (300, 200, 64, 32, 64),
+    [(197, 197, 60, 60, 256, True), (300, 200, 64, 32, 64),
      (197, 197, 64, 64, 64, False, 8), (300, 128, 60, 60, 64, False, 8)],
     ids=str,
 )  # fmt: skip

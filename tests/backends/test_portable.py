@@ -28,48 +28,18 @@ TURING, AMPERE, HOPPER = (portable_code.LIMITS[arch] for arch in (75, 80, 90))
 DEVICES = ((TURING, PLAIN), (AMPERE, AT_START), (HOPPER, AT_WAIT))
 
 
-def peer(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
-) -> Tensor:
-    """PyTorch's operator in the same dtype, with zeros where a row sees no key."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    if causal and mask is not None:
-        triangle = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
-        additive = mask if mask.dtype != torch.bool else torch.zeros(()).where(mask, -torch.inf)
-        mask, causal = additive.to(q.dtype).masked_fill(~triangle, -torch.inf), False
-    elif mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(q.dtype)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
-    return out.nan_to_num(0.0)
-
-
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    limit: int = HOPPER,
-    copies: int = AT_WAIT,
-) -> Tensor:
+def check(q: Tensor, k: Tensor, v: Tensor, limit: int, copies: int) -> None:
     """Against float64 by twice PyTorch's error; the same bits whatever order threads run in."""
-    out, lse = portable_cpu.attention(q, k, v, mask, causal, scale, limit=limit, copies=copies)
-    other = portable_cpu.attention(
-        q, k, v, mask, causal, scale, limit=limit, copies=copies, backwards=True
+    found, other = (
+        portable_cpu.attention(q, k, v, limit=limit, copies=copies, backwards=backwards)
+        for backwards in (False, True)
     )
-    assert torch.equal(out, other[0]) and torch.equal(lse, other[1])
-    exact, exact_lse = reference.attention(q, k, v, mask, causal, scale)
-    theirs = relative(peer(q, k, v, mask, causal, scale), exact)
-    assert relative(out, exact) <= 2 * theirs + ULPS * EPS
-    empty = exact_lse.isneginf()
-    assert torch.equal(lse.isneginf(), empty) and not out[empty].any()
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    spread = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max() * abs(scale)
-    worst = (lse.double() - exact_lse)[~empty].abs()
-    assert not worst.numel() or worst.max() <= EPS * (ULPS + 4 * spread)
-    return out
+    assert all(map(torch.equal, found, other))
+    exact, exact_lse = reference.attention(q, k, v)
+    theirs = relative(F.scaled_dot_product_attention(q, k, v, enable_gqa=True), exact)
+    assert relative(found[0], exact) <= 2 * theirs + ULPS * EPS
+    spread = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max() * q.shape[-1] ** -0.5
+    assert (found[1].double() - exact_lse).abs().max() <= EPS * (ULPS + 4 * spread)
 
 
 def operands(queries: int, keys: int, dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,7 +56,7 @@ def operands(queries: int, keys: int, dim: int, value_dim: int) -> tuple[Tensor,
 def test_tiles_of_devices(limit: int, copies: int) -> None:
     """A whole tile, a tail of few keys, one of many, and rows beyond the last query."""
     for queries, keys in ((131, 145), (5, 63), (1, 1)):
-        check(*operands(queries, keys, 64, 64), limit=limit, copies=copies)
+        check(*operands(queries, keys, 64, 64), limit, copies)
 
 
 def test_merges_stay_within_theorem_1() -> None:

@@ -64,14 +64,6 @@ def test_every_schedule_serves_some_call():
     assert set(names) == {name for *_, name, _ in CALLS} and len(set(names)) == len(names)
 
 
-def test_no_key_gives_zeros():
-    q, k = torch.full((1, 2, 3, 8), 7.0), torch.empty(1, 2, 0, 8)
-    call = planner.plan_call(q, k, k, None, True, 1.0, "strict")
-    out, lse = planner.execute(call, q, k, k, None)
-    assert (out == 0).all() and (lse == -torch.inf).all() and out.shape == q.shape
-    assert call.schedule is schedules.EMPTY
-
-
 def test_a_plan_holds_no_tensor():
     """Plans outlive calls: what they referred to would never be freed."""
     import gc

@@ -72,23 +72,14 @@ def packed(dtype: torch.dtype, heads: int, kv_heads: int) -> Launch:
     return stream.streamed(varlen.problem_of(q, k, k, False, 0.1, "strict"), 32).fold
 
 
-LAUNCHES = {
-    "rows": lambda: packed(torch.float32, 16, 16),
-    "rows half": lambda: packed(torch.float16, 16, 16),
-    "heads": lambda: packed(torch.float16, 32, 8),
-    "heads split": lambda: packed(torch.float32, 32, 8),
-}
-KINDS = {"rows half": torch.float16, "heads": torch.float16}
-SHARED = {80: 166912, 90: 232448, 120: 101376}
-
-
 @pytest.mark.parametrize(
-    ("name", "arch"),
-    [("rows", 120), ("heads", 90)],
+    ("dtype", "heads", "kv_heads", "arch", "shared"),
+    [(torch.float32, 16, 16, 120, 101376), (torch.float16, 32, 8, 90, 232448)],
+    ids=["rows", "heads"],
 )
-def test_compiles(name: str, arch: int) -> None:
-    compiled = compile_launch(LAUNCHES[name](), KINDS.get(name, torch.float32), "cuda", arch)
-    assert compiled.metadata.shared <= SHARED[arch]
+def test_compiles(dtype: torch.dtype, heads: int, kv_heads: int, arch: int, shared: int) -> None:
+    compiled = compile_launch(packed(dtype, heads, kv_heads), dtype, "cuda", arch)
+    assert compiled.metadata.shared <= shared
     # the memory order that a join rests on: stores, barrier, ticket, barrier, loads
     ptx = compiled.asm["ptx"]
     ticket = re.search(r"atom\.(global\.gpu\.acq_rel|acq_rel\.gpu\.global)\.add\.u32", ptx)
