@@ -8,7 +8,7 @@ Nothing is saved beyond out and lse; the workspace is linear in the rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -104,11 +104,8 @@ def _tail(operands: dict[str, Tensor], mask: Tensor | None, options: Options) ->
     return tail
 
 
-def _launch(
-    kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], warps: int, stages: int = 1
-) -> Launch:
-    known = {name: tail[name] for name in kernel.arg_names if name in tail}
-    return Launch(kernel, grid, known, {"num_warps": warps, "num_stages": stages})
+def _launch(kernel: Any, grid: int, tail: dict[str, Any], tile: Tile) -> Launch:
+    return Launch(kernel, (grid,), tail, {"num_warps": tile.warps, "num_stages": tile.stages})
 
 
 def _side_launch(
@@ -133,8 +130,7 @@ def _side_launch(
         "KEY_M": blocks[0], "KEY_N": blocks[1], "QUERY_M": of_queries[0],
         "QUERY_N": of_queries[1], "STAGES": tile.stages,
     }  # fmt: skip
-    grid = (min(programs, FALLBACK_PROGRAMS) if loop else programs,)
-    return _launch(gradients, grid, own, tile.warps, tile.stages)
+    return _launch(gradients, min(programs, FALLBACK_PROGRAMS) if loop else programs, own, tile)
 
 
 def _sides(tail: dict[str, Any], options: Options, dim: int) -> list[Launch]:
@@ -170,7 +166,7 @@ def _mask_launch(tail: dict[str, Any], mask: Tensor, options: Options, dim: int)
     programs = m_b * m_h
     programs *= 1 if own["ALL_Q"] else own["q_blocks"]
     programs *= 1 if own["ALL_K"] else own["k_blocks"]
-    return _launch(mask_gradient, (programs,), own, tile.warps, tile.stages)
+    return _launch(mask_gradient, programs, own, tile)
 
 
 def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options) -> Call:
@@ -194,8 +190,10 @@ def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options
     again = raw | {"BM": tile.block_m, "BX": tile.block_n}
     grid = (max(q_tiles, k_tiles), 4) if split else (q_tiles, 1)
     call = Call(
-        prepare=_launch(prepare, grid, scaled, PREPARE_WARPS),
-        normalise=_launch(normalise, (min(q_tiles, FALLBACK_PROGRAMS),), again, tile.warps),
+        prepare=Launch(prepare, grid, scaled, {"num_warps": PREPARE_WARPS, "num_stages": 1}),
+        normalise=_launch(
+            normalise, min(q_tiles, FALLBACK_PROGRAMS), again, replace(tile, stages=1)
+        ),
         rows=3 * q_tiles * UNIT, guards=2 * (q_tiles + k_tiles), factors=2 * (q_tiles + k_tiles),
         sides=_sides(scaled, options, dim),
     )  # fmt: skip
@@ -208,21 +206,6 @@ def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options
     if options.needs[3] and mask is not None:
         call.mask = _mask_launch(tail, mask, options, dim)
     return call
-
-
-def _layout(t: Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.data_ptr() % 16
-
-
-def planned(operands: dict[str, Tensor], mask: Tensor | None, options: Options) -> Call:
-    """The plan of a call, cached by layout."""
-    query = operands["q"]
-    extra = None if mask is None else (mask.dtype, _layout(mask))
-    key = (
-        "backward", query.dtype, query.get_device(), options, extra,
-        *(_layout(t) for t in operands.values()),
-    )  # fmt: skip
-    return PLANS.get(key, plan_call, operands, mask, options)
 
 
 def attention_backward(
@@ -286,21 +269,20 @@ def attention_backward(
         zip("qkvgol", (query, key, value, grad_out, out, grad_lse), strict=True),
         dq=written[0], dk=written[1], dv=written[2], lse=lse.contiguous(),
     )  # fmt: skip
-    call = planned(operands, attn_mask, options)
-    if query.is_cuda and query.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(query.device):
-            execute(call, operands, attn_mask, grad_mask, *drawn)
-    else:
-        execute(call, operands, attn_mask, grad_mask, *drawn)
+    layouts = tuple(layout.key_of(t) for t in (attn_mask, *operands.values()))
+    cached = ("backward", query.get_device(), options, layouts)
+    call = PLANS.get(cached, plan_call, operands, attn_mask, options)
+    with layout.on_device(query):
+        _execute(call, operands, attn_mask, grad_mask, *drawn)
     return grads[0], grads[1], grads[2], grad_mask
 
 
-def execute(
+def _execute(
     call: Call, operands: dict[str, Tensor], mask: Tensor | None, grad_mask: Tensor, *drawn: Tensor
 ) -> None:
     """Allocate the workspace and launch; `drawn`: the seed of dropout, if there is any."""
     q, k, v, g = (operands[name] for name in "qkvg")
-    m = q if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    m = layout.mask_pointer(mask, q)
     rows = q.new_empty(call.rows, dtype=torch.float32)
     guards = q.new_empty(call.guards, dtype=torch.int32)
     factors = q.new_empty(call.factors, dtype=torch.float32)

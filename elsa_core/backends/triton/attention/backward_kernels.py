@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.attention.backward_prepare import (
     UNIT,
     UNSHIFT,
@@ -13,7 +14,6 @@ from elsa_core.backends.triton.attention.backward_prepare import (
     verdict,
 )
 from elsa_core.backends.triton.attention.backward_tiles import (
-    RUNTIME_INTEGERS,
     key_side,
     query_side,
     weights,
@@ -72,7 +72,7 @@ def one_program(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+@triton.jit(do_not_specialize=INTEGERS)
 def gradients(
     Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_, Seed,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
@@ -136,11 +136,7 @@ def gradients(
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=[
-        *RUNTIME_INTEGERS, "m_b", "m_h", "m_q", "m_k", "q_blocks", "k_blocks",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=INTEGERS)
 def mask_gradient(
     Q, K, V, G, Mask, Rows, DMask, Seed,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,

@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.shared.helpers import (
     LOG2E,
     exponent,
@@ -44,11 +45,6 @@ LARGE_LSE: tl.constexpr = tl.constexpr(2048.0)
 LEAST_SPLIT: tl.constexpr = tl.constexpr(-40)
 MOST_SPLIT: tl.constexpr = tl.constexpr(60)
 SPLIT_GUARD: tl.constexpr = tl.constexpr(2.0**-5)
-INTEGERS = [
-    "heads", "group", "n_q", "n_k", "batch", "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n",
-    "k_d", "v_b", "v_h", "v_n", "v_d", "g_b", "g_h", "g_n", "g_d", "o_b", "o_h", "o_n", "o_d",
-    "l_b", "l_h", "l_n", "mask_b", "mask_h", "mask_q", "mask_k",
-]  # fmt: skip
 
 
 @triton.jit

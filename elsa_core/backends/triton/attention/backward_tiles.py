@@ -33,14 +33,6 @@ from elsa_core.backends.triton.shared.helpers import (
 )
 from elsa_core.backends.triton.shared.philox import keep
 
-RUNTIME_INTEGERS = [
-    "heads", "group", "n_q", "n_k", "batch", "key_programs", "programs",
-    "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
-    "g_b", "g_h", "g_n", "g_d", "dq_b", "dq_h", "dq_n", "dq_d", "dk_b", "dk_h", "dk_n", "dk_d",
-    "dv_b", "dv_h", "dv_n", "dv_d", "l_b", "l_h", "l_n", "mask_b", "mask_h", "mask_q", "mask_k",
-    "threshold",
-]  # fmt: skip
-
 
 @triton.jit
 def load_pair(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,8 +38,7 @@ class Tile:
         return fits and (mode, side) == (self.mode, self.side)
 
 
-@dataclass(frozen=True)
-class Faster:
+class Faster(NamedTuple):
     """Calls whose gradients these kernels were measured to give sooner than PyTorch's.
 
     half: float16 and bfloat16, or float32. mask: none, causal, bool or bias (additive, its gradient
@@ -56,21 +55,23 @@ class Faster:
     def holds(self, shape: Shape, half: bool, mask: str) -> bool:
         """Whether a call is one of them."""
         least, most = self.dims
-        dims = least <= min(shape.head_dim, shape.value_dim)
-        dims = dims and max(shape.head_dim, shape.value_dim) <= most
         first, last = self.keys
-        keys = first <= shape.keys and (last is None or shape.keys <= last)
-        kind = (half, mask) == (self.half, self.mask)
-        return kind and dims and keys and shape.queries >= self.queries
+        dims = (shape.head_dim, shape.value_dim)
+        return (
+            (half, mask) == (self.half, self.mask)
+            and least <= min(dims)
+            and max(dims) <= most
+            and first <= shape.keys
+            and (last is None or shape.keys <= last)
+            and shape.queries >= self.queries
+        )
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Tiles, first match first, and where they were measured to be the faster ones (no GPU that
     was not measured has such rows).
     """
 
-    gpu: str
     measured: bool
     faster: tuple[Faster, ...]
     tiles: tuple[Tile, ...]
@@ -80,22 +81,17 @@ class Table:
 def load_table(name: str) -> Table:
     """The table `tuning/backward/<name>.json`."""
     data: dict[str, Any] = json.loads((TABLES / "backward" / f"{name}.json").read_text())
-    faster = tuple(
-        Faster(**{**row, "dims": tuple(row["dims"]), "keys": tuple(row["keys"])})
-        for row in data["faster"]
-    )
-    tiles = tuple(Tile(**row) for row in data["tiles"])
-    return Table(data["gpu"], data["measured"], faster, tiles)
+    faster = tuple(Faster(**row) for row in data["faster"])
+    return Table(data["measured"], faster, tuple(Tile(**row) for row in data["tiles"]))
 
 
 def tiles_name(device: torch.device) -> str:
     """Which table a device takes: the H200's on sm_90, else the one of small tiles."""
     gpu = described()
-    if gpu is not None:
-        return "h200" if gpu.capability == (9, 0) else "default"
-    if device.type != "cuda" or torch.version.hip:
+    if gpu is None and (device.type != "cuda" or torch.version.hip):
         return "default"
-    return "h200" if torch.cuda.get_device_capability(device) == (9, 0) else "default"
+    capability = gpu.capability if gpu else torch.cuda.get_device_capability(device)
+    return "h200" if capability == (9, 0) else "default"
 
 
 @lru_cache(maxsize=1024)

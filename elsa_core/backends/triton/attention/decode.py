@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.shared.helpers import (
     LN2,
     LOG2E,
@@ -96,13 +97,7 @@ def fold_row(
     return out, tl.where(empty, -float("inf"), m + tl.log2(total))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "heads", "group", "n_k", "chunk", "shift", "scale_exp", "batch",
-        "q_b", "q_h", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
-        "mask_b", "mask_h", "mask_k",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=INTEGERS)
 def decode(
     Q, K, V, Mask, Out, LSE,
     heads: tl.int32, group: tl.int32, n_k: tl.int32, chunk: tl.int32,

@@ -20,8 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.attention.entmax_kernels import (
-    INTEGERS,
     NAN,
     ROOT_UNIT,
     TILE,

@@ -28,14 +28,6 @@ TILE: tl.constexpr = tl.constexpr(64)  # queries and keys of a tile of the opera
 UNIT: tl.constexpr = tl.constexpr(2.0**14)
 ROOT_UNIT: tl.constexpr = tl.constexpr(2.0**7)
 NAN: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
-INTEGERS = [
-    "heads", "group", "n_q", "n_k", "batch", "length", "others", "own_step", "step",
-    "longest", "steps", "width",
-    "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
-    "g_b", "g_h", "g_n", "g_d", "o_b", "o_h", "o_n", "o_d", "dq_b", "dq_h", "dq_n", "dq_d",
-    "dk_b", "dk_h", "dk_n", "dk_d", "dv_b", "dv_h", "dv_n", "dv_d",
-    "mask_b", "mask_h", "mask_q", "mask_k", "alpha_b", "alpha_h",
-]  # fmt: skip
 
 
 @triton.jit

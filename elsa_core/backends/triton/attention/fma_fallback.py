@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.attention.exact import fold_exact
-from elsa_core.backends.triton.attention.forward import RUNTIME_INTEGERS, store_rows
+from elsa_core.backends.triton.attention.forward import store_rows
 from elsa_core.backends.triton.shared.helpers import power
 
 # queries of a block: the rows of a warpgroup's tensor-core instruction
@@ -19,7 +20,7 @@ FLAGS: tl.constexpr = tl.constexpr(16)
 PROGRAMS = 264
 
 
-@triton.jit(do_not_specialize=[*RUNTIME_INTEGERS, "blocks"])
+@triton.jit(do_not_specialize=INTEGERS)
 def fma_fallback(
     Q, K, V, Flags, Out, LSE,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, chunk: tl.int32,

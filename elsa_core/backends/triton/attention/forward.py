@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.attention.exact import fold_exact
 from elsa_core.backends.triton.attention.fold import fold_range, key_tiles, merged, split_tile
 from elsa_core.backends.triton.shared.helpers import (
@@ -26,12 +27,6 @@ from elsa_core.backends.triton.shared.helpers import (
     store_tile,
 )
 from elsa_core.backends.triton.shared.philox import drawn
-
-RUNTIME_INTEGERS = [
-    "heads", "group", "n_q", "n_k", "chunk", "tiles", "shift", "scale_exp", "batch",
-    "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
-    "mask_b", "mask_h", "mask_q", "mask_k", "threshold",
-]  # fmt: skip
 
 
 @triton.jit
@@ -210,7 +205,7 @@ def fold_rows(
     return m, offset, tl.sum(z, 1), acc0, acc1
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+@triton.jit(do_not_specialize=INTEGERS)
 def forward(
     Q, K, V, Mask, W, Out, LSE, Seed,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, chunk: tl.int32,

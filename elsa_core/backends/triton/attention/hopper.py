@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.attention.fma_fallback import ROWS
 from elsa_core.backends.triton.shared.gluon import (
     barrier,
@@ -274,11 +275,7 @@ def fold_rows(
     gl.store(Out + o_row + o_m[:, None] * o_step + o_v[None, :], x, mask=written)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "heads", "group", "n_q", "n_k", "chunk", "tiles", "scale_exp", "q_b", "q_h", "q_n", "batch",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=INTEGERS)
 def forward(
     Q, W, Flags, Out, LSE,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, chunk: tl.int32,

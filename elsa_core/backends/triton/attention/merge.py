@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.shared.helpers import LN2
 
 
-@triton.jit(do_not_specialize=["parts", "heads", "n_q", "states"])
+@triton.jit(do_not_specialize=INTEGERS)
 def merge_states(
     PO, PL, Out, LSE, parts: tl.int32, heads: tl.int32, n_q: tl.int32, states: tl.int64,
     ROWS: tl.constexpr, PARTS: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,

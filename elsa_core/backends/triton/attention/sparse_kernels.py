@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.attention.entmax_kernels import product
 from elsa_core.backends.triton.shared.helpers import (
     LN2,
@@ -25,11 +26,6 @@ SETTLE: tl.constexpr = tl.constexpr(2)
 # What sums may be under a frozen maximum; else the rows are folded again.
 LEAST_SUM: tl.constexpr = tl.constexpr(2.0**-20)
 MOST_SUM: tl.constexpr = tl.constexpr(2.0**60)
-INTEGERS = [
-    "heads", "group", "n_q", "n_k", "tiles",
-    "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
-    "mask_b", "mask_h", "mask_q", "mask_k",
-]  # fmt: skip
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.shared.helpers import (
     LEAST_VALUE,
     exponent,
@@ -48,11 +49,7 @@ def split_operand(
     return e, fails_guard(least, e, LIMIT)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "heads", "n_k", "tiles", "batch", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=INTEGERS)
 def split_ahead(
     K, V, W, heads: tl.int32, n_k: tl.int32, tiles: tl.int32, batch: tl.int32,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,

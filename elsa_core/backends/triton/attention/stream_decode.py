@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.attention.decode import fold_row
 from elsa_core.backends.triton.attention.stream import (
     arrive,
@@ -20,13 +21,8 @@ from elsa_core.backends.triton.attention.stream import (
 )
 from elsa_core.backends.triton.shared.helpers import LN2, wide
 
-RUNTIME_INTEGERS = [
-    "heads", "group", "n_q", "n_k", "sequences", "least", "shift", "scale_exp", "lse_h",
-    "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
-]  # fmt: skip
 
-
-@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+@triton.jit(do_not_specialize=INTEGERS)
 def stream_decode(
     Q, K, V, StartsQ, StartsK, PO, PL, Tickets, Out, LSE,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, sequences: tl.int32,

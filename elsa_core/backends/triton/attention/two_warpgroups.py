@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.shared.gluon import (
     SHIFT,
     barrier,
@@ -83,12 +84,7 @@ def weights(s, f, m, S_: gl.constexpr):
     return gl.exp2(s * f - gl.convert_layout(m, gl.SliceLayout(1, S_))[:, None])
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "heads", "group", "n_q", "n_k", "shift", "scale_exp",
-        "q_b", "q_h", "q_n", "k_b", "k_h", "k_n", "v_b", "v_h", "v_n",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=INTEGERS)
 def forward(
     Q, K, V, Out, LSE,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, shift: tl.int32,

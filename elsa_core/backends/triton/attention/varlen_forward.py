@@ -13,12 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.attention.forward import fold_rows, store_rows
-
-RUNTIME_INTEGERS = [
-    "heads", "group", "n_q", "n_k", "sequences", "steps", "slots", "shift", "scale_exp",
-    "q_h", "q_n", "q_d", "k_h", "k_n", "k_d", "v_h", "v_n", "v_d",
-]  # fmt: skip
 
 
 @triton.jit
@@ -43,7 +39,7 @@ def bounds_of(Starts, i_sequence, tokens):
     return first, (end - first).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+@triton.jit(do_not_specialize=INTEGERS)
 def varlen_forward(
     Q, K, V, StartsQ, StartsK, Out, LSE,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, sequences: tl.int32,
