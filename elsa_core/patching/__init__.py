@@ -11,20 +11,9 @@ from elsa_core.base import lazy
 
 if TYPE_CHECKING:
     from elsa_core.patching.adapters import attention_within, computes_otherwise, entry
-    from elsa_core.patching.adapters.table import (
-        LAYERS,
-        SWITCHES,
-        register_adapter,
-    )
+    from elsa_core.patching.adapters.table import LAYERS, SWITCHES, register_adapter
     from elsa_core.patching.frozen import FreezeReport, freeze, refresh, unfreeze
-    from elsa_core.patching.layers import (
-        ATTENTION,
-        AUTO,
-        MODEL,
-        is_layer,
-        patched_scope,
-        scope_of,
-    )
+    from elsa_core.patching.layers import ATTENTION, AUTO, MODEL, is_layer, patched_scope, scope_of
     from elsa_core.patching.page import write_page
     from elsa_core.patching.report import PatchReport
     from elsa_core.patching.rewrite import (
@@ -34,7 +23,7 @@ if TYPE_CHECKING:
         patched_sites,
         shared_copy,
         unpatch,
-    )
+    )  # fmt: skip
     from elsa_core.patching.sharding import reduce_gradients, require_shardable, shard
     from elsa_core.patching.sites import (
         AttentionSite,
@@ -42,7 +31,7 @@ if TYPE_CHECKING:
         find_sites,
         inspect,
         plain_model,
-    )
+    )  # fmt: skip
     from elsa_core.patching.text import sites_of
     from elsa_core.patching.watching import watch
 
@@ -54,55 +43,22 @@ _HOMES = {
     "page": ("write_page",),
     "report": ("PatchReport",),
     "rewrite": (
-        "layers_within",
-        "original",
-        "patch",
-        "patched_sites",
-        "shared_copy",
-        "unpatch",
+        "layers_within", "original", "patch", "patched_sites", "shared_copy", "unpatch",
     ),
     "sharding": ("reduce_gradients", "require_shardable", "shard"),
     "sites": ("AttentionSite", "Inspection", "find_sites", "inspect", "plain_model"),
     "text": ("sites_of",),
     "watching": ("watch",),
-}
+}  # fmt: skip
 
 __all__ = [
-    "ATTENTION",
-    "AUTO",
-    "LAYERS",
-    "MODEL",
-    "SWITCHES",
-    "AttentionSite",
-    "FreezeReport",
-    "Inspection",
-    "PatchReport",
-    "attention_within",
-    "computes_otherwise",
-    "entry",
-    "find_sites",
-    "freeze",
-    "inspect",
-    "is_layer",
-    "layers_within",
-    "original",
-    "patch",
-    "patched_scope",
-    "patched_sites",
-    "plain_model",
-    "reduce_gradients",
-    "refresh",
-    "register_adapter",
-    "require_shardable",
-    "scope_of",
-    "shard",
-    "shared_copy",
-    "sites_of",
-    "unfreeze",
-    "unpatch",
-    "watch",
-    "write_page",
-]
+    "ATTENTION", "AUTO", "LAYERS", "MODEL", "SWITCHES", "AttentionSite", "FreezeReport",
+    "Inspection", "PatchReport", "attention_within", "computes_otherwise", "entry", "find_sites",
+    "freeze", "inspect", "is_layer", "layers_within", "original", "patch", "patched_scope",
+    "patched_sites", "plain_model", "reduce_gradients", "refresh", "register_adapter",
+    "require_shardable", "scope_of", "shard", "shared_copy", "sites_of", "unfreeze", "unpatch",
+    "watch", "write_page",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -18,9 +18,6 @@ def write_page(name: str, about: str, found: Inspection, path: Path) -> Path:
         about: one line below it: weights, size, device.
         found: what `inspect` returned.
         path: an .html file.
-
-    Raises:
-        UnavailableError: the file cannot be written.
     """
     return pages.write(page(name, about, found), path)
 

@@ -15,8 +15,7 @@ import logging
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,9 +34,8 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 _QUICK_VALUES, _QUICK_PIXELS = 2**25, 3 * 2**18  # weights and image of a ViT-S at 512 pixels
-# Where the weight of a layer's product stands among its arguments: [K, N], or of a convolution
-# [N, C, h, w].
-_LAYER_PRODUCTS = {"mm": 1, "addmm": 2, "convolution": 1}
+# Products of two activations, and those of a layer.
+_PRODUCTS, _LAYER_PRODUCTS = ("bmm", "baddbmm"), ("mm", "addmm", "convolution")
 
 
 class ProbeError(Exception):
@@ -68,24 +66,12 @@ class Observation:
     terms: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Probe:
-    """The run's result: FLOPs of the whole model and what each site did, by path."""
-
-    total_flops: int
-    observations: Mapping[str, Observation]
-
-
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 _Result = TypeVar("_Result")
 
 
 def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a model that an example stands for: one tensor, a tuple, or named ones.
-
-    Raises:
-        TypeError: it is none of these.
-    """
+    """The arguments of a model that an example stands for: one tensor, a tuple, or named ones."""
     if isinstance(example, Tensor):
         return (example,), {}
     if isinstance(example, Mapping):
@@ -110,9 +96,6 @@ def run_copy(
         model: is neither run nor changed.
         given: makes the arguments, for a model with a weight such as this.
         run: is called once, or again where it raised.
-
-    Raises:
-        ProbeError: neither run came to an end.
     """
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
 
@@ -174,9 +157,6 @@ def probe(
 ) -> Probe:
     """Run a copy of `model` once, on the example or on one image of `input_size`, and observe the
     modules at `paths`, which say whether each is a layer and no attention.
-
-    Raises:
-        ProbeError: neither the fake nor the real run came to an end.
     """
     length = getattr(model, "context_length", None)
     tokens = length if isinstance(length, int) and hasattr(model, "encode_text") else None
@@ -225,21 +205,22 @@ def _unpatched_copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
 
 
 def _run(model: nn.Module, paths: Mapping[str, bool], args: Any, kwargs: Any) -> Probe:
-    recorder = _Recorder(paths)
+    recorder = Probe(paths)
     for path in paths:
         recorder.observe(model.get_submodule(path), path)
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        # The math path spells attention out as two products and a softmax, which the recorder sees.
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(plain_multihead())
-        stack.enter_context(recorder)
+    # The math path spells attention out as two products and a softmax, which the recorder sees.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), plain_multihead(), recorder:
         model(*args, **kwargs)
-    return Probe(recorder.total_flops, recorder.observations)
+    return recorder
 
 
-class _Recorder(TorchDispatchMode):
-    """Counts the model's FLOPs, and products and softmaxes for the innermost observed module."""
+class Probe(TorchDispatchMode):
+    """Counts the model's FLOPs, and products and softmaxes for the innermost observed module.
+
+    Attributes:
+        total_flops: of the whole model.
+        observations: what each site did, by path.
+    """
 
     def __init__(self, paths: Mapping[str, bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -276,27 +257,18 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.total_flops += int(count(*args, **(kwargs or {}), out_val=out))
+        flops = 0 if count is None else int(count(*args, **(kwargs or {}), out_val=out))
+        self.total_flops += flops
         if self._stack:
-            name = func._schema.name.removeprefix("aten::")
-            if name in ("bmm", "baddbmm"):
-                self._product(args[-2:] if name == "bmm" else args[1:3])
-            elif name in _LAYER_PRODUCTS and self._layers[self._stack[-1]]:
-                weight = args[_LAYER_PRODUCTS[name]]
-                # each value of the result is a sum over what one output channel of the weight holds
-                inner = weight.shape[0] if name != "convolution" else weight[0].numel()
-                self.observations[self._stack[-1]].flops += 2 * out.numel() * int(inner)
+            seen, name = self.observations[self._stack[-1]], func._schema.name[len("aten::") :]
+            if name in _PRODUCTS:
+                left = args[0] if name == "bmm" else args[1]
+                self._products.append((out.numel(), left.shape[-1]))
+            if name in _PRODUCTS or (name in _LAYER_PRODUCTS and self._layers[self._stack[-1]]):
+                seen.flops += flops
             elif name in ("_softmax", "_safe_softmax"):
                 self._softmax(out, int(args[1]))
         return out
-
-    def _product(self, factors: Sequence[Tensor]) -> None:
-        left, right = factors
-        batch, rows, inner = left.shape
-        columns = right.shape[-1]
-        self.observations[self._stack[-1]].flops += 2 * batch * rows * inner * columns
-        self._products.append((batch * rows * columns, inner))
 
     def _softmax(self, scores: Tensor, dim: int) -> None:
         seen = self.observations[self._stack[-1]]

@@ -342,11 +342,7 @@ def _named(sites: Sequence[AttentionSite]) -> str:
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model's modules over the very same parameters and buffers.
-
-    Raises:
-        ArgumentError: the model cannot be copied.
-    """
+    """A copy of the model's modules over the very same parameters and buffers."""
     memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     try:
         return copy.deepcopy(model, memo)

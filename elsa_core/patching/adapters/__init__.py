@@ -41,11 +41,7 @@ def is_patched(module: nn.Module) -> bool:
 
 
 def with_base(module: nn.Module, base: type[nn.Module]) -> type[nn.Module]:
-    """The module's class with `base` for elsa's class: `base` itself if none was derived since.
-
-    Raises:
-        ModelError: a class in between calls `super()`, and so cannot be derived anew.
-    """
+    """The module's class with `base` for elsa's class: `base` itself if none was derived since."""
     patched = patched_class(module)
     return base if patched is None else _derived_anew(type(module), patched, base)
 

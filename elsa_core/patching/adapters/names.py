@@ -18,12 +18,7 @@ _HEAD_DIM = 64  # stands for a head_dim that a module does not say: every backen
 
 
 def check_names(precision: str, backend: str) -> None:
-    """Refuse a name that there is not.
-
-    Raises:
-        TypeError: precision or backend is no text.
-        ArgumentError: precision or backend is unknown.
-    """
+    """Refuse a name that there is not."""
     asked = {"precision": (precision, tuple(PRECISIONS)), "backend": (backend, dispatch.names())}
     for name, (value, choices) in asked.items():
         if not isinstance(value, str):

@@ -28,11 +28,6 @@ def compare_calls(model: Any, images: Tensor, check: Callable[[], None], **terms
 
     One message of two kilobytes, for which the host waits. Not in a recorded program, nor under the
     capture of a CUDA graph, where it cannot.
-
-    Raises:
-        ArgumentError, ModelError: what `check` raises, and on the other ranks an ArgumentError that
-            names this one; or the ranks differ.
-        UnavailableError: a rank does not answer.
     """
     captured = images.is_cuda and torch.cuda.is_current_stream_capturing()
     if calls.traced() or captured or place(model.elsa_group)[1] == 1:
@@ -63,11 +58,7 @@ def compare_calls(model: Any, images: Tensor, check: Callable[[], None], **terms
 
 
 def check_hooks(passed_over: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse hooks on modules, by path, that a sharded forward does not call as a whole.
-
-    Raises:
-        ModelError: names the module.
-    """
+    """Refuse hooks on modules, by path, that a sharded forward does not call as a whole."""
     for path, module in passed_over:
         if has_hooks(module):
             raise ModelError(
@@ -76,11 +67,7 @@ def check_hooks(passed_over: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def check_drops(model: nn.Module) -> None:
-    """Refuse a model in training that draws at random what ranks would draw differently.
-
-    Raises:
-        ModelError: names the module.
-    """
+    """Refuse a model in training that draws at random what ranks would draw differently."""
     if not model.training:
         return
     for path, module in model.named_modules():
@@ -92,11 +79,7 @@ def check_drops(model: nn.Module) -> None:
 
 
 def grid_of(embed: Any, images: Tensor) -> tuple[int, int]:
-    """Rows and columns of patches that timm's PatchEmbed makes of a batch [B, C, H, W].
-
-    Raises:
-        ArgumentError: it takes no images of this size.
-    """
+    """Rows and columns of patches that timm's PatchEmbed makes of a batch [B, C, H, W]."""
     if images.dim() != 4:
         raise ArgumentError(f"images of shape {list(images.shape)} are not [B, C, H, W]")
     height, width = images.shape[-2:]
@@ -114,11 +97,7 @@ def grid_of(embed: Any, images: Tensor) -> tuple[int, int]:
 
 
 def check_length(tokens: int, lengths: Sequence[int], group: str) -> None:
-    """Refuse features that are not of the last forward, whose `lengths` a model keeps.
-
-    Raises:
-        ArgumentError: this rank's part has other tokens.
-    """
+    """Refuse features that are not of the last forward, whose `lengths` a model keeps."""
     rank, _ = place(group)
     if tokens != lengths[rank]:
         raise ArgumentError(
@@ -128,11 +107,7 @@ def check_length(tokens: int, lengths: Sequence[int], group: str) -> None:
 
 
 def gathered(tokens: Tensor, lengths: Sequence[int], group: str) -> Tensor:
-    """[B, n, C] of each rank -> [B, sum(lengths), C] on every rank. Differentiable.
-
-    Raises:
-        ArgumentError: n is not this rank's length.
-    """
+    """[B, n, C] of each rank -> [B, sum(lengths), C] on every rank. Differentiable."""
     check_length(tokens.shape[1], lengths, group)
     whole: Tensor = torch.ops.elsa.gather_shards(tokens, list(lengths), group)
     return whole

@@ -152,11 +152,7 @@ def passed_over(model: Any) -> list[tuple[str, nn.Module]]:
 
 
 def check_head(model: Any) -> None:
-    """Refuse hooks that would read, in place of all tokens, what is pooled of them.
-
-    Raises:
-        ModelError: names the module.
-    """
+    """Refuse hooks that would read, in place of all tokens, what is pooled of them."""
     if model.head.global_pool.is_identity():
         return
     for path in ("head", "head.global_pool"):

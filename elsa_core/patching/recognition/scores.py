@@ -163,9 +163,6 @@ def attended(
         value: the other factor, in the dtype that it is multiplied in.
         labels: of the dimensions of the weights, of the values and of the product.
         dtype: of the product.
-
-    Raises:
-        RefusedError: the call is of another form.
     """
     layout, key = scores.layout, scores.key
     # atoms may have been cut since
