@@ -1,9 +1,8 @@
-"""Schedules as records, the tables' directions, and the plan cache: nothing here needs a GPU."""
+"""Schedules as records, tile tables, and the plan cache: nothing here needs a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 
 import pytest
@@ -14,7 +13,6 @@ from elsa_core.backends.triton.attention.schedules.record import Call
 from elsa_core.backends.triton.attention.tiling import Shape, Tile
 from elsa_core.backends.triton.shared import layout, usertable
 from elsa_core.backends.triton.shared.plans import PlanCache
-from elsa_core.backends.triton.window import tiling as window_tiling
 
 TABLE = tiling.load_table("h200")
 
@@ -77,7 +75,7 @@ def test_a_plan_holds_no_tensor():
     assert watched() is None and call.schedule is schedules.EMPTY
 
 
-# directions of tile tables
+# tile tables
 
 
 def test_rows_for_masks_serve_calls_with_a_mask_alone():
@@ -97,45 +95,13 @@ def test_rows_for_masks_serve_calls_with_a_mask_alone():
             assert call.fold.tail["BM"] == tile.block_m and call.fold.tail["BN"] == tile.block_n
 
 
-def test_an_unknown_direction_is_refused():
-    data = json.loads((tiling.TABLES / "h200.json").read_text())
-    data["tiles"][0]["direction"] = "sideways"
-    with pytest.raises(ValueError, match="direction 'sideways' is none of forward, backward"):
-        tiling.table_from(data)
-    windows = json.loads((tiling.TABLES / "windows" / "h200.json").read_text())
-    windows["tiles"][0]["direction"] = "sideways"
-    with pytest.raises(ValueError, match="direction 'sideways'"):
-        window_tiling.table_from(windows)
-
-
-def test_a_users_table_keeps_both_directions(tmp_path):
+def test_a_users_row_stands_before_the_shipped_ones(tmp_path):
     shape = Shape(8, 12, 12, 197, 197, 64, 64)
-    forward = usertable.measured_for(Tile("split", 256, None, None, 128, 64, 8, 3, True), shape)
-    backward = dataclasses.replace(forward, block_m=64, ahead=False, direction="backward")
-    file = usertable.write(tmp_path / "gpu.json", (forward, backward), {})
-    assert usertable.read(file) == (forward, backward)
-    table = dataclasses.replace(TABLE, tiles=(*usertable.read(file), *TABLE.tiles))
-    plan = tiling.plan(shape, "split", table, workspace=True, multiprocessors=132)
-    assert plan.tile == forward
-    assert backward.serves("split", 64, shape, "backward")
-    assert not backward.serves("split", 64, shape)
-    data = json.loads(file.read_text())
-    data["tiles"][0]["direction"] = "up"
-    file.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="direction 'up'"):
-        usertable.read(file)
-
-
-def test_a_users_table_of_an_older_schema_is_of_the_forward(tmp_path):
-    """Files that were written before rows had a direction stay valid."""
-    row = usertable.measured_for(
-        Tile("split", 256, None, None, 128, 64, 8, 3, True), Shape(8, 12, 12, 197, 197, 64, 64)
-    )
+    row = usertable.measured_for(Tile("split", 256, None, None, 128, 64, 8, 3, True), shape)
     file = usertable.write(tmp_path / "gpu.json", (row,), {})
-    data = json.loads(file.read_text())
-    del data["tiles"][0]["direction"]
-    file.write_text(json.dumps(data))
     assert usertable.read(file) == (row,)
+    table = dataclasses.replace(TABLE, tiles=(*usertable.read(file), *TABLE.tiles))
+    assert tiling.plan(shape, "split", table, workspace=True, multiprocessors=132).tile == row
 
 
 # the plan cache

@@ -8,14 +8,13 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from elsa_core.backends.triton.shared import layout
 
 TABLES = Path(__file__).parents[1] / "tuning"
-DIRECTIONS = ("forward", "backward")
 # what `one_launch.py` and `two_warpgroups.py` take: keys, and the widths that a head dimension is
 # padded to
 ONE_LAUNCH_KEYS = 256
@@ -63,7 +62,6 @@ class Tile:
     `one_launch.py`, which holds all keys at once: `warps` for all of block_m, 16 queries each; or
     `two_warpgroups.py`, where twice as many share them.
     masked: for calls with a mask of a row for each query, whose tiles take registers of their own.
-    direction: forward or backward; the other direction's rows never serve a call.
     """
 
     mode: str
@@ -80,7 +78,6 @@ class Tile:
     one_loop: bool = False
     specialized: bool = False
     masked: bool = False
-    direction: str = "forward"
 
     @property
     def one_launch(self) -> bool:
@@ -92,11 +89,9 @@ class Tile:
         """Whether it is one of `two_warpgroups.py`."""
         return self.one_launch and self.warps * 16 > self.block_m
 
-    def serves(self, mode: str, dim: int, shape: Shape, direction: str = "forward") -> bool:
-        """Whether calls of this mode, padded head dimension, shape and direction are its own."""
-        if direction != self.direction or (self.masked and not shape.masked):
-            return False
-        if mode != self.mode or dim > self.dim:
+    def serves(self, mode: str, dim: int, shape: Shape) -> bool:
+        """Whether calls of this mode, padded head dimension and shape are its own."""
+        if mode != self.mode or dim > self.dim or (self.masked and not shape.masked):
             return False
         if self.one_launch and not self._holds(shape):
             return False
@@ -149,29 +144,8 @@ class Plan:
 @lru_cache(maxsize=16)
 def load_table(name: str) -> Table:
     """The table `tuning/<name>.json`."""
-    return table_from(json.loads((TABLES / f"{name}.json").read_text()))
-
-
-def table_from(data: dict[str, Any]) -> Table:
-    """The table that a JSON document holds; rows without a direction are of the forward.
-
-    Raises:
-        ValueError: a row of a direction that is unknown.
-    """
-    tiles = tuple(Tile(**row) for row in data["tiles"])
-    for tile in tiles:
-        check_direction(tile.direction)
-    return Table(**{**data, "tiles": tiles})
-
-
-def check_direction(direction: object) -> None:
-    """Whether a row's direction is one that calls have.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction {direction!r} is none of {', '.join(DIRECTIONS)}")
+    data = json.loads((TABLES / f"{name}.json").read_text())
+    return Table(**{**data, "tiles": tuple(Tile(**row) for row in data["tiles"])})
 
 
 def table_name(device_name: str, capability: tuple[int, int]) -> str:

@@ -1,9 +1,9 @@
 """A user's own tiles, measured on the user's GPU by `elsa bench attention --tune`.
 
 One JSON file for each GPU model, in `<cache>/tuning/`. Its rows stand before those of the shipped
-table and serve only calls like the one that was measured, in the direction that it was measured in
-(forward where a file does not say). Whatever is wrong with the file, the shipped table serves and
-one warning says why. A tile decides speed alone: results stay exact with any of them.
+table and serve only calls like the one that was measured. Whatever is wrong with the file, the
+shipped table serves and one warning says why. A tile decides speed alone: results stay exact with
+any of them.
 
 Environment variables:
     ELSA_TUNING: "0" leaves the user's tables aside.
@@ -26,7 +26,6 @@ from elsa_core.backends.triton.attention.tiling import (
     Shape,
     Table,
     Tile,
-    check_direction,
     padded_dim,
 )
 from elsa_core.base.files import write_text
@@ -51,11 +50,11 @@ class UserTile(Tile):
     least_rows: int = 0
     most_rows: int = 0
 
-    def serves(self, mode: str, dim: int, shape: Shape, direction: str = "forward") -> bool:
+    def serves(self, mode: str, dim: int, shape: Shape) -> bool:
         rows = shape.batch * shape.heads * shape.queries
         near = dim > self.over_dim and shape.keys >= self.least_keys
         near = near and self.least_rows <= rows <= self.most_rows
-        return near and super().serves(mode, dim, shape, direction)
+        return near and super().serves(mode, dim, shape)
 
     def serves_turbo(self, dim: int, shape: Shape) -> bool:
         """Never: what was measured for strict is no figure of turbo, which may have its own row."""
@@ -65,7 +64,7 @@ class UserTile(Tile):
     def calls(self) -> tuple[Any, ...]:
         """What it serves: two rows with equal `calls` replace one another."""
         sizes = self.least_keys, self.keys, self.least_rows, self.most_rows
-        return self.direction, self.mode, self.dim, self.over_dim, *sizes
+        return self.mode, self.dim, self.over_dim, *sizes
 
 
 def measured_for(tile: Tile, shape: Shape) -> UserTile:
@@ -123,7 +122,6 @@ def document(file: Path) -> dict[str, Any]:
 
 
 def _check(tile: UserTile) -> None:
-    check_direction(tile.direction)
     if tile.mode not in ("half", "split", "single", "exact"):
         raise ValueError(f"mode {tile.mode!r} is unknown")
     for name in ("block_m", "block_n", "warps", "part"):
@@ -140,10 +138,8 @@ def _check(tile: UserTile) -> None:
 
 
 def _exists(tile: UserTile) -> bool:
-    """Whether `one_launch.py`, `two_warpgroups.py` or `hopper.py` has this tile; the backward has
-    none of them.
-    """
-    if tile.mode != "split" or tile.part != 256 or tile.direction != "forward":
+    """Whether `one_launch.py`, `two_warpgroups.py` or `hopper.py` has this tile."""
+    if tile.mode != "split" or tile.part != 256:
         return False
     if tile.one_launch:
         all_rows = tile.warps == tile.block_m // 16 and tile.block_m >= 64
