@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from elsa_core.ops.attention.dropout_record import ATTENTION_DROPOUT
-from elsa_core.ops.attention.record import ATTENTION
-from elsa_core.ops.entmax.record import ENTMAX_ATTENTION
-from elsa_core.ops.entmax.varlen_record import ENTMAX_VARLEN_ATTENTION
+from elsa_core.ops.attention.record import ATTENTION, ATTENTION_DROPOUT
+from elsa_core.ops.entmax.record import ENTMAX_ATTENTION, ENTMAX_VARLEN_ATTENTION
 from elsa_core.ops.factory import Backward, Gradients, Operator, of, record, records, register
 from elsa_core.ops.linear.gated_record import GATED_LINEAR
 from elsa_core.ops.linear.record import LINEAR, SPLIT_WEIGHT

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.base import calls
-from elsa_core.ops.factory import Backward, Gradients, Grads
+from elsa_core.ops.factory import Backward, Gradients, Grads, Operator, register
 
 
 def _arguments(schema: str) -> list[str]:
@@ -170,6 +170,21 @@ class Formulas:
                 return None, None, *formulas._gradients(compute, ctx, wanted, grads)
 
         return Eager
+
+
+def differentiable(
+    name: str, schema: str, terms: tuple[str, ...], reference: Callable[..., Any],
+    fake: Callable[..., Any], gradients: Callable[..., Any], *, saved: tuple[str, ...], like: int,
+    again: Callable[..., Sequence[Tensor]] | None = None, **more: Any,
+) -> tuple[Operator, Formulas]:  # fmt: skip
+    """Register an operator whose gradients are those of `Formulas`, which takes `gradients` as its
+    reference; more: other fields of the record."""
+    formulas = Formulas(name, schema, terms, gradients, saved=saved, like=like, again=again)
+    record = Operator(
+        name, schema, reference, fake=fake, gradients=formulas.gradients, terms=terms, twin=True,
+        **more,
+    )  # fmt: skip
+    return register(record), formulas
 
 
 def slopes_of(

@@ -15,8 +15,13 @@ What is saved is (out, lse), O(N) beside the output, not (m, log S): P = exp(sco
 rounding of lse, 2**-24 |lse| at most, is a relative error of P. For |lse| <= 2**11 that is below
 2**-13 in float32, no more than what half precision rounds, and for the |lse| < 2**5 of trained
 models below 2**-19. Of larger ones the formulas in plain PyTorch compute (m, S) again in a first
-pass over the keys; at |lse| >= 2**24 lse has lost all of log S. Dropout is no argument: it is
-`elsa::attention_dropout`, so that programs and bundles never hold it.
+pass over the keys; at |lse| >= 2**24 lse has lost all of log S.
+
+Dropout is an operator of its own, `elsa::attention_dropout`, so that programs and bundles never
+hold it. It has two terms more: `dropout_p` in [0, 1], and `seed`, int64 [2], the seed and the
+offset of the keep mask that `elsa_core.backends.philox` defines, drawn outside (`philox.draw`). The
+weights after softmax are multiplied by keep / (1 - p), all by 0 for p = 1; lse is that without
+dropout. The gradients compute the mask again: nothing of size Nq x Nk is saved.
 
 A native library that is loaded without this package (a bundle, a program) defines
 `elsa::attention` itself; loaded by this package it leaves that to this file.
@@ -24,13 +29,15 @@ A native library that is loaded without this package (a bundle, a program) defin
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from elsa_core.backends import eager
+from elsa_core.backends.philox import Dropout
 from elsa_core.ops.attention import portable
-from elsa_core.ops.factory import Operator, register
-from elsa_core.ops.formulas import Formulas
+from elsa_core.ops.formulas import differentiable
 
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, "
@@ -49,24 +56,33 @@ def fake(
     return out, query.new_empty((batch, heads, length), dtype=lse_dtype)
 
 
-FORMULAS = Formulas(
-    "attention", _SCHEMA, _TERMS, eager.backward, saved=("out", "lse"), like=3,
-    again=eager.backward,
+ATTENTION, _FORMULAS = differentiable(
+    "attention", _SCHEMA, _TERMS, eager.attention, fake, eager.backward, saved=("out", "lse"),
+    like=3, again=eager.backward, portable=portable.attention, kind="attention",
+    onnx="elsa_core.exporting.onnx_attention:EXPORT",
+    bench="elsa_core.profiling.bench.peers:ATTENTION",
+    bench_gradients="elsa_core.profiling.bench.gradients:GRADIENTS",
 )  # fmt: skip
-Eager = FORMULAS.recorded()
-ATTENTION = register(
-    Operator(
-        name="attention",
-        schema=_SCHEMA,
-        reference=eager.attention,
-        portable=portable.attention,
-        fake=fake,
-        gradients=FORMULAS.gradients,
-        kind="attention",
-        terms=_TERMS,
-        twin=True,
-        onnx="elsa_core.exporting.onnx_attention:EXPORT",
-        bench="elsa_core.profiling.bench.peers:ATTENTION",
-        bench_gradients="elsa_core.profiling.bench.gradients:GRADIENTS",
+Eager = _FORMULAS.recorded()
+
+
+def _dropped(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str, dropout_p: float, seed: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dropout = Dropout(dropout_p, seed)
+    return eager.attention(
+        query, key, value, attn_mask, is_causal, scale, precision, dropout=dropout
     )
-)
+
+
+def _dropped_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *terms, dropout_p, seed, needs = arguments
+    return eager.backward(*terms, needs, dropout=Dropout(dropout_p, seed))
+
+
+ATTENTION_DROPOUT, _ = differentiable(
+    "attention_dropout", _SCHEMA.replace(")", ", float dropout_p, Tensor seed)", 1), _TERMS,
+    _dropped, lambda *arguments: fake(*arguments[:7]), _dropped_backward, saved=("out", "lse"),
+    like=3, again=_dropped_backward,
+)  # fmt: skip

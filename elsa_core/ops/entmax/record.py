@@ -13,23 +13,41 @@ kernels of the gradients read to skip the others. A row that sees no key gives z
 
 `needs` says which gradients are wanted, of query, key, value, mask and head_alpha: the others come
 back as an empty tensor [0]. rows and tiles have no gradients.
+
+`elsa::entmax_varlen_attention` and its gradients are those of packed sequences: query [T, Hq, D],
+key [Tk, Hkv, D], value [Tk, Hkv, Dv] and cu_seqlens_q, cu_seqlens_k [S + 1] as those of
+`elsa::varlen_attention`; head_alpha None or [S or 1, Hq or 1, 1, 1]; longest_q and longest_k: the
+longest sequence or more, which the host must know since results and workspaces are sized by them.
+Results: out [T, Hq, Dv], dense; rows [3, Hq, T]; tiles [Hq, T / 64 + S, longest_k / 64], T / 64
+rounded down and the other up: sequence s has the rows from cu_seqlens_q[s] / 64 + s on, again
+rounded down. The lengths are data of the call: no program depends on them. Plain PyTorch computes
+one sequence after another; the portable form, which `torch.onnx.export` writes, all pairs of tokens
+under a mask.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elsa_core.backends import eager_entmax
+from elsa_core.backends import eager_entmax, eager_varlen
 from elsa_core.ops.entmax import portable as portable_entmax
-from elsa_core.ops.factory import Operator, implement, register
-from elsa_core.ops.formulas import Formulas
+from elsa_core.ops.factory import implement
+from elsa_core.ops.formulas import differentiable
 
 _TERMS = "float alpha, bool is_causal, float scale, str precision"
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? head_alpha"
 _SCHEMA = f"({_INPUTS}, {_TERMS}) -> (Tensor, Tensor, Tensor)"
+_VARLEN_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "Tensor? head_alpha"
+)
+_VARLEN_TERMS = (
+    "SymInt longest_q, SymInt longest_k, float alpha, bool is_causal, float scale, str precision"
+)
 _WANTED = ("query", "key", "value", "attn_mask", "head_alpha")
 
 
@@ -43,27 +61,38 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
     return out, rows, query.new_empty(tiles, dtype=torch.uint8)
 
 
-FORMULAS = Formulas(
-    "entmax_attention",
-    _SCHEMA,
-    _WANTED,
-    eager_entmax.backward,
-    saved=("out", "rows", "tiles"),
-    like=3,
-)
-ENTMAX_ATTENTION = register(
-    Operator(
-        name="entmax_attention",
-        schema=_SCHEMA,
-        reference=eager_entmax.attention,
-        portable=portable_entmax.entmax_attention,
-        fake=_fake,
-        gradients=FORMULAS.gradients,
-        terms=_WANTED,
-        twin=True,
-        bench="elsa_core.profiling.bench.entmax:ENTMAX",
-    )
-)
-# On devices without kernels of this operator the name stands for the reference too.
-implement("entmax_attention", eager_entmax.attention, "CompositeExplicitAutograd")
-implement("entmax_attention_backward", eager_entmax.backward, "CompositeExplicitAutograd")
+ENTMAX_ATTENTION, _ = differentiable(
+    "entmax_attention", _SCHEMA, _WANTED, eager_entmax.attention, _fake, eager_entmax.backward,
+    saved=("out", "rows", "tiles"), like=3, portable=portable_entmax.entmax_attention,
+    bench="elsa_core.profiling.bench.entmax:ENTMAX",
+)  # fmt: skip
+
+
+def _varlen_fake(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    head_alpha: Tensor | None, longest_q: int, longest_k: int, *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tokens, heads, _ = query.shape
+    tile = eager_entmax.TILE
+    wide = torch.promote_types(query.dtype, torch.float32)
+    sizes = (heads, tokens // tile + cu_seqlens_q.shape[0] - 1, (longest_k + tile - 1) // tile)
+    out = query.new_empty((tokens, heads, value.shape[-1]))
+    rows = query.new_empty((3, heads, tokens), dtype=wide)
+    return out, rows, query.new_empty(sizes, dtype=torch.uint8)
+
+
+ENTMAX_VARLEN_ATTENTION, _ = differentiable(
+    "entmax_varlen_attention", f"({_VARLEN_INPUTS}, {_VARLEN_TERMS}) -> (Tensor, Tensor, Tensor)",
+    ("query", "key", "value", "head_alpha"), eager_varlen.entmax_attention, _varlen_fake,
+    eager_varlen.entmax_backward, saved=("out", "rows", "tiles"), like=3,
+    portable=portable_entmax.entmax_varlen_attention,
+)  # fmt: skip
+# On devices without kernels of these operators the names stand for the references too.
+_REFERENCES: dict[str, Callable[..., Any]] = {
+    "entmax_attention": eager_entmax.attention,
+    "entmax_attention_backward": eager_entmax.backward,
+    "entmax_varlen_attention": eager_varlen.entmax_attention,
+    "entmax_varlen_attention_backward": eager_varlen.entmax_backward,
+}
+for _name, _reference in _REFERENCES.items():
+    implement(_name, _reference, "CompositeExplicitAutograd")

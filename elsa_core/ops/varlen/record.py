@@ -24,8 +24,7 @@ from torch import Tensor
 
 from elsa_core.backends import eager_varlen
 from elsa_core.ops.attention import portable
-from elsa_core.ops.factory import Operator, register
-from elsa_core.ops.formulas import Formulas
+from elsa_core.ops.formulas import differentiable
 
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -41,20 +40,8 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
     return out, query.new_empty((heads, tokens), dtype=lse_dtype)
 
 
-FORMULAS = Formulas(
-    "varlen_attention", _SCHEMA, _TERMS, eager_varlen.backward, saved=("out", "lse"), like=3
-)
-VARLEN_ATTENTION = register(
-    Operator(
-        name="varlen_attention",
-        schema=_SCHEMA,
-        reference=eager_varlen.attention,
-        portable=portable.varlen_attention,
-        fake=_fake,
-        gradients=FORMULAS.gradients,
-        kind="varlen",
-        terms=_TERMS,
-        twin=True,
-        bench="elsa_core.profiling.bench.varlen:VARLEN",
-    )
-)
+VARLEN_ATTENTION, _ = differentiable(
+    "varlen_attention", _SCHEMA, _TERMS, eager_varlen.attention, _fake, eager_varlen.backward,
+    saved=("out", "lse"), like=3, portable=portable.varlen_attention, kind="varlen",
+    bench="elsa_core.profiling.bench.varlen:VARLEN",
+)  # fmt: skip

@@ -16,8 +16,7 @@ from torch import Tensor
 from elsa_core.backends import eager_window
 from elsa_core.backends.window_call import SCHEMA, WindowCall
 from elsa_core.ops.attention import portable
-from elsa_core.ops.factory import Operator, register
-from elsa_core.ops.formulas import Formulas
+from elsa_core.ops.formulas import differentiable
 
 _SCHEMA = f"({SCHEMA}) -> Tensor"
 _TERMS = ("qkv", "bias", "pad_qkv", "logit_scale")
@@ -55,22 +54,9 @@ def _again(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
     return [out.new_empty(0) if t is None else next(found) for t in asked]
 
 
-FORMULAS = Formulas(
-    "window_attention", _SCHEMA, _TERMS, eager_window.backward, saved=(), like=0, again=_again
-)
-Eager = FORMULAS.recorded()
-WINDOW_ATTENTION = register(
-    Operator(
-        name="window_attention",
-        schema=_SCHEMA,
-        reference=eager_window.attention,
-        portable=portable.window_attention,
-        fake=fake,
-        gradients=FORMULAS.gradients,
-        kind="window",
-        terms=_TERMS,
-        twin=True,
-        onnx="elsa_core.exporting.onnx_window:EXPORT",
-        bench="elsa_core.profiling.bench.peers:WINDOW",
-    )
-)
+WINDOW_ATTENTION, _FORMULAS = differentiable(
+    "window_attention", _SCHEMA, _TERMS, eager_window.attention, fake, eager_window.backward,
+    saved=(), like=0, again=_again, portable=portable.window_attention, kind="window",
+    onnx="elsa_core.exporting.onnx_window:EXPORT", bench="elsa_core.profiling.bench.peers:WINDOW",
+)  # fmt: skip
+Eager = _FORMULAS.recorded()
