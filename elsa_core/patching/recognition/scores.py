@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from elsa_core.base import calls
 from elsa_core.base.limits import LARGEST_HEAD_DIM
 from elsa_core.patching.recognition.axes import (
     BATCH,
@@ -103,8 +102,8 @@ class _Plan:
         batch, queries, keys: the atoms in the order in which `attention` is given them.
         every: all of these, a dimension each.
         of_query, of_key, of_value: to [batch atoms..., tokens, channels].
-        first: of the batch atoms those that become the first of two dimensions; -1 for what is
-            copied least.
+        groups: the batch atoms of each of two dimensions; sizes: their lengths, None where each
+            holds one atom.
         free: the channels of the values.
         want: the dimensions of the product.
     """
@@ -123,15 +122,10 @@ class _Plan:
         self.of_query = steps_to(_now(query), (*lead, self.queries, inner))
         self.of_key = steps_to(_now(keys), (*lead, self.keys, inner))
         self.of_value = steps_to(of_value, (*lead, self.keys, (self.free,)))
-        self.first = min(len(self.batch), 1) if len(self.batch) < 3 else -1
-
-    def groups(self, first: int) -> tuple[Axis, Axis]:
-        """The batch atoms of each of two dimensions."""
-        return self.batch[:first], self.batch[first:]
-
-    def of_out(self, layout: Layout, first: int) -> Steps:
-        """From what `attention` gives to the product."""
-        return steps_to((*self.groups(first), self.queries, (self.free,)), self.want)
+        first = min(len(self.batch), max(len(self.batch) - 1, 1))
+        self.groups = self.batch[:first], self.batch[first:]
+        self.sizes = None if len(self.batch) == 2 else [length(group) for group in self.groups]
+        self.of_out = steps_to((*self.groups, self.queries, (self.free,)), self.want)
 
     def of_term(self, layout: Layout, shape: Sequence[int]) -> Steps:
         """From what broadcasts to scores of a layout to a dimension for each atom."""
@@ -141,12 +135,12 @@ class _Plan:
         )
         return steps_to(have, self.every, whole=False)
 
-    def of_mask(self, layout: Layout, shape: Sequence[int], first: int) -> Steps:
+    def of_mask(self, layout: Layout, shape: Sequence[int]) -> Steps:
         """From a dimension for each atom to those of a mask."""
         have = tuple(
             axis if size != 1 else () for axis, size in zip(self.every, shape, strict=True)
         )
-        return steps_to(have, (*self.groups(first), self.queries, self.keys), whole=False)
+        return steps_to(have, (*self.groups, self.queries, self.keys), whole=False)
 
 
 def attended(
@@ -181,14 +175,11 @@ def attended(
     mask, scale = None, 1.0
     if scores.terms:
         q, k, mask, scale = _with_terms(scores.terms, q, k, plan)
-    first = _first_half(len(plan.batch), (q, k, v)) if plan.first < 0 else plan.first
-    if first != 1 or len(plan.batch) != 2:
-        sizes = [length(group) for group in plan.groups(first)]
-        q, k, v = (t.reshape(*sizes, *t.shape[-2:]) for t in (q, k, v))
+    if plan.sizes is not None:
+        q, k, v = (t.reshape(*plan.sizes, *t.shape[-2:]) for t in (q, k, v))
     if mask is not None:
-        steps = layout.known((plan, mask.shape, first), plan.of_mask, mask.shape, first)
-        mask = run(mask, steps)
-    out = run(attend(q, k, v, mask, scale=scale), layout.known((plan, first), plan.of_out, first))
+        mask = run(mask, layout.known(("mask", plan, mask.shape), plan.of_mask, mask.shape))
+    out = run(attend(q, k, v, mask, scale=scale), plan.of_out)
     return out if out.dtype == dtype else out.to(dtype)
 
 
@@ -256,7 +247,7 @@ def _with_terms(  # noqa: PLR0912, PLR0915
                 raise RefusedError
             continue
         shape = given.shape
-        spread = run(given, term.layout.known((plan, shape), plan.of_term, shape))
+        spread = run(given, term.layout.known(("term", plan, shape), plan.of_term, shape))
         if term.kind == "fill":
             if hidden is not None and finite != (term.fill != float("-inf")):
                 raise RefusedError
@@ -349,21 +340,3 @@ def _widened(
         place = arranged(eye, ((keys[i],), (one_hot,)), (keys, (one_hot,)))
         places.append(place.expand(*k.shape[:-1], -1))
     return torch.cat(wide, -1), torch.cat(places, -1), rest, 1.0
-
-
-def _first_half(dims: int, tensors: Sequence[Tensor]) -> int:
-    """How many of the leading dimensions become the first of two: such that least is copied."""
-    if dims < 3 or calls.traced():
-        return min(dims, 1) if dims < 3 else dims - 1
-    return min(range(1, dims), key=lambda first: sum(_copied(t, dims, first) for t in tensors))
-
-
-def _copied(tensor: Tensor, dims: int, first: int) -> int:
-    """The elements that merging dimensions [0, first) and [first, dims) copies."""
-    shape, strides = tensor.shape, tensor.stride()
-    views = all(
-        shape[i] == 1 or strides[i] == shape[i + 1] * strides[i + 1]
-        for i in range(dims - 1)
-        if i != first - 1
-    )
-    return 0 if views else tensor.numel()
