@@ -37,23 +37,17 @@ class Windows(NamedTuple):
     grid: bool
 
     @property
-    def counts(self) -> tuple[int, int, int]:
+    def counts(self) -> tuple[int, ...]:
         """Windows along each axis, the last one padded where the axis is no multiple."""
         # Not -(-size // window): ONNX rounds a negative quotient towards zero.
-        d, h, w = (
-            (size + window - 1) // window
-            for size, window in zip(self.size, self.window, strict=True)
-        )
-        return d, h, w
+        pairs = zip(self.size, self.window, strict=True)
+        return tuple((size + window - 1) // window for size, window in pairs)
 
     @property
-    def padding(self) -> tuple[int, int, int]:
+    def padding(self) -> tuple[int, ...]:
         """Tokens added at the end of each axis, in rolled coordinates."""
-        d, h, w = (
-            count * window - size
-            for count, window, size in zip(self.counts, self.window, self.size, strict=True)
-        )
-        return d, h, w
+        axes = zip(self.counts, self.window, self.size, strict=True)
+        return tuple(count * window - size for count, window, size in axes)
 
 
 def partition(x: Tensor, cut: Windows, pad: Tensor | None = None) -> Tensor:
@@ -170,7 +164,7 @@ def backward(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor,
                 total.add_(grad)
         if grad_windows is not None:
             ends, sums = [*ends, windows], [*sums, grad_windows]
-        return _to_leaves(leaves, ends, sums)
+        return _to_leaves(grad_out, leaves, ends, sums)
 
 
 def _recording() -> AbstractContextManager[None]:
@@ -184,30 +178,22 @@ def _recording() -> AbstractContextManager[None]:
 
 
 def _to_leaves(
-    leaves: list[Tensor | None], ends: list[Tensor], sums: list[Tensor]
+    grad_out: Tensor, leaves: list[Tensor | None], ends: list[Tensor], sums: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Carry the gradients of windows and terms back to the operator's inputs."""
     wanted = [t for t in leaves if t is not None and t.requires_grad]
     found: Sequence[Tensor | None] = (None,) * len(wanted)
     if ends:
         found = torch.autograd.grad(ends, wanted, sums, allow_unused=True)
-    grads = iter(found)
-    # The gradient of a padding is a view of the padded image: the fake promises dense ones.
-    grad_image, grad_bias, grad_pad, grad_scale = (
-        _dense_or_zero(t, next(grads)) if t is not None and t.requires_grad else _nothing(leaves)
-        for t in leaves
-    )
-    return grad_image, grad_bias, grad_pad, grad_scale
-
-
-def _dense_or_zero(leaf: Tensor, grad: Tensor | None) -> Tensor:
-    return leaf.new_zeros(leaf.shape) if grad is None else grad.contiguous()
-
-
-def _nothing(leaves: list[Tensor | None]) -> Tensor:
-    qkv = leaves[0]
-    assert qkv is not None
-    return qkv.new_empty(0)
+    grads, results = iter(found), []
+    for leaf in leaves:
+        if leaf is None or not leaf.requires_grad:
+            results.append(grad_out.new_empty(0))
+            continue
+        grad = next(grads)
+        # that of a padding is a view of the padded image: the fake promises dense ones
+        results.append(leaf.new_zeros(leaf.shape) if grad is None else grad.contiguous())
+    return results[0], results[1], results[2], results[3]
 
 
 class _Terms(NamedTuple):
@@ -220,7 +206,7 @@ class _Terms(NamedTuple):
 
     @classmethod
     def of(cls, call: WindowCall, cut: Windows) -> _Terms:
-        compute = torch.float64 if call.qkv.dtype == torch.float64 else torch.float32
+        compute = torch.promote_types(call.qkv.dtype, torch.float32)
         bias, logit_scale = call.bias, call.logit_scale
         if bias is not None:
             bias = (dense_bias(bias, call.bias_index)).to(compute, copy=True)
@@ -273,7 +259,7 @@ def _scores(
     windows: Tensor, terms: _Terms, chunk: slice, call: WindowCall
 ) -> tuple[Tensor, Tensor]:
     """Scores [n, heads, T, T] and values [n, heads, T, head_dim] of windows [n, T, 3C]."""
-    compute = torch.float64 if windows.dtype == torch.float64 else torch.float32
+    compute = torch.promote_types(windows.dtype, torch.float32)
     first = call.layout == "qkv"
     shape = (3, call.num_heads, -1) if first else (call.num_heads, 3, -1)
     packed = windows.to(compute).unflatten(-1, shape)

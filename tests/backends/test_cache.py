@@ -183,21 +183,6 @@ def test_a_umask_of_zero_leaves_nothing_open(place: Path, library: object) -> No
     assert cache.is_sound(path)
 
 
-def test_without_a_compiler_no_library_without_its_digest_is_taken(
-    built: Path, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    place.mkdir(parents=True)
-    facts = built.name.split("-")[1]
-    planted = place / f"libelsa-{facts}-00000000.so"
-    planted.write_bytes(built.read_bytes())
-    with pytest.raises(UnavailableError, match="damaged or not your own"):
-        native.build()
-    planted.with_name(f"{planted.name}.sha256").write_bytes(cache._digest(planted.read_bytes()))
-    assert native.build() == planted
-
-
 # --- compilers that hang, builds that were killed ------------------------------------------------
 
 
