@@ -1,19 +1,27 @@
-"""`elsa bench linear --tune`: what it lists and refuses, what it concludes, and who reads it."""
+"""`elsa bench linear`: products beside PyTorch's own; what --tune lists, refuses and concludes, and
+who reads its table."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import json_schema
 import jsonschema
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from elsa_cli.main import run
+from elsa_core.dispatch import measured
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.measuring import busy
 from elsa_core.profiling.bench import linear
-from elsa_core.profiling.bench.linear import Product
+from elsa_core.profiling.bench.linear import Product, ProductCase
+
+from .conftest import Offered
 
 pytest.importorskip("triton")
 from elsa_core.backends.support import Request
@@ -21,17 +29,111 @@ from elsa_core.backends.triton.linear import gate, usertable
 from elsa_core.backends.triton.shared import usertable as tiles
 
 GPU = "NVIDIA A100-SXM4-40GB"
-SCHEMA = json_schema.document()
+LINE = ["bench", "linear", "--device", "cpu", "--rounds", "6", "--budget", "0.3"]
+TINY = {
+    "products": (ProductCase("products", 12, 16, 24, quick=True), ProductCase("products", 8, 8, 8)),
+    "swin": (ProductCase("swin", 9, 16, 16),),
+}
 
 
 @pytest.fixture(autouse=True)
-def _place(tmp_path, monkeypatch):
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(busy, "reason", lambda _: "")
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(linear.TABLES, "cpu", TINY)
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of the user's tables, empty and allowed."""
     monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("ELSA_TUNING", raising=False)
-    monkeypatch.chdir(tmp_path)
     gate.forget()
     yield
     gate.forget()
+
+
+def test_the_products_that_goals_are_set_for() -> None:
+    shapes = [(c.rows, c.channels, c.columns) for c in linear.RUNNER.select("cuda")]
+    assert shapes == [(1576, 768, 2304), (1576, 3072, 768), (32800, 768, 3072)]
+    small = linear.RUNNER.select("cuda", tables=["swin"])
+    assert len({case.name for case in small}) == len(small) == 24
+    rows = [row for row in measured._table()["rows"] if row["operator"] == "linear"]
+    for row in (row for row in rows if row["mode"] == "infer"):  # left to PyTorch: measured again
+        of = row["ranges"]
+        assert any(
+            of["rows"][0] <= case.rows and [case.channels] * 2 == of["channels"]
+            and [case.columns] * 2 == of["columns"] for case in small
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("tiny")
+def test_products_are_kept_resumed_and_shown(
+    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
+) -> None:
+    assert run([*LINE, "--quick", "-o", "p.json", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    schema.validate(document)
+    [first] = document["results"]["cases"]
+    assert document["command"] == "bench linear" and first["case"]["columns"] == 24
+    assert {m["contender"] for m in first["measurements"]} == {"pytorch", "elsa"}
+    assert set(first["left_out"]) == {"tf32", "elsa-frozen"} and first["wrong"] == []
+    own, peer = first["errors"]
+    assert own <= 2 * peer + 2.0**-24 and first["gain"]["rounds"] >= 3
+    assert run([*LINE, "-o", "p.json"]) == 2 and "--resume" in capsys.readouterr().err
+    assert run([*LINE, "-o", "p.json", "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "products/12x16x24" in out and "products/8x8x8" in out and "swin" not in out
+    assert "of 2 products" in out
+    kept = json.loads(Path("p.json").read_text())
+    schema.validate(kept)
+    assert kept["results"]["complete"] and kept["results"]["cases"][0] == first
+    assert run([*LINE, "--dry-run", "--table", "swin", "--json"]) == 0
+    schema.validate(json.loads(capsys.readouterr().out))
+
+
+def by_pytorch(x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
+    return functional.linear(x, weight, bias)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_an_interrupted_run_shows_and_keeps_what_it_has(
+    capsys: pytest.CaptureFixture[str], offered: Offered
+) -> None:
+    def interrupted(x: Tensor, *rest: Any) -> Tensor:
+        if len(x) == 8:
+            raise KeyboardInterrupt
+        return by_pytorch(x, *rest)
+
+    with offered(by_pytorch, "linear", direct=interrupted):
+        assert run([*LINE, "-o", "p.json"]) == 130
+    assert "products/12x16x24" in capsys.readouterr().out
+    results = json.loads(Path("p.json").read_text())["results"]
+    assert len(results["cases"]) == 1 and not results["complete"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_wrong_product_ends_with_exit_code_1(
+    capsys: pytest.CaptureFixture[str], offered: Offered
+) -> None:
+    with offered(by_pytorch, "linear", direct=lambda *given: by_pytorch(*given) + 1):
+        assert run([*LINE, "--quick"]) == 1
+    out, err = capsys.readouterr()
+    assert "wrong" in out and "wrong results: products/12x16x24" in err
+
+
+@pytest.mark.usefixtures("tiny")
+def test_what_fails_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run([*LINE, "--quick", "--backend", "triton"])
+    out = capsys.readouterr().out
+    assert code in (0, 3) and "products/12x16x24" in out
+
+
+# --tune
 
 
 def product(work: int, gain: float | None) -> Product:
@@ -58,13 +160,12 @@ def test_products_of_one_size_must_all_gain():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be measured")
-def test_without_a_gpu(capsys, monkeypatch):
-    monkeypatch.delenv("ELSA_CACHE_DIR")  # the native library, whose name is listed, lies there
+def test_without_a_gpu(capsys, schema):
     assert run(["bench", "linear", "--tune"]) == 3
     assert "no CUDA GPU" in capsys.readouterr().err
     assert run(["bench", "linear", "--tune", "--dry-run", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    jsonschema.validate(document, SCHEMA)
+    schema.validate(document)
     assert len(document["results"]["products"]) == len(linear.SHAPES)
     with pytest.raises(UnavailableError):
         linear.tune(torch.device("cuda"))
@@ -79,6 +180,7 @@ def written(text: str) -> Path:
     return file
 
 
+@pytest.mark.usefixtures("tables")
 def test_a_table_beside_that_of_tiles():
     assert usertable.path(GPU) != tiles.path(GPU)
     assert usertable.path(GPU).parent == tiles.path(GPU).parent
@@ -89,6 +191,7 @@ def test_a_table_beside_that_of_tiles():
     assert usertable.least_work(GPU) is None
 
 
+@pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize(
     "change",
     [{"schema": 9}, {"elsa_version": "0"}, {"least_work": "x"}, {"least_work": -1}, None],
@@ -103,6 +206,7 @@ def test_a_faulty_table_is_left_aside_with_a_warning(caplog, change):
     assert "left aside" in caplog.text
 
 
+@pytest.mark.usefixtures("tables")
 def test_a_gpu_serves_only_after_its_table(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))

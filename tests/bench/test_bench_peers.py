@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from elsa_core import reference
-from elsa_core.profiling.bench import peers
-from elsa_core.profiling.bench.cases import Case, Inputs, bench_of, inputs, select
-from elsa_core.profiling.bench.peers import field_of
+from elsa_core import ops, reference
+from elsa_core.measuring.timing import Contender
+from elsa_core.ops.factory import _RECORDS
+from elsa_core.profiling.bench import attention, peers
+from elsa_core.profiling.bench.cases import (
+    Case,
+    Inputs,
+    all_tables,
+    bench_of,
+    from_shape,
+    inputs,
+    select,
+)
+from elsa_core.profiling.bench.peers import Bench, field_of
+from elsa_core.profiling.bench.results import Settings
 
 VARLEN = Case("varlen", 4, 2, 24, 24, 8)
 PLAIN = Case("gradients", 2, 3, 24, 24, 8)
@@ -138,3 +150,48 @@ def test_without_flash_attention(missing: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delitem(sys.modules, "flash_attn.cute")
     with pytest.raises(Exception, match="the package flash-attn-4 is not installed"):
         peers.flash_4_attention()
+
+
+# --- An operator of another package ---------------------------------------------------------------
+
+
+def squared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT).square()
+    return weights / weights.sum(-1, keepdim=True) @ value
+
+
+OTHER = Case("test_squared", 1, 2, 9, 9, 8)
+BENCH = Bench(
+    {"cpu": {"test_squared": (OTHER,)}},
+    lambda case, tensors, precision, backend: Contender(
+        f"elsa-{precision}",
+        partial(torch.ops.elsa.test_squared_bench.default, *tensors[:3]), precision=precision,
+    ),
+    lambda case, tensors, flex: {
+        "plain": lambda: Contender("plain", partial(squared, *tensors[:3])),
+        "fast": "is not installed",
+    },
+    lambda query, key, value, mask: squared(query.double(), key.double(), value.double()),
+)  # fmt: skip
+RECORD = ops.Operator(
+    name="test_squared_bench",
+    schema="(Tensor query, Tensor key, Tensor value) -> Tensor",
+    reference=squared,
+    bench=f"{__name__}:BENCH",
+)
+
+
+def test_a_variant_says_its_cases_in_one_place() -> None:
+    ops.register(RECORD)
+    try:
+        assert select("cpu", tables=["test_squared"]) == (OTHER,)
+        settings = Settings(rounds=3, budget_seconds=0.1, memory=False)
+        (result,) = attention.run([OTHER], settings=settings).cases
+        of_windows = all_tables()["cpu"]["window"][0]
+        assert bench_of(of_windows) is ops.WINDOW_ATTENTION.part("bench")
+        assert bench_of(from_shape("1,2,9,16")) is ops.ATTENTION.part("bench")
+    finally:
+        _RECORDS.pop(RECORD.name)  # other tests list every table that there is
+    assert [m.contender for m in result.measurements] == ["elsa-strict", "plain"]
+    assert result.left_out == {"fast": "is not installed"}
+    assert all(m.error < 1e-6 for m in result.measurements)
