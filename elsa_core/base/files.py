@@ -27,12 +27,8 @@ _YOUNG_SECONDS = 10
 
 
 def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentError) -> Path:
-    """Return `given` with "~" expanded, a path that can be looked up, whether it exists or not.
-
-    Raises:
-        TypeError: no text and no path.
-        ElsaError: of class `error`: an unknown home, a name that is too long, a loop of links.
-    """
+    """Return `given` with "~" expanded, a path that can be looked up, whether it exists or not; an
+    error of that class for an unknown home, a name that is too long, or a loop of links."""
     if not isinstance(given, str | os.PathLike):
         raise TypeError(f"the path must be text or a pathlib.Path, not {type(given).__name__}")
     try:
@@ -64,15 +60,9 @@ def staged(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch(prefix: str, suffix: str = "", folder: Path | None = None) -> Iterator[Path]:
-    """Give a fresh directory that only this user may enter, and remove it at the end.
-
-    What killed processes of this user left under such names is removed first.
-
-    Args:
-        prefix: how its name starts; eight characters follow.
-        suffix: how its name ends.
-        folder: where it is made; default: the system's folder for temporary files.
-    """
+    """Give a fresh directory that only this user may enter, and remove it at the end: `prefix`,
+    eight characters and `suffix`, in `folder` or that of the system for temporary files. What
+    killed processes of this user left under such names is removed first."""
     place = folder or Path(tempfile.gettempdir())
     sweep(place, prefix, suffix)
     path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=place))

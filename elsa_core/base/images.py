@@ -75,11 +75,7 @@ def read_folder(
 
 
 def image_files(directory: str | os.PathLike[str]) -> tuple[list[Path], int]:
-    """The images of a folder and its sub-folders, sorted, and how many other files there are.
-
-    Raises:
-        ModelError: no folder, or no image in it.
-    """
+    """The images of a folder and its sub-folders, sorted, and how many other files there are."""
     top = located(directory, ModelError)
     if not top.is_dir():
         raise ModelError(f"{directory}: not a folder; give a folder that holds images")

@@ -91,11 +91,7 @@ def text_shape(model: nn.Module) -> tuple[int, int] | None:
 def resolved_input_size(
     model: nn.Module, input_size: int | tuple[int, ...] | None
 ) -> tuple[int, int, int]:
-    """(C, H, W) from what the caller gave, else from the model, else 224 x 224.
-
-    Raises:
-        ArgumentError: what the caller gave is no image size.
-    """
+    """(C, H, W) from what the caller gave, else from the model, else 224 x 224."""
     channels = _channels(model)
     if input_size is None:
         return (channels, *(_own_size(model) or (_DEFAULT_SIZE, _DEFAULT_SIZE)))
@@ -154,12 +150,8 @@ def _channels(model: nn.Module) -> int:
 
 
 def as_cases(inputs: ModelInput | Mapping[str, ModelInput]) -> dict[str, tuple[Any, ...]]:
-    """The caller's inputs as named tuples of model arguments.
-
-    Raises:
-        TypeError: a case is no tensor and no tuple with a tensor.
-        ArgumentError: a tensor that is empty, without a batch dim or not finite; no case.
-    """
+    """The caller's inputs as named tuples of model arguments: TypeError for what is none,
+    ArgumentError for a tensor that is empty, without a batch dim or not finite."""
     named = inputs if isinstance(inputs, Mapping) else {"input": inputs}
     cases: dict[str, tuple[Any, ...]] = {}
     for name, value in named.items():

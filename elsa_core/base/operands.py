@@ -70,16 +70,8 @@ def operands(
 def checked_mask(
     attn_mask: Tensor, query: Tensor, key: Tensor, is_causal: bool, *, one_device: bool = True
 ) -> Tensor:
-    """The mask as [B or 1, H or 1, Nq or 1, Nk or 1].
-
-    Args:
-        attn_mask: of any rank up to 4, bool, float32 or the query's dtype.
-        query, key: [B, H, Nq, D] and [B, Hkv, Nk, D].
-        one_device: whether the mask must be on the query's device.
-
-    Raises:
-        ArgumentError: it does not fit them, or `is_causal` is asked for too.
-    """
+    """The mask, of any rank up to 4, as [B or 1, H or 1, Nq or 1, Nk or 1] for query [B, H, Nq, D]
+    and key [B, Hkv, Nk, D]."""
     require_mask(attn_mask, query, is_causal, one_device=one_device)
     shape, full = attn_mask.shape, (*query.shape[:3], key.shape[2])
     if len(shape) < 4:
@@ -142,16 +134,11 @@ def require_number(name: str, given: object) -> None:
 
 
 def require_inside(bias_index: Tensor, rows: int) -> bool:
-    """Refuse a bias_index that leaves its table of `rows` rows.
+    """Refuse a bias_index that leaves its table of `rows` rows; whether it was looked at, and is
+    inside.
 
     Only where a look costs no wait: on the CPU, outside tracing. Elsewhere whoever reads the table
     checks each entry itself and gives NaN for the scores of one that is outside.
-
-    Returns:
-        Whether the entries were looked at, and are inside.
-
-    Raises:
-        ArgumentError: an entry is negative or too large.
     """
     if bias_index.device.type != "cpu" or calls.traced():  # traced values may not exist
         return False

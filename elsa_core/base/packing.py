@@ -14,11 +14,7 @@ from elsa_core.errors import ArgumentError
 
 
 def checked_bounds(name: str, cu_seqlens: Tensor, tokens: int) -> list[int]:
-    """Cumulative lengths as integers; on a GPU this waits for what was queued before it.
-
-    Raises:
-        ArgumentError: they do not start with 0, decrease, or do not end with `tokens`.
-    """
+    """Cumulative lengths as integers; on a GPU this waits for what was queued before it."""
     found: list[int] = cu_seqlens.tolist()
     if found[0] != 0 or found[-1] != tokens or any(a > b for a, b in pairwise(found)):
         raise ArgumentError(f"{name} must start with 0, not decrease and end with {tokens} tokens")

@@ -67,11 +67,7 @@ th {{ background: var(--head); vertical-align: bottom; hyphens: auto; }}
 
 
 def write(page: str, path: Path) -> Path:
-    """Write a page, whole or not at all.
-
-    Raises:
-        UnavailableError: the file cannot be written.
-    """
+    """Write a page, whole or not at all."""
     try:
         return write_text(page, path)
     except OSError as error:

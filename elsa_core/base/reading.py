@@ -25,13 +25,8 @@ _KINDS = {
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; links to one are followed.
-
-    A FIFO without a writer would block and /dev/zero never ends, so both are refused at once.
-
-    Raises:
-        ModelError: no regular file, or one that cannot be opened.
-    """
+    """Open a regular file for reading; links to one are followed. A FIFO without a writer would
+    block and /dev/zero never ends, so both are refused at once."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:

@@ -104,10 +104,8 @@ def agree(
 ) -> Agreement:
     """The ranks' common answer to `said` (see `described`), by one small all_gather.
 
-    Raises:
-        ArgumentError: the ranks differ, or one of them has an argument that is wrong; the same line
-            on every rank.
-        UnavailableError: a rank does not answer.
+    ArgumentError, the same line on every rank: they differ, or one has an argument that is wrong.
+    UnavailableError: a rank does not answer.
     """
     answers = _ANSWERS.setdefault(group, {})
     given = tuple(lengths)
@@ -143,14 +141,11 @@ def agree(
 def compare(
     group: dist.ProcessGroup, said: dict[str, Any], device: torch.device
 ) -> list[dict[str, Any]]:
-    """What all ranks say of a call, in their order, by one all_gather of a message.
+    """What all ranks say of a call, in their order, by one all_gather of a message; raises as
+    `agree`.
 
-    Args:
-        said: what must be equal on all ranks, by names that a line can hold, and of `_OWN` what may
-            differ. Less than a message of text.
-
-    Raises:
-        ArgumentError, UnavailableError: as `agree`.
+    said: what must be equal on all ranks, by names that a line can hold, and of `_OWN` what may
+    differ. Less than a message of text.
     """
     message = torch.zeros(_BYTES, dtype=torch.uint8)
     encoded = torch.frombuffer(bytearray(_text(said).encode()), dtype=torch.uint8)

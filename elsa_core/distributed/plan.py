@@ -73,11 +73,7 @@ def check_method(method: str) -> None:
 
 
 def plan(agreed: Agreement) -> Plan:
-    """The method for a call that all ranks make; the same on every rank.
-
-    Raises:
-        ArgumentError: the method asked for cannot serve the call.
-    """
+    """The method for a call that all ranks make; the same on every rank."""
     asked, world = agreed.common["method"], agreed.world
     heads, of_keys = (agreed.common[f"the number of {which} heads"] for which in ("query", "key"))
     seconds = _seconds(agreed)

@@ -25,14 +25,9 @@ def meta_model(name: str) -> nn.Module:
 
 
 def small_model(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
-    """The architecture with two blocks a stage where its library allows that, on the CPU.
-
-    It is whole where its depth cannot be cut, and where the blocks that are left hold no attention
-    that can be patched. Parameters are allocated and not filled.
-
-    Returns:
-        The model and its image size (C, H, W), a small one where the library allows that.
-    """
+    """The architecture with two blocks a stage where its library allows that, on the CPU, and its
+    image size (C, H, W). It is whole where its depth cannot be cut, and where what is left holds no
+    attention that can be patched. Parameters are allocated and not filled."""
     from elsa_core.patching import find_sites
 
     recipe = default_recipe(parse(name))
@@ -47,14 +42,9 @@ def small_model(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
 
 
 def check_sizes(spec: ModelSpec, sizes: Sequence[tuple[int, int]]) -> None:
-    """Refuse sizes that the model cannot run at, before anything is loaded.
-
-    Weights files say what they are only once they are read, so theirs are not checked here; a size
-    that needs too much memory is none of these.
-
-    Raises:
-        ArgumentError: a size that does not suit the model.
-    """
+    """ArgumentError for sizes that the model cannot run at, before anything is loaded. Weights
+    files say what they are only once they are read; a size that needs too much memory is none of
+    these."""
     if spec.path is not None or spec.source == "hub":
         return
     recipe = default_recipe(spec)

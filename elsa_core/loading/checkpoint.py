@@ -40,16 +40,10 @@ def read_checkpoint(path: Path, key: str | None = None) -> Weights:
     """Read a PyTorch checkpoint without running any code of its pickle.
 
     A training checkpoint is unwrapped: averaged weights first, then a teacher's, then `state_dict`
-    and `model`.
-
-    Args:
-        path: the file.
-        key: take these weights: a key of the checkpoint, or the beginning of tensors' names.
-
-    Raises:
-        ModelError: unreadable by `weights_only=True`, compressed, no state dict in it, or none
-            under `key`, or a tensor that is sparse, quantised, complex, on the meta device, much
-            larger than what is stored of it, or holds NaN or infinity.
+    and `model`. `key` takes others: a key of the checkpoint, or the beginning of tensors' names.
+    ModelError where `weights_only=True` cannot read it, it is compressed, holds no state dict, or a
+    tensor is sparse, quantised, complex, on the meta device, much larger than what is stored of it,
+    or not finite.
     """
     with open_regular(path) as file:
         _check_archive(path, file)

@@ -34,13 +34,8 @@ _NAME = re.compile(r"[\w.@+-]{1,120}")
 def from_config(config: Mapping[str, Any], where: str) -> Recipe:
     """Read timm's hub layout (or elsa's extension of it) from config.json, or open_clip's towers.
 
-    Args:
-        config: the parsed object.
-        where: the file, for messages.
-
-    Raises:
-        ModelError: another kind of configuration, a name that is none, or a value of the wrong
-            type.
+    `where` is the file, for messages. ModelError: another kind of configuration, a name that is
+    none, or a value of the wrong type.
     """
     if "model_cfg" in config:
         return from_open_clip_config(config, where)
@@ -83,11 +78,7 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
 
 
 def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
-    """Read open_clip_config.json; pretrained towers it may name are not fetched.
-
-    Raises:
-        ModelError: no towers in it, a name that is none, or a value of the wrong type.
-    """
+    """Read open_clip_config.json; pretrained towers it may name are not fetched."""
     model_cfg = config.get("model_cfg", config)
     if not isinstance(model_cfg, Mapping) or not all(
         isinstance(model_cfg.get(key), Mapping) for key in ("vision_cfg", "text_cfg")
@@ -120,11 +111,7 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
 
 
 def preprocess_of(cfg: Mapping[str, Any], where: str) -> Preprocess:
-    """Read input_size, mean, std, crop_pct, crop_mode and interpolation; defaults where not said.
-
-    Raises:
-        ModelError: a value that cannot be.
-    """
+    """Read input_size, mean, std, crop_pct, crop_mode and interpolation; defaults where not said."""
     size = cfg.get("input_size") or list(Preprocess().input_size)
     good = isinstance(size, (list, tuple)) and len(size) == 3 and all(map(pair_of, size))
     if not good or any(isinstance(extent, (list, tuple)) for extent in size):

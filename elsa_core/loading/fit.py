@@ -32,11 +32,8 @@ _UNUSED = re.compile(r"mask_token|local_cls_norm\..*|(.*\.)?(periods|bias_mask)"
 
 
 def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with the constructor's arguments that a user typed.
-
-    Raises:
-        ArgumentError: a CLIP, whose towers a configuration describes, or a value that cannot be.
-    """
+    """Return the recipe with the constructor's arguments that a user typed; a CLIP, whose towers a
+    configuration describes, takes none."""
     if not given:
         return recipe
     libraries.refuse_arguments(recipe)
@@ -156,14 +153,10 @@ def changed(
     resized: bool = False,
 ) -> dict[str, str]:
     """Return the tensors of a file that the model does not hold as they are, each with what
-    happened to it.
+    happened.
 
-    Args:
-        model: loaded, its parameters in any floating dtype.
-        tensors: of the file.
-        asked: names that another image size or window was asked to change.
-        resized: the model has another image size or window than the file, and so other buffers
-            that are computed from them.
+    `asked` are names that another image size or window was asked to change; `resized` says that the
+    model has another one than the file, and so other buffers that are computed from it.
     """
     state = model.state_dict()
     own = {**dict(model.named_buffers()), **state}

@@ -111,18 +111,12 @@ def choose_recipe(
     *,
     config_required: bool,
 ) -> Choice:
-    """Find the architecture: `arch`, the file's metadata, a config beside it, or the shapes.
+    """Find the architecture: `arch` (--arch), the file's metadata, a config beside it, or the
+    shapes.
 
-    Args:
-        weights: of the file.
-        arch: as typed (--arch).
-        image_size: (height, width) in pixels, to settle a grid that is not square.
-        given: arguments of the constructor as typed (--model-kwargs).
-        config_required: refuse a directory without a configuration.
-
-    Raises:
-        ModelError: unknown, ambiguous, or a configuration that cannot be read.
-        ArgumentError: `arch` is no library's name, or `given` cannot be.
+    `image_size` settles a grid that is not square; `given` are the constructor's arguments as
+    typed; `config_required` refuses a directory without a configuration. ModelError: unknown,
+    ambiguous, or a configuration that cannot be read.
     """
     shapes = weights.shapes
     if arch is not None:
@@ -201,20 +195,13 @@ def _told(recipe: Recipe, given: Mapping[str, Any], source: str = "") -> str:
 def apply(
     recipe: Recipe, weights: Weights, image_size: Size, dtype: torch.dtype, given: Mapping[str, Any]
 ) -> tuple[nn.Module, Recipe, tuple[str, ...]]:
-    """Build the model and put the weights in place, resized where the image size differs.
+    """Build the model and put the weights in place, resized where the image size differs; the
+    model, its recipe, and notes about what was asked to change or to be dropped.
 
-    Shapes are compared on the meta device first: a configuration that asks for more memory than
-    the file has weights is refused before anything is allocated. Afterwards every tensor of the
-    file must be in the model as it is, apart from those that another image size, window or patch
-    size was asked to change, and from a classifier that `num_classes=0` drops.
-
-    Returns:
-        The model, its recipe, and notes about what was asked to change or to be dropped.
-
-    Raises:
-        ModelError: the tensors do not fit the architecture, would be resampled or dropped, or are
-            whole numbers where it has weights.
-        ArgumentError: the image size does not suit the model.
+    Shapes are compared on the meta device first: a configuration that asks for more memory than the
+    file has weights is refused before anything is allocated. Afterwards every tensor of the file
+    must be in the model as it is, apart from those that another image size, window or patch size
+    was asked to change, and from a classifier that `num_classes=0` drops.
     """
     target = recipe if image_size is None else with_image_size(recipe, image_size)
     weights, dropped = _headless(recipe, weights) if drops_classifier(given) else (weights, [])

@@ -23,16 +23,11 @@ OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin
 
 
 def fetch(repository: str, names: Sequence[str], *, need: str) -> Path:
-    """Return the local path of the first of `names` that the hub repository has.
+    """Return the local path of the first of `names` that the hub repository
+    (`owner/name[@revision]`) has.
 
-    Args:
-        repository: `owner/name` or `owner/name@revision`.
-        names: file names, the preferred one first.
-        need: what the file is for, for the error line: "the weights of X".
-
-    Raises:
-        UnavailableError: not in the cache, and the network is off or the hub cannot be reached.
-        ModelError: the hub has no such repository or none of the files.
+    `need` says what the file is for in the error line: "the weights of X". UnavailableError: not in
+    the cache, and the network is off or the hub cannot be reached.
     """
     import huggingface_hub
     from huggingface_hub import errors

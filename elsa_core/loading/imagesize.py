@@ -23,11 +23,7 @@ _SEARCH_STEPS = (32, 56, 64, 112, 224)
 
 
 def checked_size(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """Return (height, width) in pixels.
-
-    Raises:
-        ArgumentError: not one or two whole numbers in 1..MAX_IMAGE_SIZE.
-    """
+    """Return (height, width): one or two whole numbers of pixels in 1..MAX_IMAGE_SIZE."""
     where = "image_size (--img-size)"
     pair: tuple[Any, ...] = (image_size, image_size)
     if isinstance(image_size, Sequence) and not isinstance(image_size, str):
@@ -42,13 +38,10 @@ def checked_size(image_size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
-    """Return the recipe for another image size, known to build and to run there.
+    """Return the recipe for another image size, known to build and to run there on the meta device.
 
-    Both are tried on the meta device, which takes a fraction of a second and no memory.
-
-    Raises:
-        ArgumentError: a size that the patches do not divide, that the model cannot run at, or
-            that needs more memory than the machine has; names the nearest sizes that work.
+    ArgumentError: a size that the patches do not divide, that the model cannot run at, or that
+    needs more memory than the machine has; it names the nearest sizes that work.
     """
     size = checked_size(image_size)
     if size == recipe.size:

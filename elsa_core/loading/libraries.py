@@ -77,12 +77,7 @@ def build_meta(recipe: Recipe) -> nn.Module:
 
 
 def build_published(recipe: Recipe) -> tuple[nn.Module, str]:
-    """Build the model with its published weights, and name them.
-
-    Raises:
-        ModelError: no weights are published for the name, or they do not fit it.
-        UnavailableError: they are not in the cache and the network cannot be reached.
-    """
+    """Build the model with its published weights, and name them."""
     published = of(recipe.library).published
     if published is None:
         raise ModelError(f"{recipe.library} publishes no weights: leave out --pretrained")

@@ -103,11 +103,7 @@ class Library:
 
 
 def imported(library: str, package: str) -> Any:
-    """The library's module.
-
-    Raises:
-        UnavailableError: not installed.
-    """
+    """The library's module; UnavailableError where it is not installed."""
     try:
         return importlib.import_module(library)
     except ImportError as error:
@@ -131,12 +127,8 @@ def check_tag(library: str, name: str, tag: str, tags: Sequence[str]) -> None:
 
 
 def built(builder: Callable[[Recipe], nn.Module], recipe: Recipe) -> nn.Module:
-    """Build the model with fresh random weights, in eval mode.
-
-    Raises:
-        ModelError: the library does not know the name or cannot follow the arguments.
-        UnavailableError: the library, or one that this model needs, is not installed or offline.
-    """
+    """Build the model with fresh random weights, in eval mode; ModelError where the library does
+    not know the name or cannot follow the arguments."""
     try:
         with quiet():
             return builder(recipe).eval()

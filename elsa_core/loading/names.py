@@ -39,13 +39,8 @@ _DINO_HEAD = "head.last_layer."
 def bare_names(
     shapes: Shapes, path: Path, key: str | None = None
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the full name of each tensor by the model's own name for it, and notes for the user.
-
-    Args:
-        shapes: of the file's tensors, by full name.
-        path: the file, for messages.
-        key: take the tensors whose names begin with it.
-    """
+    """Return the full name of each tensor by the model's own name for it, and notes for the user;
+    of the tensors whose names begin with `key`, where it is given."""
     kept = [name for name in shapes if name not in _COUNTERS]
     notes: list[str] = []
     if key is not None:

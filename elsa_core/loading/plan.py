@@ -62,11 +62,7 @@ def plan_of(report: PatchReport) -> Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read elsa_plan.json from a directory that may be hostile.
-
-    Raises:
-        ModelError: not a plan, or one of a newer elsa.
-    """
+    """Read elsa_plan.json from a directory that may be hostile; ModelError where it is none."""
     content = read_json(path)
     version = content.get("schema_version")
     if version != SCHEMA_VERSION:

@@ -20,12 +20,7 @@ _FLAGS = {key: f"--{key.replace('_', '-')}" for key in ASSUMABLE}
 
 
 def with_given(preprocess: Preprocess, given: Given) -> Preprocess:
-    """Return the preprocessing with what the user has given.
-
-    Raises:
-        TypeError: no number.
-        ArgumentError: a value that cannot be.
-    """
+    """Return the preprocessing with what the user has given."""
     said = {key: getattr(given, key) for key in ASSUMABLE}
     for key, value in said.items():
         one = [value] if value is None or isinstance(value, int | float) else list(value)
@@ -55,21 +50,9 @@ def filled(preprocess: Preprocess, stated: Given) -> Preprocess:
 
 
 def of_model(model: Any, input_size: tuple[int, int, int], given: Given) -> Preprocess | None:
-    """The preprocessing that a model object states, as timm's do in `pretrained_cfg`.
-
-    What it does not state, or states for another number of channels, is marked as assumed.
-
-    Args:
-        model: any module.
-        input_size: channels, height and width in pixels.
-        given: what the user says.
-
-    Returns:
-        None where neither the model nor the user says anything.
-
-    Raises:
-        ArgumentError: a value of `given` that cannot be.
-    """
+    """The preprocessing that a model object states, as timm's do in `pretrained_cfg`; None where
+    neither the model nor the user (`given`) says anything. What it does not state, or states for
+    another number of channels than that of `input_size` (C, H, W), is marked as assumed."""
     cfg = getattr(model, "pretrained_cfg", None)
     said = read(cfg).preprocess if isinstance(cfg, dict) else Given()
     if said == given == Given():
@@ -88,13 +71,8 @@ def of_model(model: Any, input_size: tuple[int, int, int], given: Given) -> Prep
 
 
 def line(recipe: Recipe, alike: Sequence[Recipe], where: str) -> str:
-    """One line about what is assumed, and what else it could be; "" for nothing.
-
-    Args:
-        recipe: of the model.
-        alike: others with the same tensors that compute the same.
-        where: the weights.
-    """
+    """One line about what is assumed of the weights `where`, and what else it could be, by the
+    recipe and others that compute the same; "" for nothing."""
     mine = recipe.preprocess
     if not mine.assumed:
         return ""

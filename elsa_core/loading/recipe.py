@@ -64,15 +64,8 @@ class Preprocess:
     def with_said(
         self, said: Mapping[str, Any], named: Callable[[str], str], error: type[ElsaError]
     ) -> Preprocess:
-        """Return the same with the values of `said` that are not None.
-
-        Args:
-            said: from outside, by name of the field.
-            named: what a message calls a field.
-
-        Raises:
-            ElsaError: of class `error`: a value that cannot be.
-        """
+        """Return the same with the values of `said` that are not None, from outside and by field.
+        An error of that class says what cannot be; `named` is what its message calls a field."""
         found = {key: value for key, value in said.items() if value is not None}
         count = self.input_size[0]
         for key, least in (("mean", -1e6), ("std", 1e-6)):
@@ -225,11 +218,7 @@ def required_pair(size: Any, where: str, error: type[ElsaError]) -> tuple[int, i
 
 
 def checked_args(args: Any, where: str, error: type[ElsaError] = ModelError) -> dict[str, Any]:
-    """Return constructor arguments from outside: plain values, none that fetch or read anything.
-
-    Raises:
-        ElsaError: of class `error`: not a mapping, a forbidden keyword, another kind of value.
-    """
+    """Return constructor arguments from outside: plain values, none that fetch or read anything."""
     if not isinstance(args, Mapping):
         raise error(f"{where}: model_args must be an object")
     for key, value in args.items():

@@ -47,19 +47,12 @@ _OF_GRID = (
 def recognise(
     shapes: Shapes, where: str, image_size: tuple[int, int] | None, given: _Args
 ) -> tuple[Recipe, tuple[Recipe, ...]]:
-    """Find the architecture whose state dict has these names and shapes.
+    """Find the architecture whose state dict has these names and shapes: its recipe, and other
+    names that fit and compute the same.
 
-    Args:
-        shapes: tensor shapes by name.
-        where: the file, for messages.
-        image_size: (height, width) in pixels, to settle a grid that is not square.
-        given: arguments of the constructor that the user has typed.
-
-    Returns:
-        The recipe that fits, and other names that fit and compute the same.
-
-    Raises:
-        ModelError: none fits, or several fit that compute differently (they are listed).
+    `where` is the file, for messages; `image_size` settles a grid that is not square; `given` are
+    the constructor's arguments as typed. ModelError: none fits, or several that compute
+    differently.
     """
     first, *others = libraries.LIBRARIES
     library = next((other for other in others if other.marks(shapes)), first)
@@ -94,11 +87,8 @@ def recognise(
 def fit_named(
     spec: ModelSpec, shapes: Shapes, image_size: tuple[int, int] | None, given: _Args
 ) -> Recipe:
-    """Fit one named architecture to the shapes, allowing for what they show of its arguments.
-
-    Returns:
-        The recipe that fits exactly, else the usual recipe: the library may convert the tensors.
-    """
+    """Fit one named architecture to the shapes, allowing for what they show of its arguments; the
+    usual recipe where none fits exactly: the library may convert the tensors."""
     usual = with_given(_as_in(spec, shapes), given)
     variants = libraries.of(usual.library).variants(usual, shapes)
     fits = (fitted(_with(usual, setting, given), shapes, image_size) for setting in variants)

@@ -75,12 +75,8 @@ def stated_in_metadata(metadata: Mapping[str, str]) -> Stated:
 
 
 def names_of(value: Any) -> tuple[str, ...]:
-    """Return names of classes in their order; () for what is no list of them.
-
-    Args:
-        value: a list, a mapping from number to name (`id2label`), or from name to number
-            (`class_to_idx`).
-    """
+    """Return names of classes in their order, of a list, a mapping from number to name (`id2label`)
+    or from name to number (`class_to_idx`); () for what is no list of them."""
     if isinstance(value, Mapping):
         by_name = all(type(number) is int for number in value.values())
         named = {}

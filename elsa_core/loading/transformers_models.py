@@ -43,16 +43,9 @@ def is_transformers(config: Mapping[str, Any]) -> bool:
 def open_folder(
     folder: Path, config: Mapping[str, Any], size: tuple[int, int] | None
 ) -> tuple[nn.Module, Recipe, list[str], list[str]]:
-    """Build the model that a folder holds, with its weights; no code of the folder runs.
-
-    Args:
-        folder: with config.json, weights and, where there is one, the processor's configuration.
-        config: the content of config.json.
-        size: (height, width) of images, where the folder's own is not meant.
-
-    Returns:
-        The model, its recipe, notes, and warnings.
-    """
+    """Build the model that a folder holds, with its weights; no code of the folder runs. `config`
+    is the content of its config.json, `size` (height, width) where its own is not meant. The model,
+    its recipe, notes, and warnings."""
     where = str(folder / "config.json")
     for part in (config, *(each for each in config.values() if isinstance(each, Mapping))):
         check_blocks(part, where)

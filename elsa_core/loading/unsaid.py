@@ -25,12 +25,7 @@ _HEADS = frozenset(("num_heads", "heads", "num_heads_inner", "num_heads_outer"))
 
 def with_unsaid(recipe: Recipe, shapes: Shapes, given: Mapping[str, Any]) -> Recipe:
     """Return the recipe with `unsaid`: the values that fit the tensors as well as others would.
-
-    Args:
-        recipe: of an architecture that was named or recognised.
-        shapes: of the file's tensors, by name.
-        given: arguments of the constructor that the user has typed; they are said.
-    """
+    What the user has typed (`given`) is said."""
     try:
         model = build_meta(recipe)
     except ElsaError:

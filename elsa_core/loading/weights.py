@@ -77,12 +77,8 @@ class Weights:
 
 
 def read_header(path: Path) -> Header:
-    """Read a .safetensors header, which the library validates; no tensor is read.
-
-    Raises:
-        ModelError: not a well-formed .safetensors file, more than the memory holds, or a name far
-            longer than any module's. The message names the file.
-    """
+    """Read a .safetensors header, which the library validates; no tensor is read. A ModelError
+    names the file."""
     from safetensors import safe_open
 
     with open_regular(path) as file:
@@ -108,15 +104,8 @@ def read_header(path: Path) -> Header:
 
 
 def read_safetensors(path: Path, key: str | None = None) -> Weights:
-    """Read a .safetensors file: the header now, the tensors when they are asked for.
-
-    Args:
-        path: the file.
-        key: take the tensors whose names begin with it.
-
-    Raises:
-        ModelError: malformed file, no tensors, none under `key`, or more than the memory holds.
-    """
+    """Read a .safetensors file: the header now, the tensors when they are asked for; those whose
+    names begin with `key`, where it is given."""
     return _joined(path, {path: read_header(path)}, key)
 
 
@@ -126,12 +115,8 @@ def is_index(path: Path) -> bool:
 
 
 def read_sharded(path: Path, key: str | None = None) -> Weights:
-    """Read what an index names, from the files beside it: headers now, tensors when asked for.
-
-    Raises:
-        ModelError: a malformed index, a shard that is missing, malformed, a link or outside the
-            index's directory, or tensors that are not where the index says.
-    """
+    """Read what an index names, from the files beside it, as `read_safetensors`. A shard is no
+    link, lies beside the index, and holds the tensors that the index says."""
     weight_map = _weight_map(path)
     shards = sorted(set(weight_map.values()))
     for shard in shards:

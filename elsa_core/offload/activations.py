@@ -75,11 +75,8 @@ class SavedOnHost(torch.autograd.graph.saved_tensors_hooks):
 
 
 def require_eager() -> None:
-    """Make a compiler leave the call of the model, and begin anew within it.
-
-    Raises:
-        torch._dynamo.exc.Unsupported: with fullgraph=True.
-    """
+    """Make a compiler leave the call of the model, and begin anew within it; with fullgraph=True it
+    says that it cannot."""
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(
             msg="patch(offload='host') stores what the backward needs outside a compiled program: "

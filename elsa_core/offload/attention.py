@@ -133,12 +133,7 @@ def requested(
     offload: str | None,
     block: int | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`elsa_core.attention` with `offload` or `offload_block`, which is `block` here.
-
-    Raises:
-        TypeError: offload_block is no whole number; and as `attention`.
-        ArgumentError: offload is not "host", or dropout is asked for; and as `attention`.
-    """
+    """`elsa_core.attention` with `offload` or `offload_block`, which is `block` here."""
     if offload != "host":
         given = "offload_block without offload" if offload is None else f"offload={offload!r}"
         raise ArgumentError(f"{given}: offload must be 'host'")

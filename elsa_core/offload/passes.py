@@ -62,12 +62,8 @@ class _Keys(NamedTuple):
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, Nq, Dv] and lse [B, Hq, Nq], where the query is.
-
-    Raises:
-        ArgumentError: an additive mask gives all keys of a row so large a number that lse holds
-            nothing of their count.
-    """
+    """out [B, Hq, Nq, Dv] and lse [B, Hq, Nq], where the query is. ArgumentError where an additive
+    mask gives all keys of a row so large a number that lse holds nothing of their count."""
     batch, heads, length, _ = call.query.shape
     width = call.value.shape[3]
     with _on(call.device):
