@@ -38,18 +38,12 @@ _KEPT = 4096  # answers of a group
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know of a call.
+    """What all ranks know of a call."""
 
-    Attributes:
-        queries, keys: tokens of each rank's shard, in the order of the ranks.
-        rank: this one.
-        common: what is equal on all ranks, by name.
-    """
-
-    queries: tuple[int, ...]
+    queries: tuple[int, ...]  # tokens of each rank's shard, in the order of the ranks
     keys: tuple[int, ...]
-    rank: int
-    common: dict[str, Any]
+    rank: int  # this one
+    common: dict[str, Any]  # what is equal on all ranks, by name
 
     @property
     def world(self) -> int:

@@ -79,19 +79,12 @@ def rows_of(cut: Cut, rank: int) -> list[int]:
 
 
 class _Moves(NamedTuple):
-    """What a rank sends and keeps.
+    """What a rank sends and keeps."""
 
-    Attributes:
-        sent: runs of this rank's rows for each rank.
-        placed: the new rows in order: from which rank, and which of those that it sends.
-        received: how many rows come from each rank.
-        anywhere: whether any rank sends another one anything.
-    """
-
-    sent: tuple[tuple[_Run, ...], ...]
-    placed: tuple[tuple[int, _Run], ...]
-    received: tuple[int, ...]
-    anywhere: bool
+    sent: tuple[tuple[_Run, ...], ...]  # runs of this rank's rows for each rank
+    placed: tuple[tuple[int, _Run], ...]  # the new rows: from which rank, and which that it sends
+    received: tuple[int, ...]  # how many rows come from each rank
+    anywhere: bool  # whether any rank sends another one anything
 
 
 @lru_cache(maxsize=1024)

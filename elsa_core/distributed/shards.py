@@ -46,17 +46,10 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """A rank's side of a call.
+    """A rank's side of a call."""
 
-    Attributes:
-        query: [B, Hq, n, D] of rows [start, start + n) of the whole sequence.
-        attn_mask: [B or 1, Hq or 1, n or 1, all keys or 1] or None.
-        start: the first row.
-        is_causal, scale, precision, backend: as in `elsa_core.attention`.
-    """
-
-    query: Tensor
-    attn_mask: Tensor | None
+    query: Tensor  # [B, Hq, n, D] of rows [start, start + n) of the whole sequence
+    attn_mask: Tensor | None  # [B or 1, Hq or 1, n or 1, all keys or 1]
     start: int
     is_causal: bool
     scale: float

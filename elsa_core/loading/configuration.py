@@ -111,7 +111,7 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
 
 
 def preprocess_of(cfg: Mapping[str, Any], where: str) -> Preprocess:
-    """Read input_size, mean, std, crop_pct, crop_mode and interpolation; defaults where not said."""
+    """Read the fields of a preprocessing; defaults where they are not said."""
     size = cfg.get("input_size") or list(Preprocess().input_size)
     good = isinstance(size, (list, tuple)) and len(size) == 3 and all(map(pair_of, size))
     if not good or any(isinstance(extent, (list, tuple)) for extent in size):

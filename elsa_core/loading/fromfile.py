@@ -86,21 +86,13 @@ def refuse_links(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a weights file is.
+    """What a weights file is, with lines for the user about its architecture."""
 
-    Attributes:
-        recipe: at the size of the tensors.
-        notes: lines for the user about the architecture.
-        alike: other recipes that fit and compute the same; they may preprocess otherwise.
-        described: a configuration says the preprocessing, or what of it is assumed.
-        tagged: the name is that of published weights, whose preprocessing is known.
-    """
-
-    recipe: Recipe
+    recipe: Recipe  # at the size of the tensors
     notes: tuple[str, ...] = ()
-    alike: tuple[Recipe, ...] = ()
-    described: bool = False
-    tagged: bool = False
+    alike: tuple[Recipe, ...] = ()  # that fit and compute the same; they may preprocess otherwise
+    described: bool = False  # a configuration says the preprocessing, or what of it is assumed
+    tagged: bool = False  # the name is that of published weights, whose preprocessing is known
 
 
 def choose_recipe(

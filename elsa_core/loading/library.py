@@ -34,72 +34,53 @@ BUILD_ERRORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """One library. What is None, or left at its default, it does not have.
+    """One library. What is None, or left at its default, it does not have."""
 
-    Attributes:
-        name: in front of the colon of MODEL, and in saved configurations.
-        names: its models; UnavailableError where it is not installed.
-        lookup: of what was typed after the colon, the full name and the tag of published weights;
-            ModelError for an unknown one, or None to have the close names of all libraries listed.
-        hub_owner: who owns its repositories on the hub, whose names are models of the library.
-        takes_hub_ids: "hf-hub:OWNER/NAME" may follow the colon.
-        has_tags: a name can have several published weights.
-        says_preprocessing: a typed architecture says how images are preprocessed.
-
-        recipe: the library's own recipe of a name and a tag.
-        build: the model with random weights.
-        resized: the recipe for inputs of (height, width) pixels.
-        takes_any_size: inputs need not be multiples of a patch.
-        takes_squares: inputs must be square.
-        explicit: arguments that the constructor would take from a tag otherwise.
-        shallow: recipes with two blocks, to be tried in order.
-        core: what has to be run to compare a recipe, and the settings that are compared as text.
-
-        published: a model with its published weights, and their name.
-        preprocessings: the preprocessing of each set of published weights, by full name.
-        hub_files: the weights of a hub repository, the preferred name first.
-
-        config_args: arguments that a config.json implies beside `model_args`; None where it does
-            not describe the library's models.
-        config_keys: what config.json takes from the model's `pretrained_cfg`.
-        converted: the model of the first recipe with the tensors of a file, which are those of the
-            second; the library renames and resizes them.
-        takes_heads: num_heads and window_size are arguments of its constructors.
-        as_in: the recipe with classifier and channels as in the tensors' shapes.
-        variants: what the shapes show of a named model's arguments, the likeliest first.
-        marks: the names of tensors are the library's. The first library is asked for all others.
-        candidates: the recipes that fit the tensors of a file.
-    """
-
-    name: str
-    names: Callable[[], list[str]]
+    name: str  # in front of the colon of MODEL, and in saved configurations
+    names: Callable[[], list[str]]  # its models; UnavailableError where it is not installed
+    # Of what was typed after the colon, the full name and the tag of published weights; ModelError
+    # for an unknown one, or None to have the close names of all libraries listed.
     lookup: Callable[[str], tuple[str, str | None] | None]
-    hub_owner: str | None = None
-    takes_hub_ids: bool = False
-    has_tags: bool = False
+    hub_owner: str | None = None  # of repositories on the hub whose names are models of the library
+    takes_hub_ids: bool = False  # "hf-hub:OWNER/NAME" may follow the colon
+    has_tags: bool = False  # a name can have several published weights
+    # whether a typed architecture says how images are preprocessed
     says_preprocessing: Callable[[str], bool] = lambda arch: False
 
-    recipe: Callable[[str, str | None], Recipe]
-    build: Callable[[Recipe], nn.Module]
+    recipe: Callable[[str, str | None], Recipe]  # the library's own, of a name and a tag
+    build: Callable[[Recipe], nn.Module]  # the model with random weights
+    # the recipe for inputs of (height, width) pixels; which sizes are none
     resized: Callable[[Recipe, Size], Recipe] = lambda recipe, size: recipe.at(size)
     takes_any_size: Callable[[Recipe], bool] = lambda recipe: False
     takes_squares: Callable[[Recipe], bool] = lambda recipe: False
+    # arguments that the constructor would take from a tag otherwise
     explicit: Callable[[Recipe], dict[str, Any]] = lambda recipe: {}
+    # recipes with two blocks, to be tried in order
     shallow: Callable[[Recipe], Sequence[Recipe]] = lambda recipe: ()
+    # what has to be run to compare a recipe, and the settings that are compared as text
     core: Callable[[Recipe], tuple[str, Recipe]] = lambda recipe: ("", recipe)
 
+    # a model with its published weights, and their name; the preprocessing of each set by full name
     published: Callable[[Recipe], tuple[nn.Module, str]] | None = None
     preprocessings: Callable[[Recipe], dict[str, Preprocess]] = lambda recipe: {}
+    # the weights of a hub repository, the preferred name first
     hub_files: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
 
+    # arguments that a config.json implies beside `model_args`; None where it describes none of the
+    # library's models; and what it takes from a model's `pretrained_cfg`
     config_args: Callable[[Mapping[str, Any], Preprocess], dict[str, Any]] | None = None
     config_keys: tuple[str, ...] = ()
+    # the model of the first recipe with the tensors of a file, which are those of the second; the
+    # library renames and resizes them
     converted: Callable[[Recipe, Recipe, Weights], nn.Module] | None = None
-    takes_heads: bool = True
+    takes_heads: bool = True  # num_heads and window_size are arguments of its constructors
+    # the recipe with classifier and channels as in the tensors' shapes
     as_in: Callable[[Recipe, Shapes], Recipe] = lambda recipe, shapes: recipe
-    variants: Callable[[Recipe, Shapes], list[Shown]] = lambda recipe, shapes: [Shown()]
+    # what the shapes show of a named model's arguments, the likeliest first
+    variants: Callable[[Shapes], list[Shown]] = lambda shapes: [Shown()]
+    # whether the names of tensors are the library's; the first is asked for all others
     marks: Callable[[Shapes], bool] = lambda shapes: False
-    candidates: Callable[[Search], Iterable[Recipe]] | None = None
+    candidates: Callable[[Search], Iterable[Recipe]] | None = None  # that fit a file's tensors
 
 
 def imported(library: str, package: str) -> Any:

@@ -17,7 +17,7 @@ from elsa_core.loading import hub, timm_models
 from elsa_core.loading.checkpoint import check_file
 from elsa_core.loading.library import Library, Size, built, check_tag, imported, unknown
 from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, RESIZE_MODES, Preprocess, Recipe
-from elsa_core.loading.shown import Shapes, Shown
+from elsa_core.loading.shown import Shapes
 from elsa_core.loading.weights import Weights, one_file
 
 if TYPE_CHECKING:
@@ -215,38 +215,7 @@ def _candidates(search: Search) -> list[Recipe]:
     except UnavailableError:
         return []
     recipes = [search.recipe(name) for name in names]
-    usual = [r for r in recipes if _plausible(r.model_cfg or {}, search.shapes)]
-    found = search.fitted(usual)
-    if found:
-        return found
-    # Names that differ in what the shapes show become one and the same here.
-    other = {
-        str(cfg): dataclasses.replace(each, model_cfg=cfg)
-        for each in recipes
-        for cfg in _with_config(each, search.shapes)
-    }
-    return search.fitted(other.values())
-
-
-def _with_config(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
-    """Return a CLIP's configuration with depths, patch, vocabulary and context as in the shapes."""
-    cfg: Any = recipe.model_cfg
-    stem = shapes.get("visual.conv1.weight", ())
-    words = shapes.get("token_embedding.weight", ())
-    context = shapes.get("positional_embedding", ())
-    vision, text = cfg["vision_cfg"], cfg["text_cfg"]
-    plain = isinstance(vision.get("layers"), int) and len(stem) == 4 and len(words) == 2
-    if not plain or (vision.get("width"), text.get("width")) != (stem[0], words[1]):
-        return []
-    deep, long = (
-        len({k.split(".resblocks.")[1].split(".")[0] for k in shapes if k.startswith(side)})
-        for side in ("visual.transformer.resblocks.", "transformer.resblocks.")
-    )
-    vision = {**vision, "patch_size": stem[2], "layers": deep}
-    text = {**text, "vocab_size": words[0], "layers": long}
-    if len(context) == 2:
-        text["context_length"] = context[0]
-    return [{**cfg, "vision_cfg": vision, "text_cfg": text}]
+    return search.fitted(r for r in recipes if _plausible(r.model_cfg or {}, search.shapes))
 
 
 def _plausible(cfg: Mapping[str, Any], shapes: Shapes) -> bool:
@@ -279,10 +248,6 @@ OPEN_CLIP = Library(
     preprocessings=_preprocessings,
     hub_files=hub.OPEN_CLIP_WEIGHTS,
     converted=_converted,
-    variants=lambda recipe, shapes: [
-        Shown(),
-        *(Shown(model_cfg=cfg) for cfg in _with_config(recipe, shapes)),
-    ],
     marks=lambda shapes: any(name.startswith("visual.") for name in shapes),
     candidates=_candidates,
 )

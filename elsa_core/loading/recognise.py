@@ -90,7 +90,7 @@ def fit_named(
     """Fit one named architecture to the shapes, allowing for what they show of its arguments; the
     usual recipe where none fits exactly: the library may convert the tensors."""
     usual = with_given(_as_in(spec, shapes), given)
-    variants = libraries.of(usual.library).variants(usual, shapes)
+    variants = libraries.of(usual.library).variants(shapes)
     fits = (fitted(_with(usual, setting, given), shapes, image_size) for setting in variants)
     fit = next((fit for fit in fits if fit is not None), None)
     return _pruned(fit or usual, shapes, usual.args)
@@ -115,8 +115,7 @@ def _pruned(recipe: Recipe, shapes: Shapes, kept: Iterable[str]) -> Recipe:
 
 def _with(recipe: Recipe, setting: Shown, given: _Args) -> Recipe:
     """Return the recipe with what the shapes show; what the user typed wins."""
-    cfg = setting.model_cfg or recipe.model_cfg
-    recipe = dataclasses.replace(recipe, model_cfg=cfg).with_args(setting.args)
+    recipe = recipe.with_args(setting.args)
     recipe = recipe if setting.size is None else resized(recipe, setting.size)
     return with_given(recipe, given)
 
@@ -129,20 +128,13 @@ def _preference(recipe: Recipe) -> tuple[int, bool, int, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """What a library's candidates are found with.
-
-    Attributes:
-        library: whose names are tried.
-        shapes: of the file's tensors, by name.
-        image_size: (height, width) in pixels, to settle a grid that is not square.
-        given: arguments of the constructor that the user has typed.
-        misfits: how many tensors differ from those of the names that were tried, and those names.
-    """
+    """What a library's candidates are found with."""
 
     library: Library
     shapes: Shapes
     image_size: tuple[int, int] | None
     given: _Args
+    # how many tensors differ from those of the names that were tried, and those names
     misfits: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
 
     def recipe(self, name: str, setting: Shown | None = None) -> Recipe:

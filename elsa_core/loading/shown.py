@@ -26,12 +26,10 @@ _CLASS_OFFSETS = 3  # BEiT's table: token to class, class to token, class to cla
 
 @dataclass(frozen=True)
 class Shown:
-    """Arguments of a constructor, the image (height, width) in pixels where it shows, and of a
-    CLIP its configuration."""
+    """Arguments of a constructor, and the image (height, width) in pixels where it shows."""
 
     args: dict[str, Any] = field(default_factory=dict)
     size: tuple[int, int] | None = None
-    model_cfg: Mapping[str, Any] | None = None
 
 
 def shown(shapes: Shapes) -> list[Shown]:
@@ -122,7 +120,7 @@ def _swin_grid(shapes: Shapes, first: str, windows: list[int]) -> int | None:
 
 def _vit(shapes: Shapes) -> list[Shown]:
     said = {"patch_size": _patch(shapes), "num_heads": _vit_heads(shapes)}
-    args = {key: value for key, value in said.items() if value} | _sam_windows(shapes)
+    args = {key: value for key, value in said.items() if value}
     depth = {"depth": depth_of(shapes)}
     found = [Shown(depth), Shown(args), Shown(args | depth)]
     return [each for i, each in enumerate(found) if each.args and each not in found[:i]]
@@ -153,16 +151,3 @@ def _vit_heads(shapes: Shapes) -> int | None:
         if shape and 0 < shape[-1] < width and not width % shape[-1]:
             return width // shape[-1]
     return None
-
-
-def _sam_windows(shapes: Shapes) -> dict[str, Any]:
-    """Return window and global blocks of a SAM encoder, from the rows of its position tables."""
-    rows = [
-        shape[0]
-        for i in range(depth_of(shapes))
-        if len(shape := shapes.get(f"blocks.{i}.attn.rel_pos_h", ())) == 2
-    ]
-    if not rows or min(rows) == max(rows) or min(rows) % 2 == 0:
-        return {}
-    whole = [i for i, count in enumerate(rows) if count == max(rows)]
-    return {"window_size": (min(rows) + 1) // 2, "global_attn_indexes": whole}

@@ -80,7 +80,7 @@ def parse(text: str | os.PathLike[str]) -> ModelSpec:
     sources = {name.replace("_", "-"): name for name in (*libraries.names(), *_PLACES)}
     source = sources.get(prefix.replace("_", "-")) if colon else None
     if source is not None:
-        return _from_prefix(source, rest, given)
+        return _from_source(source, rest, given)
     if _looks_like_path(given):
         return _from_path(given, given)
     if _owner(given) is not None:
@@ -94,16 +94,14 @@ def parse(text: str | os.PathLike[str]) -> ModelSpec:
     return _from_library(first, given, given)
 
 
-def _from_prefix(prefix: str, rest: str, given: str) -> ModelSpec:
+def _from_source(source: str, rest: str, given: str) -> ModelSpec:
     if not rest:
         raise ModelError(f"{given!r} names no model after the colon")
-    if prefix in libraries.names():
-        return _from_library(libraries.of(prefix), rest, given)
-    if prefix == "hf-hub":
-        return _from_hub(rest, given)
-    if prefix == "python":
+    if source in libraries.names():
+        return _from_library(libraries.of(source), rest, given)
+    if source == "python":
         return ModelSpec("python", rest, given)
-    return _from_path(rest, given)
+    return (_from_hub if source == "hf-hub" else _from_path)(rest, given)
 
 
 def _looks_like_path(text: str) -> bool:
@@ -143,26 +141,23 @@ def _from_library(library: Library, text: str, given: str) -> ModelSpec:
     if library.takes_hub_ids and text.startswith("hf-hub:"):
         return _from_hub(text.removeprefix("hf-hub:"), given)
     found = library.lookup(text)
-    if found is None:
-        raise ModelError(_unknown(library, text, given))
-    name, tag = found
-    return ModelSpec(library.name, name, given, tag)
-
-
-def _unknown(library: Library, text: str, given: str) -> str:
-    """One line with close names of every installed library, the exact ones of others first."""
+    if found is not None:
+        return ModelSpec(library.name, found[0], given, found[1])
+    # Close names of every installed library, the exact ones of others first.
     others: dict[str, str] = {}
     for other in libraries.LIBRARIES:
         if other is not library:
             with suppress(UnavailableError):  # not installed
                 others |= {name: f"{other.name}:{name}" for name in other.names()}
     if text in others:
-        return f"no {library.name} model is named {given!r}: did you mean {others[text]}?"
+        raise ModelError(
+            f"no {library.name} model is named {given!r}: did you mean {others[text]}?"
+        )
     arch = text.split(".", maxsplit=1)[0]
     close = difflib.get_close_matches(arch, [*library.names(), *others], n=4, cutoff=0.6)
     shown = ", ".join(others.get(name, name) for name in close)
     hint = f"close names: {shown}" if close else f"`elsa list '{library.name}:*'` names them"
-    return f"no file and no {library.name} model is named {given!r}; {hint}"
+    raise ModelError(f"no file and no {library.name} model is named {given!r}; {hint}")
 
 
 def _owner(text: str) -> Library | None:

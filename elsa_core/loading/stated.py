@@ -29,19 +29,12 @@ _LONGEST = 100_000  # characters of one text that is parsed
 
 @dataclass(frozen=True)
 class Stated:
-    """What a file says of its model.
+    """What a file says of its model."""
 
-    Attributes:
-        architectures: names that may be its architecture, the likeliest first.
-        args: arguments of the constructor.
-        preprocess: mean and std on a 0..1 scale, crop_pct, interpolation.
-        labels: names of the classes in order.
-    """
-
-    architectures: tuple[str, ...] = ()
-    args: Mapping[str, Any] = field(default_factory=dict)
-    preprocess: Given = field(default_factory=Given)
-    labels: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()  # names that may be its own, the likeliest first
+    args: Mapping[str, Any] = field(default_factory=dict)  # of the constructor
+    preprocess: Given = field(default_factory=Given)  # mean and std on a 0..1 scale
+    labels: tuple[str, ...] = ()  # names of the classes in order
 
 
 def stated(content: Any) -> Stated:

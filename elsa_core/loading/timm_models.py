@@ -228,7 +228,7 @@ def _as_in(recipe: Recipe, shapes: Shapes) -> Recipe:
     return recipe
 
 
-def _variants(recipe: Recipe | None, shapes: Shapes) -> list[Shown]:
+def _variants(shapes: Shapes) -> list[Shown]:
     """Common fine-tuning changes that rename tensors, the pooling and no class token, and what the
     shapes show."""
     renamed: list[dict[str, Any]] = [{}]
@@ -252,7 +252,7 @@ def _candidates(search: Search) -> list[Recipe]:
     # of names that differ in patch, window and image size alone
     kinds = {re.sub(r"_(patch|window)?\d+(?=_|$)", "", name): name for name in sorted(names)[::-1]}
     one_a_kind = list(kinds.values())
-    for setting in _variants(None, shapes):
+    for setting in _variants(shapes):
         pool = one_a_kind if "patch_size" in setting.args else usual
         sieved = (_sieved(search, name, setting) for name in pool)
         found = search.fitted(recipe for recipe in sieved if recipe is not None)
@@ -282,8 +282,6 @@ def _sieved(search: Search, name: str, setting: Shown) -> Recipe | None:
     recipe, shapes = search.recipe(name, setting), search.shapes
     stages = len({key.split(".")[1] for key in shapes if re.match(r"(layers|stages)\.\d", key)})
     short: dict[str, Any] = {"depths": [1] * stages} if stages else {"depth": 1}
-    if "global_attn_indexes" in recipe.args:
-        short["global_attn_indexes"] = [i for i in recipe.args["global_attn_indexes"] if i < 1]
     tries = recipe.with_args(short), recipe.with_args({"depth": depth_of(shapes)})
     return recipe if search.blocks_fit(tries) else None
 

@@ -51,24 +51,16 @@ class Header(NamedTuple):
 class Weights:
     """Tensors by name on the CPU, the file's own metadata, and where they came from.
 
-    Shapes, dtypes and metadata are there at once; the tensors of a .safetensors file are read when
-    they are asked for, so that a file that fits no architecture costs its header alone.
-
-    Attributes:
-        shapes: of every tensor, by name without the wrappers of training.
-        metadata: text by name.
-        path: the file.
-        read: gives the tensors.
-        notes: lines for the user: which of several groups of tensors was taken.
-        stated: what the file says of its model.
+    Shapes and metadata are there at once; the tensors of a .safetensors file are read when they are
+    asked for, so that a file that fits no architecture costs its header alone.
     """
 
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]  # by name without the wrappers of training
     metadata: dict[str, str]
     path: Path
     read: Callable[[], dict[str, Tensor]]
-    notes: tuple[str, ...] = ()
-    stated: Stated = field(default_factory=Stated)
+    notes: tuple[str, ...] = ()  # for the user: which of several groups of tensors was taken
+    stated: Stated = field(default_factory=Stated)  # what the file says of its model
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -207,25 +199,22 @@ def check_name(path: Path, name: str) -> None:
 def check_numbers(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Refuse tensors that hold no numbers, or none that a model computes with."""
     for name, tensor in tensors.items():
-        what = _damage(tensor)
-        if what is not None:
+        kind = str(tensor.dtype if tensor.layout == torch.strided else tensor.layout)
+        kind = kind.removeprefix("torch.")
+        what = ""
+        if tensor.layout != torch.strided:
+            what = f"is {kind}: save it dense (tensor.to_dense())"
+        elif tensor.is_meta:
+            what = "is on the meta device: it holds no numbers"
+        elif tensor.dtype not in _DTYPES:
+            what = f"is {kind}: weights are real, plain numbers"
+        elif tensor.is_floating_point():
+            wide = tensor.float() if tensor.element_size() == 1 else tensor
+            if not torch.isfinite(wide).all():
+                found = "NaN" if wide.isnan().any() else "infinity"
+                what = f"holds {found}; the weights are damaged"
+        if what:
             raise ModelError(f"{path}: tensor {name[:120]!r} {what}")
-
-
-def _damage(tensor: Tensor) -> str | None:
-    """What is wrong with a tensor, in words; None for nothing."""
-    if tensor.layout != torch.strided:
-        return f"is {str(tensor.layout).removeprefix('torch.')}: save it dense (tensor.to_dense())"
-    if tensor.is_meta:
-        return "is on the meta device: it holds no numbers"
-    if tensor.dtype not in _DTYPES:
-        return f"is {str(tensor.dtype).removeprefix('torch.')}: weights are real, plain numbers"
-    if not tensor.is_floating_point():
-        return None
-    wide = tensor.float() if tensor.element_size() == 1 else tensor
-    if torch.isfinite(wide).all():
-        return None
-    return f"holds {'NaN' if wide.isnan().any() else 'infinity'}; the weights are damaged"
 
 
 @contextmanager

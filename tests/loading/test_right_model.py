@@ -68,7 +68,6 @@ CASES = [
     ("vit_tiny_patch16_224", {"patch_size": 8, "img_size": 64, **CUT}),
     ("beit_base_patch16_224", {"num_heads": 6, "img_size": 64, **CUT}),
     ("vit_relpos_small_patch16_224", {"num_heads": 3, **CUT}),
-    ("samvit_base_patch16", {"img_size": 128, "window_size": 5, "global_attn_indexes": [1], **CUT}),
     (SWIN, {"window_size": (8, 4, 8, 7), **SHALLOW, "num_heads": (3, 6, 12, 24)}),
     (SWIN, {**SHALLOW, "num_heads": (2, 4, 8, 16), "img_size": 112}),
 ]
@@ -94,20 +93,6 @@ def test_a_stored_index_and_mask_tell_window_and_size(tmp_path: Path) -> None:
     assert larger.input_size == (3, 384, 384)  # its buffers are others, its weights are not
     held = larger.model.state_dict()
     assert all(torch.equal(held[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_a_clip_of_other_depths(tmp_path: Path) -> None:
-    pytest.importorskip("open_clip")
-    text = {"context_length": 12, "vocab_size": 70, "width": 384, "heads": 6, "layers": 1}
-    vision = {"image_size": 64, "patch_size": 16, "layers": 2, "width": 384}
-    config = {"model_cfg": {"embed_dim": 384, "vision_cfg": vision, "text_cfg": text}}
-    model = build(from_config(config, "config"))
-    path = write(model, tmp_path / "model.safetensors")
-    loaded = load_model(path, arch="open_clip:ViT-S-32")
-    images, tokens = loaded.example_inputs(2)
-    assert images.shape[2:] == (64, 64) and tokens.shape == (2, 12)
-    with torch.no_grad():
-        assert torch.equal(loaded.model(images, tokens)[0], model(images, tokens)[0])
 
 
 def test_what_is_shown_and_what_is_not() -> None:
