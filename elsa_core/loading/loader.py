@@ -52,40 +52,24 @@ _SAVED_FROM = ", saved from "
 class Loaded:
     """A model in eval mode, and what is known of it.
 
-    Attributes:
-        model: on the device and in the dtype that were asked for.
-        spec: what the user named.
-        recipe: how to build the model again.
-        name: the architecture, as its library calls it.
-        input_size: channels, height and width of its images in pixels.
-        mean: per channel, on images scaled to 0..1; likewise `std`.
-        interpolation: how images are resized ("bicubic", ...).
-        crop_pct: the share of the resized image that the centre crop keeps.
-        crop_mode: "center", "squash" (both sides are resized) or "border", as timm has them.
-        num_classes: outputs of the classifier, 0 where the model ends in features.
-        weights: where the weights come from, in words: "random (seed 0)".
-        notes: lines for the user: an alias that was completed, an architecture that was recognised.
-        warnings: lines that the user should act on: a preprocessing that had to be assumed, which
-            of several weights was taken.
-        report: what was patched, for a directory that was saved patched; otherwise None.
-        tower: "image" or "text" where `model` is one tower of the CLIP that was loaded.
-        alike: other architectures with the same tensors that compute the same.
-        example: the model's arguments, where it does not take images of `input_size`.
-        example_size: of its one input without the batch, where that is no image.
+    Its properties are those of the recipe: name, input_size (C, H, W) in pixels, mean and std per
+    channel on images scaled to 0..1, interpolation, crop_pct (the share of the resized image that
+    the crop keeps) and crop_mode, as timm has them.
     """
 
-    model: nn.Module
+    model: nn.Module  # on the device and in the dtype that were asked for
     spec: ModelSpec
-    recipe: Recipe
-    num_classes: int
-    weights: str
-    notes: tuple[str, ...]
-    report: PatchReport | None = None
-    tower: str | None = None
+    recipe: Recipe  # how to build the model again
+    num_classes: int  # outputs of the classifier, 0 where the model ends in features
+    weights: str  # where they come from, in words: "random (seed 0)"
+    notes: tuple[str, ...]  # for the user: an alias, an architecture that was recognised
+    report: PatchReport | None = None  # of a directory that was saved patched
+    tower: str | None = None  # "image" or "text" where `model` is one tower of a CLIP
+    # What the user should act on: a preprocessing that is assumed, which of several weights.
     warnings: tuple[str, ...] = ()
-    alike: tuple[Recipe, ...] = ()
-    example: tuple[Any, ...] | None = None
-    example_size: tuple[int, ...] | None = None
+    alike: tuple[Recipe, ...] = ()  # others with the same tensors that compute the same
+    example: tuple[Any, ...] | None = None  # its arguments, where it takes no images
+    example_size: tuple[int, ...] | None = None  # of its one input without the batch, likewise
 
     @property
     def is_watched(self) -> bool:

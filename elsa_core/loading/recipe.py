@@ -102,30 +102,18 @@ class Given:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build one model.
+    """How to build one model."""
 
-    Attributes:
-        library: who builds it, a name of `libraries`.
-        name: the architecture's name there; for open_clip may be a free label.
-        args: keyword arguments of the constructor, JSON-ready.
-        num_classes: outputs of the classifier; 0 for none; None for the library's default.
-        preprocess: the input.
-        tag: the published weights whose defaults apply (timm), or None.
-        model_cfg: the configuration of both towers, as open_clip writes it; None elsewhere.
-        unsaid: what the name says and the weights' source does not: "heads", "window", and other
-            arguments of the constructor by name.
-        labels: names of the classes in order; empty where they are not known.
-    """
-
-    library: str
-    name: str
-    args: Mapping[str, Any] = field(default_factory=dict)
-    num_classes: int | None = None
+    library: str  # who builds it, a name of `libraries`
+    name: str  # the architecture's name there; for open_clip may be a free label
+    args: Mapping[str, Any] = field(default_factory=dict)  # of the constructor, JSON-ready
+    num_classes: int | None = None  # 0 for no classifier; None for the library's default
     preprocess: Preprocess = field(default_factory=Preprocess)
-    tag: str | None = None
-    model_cfg: Mapping[str, Any] | None = None
+    tag: str | None = None  # the published weights whose defaults apply (timm)
+    model_cfg: Mapping[str, Any] | None = None  # of both towers, as open_clip writes it
+    # What the name says and the weights' source does not: "heads", "window", and other arguments.
     unsaid: Mapping[str, Any] = field(default_factory=dict)
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # names of the classes in order
 
     @property
     def size(self) -> tuple[int, int]:

@@ -26,22 +26,14 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model, named without doubt.
+    """One model, named without doubt."""
 
-    Attributes:
-        source: the library that knows the name, or "hub", "safetensors", "checkpoint",
-            "directory" or "python".
-        name: the full name in that library (aliases resolved), the hub id, or the path as text.
-        given: what the user typed; differs from `name` where an alias or a prefix was resolved.
-        tag: which published weights (`ms_in1k` in `swin_tiny_patch4_window7_224.ms_in1k`), or None.
-        path: the file or directory, for the sources that are one.
-    """
-
+    # The library that knows the name, or "hub", "safetensors", "checkpoint", "directory", "python".
     source: str
-    name: str
-    given: str
-    tag: str | None = None
-    path: Path | None = None
+    name: str  # the full name in that library (aliases resolved), the hub id, or the path as text
+    given: str  # what the user typed
+    tag: str | None = None  # which published weights: `ms_in1k` in `swin_tiny....ms_in1k`
+    path: Path | None = None  # for the sources that are a file or a directory
 
     @property
     def alias(self) -> str | None:
