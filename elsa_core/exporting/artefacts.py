@@ -18,9 +18,9 @@ from elsa_core.base import calls
 from elsa_core.base.messages import first_line
 from elsa_core.base.version import __version__
 from elsa_core.errors import ElsaError, ExportError, UnavailableError
-from elsa_core.exporting import gpu_library, ort_library, quantised, tracing
+from elsa_core.exporting import gpu_library, ort_library, tracing
 from elsa_core.exporting.export_target import ExportTarget
-from elsa_core.exporting.onnx import export_onnx
+from elsa_core.exporting.onnx import export_onnx, quantise
 from elsa_core.exporting.reference import BATCH_SIZES, flat, judge, make_reference
 from elsa_core.exporting.verify import platform_tag
 from elsa_core.patching import patched_sites
@@ -99,7 +99,7 @@ def write_artefacts(
             elif name == "onnx":
                 used[name] = _write_onnx(exported, chosen, path, programs.get("pt2"))
             elif name == "onnx-int8":
-                quantised.quantise(staging / FILES["onnx"], path)
+                quantise(staging / FILES["onnx"], path)
                 used[name] = _elsa_nodes(path)
             else:
                 used[name] = _write_program(exported, chosen, path, programs)

@@ -15,10 +15,11 @@ import torch
 
 from elsa_core.base.version import __version__
 from elsa_core.errors import ArgumentError
-from elsa_core.exporting import ort_library, quantised
+from elsa_core.exporting import ort_library
 from elsa_core.exporting.artefacts import FILES, Choices, size_step
 from elsa_core.exporting.export_target import ExportTarget
 from elsa_core.exporting.manifest import KIND, SCHEMA_VERSION
+from elsa_core.exporting.onnx import INT8_NOTE
 from elsa_core.exporting.reference import Reference
 from elsa_core.loading import names_of
 from elsa_core.precision import dtype_name
@@ -134,7 +135,7 @@ def _artefact(name: str, chosen: Choices, used: tuple[str, ...], device: str) ->
         entry["runtime"] = {"onnxruntime": f">={oldest}"}
         entry["mode"], entry["opset"] = chosen.onnx_mode, chosen.opset
         if name != "onnx":
-            entry["note"] = quantised.NOTE
+            entry["note"] = INT8_NOTE
         return entry
     torch_version = ".".join(torch.__version__.split(".")[:2])
     # Only TorchScript's files are meant to load in an older torch than the one that wrote them.

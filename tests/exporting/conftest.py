@@ -37,13 +37,14 @@ def vit() -> Loaded:
 @pytest.fixture(scope="package")
 def bundle(
     vit: Loaded,
+    report: CheckReport,
     once: Callable[[str, Callable[[Path], None]], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Bundle:
     """The ViT in all formats that need no second compiler run; a copy of each process."""
 
     def make(folder: Path) -> None:
-        made = export(vit.model, folder / "vit", loaded=vit)
+        made = export(vit.model, folder / "vit", loaded=vit, check=report)
         (folder / "bundle").write_bytes(pickle.dumps(made))
 
     folder = once("bundle", make)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import elsa_core as elsa
 from elsa_core.base import calls
-from elsa_core.exporting import quantised
-from elsa_core.exporting.onnx import export_onnx
+from elsa_core.exporting.onnx import export_onnx, quantise
 from elsa_core.ops.linear.record import ACTIVATIONS, plain
 
 onnx = pytest.importorskip("onnx")
@@ -227,7 +226,7 @@ def test_patched_layers_are_nodes(tmp_path: Path) -> None:
 def test_integers_reach_the_layers_of_nodes(tmp_path: Path) -> None:
     path, target = tmp_path / "model.onnx", tmp_path / "model.int8.onnx"
     export_onnx(vit(), (torch.randn(2, 3, 32, 32),), path)
-    quantised.quantise(path, target)
+    quantise(path, target)
     found = written(target)
     assert (found["MatMulInteger"], found["Linear"], found["PackedAttention"]) == (9, 0, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.int8.onnx", "model.onnx"]
