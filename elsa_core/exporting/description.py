@@ -61,20 +61,7 @@ def describe(
         "schema_version": SCHEMA_VERSION,
         "elsa_version": __version__,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "model": {
-            "name": exported.name,
-            "class": f"{type(exported.model).__module__}.{type(exported.model).__qualname__}",
-            "tower": exported.tower,
-            "weights": "".join(c if c.isprintable() else "?" for c in exported.weights),
-            "dtype": dtype_name(exported.dtype),
-            "device": exported.device,
-            "precision": exported.plan.precision,
-            "scope": exported.plan.scope,
-            "sites": list(exported.plan.sites),
-            "reloads_in_elsa": exported.loaded is not None,
-            # What the architecture's name says and the weights' file does not.
-            "assumed": {} if exported.loaded is None else dict(exported.loaded.recipe.unsaid),
-        },
+        "model": _model(exported),
         "inputs": _inputs(exported, chosen),
         "outputs": [
             {
@@ -105,6 +92,23 @@ def describe(
             "packages": _packages(),
         },
         "files": {},
+    }
+
+
+def _model(exported: ExportTarget) -> dict[str, Any]:
+    return {
+        "name": exported.name,
+        "class": f"{type(exported.model).__module__}.{type(exported.model).__qualname__}",
+        "tower": exported.tower,
+        "weights": "".join(c if c.isprintable() else "?" for c in exported.weights),
+        "dtype": dtype_name(exported.dtype),
+        "device": exported.device,
+        "precision": exported.plan.precision,
+        "scope": exported.plan.scope,
+        "sites": list(exported.plan.sites),
+        "reloads_in_elsa": exported.loaded is not None,
+        # What the architecture's name says and the weights' file does not.
+        "assumed": {} if exported.loaded is None else dict(exported.loaded.recipe.unsaid),
     }
 
 
