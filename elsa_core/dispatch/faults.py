@@ -42,10 +42,6 @@ def _turns_hidden(layout: Layout) -> bool:
     return layout.scale <= 0.0  # minus infinity times that is NaN or infinity
 
 
-def _turns_causal(layout: Layout) -> bool:
-    return layout.is_causal and _turns_hidden(layout)
-
-
 def _half_without_flash(layout: Layout) -> bool:
     """Half precision for which PyTorch's own call takes its math kernel, whose sums are wider."""
     half = layout.query.dtype in (torch.float16, torch.bfloat16)
@@ -54,7 +50,10 @@ def _half_without_flash(layout: Layout) -> bool:
 
 _BEFORE = "multiplies by the scale after it has masked: NaN for a scale of 0 or below"
 FAULTS = (
-    Fault("sdpa", "cpu", ("whole",), _turns_causal, f"flash {_BEFORE}"),
+    Fault(
+        "sdpa", "cpu", ("whole",), lambda layout: layout.is_causal and _turns_hidden(layout),
+        f"flash {_BEFORE}",
+    ),
     Fault("sdpa", "cuda", ("whole", "gradients"), _turns_hidden, f"flash or cuDNN {_BEFORE}"),
     Fault(
         "sdpa", "cpu", ("gradients",), _half_without_flash,

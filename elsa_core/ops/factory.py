@@ -277,9 +277,8 @@ _TRANSLATIONS: dict[Any, Callable[..., Any]] = {}
 def _translate(name: str, record: Operator) -> None:
     """Let `torch.onnx.export` write an exported program's node of `name` as the record says.
 
-    The exporter reads `torch._decomp.decomposition_table`, and PyTorch has no public table that
-    holds for every export. The entry goes into a view of its own in front of PyTorch's table:
-    torch.compile reads the table itself, and refuses an operator in it where the environment
+    The exporter reads `torch._decomp.decomposition_table`. The entry goes into a view in front of
+    it: torch.compile reads the table itself, and refuses an operator in it where the environment
     variable CI is set. Fake tensors of open shapes may see the view; for those the record has a
     fake.
     """

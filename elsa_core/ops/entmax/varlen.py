@@ -116,7 +116,7 @@ def entmax_varlen_attention(
             )[0]
             return found
         if not _reads(query):
-            return _by_padding(given, _needed(given, *told), heads, terms)
+            return _by_padding(given, told, heads, terms)
         varlen.longest_of(given, *told)
         return _by_sequence(given, heads, terms)
     except (AttributeError, RuntimeError, TypeError) as error:
@@ -203,10 +203,13 @@ def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) 
     if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
         max_seqlen_k = max_seqlen_q
     missing = max_seqlen_q is None or max_seqlen_k is None
-    if missing and not calls.traced() and _reads(given.query) and _has_many_tiles(given):
-        both = torch.stack([t.long().diff().amax() for t in given[3:]]).tolist()
-        max_seqlen_q = max(0, both[0]) if max_seqlen_q is None else max_seqlen_q
-        max_seqlen_k = max(0, both[1]) if max_seqlen_k is None else max_seqlen_k
+    if missing and not calls.traced() and _reads(given.query):
+        (tokens, heads, _), sequences = given.query.shape, len(given[3]) - 1
+        tiles = heads * (tokens // 64 + sequences) * (given.key.shape[0] // 64)
+        if sequences > 1 and tiles > _MANY_TILES:
+            both = torch.stack([t.long().diff().amax() for t in given[3:]]).tolist()
+            max_seqlen_q = max(0, both[0]) if max_seqlen_q is None else max_seqlen_q
+            max_seqlen_k = max(0, both[1]) if max_seqlen_k is None else max_seqlen_k
     queries: Any = given.query.shape[0]
     keys: Any = given.key.shape[0]
     # a symbolic length of a compiled program stays one: the compiler's min is symbolic itself, and
@@ -217,12 +220,6 @@ def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) 
     if max_seqlen_k is not None:
         keys = least(_count("max_seqlen_k", max_seqlen_k), keys)
     return queries, keys
-
-
-def _has_many_tiles(given: Packed) -> bool:
-    """Whether the workspace of a call is large where one sequence may have all tokens."""
-    (tokens, heads, _), keys, sequences = given.query.shape, given.key.shape[0], len(given[3]) - 1
-    return sequences > 1 and heads * (tokens // 64 + sequences) * (keys // 64) > _MANY_TILES
 
 
 def _count(name: str, given: int) -> int:
@@ -250,22 +247,6 @@ def _reads(query: Tensor) -> bool:
     return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _needed(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, int]:
-    """The longest lengths, which a call that reads none must be given.
-
-    Raises:
-        ArgumentError: they are not.
-    """
-    if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
-        max_seqlen_k = max_seqlen_q
-    if max_seqlen_q is None or max_seqlen_k is None:
-        raise ArgumentError(
-            "entmax_varlen_attention needs max_seqlen_q and max_seqlen_k where it is compiled or "
-            "captured: it cannot read cu_seqlens there"
-        )
-    return max_seqlen_q, max_seqlen_k
-
-
 def _by_sequence(given: Packed, alpha: float | Tensor, terms: dict[str, Any]) -> Tensor:
     starts = packing.checked_bounds("cu_seqlens_q", given.cu_seqlens_q, given.query.shape[0])
     others = packing.checked_bounds("cu_seqlens_k", given.cu_seqlens_k, given.key.shape[0])
@@ -283,18 +264,20 @@ def _by_sequence(given: Packed, alpha: float | Tensor, terms: dict[str, Any]) ->
 
 
 def _by_padding(
-    given: Packed, longest: tuple[int, int], alpha: float | Tensor, terms: dict[str, Any]
+    given: Packed, told: tuple[int | None, int | None], alpha: float | Tensor, terms: dict[str, Any]
 ) -> Tensor:
     """As a batch of equal length, in which padding is hidden."""
-    starts, others = given.cu_seqlens_q, given.cu_seqlens_k
-    q = packing.padded(given.query, starts, longest[0]).transpose(1, 2)
-    k, v = (packing.padded(t, others, longest[1]).transpose(1, 2) for t in (given.key, given.value))
-    causal = terms["is_causal"]
-    mask = varlen.hides(given, longest, causal)
-    out = dense.attention(
-        q, k, v, mask, alpha=alpha, **terms | {"is_causal": causal and mask is None}
-    )
-    return packing.packed(out.transpose(1, 2), starts, given.query.shape[0])
+    most_q, most_k = told
+    if most_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
+        most_k = most_q
+    if most_q is None or most_k is None:
+        raise ArgumentError(
+            "entmax_varlen_attention needs max_seqlen_q and max_seqlen_k where it is compiled or "
+            "captured: it cannot read cu_seqlens there"
+        )
+    q, k, v, mask, causal = varlen.padded(given, (most_q, most_k), terms["is_causal"])
+    out = dense.attention(q, k, v, mask, alpha=alpha, **terms | {"is_causal": causal})
+    return packing.packed(out.transpose(1, 2), given.cu_seqlens_q, given.query.shape[0])
 
 
 def _batched(*packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

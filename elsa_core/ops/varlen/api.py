@@ -150,7 +150,7 @@ def explain_varlen_attention(
         return dispatch.route(request, backend, schedule=(q, k, given.cu_seqlens_q))
     if longest is None or not (q.shape[0] and k.shape[0]):
         return dispatch.route(request, dispatch.PLAIN, schedule=(q,))
-    mask = hides(given, longest, is_causal)
+    mask = _hides(given, longest, is_causal)
     like = [
         t.new_empty(t.shape[2], requires_grad=t.requires_grad).as_strided(
             (given.cu_seqlens_q.shape[0] - 1, t.shape[1], n, t.shape[2]), (0, 0, 0, 1)
@@ -200,21 +200,29 @@ def _limits(given: Packed, is_causal: bool) -> str:
 def _by_padding(
     given: Packed, longest: tuple[int, int], is_causal: bool, scale: float, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """`attention` of the sequences as a batch of equal length; what is padding is hidden."""
-    starts, others = given.cu_seqlens_q, given.cu_seqlens_k
-    tokens = given.query.shape[0]
-    q = packing.padded(given.query, starts, longest[0]).transpose(1, 2)
-    k, v = (packing.padded(t, others, longest[1]).transpose(1, 2) for t in (given.key, given.value))
-    mask = hides(given, longest, is_causal)
+    starts, tokens = given.cu_seqlens_q, given.query.shape[0]
+    q, k, v, mask, causal = padded(given, longest, is_causal)
     out, lse = attention(
-        q, k, v, mask, is_causal=is_causal and mask is None, scale=scale, enable_gqa=True,
-        precision=precision, return_lse=True,
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True, precision=precision,
+        return_lse=True,
     )  # fmt: skip
     lse = packing.packed(lse.transpose(1, 2), starts, tokens).transpose(0, 1)
     return packing.packed(out.transpose(1, 2), starts, tokens), lse
 
 
-def hides(given: Packed, longest: tuple[int, int], is_causal: bool) -> Tensor | None:
+def padded(
+    given: Packed, longest: tuple[int, int], is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+    """The sequences as a batch of equal length, with a mask that hides what is padding, and whether
+    the causal limit is left to `attention`."""
+    starts, others = given.cu_seqlens_q, given.cu_seqlens_k
+    q = packing.padded(given.query, starts, longest[0]).transpose(1, 2)
+    k, v = (packing.padded(t, others, longest[1]).transpose(1, 2) for t in (given.key, given.value))
+    mask = _hides(given, longest, is_causal)
+    return q, k, v, mask, is_causal and mask is None
+
+
+def _hides(given: Packed, longest: tuple[int, int], is_causal: bool) -> Tensor | None:
     """What hides padding, bool [S, 1, 1 or Nq, Nk]; None where the causal limit does."""
     if is_causal and given.cu_seqlens_q is given.cu_seqlens_k:
         return None  # padded keys come after every query that is there
