@@ -83,8 +83,9 @@ class ElsaAttention(_Attention, Attention):  # type: ignore[misc]  # timm is unt
 
     def forward(self, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Any:
         if self.elsa_runs_original(x, attn_mask):
-            # older versions do not have is_causal
-            return super().forward(x, attn_mask, **({"is_causal": True} if is_causal else {}))
+            # older versions do not have is_causal; of torch.fx it is a symbol
+            more = {} if is_causal is False else {"is_causal": is_causal}
+            return super().forward(x, attn_mask, **more)
         return self.elsa_added(x, None, None, attn_mask, is_causal)
 
     def elsa_runs_original(self, x: Tensor, attn_mask: Any) -> bool:
