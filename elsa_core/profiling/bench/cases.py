@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -244,22 +244,21 @@ def _benches() -> list[Bench]:
     return [bench for bench in parts if bench is not None]
 
 
-def fits(case: Any, patterns: Sequence[str], quick: bool, dtype: str | None) -> bool:
-    """Whether a case is selected by the globs over its name, --quick and its inputs' dtype."""
-    named = not patterns or any(fnmatch.fnmatchcase(case.name, glob) for glob in patterns)
-    return named and (not quick or case.quick) and dtype in (None, case.dtype)
+def select(device_type: str, **chosen: Any) -> tuple[Case, ...]:
+    """The cases of a device; the rest as of `selected`."""
+    return selected(all_tables(), device_type, **chosen)
 
 
-def select(
-    device_type: str,
-    *,
-    tables: Sequence[str] = (),
-    patterns: Sequence[str] = (),
-    quick: bool = False,
-    dtype: str | None = None,
-) -> tuple[Case, ...]:
-    """The cases of a device."""
-    measured = all_tables()
+def selected(
+    measured: Mapping[str, Mapping[str, tuple[Any, ...]]], device_type: str, *,
+    tables: Sequence[str] = (), patterns: Sequence[str] = (), quick: bool = False,
+    dtype: str | None = None, aside: str = "",
+) -> tuple[Any, ...]:  # fmt: skip
+    """The cases of a device among `measured`: of these tables (all where empty), whose name matches
+    one of the globs, of --quick, and with inputs of this dtype.
+
+    The table `aside` is chosen by its name, or by it in every pattern.
+    """
     of_device = measured.get(device_type)
     if of_device is None:
         known = ", ".join(measured)
@@ -268,11 +267,15 @@ def select(
         if table not in of_device:
             known = ", ".join(of_device)
             raise ArgumentError(f"table: {device_type} has no table {table!r}; use one of {known}")
+    named = bool(patterns) and all(each.startswith(f"{aside}/") for each in patterns)
     chosen = tuple(
         case
         for name, cases in of_device.items()
         for case in cases
-        if (not tables or name in tables) and fits(case, patterns, quick, dtype)
+        if (name in tables if tables else name != aside or named)
+        and (not quick or case.quick)
+        and dtype in (None, case.dtype)
+        and (not patterns or any(fnmatch.fnmatchcase(case.name, glob) for glob in patterns))
     )
     if not chosen:
         raise ArgumentError(

@@ -22,7 +22,7 @@ from elsa_core.measuring import busy, environment
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.memory_limit import limited, release
 from elsa_core.precision import DTYPES
-from elsa_core.profiling.bench.cases import fits
+from elsa_core.profiling.bench.cases import selected
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import ProfileReport, Progress
 
@@ -83,31 +83,9 @@ class Runner:
     aside: str = ""
     baselines: Callable[[Sequence[str] | None, torch.device], Sequence[str]] | None = None
 
-    def select(
-        self, device_type: str, *, tables: Sequence[str] = (), patterns: Sequence[str] = (),
-        quick: bool = False, dtype: str | None = None,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """The cases of a device; arguments as of `elsa_core.profiling.bench.cases.select`.
-
-        The table aside is chosen by its name, or by it in every pattern.
-        """
-        of_device = self.tables.get(device_type, {})
-        for table in tables:
-            if table not in of_device:
-                raise ArgumentError(f"table: no table {table!r}; use one of {', '.join(of_device)}")
-        named = bool(patterns) and all(each.startswith(f"{self.aside}/") for each in patterns)
-        chosen = tuple(
-            case
-            for name, cases in of_device.items()
-            for case in cases
-            if (name in tables if tables else name != self.aside or named)
-            and fits(case, patterns, quick, dtype)
-        )
-        if not chosen:
-            raise ArgumentError(
-                "cases: nothing matches the selection; --dry-run lists what there is"
-            )
-        return chosen
+    def select(self, device_type: str, **chosen: Any) -> tuple[Any, ...]:
+        """The cases of a device; the rest as of `elsa_core.profiling.bench.cases.selected`."""
+        return selected(self.tables, device_type, aside=self.aside, **chosen)
 
     def settings(
         self, device: torch.device, *, baselines: Sequence[str] | None = None, rounds: int = 20,
