@@ -1,15 +1,22 @@
-"""What the kinds of `elsa bench` have in common: their device, and where results may be written."""
+"""What the kinds of `elsa bench` have in common: their device, where results may be written, and
+`--compare`: a run beside a published one, of which what became worse ends with exit code 1."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elsa_cli.errors import TargetError
+from elsa_cli.console import Session
+from elsa_cli.errors import TargetError, VerdictError
 from elsa_cli.options import Options, resolve_device
 
 if TYPE_CHECKING:
     import torch
+
+    from elsa_core.profiling.bench.compare import Comparison
+
+Document = dict[str, Any]
 
 
 def device_of(options: Options, *, plans: bool = False) -> torch.device:
@@ -57,3 +64,100 @@ def check_output(device: torch.device, options: Options, *, resumes: bool) -> No
         way = "--resume to go on, or --force" if resumes else "--force"
         raise TargetError(f"{target} exists; use {way} to replace it")
     require_free(device, options)
+
+
+def published(given: str | None) -> Document | None:
+    """The document that --compare names: a file, or a published one of the checkout.
+
+    Raises: ArgumentError, ModelError.
+    """
+    if given is None:
+        return None
+    from elsa_core.base.files import located
+    from elsa_core.errors import ModelError
+    from elsa_core.profiling.bench import published as results
+
+    path = located(given)
+    if not path.exists() and not path.suffix:
+        path = results.find(given) or path
+    document = results.load(path)
+    try:
+        _compared(document, document)  # what it lacks is known before minutes of measuring
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+    return document
+
+
+def case_names(document: Document) -> tuple[str, ...]:
+    """Patterns that match the cases of a document, and them alone."""
+    special = re.compile(r"([*?[])")
+    return tuple(special.sub(r"[\1]", c["case"]["name"]) for c in document["results"]["cases"])
+
+
+def files(session: Session, own: Path, other: Document | None) -> None:
+    """Compare an earlier run with another one; nothing is measured."""
+    from elsa_core.errors import ArgumentError
+    from elsa_core.profiling.bench import published as results
+
+    assert other is not None
+    if own.suffix == ".csv":
+        raise ArgumentError(f"{own}: --from takes a run as `elsa bench -o` wrote it, in JSON")
+    document = results.load(own)
+    if document["command"] != other["command"]:
+        raise ArgumentError(f"{own} holds {document['command']}, not {other['command']}")
+    found = document["results"] | added(document, other)
+    session.document(document["command"], found, document["environment"])
+    judge(session, document, other)
+
+
+def added(own: Document, other: Document | None) -> Document:
+    """What --compare adds to the results of a JSON document."""
+    return {} if other is None else {"comparison": _compared(own, other).to_dict()}
+
+
+def judge(session: Session, own: Document, other: Document) -> None:
+    """Show both runs side by side; regressions end the command."""
+    from elsa_core.measuring import environment
+
+    found = _compared(own, other)
+    session.line()
+    session.line(f"against {environment.label(other['environment'])}", "bold")
+    rows = []
+    for row in found.rows:
+        spans = (f"{row.own_low:.2f}-{row.own_high:.2f}",
+                 f"{row.published_low:.2f}-{row.published_high:.2f}")  # fmt: skip
+        cells = [row.name, f"{row.own:.2f}", spans[0], f"{row.published:.2f}", spans[1]]
+        if found.same_machine:
+            cells.append(f"{(row.seconds or 0) * 1e3:.3g}/{(row.published_seconds or 0) * 1e3:.3g}")
+        mark = {"regression": "FAIL worse", "better": "better"}.get(row.verdict, "")
+        rows.append([*cells, f"{mark} {row.note}".strip()])
+    times = (">ms now/then",) if found.same_machine else ()
+    columns = ("case", ">ratio", ">", ">published", ">", *times, "")
+    session.table(columns, rows)
+    if not found.same_machine:
+        here = environment.label(own["environment"])
+        session.line(
+            f"Not the same processor (here {here}): ratios to the peers of each run are compared, "
+            "times are not; a ratio may differ because the processor does.", "dim"
+        )  # fmt: skip
+    worse = found.regressions
+    missing = f"; {len(found.missing)} of its cases were not measured" if found.missing else ""
+    line = f"{len(found.rows)} cases compared, {len(worse)} worse{missing}"
+    session.line(line, "bold red" if worse else "bold", even_quiet=True)
+    if worse:
+        named = ", ".join(row.name for row in worse[:5])
+        more = f" and {len(worse) - 5} more" if len(worse) > 5 else ""
+        busy = own["results"].get("busy")
+        free = f"; the machine was not free: {busy}" if busy else ""
+        raise VerdictError(f"worse than published: {named}{more}{free}")
+
+
+def _compared(own: Document, other: Document) -> Comparison:
+    from elsa_core.errors import ModelError
+    from elsa_core.profiling.bench.compare import compare
+
+    try:
+        return compare(own, other)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError,
+            StopIteration) as error:  # fmt: skip
+        raise ModelError(f"a document to compare lacks what `elsa bench` writes: {error}") from None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from elsa_cli import bench_common, bench_compare
+from elsa_cli import bench_common
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import Options, typed
@@ -67,7 +67,7 @@ def run(session: Session, options: Options, published: Document | None, kind: st
     if wrong:
         raise VerdictError(f"wrong results: {', '.join(wrong)}")
     if published is not None:
-        bench_compare.judge(session, document, published)
+        bench_common.judge(session, document, published)
 
 
 def _settings(bench: Any, cases: Any, device: torch.device, options: Options) -> Document:
@@ -106,7 +106,7 @@ def _show(session: Session, document: Document, published: Document | None) -> N
     from elsa_core.measuring import environment
     from elsa_core.profiling.bench import linear, summary
 
-    results = document["results"] | bench_compare.added(document, published)
+    results = document["results"] | bench_common.added(document, published)
     session.document(document["command"], results, document["environment"])
     session.line(environment.label(document["environment"]), "bold")
     if document["command"] == linear.RUNNER.command:

@@ -8,24 +8,16 @@ import click
 
 from elsa_cli import (
     bench_common,
-    bench_compare,
     bench_models,
     bench_tiles,
     completion,
     pipeline,
     targets,
 )
+from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
-from elsa_cli.options import (
-    BACKEND,
-    PRECISIONS,
-    Options,
-    device_option,
-    elsa_command,
-    file_option,
-    typed,
-)
+from elsa_cli.options import Options, elsa_command, typed
 from elsa_cli.values import DTYPES, Listed
 
 if TYPE_CHECKING:
@@ -46,7 +38,7 @@ _OF_ATTENTION = {"--trace": "trace", "--tune": "tune", "--shape": "shapes", "--p
         "kind", type=click.Choice(["attention", "linear", "models", "training"]),
         metavar="[attention|linear|models|training]", required=False,
     ),
-    device_option("auto, cpu, cuda or cuda:N."),
+    shared.device_option("auto, cpu, cuda or cuda:N."),
     click.option("--quick", is_flag=True, help="A few representative cases only."),
     click.option("--dry-run", is_flag=True, help="List the cases; measure nothing."),
     click.option("--trace", is_flag=True, help="Show and prove how calls are cut and merged."),
@@ -69,7 +61,8 @@ _OF_ATTENTION = {"--trace": "trace", "--tune": "tune", "--shape": "shapes", "--p
         "--dtype", type=click.Choice(DTYPES), help="Of --shape (fp32), or cases of it only."
     ),
     click.option(
-        "--precision", type=click.Choice(PRECISIONS), help="Instead of the cases' own precisions."
+        "--precision", type=click.Choice(shared.PRECISIONS),
+        help="Instead of the cases' own precisions.",
     ),
     click.option(
         "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True,
@@ -89,10 +82,12 @@ _OF_ATTENTION = {"--trace": "trace", "--tune": "tune", "--shape": "shapes", "--p
         help="Of models and training: what to measure against, as in `elsa profile`.",
     ),
     click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True),
-    BACKEND,
+    shared.BACKEND,
     click.option("--flex", is_flag=True, help="Compile and measure FlexAttention too (CUDA)."),
-    file_option("--output", "-o", text="Write the results (JSON); refused on a busy machine."),
-    file_option("--plot", text="Draw time and memory against tokens (.png or .svg)."),
+    shared.file_option(
+        "--output", "-o", text="Write the results (JSON); refused on a busy machine."
+    ),
+    shared.file_option("--plot", text="Draw time and memory against tokens (.png or .svg)."),
     click.option(
         "--resume", is_flag=True, help="Not for attention: go on with what --output holds."
     ),
@@ -100,7 +95,7 @@ _OF_ATTENTION = {"--trace": "trace", "--tune": "tune", "--shape": "shapes", "--p
         "--compare", metavar="FILE",
         help="Set this run beside the results in FILE, or a published one (attention_cpu, ...).",
     ),
-    file_option(
+    shared.file_option(
         "--from", "earlier", text="With --compare: an earlier run instead of a new one."
     ),
     click.option("--force", is_flag=True, help="Replace existing files."),
@@ -135,16 +130,16 @@ def command(session: Session, /, kind: str | None, **values: Any) -> None:
             bench_models.run(session, options, None, "linear")
         return
     _check_modes(options)
-    published = bench_compare.published(options.compare)
+    published = bench_common.published(options.compare)
     kind = _kind_of(kind, published, options)
     if options.earlier is not None:
         alone = typed(name for name in values if name not in ("compare", "earlier"))
         if alone:
             raise click.UsageError(f"{alone[0]} is about a new run: --from takes an earlier one")
-        bench_compare.files(session, options.earlier, published)
+        bench_common.files(session, options.earlier, published)
         return
     if published is not None and not (options.tables or options.patterns or options.quick):
-        options.patterns = bench_compare.names(published)
+        options.patterns = bench_common.case_names(published)
     if options.plot is not None:
         targets.check_plot(options.plot)
     pipeline.import_torch(session)
@@ -210,7 +205,7 @@ def _measure(
         ))  # fmt: skip
         session.line(f"results: {options.output}")
     if published is not None:
-        bench_compare.judge(session, document, published)
+        bench_common.judge(session, document, published)
 
 
 def _kind_of(kind: str | None, published: dict[str, Any] | None, options: Options) -> str:
@@ -303,7 +298,7 @@ def _show(
     from elsa_core.measuring import environment
     from elsa_core.profiling.bench import summary
 
-    added = bench_compare.added(document, published)
+    added = bench_common.added(document, published)
     session.document("bench attention", report.to_dict() | added, report.environment)
     session.line(environment.label(report.environment), "bold")
     columns = (">ms", "best peer", ">ms", ">ratio", ">GFLOP/s", ">error", ">peer's")

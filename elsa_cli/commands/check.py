@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError, first_of
-from elsa_cli.options import (
-    EXAMPLE,
-    INPUT,
-    KERNELS,
-    PROOF,
-    SITES,
-    Options,
-    elsa_command,
-    model_options,
+from elsa_cli.options import Options, elsa_command
+
+
+@elsa_command(
+    "check",
+    *shared.model_options(),
+    *shared.EXAMPLE,
+    *shared.INPUT,
+    *shared.PROOF,
+    *shared.SITES,
+    *shared.KERNELS,
 )
-
-
-@elsa_command("check", *model_options(), *EXAMPLE, *INPUT, *PROOF, *SITES, *KERNELS)
 def command(session: Session, /, model: str, **values: Any) -> None:
     """Patch MODEL in memory and compare it with the original, site by site, against float64.
 

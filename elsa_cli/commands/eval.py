@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from elsa_cli import names
+from elsa_cli import options as shared
 from elsa_cli.console import Session
-from elsa_cli.options import (
-    KERNELS,
-    SITES,
-    Options,
-    batch_option,
-    elsa_command,
-    file_option,
-    folder_option,
-    model_options,
-)
+from elsa_cli.options import Options, elsa_command
 
 if TYPE_CHECKING:
     from elsa_core.loading import Loaded
@@ -28,16 +20,16 @@ _SHOWN = 10  # images of which the table tells; --json has all
 
 @elsa_command(
     "eval",
-    *model_options(),
-    folder_option(
+    *shared.model_options(),
+    shared.folder_option(
         "--images", required=True,
         text="Images in one folder a class: its name, number, or ImageNet's synset.",
     ),
-    file_option(
+    shared.file_option(
         "--labels",
         text="Names of the classes, one a line [default: those that came with the weights].",
     ),
-    file_option(
+    shared.file_option(
         "--annotations",
         text="Classes of the images: lines of FILE CLASS or FILE,CLASS. Folders do not matter "
         "then.",
@@ -46,13 +38,13 @@ _SHOWN = 10  # images of which the table tells; --json has all
         "--limit", type=click.IntRange(1), metavar="N",
         help="Take N of the images, at equal distances.",
     ),
-    batch_option(32, "Images a batch."),
+    shared.batch_option(32, "Images a batch."),
     click.option(
         "--skip-unreadable", is_flag=True,
         help="Leave out images that cannot be read, and name them, instead of ending there.",
     ),
-    *SITES,
-    *KERNELS,
+    *shared.SITES,
+    *shared.KERNELS,
 )  # fmt: skip
 def command(session: Session, /, model: str, **values: Any) -> None:
     """Run the images of DIR through MODEL as it is and patched: top-1, top-5, the images whose

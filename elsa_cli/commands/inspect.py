@@ -11,18 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from elsa_cli import options as shared
 from elsa_cli import targets
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
-from elsa_cli.options import (
-    EXAMPLE,
-    SCOPE,
-    Options,
-    elsa_command,
-    file_option,
-    model_options,
-    typed,
-)
+from elsa_cli.options import Options, elsa_command, typed
 
 if TYPE_CHECKING:
     from elsa_core.proof.coverage import Coverage
@@ -30,19 +23,19 @@ if TYPE_CHECKING:
 
 @elsa_command(
     "inspect",
-    *model_options(required=False),
-    *EXAMPLE,
+    *shared.model_options(required=False),
+    *shared.EXAMPLE,
     click.option("--all", "everything", is_flag=True, help="Every architecture; MODEL is a glob."),
     click.option(
         "--check", "checked", is_flag=True, help="With --all: prove a small version of each."
     ),
-    file_option(
+    shared.file_option(
         "--state", metavar=None,
         text="With --all: continue the run that this file holds (JSON lines).",
     ),
-    file_option("--page", metavar=None, text="With --all: write the table as Markdown."),
-    SCOPE,
-    file_option("--html", text="Write the sites as a page."),
+    shared.file_option("--page", metavar=None, text="With --all: write the table as Markdown."),
+    shared.SCOPE,
+    shared.file_option("--html", text="Write the sites as a page."),
     click.option("--force", is_flag=True, help="Replace the file of --page or --html."),
 )  # fmt: skip
 def command(session: Session, /, model: str | None, **values: Any) -> None:

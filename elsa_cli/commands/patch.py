@@ -8,19 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError, first_of
-from elsa_cli.options import (
-    EXAMPLE,
-    INPUT,
-    KERNELS,
-    SITES,
-    Options,
-    elsa_command,
-    file_option,
-    folder_option,
-    model_options,
-)
+from elsa_cli.options import Options, elsa_command
 from elsa_cli.targets import check_folder
 
 if TYPE_CHECKING:
@@ -29,26 +20,26 @@ if TYPE_CHECKING:
 
 @elsa_command(
     "patch",
-    *model_options(),
-    *EXAMPLE,
+    *shared.model_options(),
+    *shared.EXAMPLE,
     click.option(
         "--check", is_flag=True,
         help="Prove that the outputs agree; exit 1 if not. --images implies it.",
     ),
-    *INPUT,
-    *SITES,
+    *shared.INPUT,
+    *shared.SITES,
     click.option(
         "--all-sites", is_flag=True, help="Fail when any attention site cannot be patched."
     ),
-    *KERNELS,
+    *shared.KERNELS,
     click.option(
         "--offload", type=click.Choice(("host",)),
         help="Training keeps what its backward needs in host memory.",
     ),
-    file_option(
+    shared.file_option(
         "--plan", text="Patch exactly the sites of a plan that `elsa profile --policy` wrote."
     ),
-    folder_option(
+    shared.folder_option(
         "--output", "-o",
         text="Save weights and plan in this new directory; it loads again as MODEL.",
     ),

@@ -8,21 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from elsa_cli import completion, names, pipeline, targets
+from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import PlaceError, VerdictError
-from elsa_cli.options import (
-    BACKEND,
-    EXAMPLE,
-    LARGEST_BATCH,
-    PRECISIONS,
-    SITES,
-    Options,
-    elsa_command,
-    file_option,
-    model_options,
-    resolve_device,
-    typed,
-)
+from elsa_cli.options import Options, elsa_command, resolve_device, typed
 from elsa_cli.values import Listed
 
 if TYPE_CHECKING:
@@ -33,18 +22,19 @@ Document = dict[str, Any]
 
 @elsa_command(
     "profile",
-    *model_options(swept=True),
-    *EXAMPLE,
+    *shared.model_options(swept=True),
+    *shared.EXAMPLE,
     click.option(
-        "--batch-size", "-b", type=Listed(click.IntRange(1, LARGEST_BATCH)), default="1",
+        "--batch-size", "-b", type=Listed(click.IntRange(1, shared.LARGEST_BATCH)), default="1",
         show_default=True, metavar="N[,...]", help="Images a batch.",
     ),
-    *SITES,
+    *shared.SITES,
     click.option(
-        "--precision", type=Listed(click.Choice(PRECISIONS)), default="strict", show_default=True,
-        metavar="|".join(PRECISIONS) + "[,...]", help="What the kernels promise about rounding.",
+        "--precision", type=Listed(click.Choice(shared.PRECISIONS)), default="strict",
+        show_default=True, metavar="|".join(shared.PRECISIONS) + "[,...]",
+        help="What the kernels promise about rounding.",
     ),
-    BACKEND,
+    shared.BACKEND,
     click.option(
         "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
         shell_complete=completion.baselines,
@@ -79,18 +69,18 @@ Document = dict[str, Any]
     click.option(
         "--no-errors", is_flag=True, help="Leave out the sites' errors against float64."
     ),
-    file_option(
+    shared.file_option(
         "--output", "-o",
         text="Keep the results (JSON) in FILE, renewed after each configuration.",
     ),
-    file_option("--resume", text="Go on with the sweep that FILE holds, into FILE."),
-    file_option("--html", text="Write a report with charts (one file)."),
-    file_option("--plot", text="Draw the charts (.png or .svg)."),
+    shared.file_option("--resume", text="Go on with the sweep that FILE holds, into FILE."),
+    shared.file_option("--html", text="Write a report with charts (one file)."),
+    shared.file_option("--plot", text="Draw the charts (.png or .svg)."),
     click.option(
         "--policy", type=click.Choice(["faster"]),
         help="Write a plan for `elsa patch --plan` without the sites where ELSA was slower.",
     ),
-    file_option(
+    shared.file_option(
         "--plan", default="plan.json", show_default=True, text="Where --policy writes its plan."
     ),
     click.option("--force", is_flag=True, help="Replace existing files."),

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from elsa_cli import names
-from elsa_cli.bundle_view import artefact_row
+from elsa_cli.commands.export import artefact_row
 from elsa_cli.console import Session
 from elsa_cli.errors import ModelFileError, VerdictError, first_of
 from elsa_cli.options import elsa_command, file_option

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling import some
 
 from elsa_core.errors import ModelError
 from elsa_core.proof import catalogue, coverage
@@ -64,7 +65,7 @@ def test_a_sample_of_the_families(names: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["timm:crossvit_9_240", "timm:efficientvit_m0", "timm:test_vit", "open_clip:ViT-S-32-alt"],
+    some(["timm:crossvit_9_240", "timm:efficientvit_m0", "open_clip:ViT-S-32-alt"], one_in=3),
 )
 def test_a_small_version_agrees(name: str) -> None:
     if name.startswith("open_clip"):
