@@ -92,11 +92,22 @@ def test_output_flags_from_the_environment(elsa: Elsa, monkeypatch: pytest.Monke
         ("check = 'maybe'", ("elsa.toml", "'check'", "true or false")),
         ("include = [1, [2]]", ("elsa.toml", "'include'")),
         ("img-size = 0", ("elsa.toml", "--img-size", "0")),
+        ("a = " + "[" * 100_000, ("elsa.toml", "not valid TOML")),
+        ("seed = " + "9" * 5000, ("elsa.toml", "not valid TOML")),
+        ("seed = 0x" + "f" * 5000, ("elsa.toml", "'seed'", "beyond 64 bits")),
+        ("check = 0x" + "f" * 5000, ("elsa.toml", "'check' must be true or false")),
+        ("include = [[" + "0x" + "f" * 5000 + "]]", ("elsa.toml", "'include' must be")),
+        ("dtype = " + "[" * 200 + "]" * 200, ("elsa.toml", "'dtype' must be")),
+        ("dtype = '" + "x" * 100_000 + "'", ("elsa.toml", "--dtype")),
+        ("# " + "x" * (1 << 20), ("elsa.toml", "larger than")),
     ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
-def test_a_bad_file_is_one_line(elsa: Elsa, text: str, words: tuple[str, ...]) -> None:
+def test_a_bad_file_is_one_short_line(elsa: Elsa, text: str, words: tuple[str, ...]) -> None:
     Path("elsa.toml").write_text(text)
-    elsa("patch", "vit").fails(2, *words)
+    answer = elsa("patch", "vit")
+    answer.fails(2, *words)
+    assert len(answer.err) <= 301
 
 
 def test_tool_elsa_that_is_no_table(elsa: Elsa) -> None:
@@ -122,11 +133,6 @@ def test_help_and_doctor_work_with_a_bad_file(elsa: Elsa) -> None:
     assert "elsa.toml" in answer.out
 
 
-def test_a_bad_variable_is_named(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ELSA_DTYPE", "fp8")
-    elsa("patch", "vit").fails(2, "ELSA_DTYPE", "'fp8'")
-
-
 def test_every_option_has_a_variable_named_after_its_flag() -> None:
     """It was named after the parameter behind it, ELSA_TABLES for --table."""
     for command in all_commands().values():
@@ -147,6 +153,7 @@ def test_every_option_has_a_variable_named_after_its_flag() -> None:
         (("bench", "attention"), "ELSA_SHAPE", "1,2", "'1,2' is not B,H,N,D"),
         (("inspect",), "ELSA_ALL", "maybe", "(from the variable ELSA_ALL)"),
         (("check", "vit"), "ELSA_IMG_SIZE", "x", "(from the variable ELSA_IMG_SIZE)"),
+        (("patch", "vit"), "ELSA_DTYPE", "fp8", "'fp8'"),
     ],
 )
 def test_variables_of_options(
@@ -213,27 +220,6 @@ def test_what_overwrites_is_for_the_command_line_alone(
     assert len(lines) == 2
     elsa("patch", "vit", "--force", "-o", "here")
     assert (seen["force"], seen["output"]) == (True, Path("here"))
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("a = " + "[" * 100_000, ("elsa.toml", "not valid TOML")),
-        ("seed = " + "9" * 5000, ("elsa.toml", "not valid TOML")),
-        ("seed = 0x" + "f" * 5000, ("elsa.toml", "'seed'", "beyond 64 bits")),
-        ("check = 0x" + "f" * 5000, ("elsa.toml", "'check' must be true or false")),
-        ("include = [[" + "0x" + "f" * 5000 + "]]", ("elsa.toml", "'include' must be")),
-        ("dtype = " + "[" * 200 + "]" * 200, ("elsa.toml", "'dtype' must be")),
-        ("dtype = '" + "x" * 100_000 + "'", ("elsa.toml", "--dtype")),
-        ("# " + "x" * (1 << 20), ("elsa.toml", "larger than")),
-    ],
-    ids=["deep", "long number", "long hex", "hex flag", "hex item", "nested", "long text", "large"],
-)
-def test_a_hostile_file_is_one_short_line(elsa: Elsa, text: str, words: tuple[str, ...]) -> None:
-    Path("elsa.toml").write_text(text)
-    answer = elsa("patch", "vit")
-    answer.fails(2, *words)
-    assert len(answer.err) <= 301
 
 
 def test_a_size_of_thousands_of_digits(elsa: Elsa) -> None:

@@ -66,18 +66,13 @@ def test_no_text_steers_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(line.isprintable() for line in text.splitlines()), text
 
 
-def test_unicode_where_it_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, out, _ = session(monkeypatch)
-    one.line("a · b")
-    assert out.text() == "a · b\n"
-
-
 def test_no_colour_and_no_markup_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     one, out, _ = session(monkeypatch)
     one.line("[bold]blocks[0][/bold]", "bold red")
     one.table(["t"], [["[red]x"], ["✗ a"]])
     assert "\x1b" not in out.text()
-    assert "[bold]blocks[0][/bold]\n" in out.text()
+    one.line("a · b")
+    assert "[bold]blocks[0][/bold]\n" in out.text() and out.text().endswith("a · b\n")
     assert "[red]x" in out.text()
 
 
@@ -128,12 +123,8 @@ def test_a_pipe_is_as_wide_as_a_table_needs(monkeypatch: pytest.MonkeyPatch) -> 
     assert f"{LONG[:150]}  3.1e-07" in out.text()
     one.table(["a", "why"], [["x", "word " * 100]], wrap=1)
     assert max(map(len, out.text().splitlines())) <= 200
-
-
-def test_a_long_line_stays_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, out, _ = session(monkeypatch)
     one.line("word " * 50)
-    assert len(out.text().splitlines()) == 1
+    assert out.text().splitlines()[-1] == "word " * 49 + "word"
 
 
 def test_quiet_and_json_silence_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,13 +171,6 @@ def test_verbose_shows_what_libraries_say(monkeypatch: pytest.MonkeyPatch) -> No
     assert "step: " in err.text()
 
 
-def test_progress_is_silent_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, out, err = session(monkeypatch)
-    with one.stage("loading") as update:
-        update("blocks.0", 1, 2)
-    assert (out.text(), err.text()) == ("", "")
-
-
 def test_progress_on_a_terminal_leaves_nothing_behind(process: Elsa) -> None:
     """stderr is a terminal: the bar is drawn there and wiped; stdout stays the result."""
     leader, follower = pty.openpty()
@@ -208,17 +192,8 @@ def test_progress_on_a_terminal_leaves_nothing_behind(process: Elsa) -> None:
     assert drawn.rstrip().endswith("\x1b[2K")
 
 
-def test_a_reader_who_leaves_early_is_no_error() -> None:
-    shell = f"{sys.executable} -m elsa_cli completion bash | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False,
-        env=environment(),
-    )  # fmt: skip
-    assert (done.stdout, done.stderr) == ("0\n", "")
-
-
 def test_broken_pipe_for_certain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`| true` may win or lose the race; a pipe closed beforehand cannot."""
+    """A reader who leaves early is no error."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as out, monkeypatch.context() as patched:
@@ -282,11 +257,12 @@ def test_not_every_stage_says_that_it_goes_on(
     monkeypatch: pytest.MonkeyPatch, quiet: bool, how: dict[str, bool]
 ) -> None:
     monkeypatch.setattr(console, "_BEAT_SECONDS", 0.02)
-    one, _, err = session(monkeypatch)
+    one, out, err = session(monkeypatch)
     one.quiet = quiet
-    with one.stage("importing", **how):
+    with one.stage("importing", **how) as update:
+        update("blocks.0", 1, 2)
         time.sleep(0.1)
-    assert err.text() == ""
+    assert (out.text(), err.text()) == ("", "")
 
 
 def test_every_command_that_takes_long_beats() -> None:
