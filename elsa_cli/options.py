@@ -14,6 +14,7 @@ from elsa_cli import completion, config, examples
 from elsa_cli.console import Session
 from elsa_cli.errors import PlaceError
 from elsa_cli.values import (
+    BACKENDS,
     DEVICE,
     DTYPES,
     IMAGE_SIZE,
@@ -32,17 +33,7 @@ if TYPE_CHECKING:
 Decorator = Callable[[Any], Any]
 
 PRECISIONS = ("strict", "ieee", "turbo", "lean")
-# As `elsa_core.dispatch.names()`, which a command line that only helps does not import: it needs
-# torch. A test compares them. --help and `elsa doctor` show the words.
-BACKENDS = {
-    "auto": "the first that serves the call",
-    "native": "C++ on a CPU",
-    "triton": "Triton on a GPU",
-    "portable": "CUDA C++ on a GPU, float32 without tensor cores",
-    "sdpa": "PyTorch's own attention",
-    "eager": "plain PyTorch operations",
-}
-# As `elsa_core.proof.paths.PATHS`; a test compares them too.
+# As `elsa_core.proof.paths.PATHS`, which needs torch; a test compares them.
 PATHS = ("eager", "graph", "compile", "compile+graph")
 # Rows of a checked batch: more than one, or nothing is known of the later ones, and an odd number.
 CHECKED_ROWS = 3

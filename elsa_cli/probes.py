@@ -220,7 +220,7 @@ def _packs() -> Iterator[Probe]:
 def _backends() -> Iterator[Probe]:
     import torch
 
-    from elsa_cli.options import BACKENDS
+    from elsa_cli.values import BACKENDS
     from elsa_core import dispatch
     from elsa_core.backends import cuda
     from elsa_core.backends.support import Request

@@ -19,6 +19,16 @@ DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
 DTYPES = ("fp32", "fp16", "bf16")
 LONG_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 FORMATS = ("torchscript", "onnx", "pt2")
+# As `elsa_core.dispatch.names()`, which a command line that only helps does not import: it needs
+# torch. A test compares them. --help and `elsa doctor` show the words.
+BACKENDS = {
+    "auto": "the first that serves the call",
+    "native": "C++ on a CPU",
+    "triton": "Triton on a GPU",
+    "portable": "CUDA C++ on a GPU, float32 without tensor cores",
+    "sdpa": "PyTorch's own attention",
+    "eager": "plain PyTorch operations",
+}
 # Far above any image a model meets, far below where arithmetic on sizes overflows.
 LARGEST_SIDE = 32768
 LONGEST_LITERAL = 400  # literals are parsed by Python, whose parser recurses
