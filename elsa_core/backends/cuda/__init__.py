@@ -82,6 +82,7 @@ def _activate() -> None:
     if os.environ.get(VARIABLE) == "0":
         _FAILED.append(f"off: {VARIABLE} is 0")
         return
+    level = logging.WARNING if is_asked_for() else logging.INFO
     try:
         from elsa_core.backends.cuda import calls, library
         from elsa_core.errors import UnavailableError
@@ -93,12 +94,11 @@ def _activate() -> None:
             loaded.open_driver()
         for operator, kernel in _OFFERED.items():
             if operator not in _SERVED:  # a first try may have been interrupted
-                calls.serve(loaded, operator, kernel, "CUDA")
+                calls.serve(loaded, operator, kernel, "CUDA", level)
                 _SERVED.add(operator)
     except Exception as error:  # whatever is wrong with this machine, Triton goes on
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         _FAILED.append(reason)
-        level = logging.WARNING if is_asked_for() else logging.INFO
         _LOG.log(level, "the CUDA library is off, Triton's launcher takes over: %s", reason)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core.backends.cuda import is_asked_for
 from elsa_core.backends.cuda import plan as plans
 from elsa_core.backends.cuda.kernels import PlanError, arguments_of
 from elsa_core.backends.cuda.library import Library
@@ -37,11 +36,14 @@ class _Failed(threading.local):
 _FAILED = _Failed()
 
 
-def serve(library: Library, operator: str, kernel: Callable[..., Any], key: str) -> None:
+def serve(
+    library: Library, operator: str, kernel: Callable[..., Any], key: str,
+    level: int = logging.INFO,
+) -> None:  # fmt: skip
     """Make the library the kernel of `elsa::<operator>` for a dispatch key.
 
     kernel: what computes a call in Python, with all its arguments; asked once for each layout, and
-    every time where the library cannot serve it.
+    every time where the library cannot serve it. level: of the log, where the driver refuses.
 
     Raises:
         UnavailableError: the library refuses.
@@ -54,7 +56,7 @@ def serve(library: Library, operator: str, kernel: Callable[..., Any], key: str)
     def unplanned(arguments: Sequence[Any]) -> tuple[tuple[Tensor, ...], bytes]:
         return _tuple(kernel(*arguments)), b""
 
-    plan = functools.partial(planned, library, kernel)
+    plan = functools.partial(planned, library, kernel, level)
     for name, compute in (("plan", plan), ("unplanned", unplanned)):
         full = f"{operator}_{name}"
         if not hasattr(torch.ops.elsa, full):  # a first try may have been interrupted
@@ -110,7 +112,7 @@ def _text(error: BaseException) -> str:
 
 
 def planned(
-    library: Library, kernel: Callable[..., Any], arguments: Sequence[Any]
+    library: Library, kernel: Callable[..., Any], level: int, arguments: Sequence[Any]
 ) -> tuple[tuple[Tensor, ...], bytes]:
     """Run a call in Python and say what the library is to keep for its layout.
 
@@ -138,7 +140,8 @@ def planned(
         _LOG.debug("a call that the CUDA library leaves to Python: %s", reason)
         return results, b"N"
     except UnavailableError as error:  # it may pass, as want of memory does
-        _say_once(f"the CUDA library does not take such calls; Triton launches them: {error}")
+        said = f"the CUDA library does not take such calls; Triton launches them: {error}"
+        _say_once(level, said)
         return results, b"" if next(_REFUSALS) < _MOST_REFUSALS else b"N"
     return results, b"P" + found
 
@@ -187,5 +190,5 @@ def _tuple(results: Any) -> tuple[Tensor, ...]:
 
 
 @functools.cache
-def _say_once(line: str) -> None:
-    _LOG.log(logging.WARNING if is_asked_for() else logging.INFO, "%s", line)
+def _say_once(level: int, line: str) -> None:
+    _LOG.log(level, "%s", line)
