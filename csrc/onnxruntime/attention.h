@@ -119,11 +119,7 @@ class AttentionKernel {
     View view;
     view.data = tensor.data;
     view.dtype = c.dtype(tensor, "query");
-    int64_t stride = 1;
-    for (int i = 3; i >= 0; --i) {
-      view.stride[i] = tensor.size[i] == 1 ? 0 : stride;
-      stride *= tensor.size[i];
-    }
+    tensor.strides(view.stride);
     view.stride[3] = 1;
     return view;
   }

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -72,11 +74,14 @@ struct Tensor {
   size_t rank = 0;
   int64_t size[kMaxRank] = {};
 
-  bool empty() const {
-    for (size_t i = 0; i < rank; ++i) {
-      if (size[i] == 0) return true;
-    }
-    return false;
+  bool empty() const { return std::find(size, size + rank, 0) != size + rank; }
+  bool is(std::initializer_list<int64_t> sizes) const {
+    return std::equal(size, size + rank, sizes.begin(), sizes.end());
+  }
+  // Strides in elements; 0 along an axis of one element.
+  void strides(int64_t* out) const {
+    int64_t next = 1;
+    for (size_t i = rank; i-- > 0; next *= size[i]) out[i] = size[i] == 1 ? 0 : next;
   }
 };
 

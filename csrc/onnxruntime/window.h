@@ -68,11 +68,9 @@ class WindowAttentionKernel {
     check_terms(c, a, bias, pad, logit_scale, qkv);
     if (qkv.empty()) return;
     a.qkv = qkv.data;
-    int64_t stride = qkv.size[4];
-    for (int i = 3; i >= 0; --i) {
-      a.stride[i] = size[i] == 1 ? 0 : stride;
-      stride *= size[i];
-    }
+    int64_t strides[5];
+    qkv.strides(strides);
+    std::copy_n(strides, 4, a.stride);
     if (c.gpu) return c.gpu->window_attention(c, a);
     c.run([&](int threads, ParallelFor parallel_for) {
       return elsa::window_attention(a, threads, parallel_for);
@@ -87,28 +85,22 @@ class WindowAttentionKernel {
                           const Tensor& pad, const Tensor& logit_scale, const Tensor& qkv) {
     const int64_t tokens = a.window[0] * a.window[1] * a.window[2];
     if (bias.present) {
-      if (bias.rank != 3 || bias.size[0] != a.heads || bias.size[1] != tokens ||
-          bias.size[2] != tokens || (bias.type != kFloat && bias.type != qkv.type)) {
+      if (!bias.is({a.heads, tokens, tokens}) || (bias.type != kFloat && bias.type != qkv.type)) {
         c.fail("bias must be [", a.heads, ", ", tokens, ", ", tokens, "], float or qkv's type");
       }
       a.bias.data = bias.data;
       a.bias.dtype = c.dtype(bias, "bias");
-      a.bias.stride[0] = a.heads == 1 ? 0 : tokens * tokens;
-      a.bias.stride[1] = tokens == 1 ? 0 : tokens;
+      bias.strides(a.bias.stride);
       a.bias.stride[2] = 1;
     }
-    if (pad.present) {
-      if (pad.rank != 1 || pad.size[0] != qkv.size[4] || pad.type != qkv.type) {
-        c.fail("pad_qkv must be [", qkv.size[4], "] of qkv's type");
-      }
-      a.pad_qkv = pad.data;
+    if (pad.present && (!pad.is({qkv.size[4]}) || pad.type != qkv.type)) {
+      c.fail("pad_qkv must be [", qkv.size[4], "] of qkv's type");
     }
-    if (logit_scale.present) {
-      if (logit_scale.rank != 1 || logit_scale.size[0] != a.heads || logit_scale.type != kFloat) {
-        c.fail("logit_scale must be [", a.heads, "] float");
-      }
-      a.logit_scale = reinterpret_cast<const float*>(logit_scale.data);
+    a.pad_qkv = pad.data;
+    if (logit_scale.present && (!logit_scale.is({a.heads}) || logit_scale.type != kFloat)) {
+      c.fail("logit_scale must be [", a.heads, "] float");
     }
+    a.logit_scale = reinterpret_cast<const float*>(logit_scale.data);
     if (a.scale != a.scale) a.scale = 1.0f / __builtin_sqrtf(static_cast<float>(a.head_dim));
   }
 
