@@ -27,13 +27,9 @@ class _Saved(NamedTuple):
     version: int
 
 
-def is_away(tensor: Tensor) -> bool:
-    """Whether a tensor has data, which are not in host memory."""
-    return tensor.device.type not in ("cpu", "meta")
-
-
 class SavedOnHost(torch.autograd.graph.saved_tensors_hooks):
-    """Within it, what autograd saves of a model's forward goes to host memory.
+    """Within it, what autograd saves of a model's forward goes to host memory: tensors that are
+    `away`, of `least` bytes or more, but for the model's parameters and buffers.
 
     A forward that saves something while a CUDA graph is recorded raises ArgumentError.
     """
@@ -41,14 +37,9 @@ class SavedOnHost(torch.autograd.graph.saved_tensors_hooks):
     def __init__(
         self,
         model: nn.Module,
-        away: Callable[[Tensor], bool] = is_away,
+        away: Callable[[Tensor], bool] = lambda tensor: tensor.device.type not in ("cpu", "meta"),
         least: int = _LEAST,
     ) -> None:
-        """
-        Args:
-            model: whose parameters and buffers stay.
-            away: which tensors move, of as many bytes as `least`.
-        """
         self._away, self._least = away, least
         held = (*model.parameters(), *model.buffers())
         self._own = {t.untyped_storage().data_ptr() for t in held if _is_plain(t)}

@@ -235,7 +235,7 @@ class Writer:
         """
         if self._stream is None:
             for found, target in pairs:
-                _put(found, target, add)
+                (target.add_ if add else target.copy_)(found)
             return
         place = self._count % 2
         self._count += 1
@@ -263,15 +263,8 @@ class Writer:
     def _settle(self, place: int) -> None:
         for event, _, staged, target, add in self._pending[place]:
             event.synchronize()
-            _put(staged, target, add)
+            (target.add_ if add else target.copy_)(staged)
         self._pending[place].clear()
-
-
-def _put(found: Tensor, target: Tensor, add: bool) -> None:
-    if add:
-        target.add_(found)
-    else:
-        target.copy_(found)
 
 
 def stays(tensor: Tensor, device: torch.device) -> bool:

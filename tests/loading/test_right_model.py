@@ -168,12 +168,6 @@ def test_model_kwargs_that_cannot_be(given: dict[str, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_an_argument_that_the_library_lacks_is_one_line() -> None:
-    with pytest.raises(ModelError, match="nonsense") as caught:
-        load_model("test_vit", model_kwargs={"nonsense": 1})
-    assert "\n" not in str(caught.value)
-
-
 def test_another_window_is_resampled_where_it_is_asked_for(tmp_path: Path) -> None:
     model = made(SWIN, img_size=256, window_size=8, **SHALLOW)
     path = write(model, tmp_path / "model.safetensors")
