@@ -123,29 +123,20 @@ def build(
         return path
     damaged = os.path.lexists(path) and not sound
     try:
-        _build(recipe, path, force, say)
-    except UnavailableError as error:
-        if damaged:
-            raise _cannot_mend(path, error) from None
-        raise
-    return path
-
-
-def _build(recipe: Recipe, path: Path, force: bool, say: Callable[[str], None]) -> None:
-    """Compile a library while no other process does."""
-    try:
         cache.make(path.parent)
         if reason := cache.not_own(path.parent):  # in /tmp another user may have been faster
             raise UnavailableError(f"{reason}; set ELSA_CACHE_DIR to a directory of yours")
         with cache.locked(path, recipe.title, say):
-            if is_sound(path) and not force:  # another process built it while this one waited
-                return
-            _compile(recipe, path, say)
-    except OSError as error:
-        raise UnavailableError(
-            f"the {recipe.title} cannot be written to {path.parent}: {error.strerror or error}; "
-            "set ELSA_CACHE_DIR to a directory that can be written"
-        ) from None
+            if force or not is_sound(path):  # another process may have built it meanwhile
+                _compile(recipe, path, say)
+    except (UnavailableError, OSError) as error:
+        if isinstance(error, OSError):
+            error = UnavailableError(
+                f"the {recipe.title} cannot be written to {path.parent}: "
+                f"{error.strerror or error}; set ELSA_CACHE_DIR to a directory that can be written"
+            )
+        raise (_cannot_mend(path, error) if damaged else error) from None
+    return path
 
 
 def _cannot_mend(path: Path, error: UnavailableError) -> UnavailableError:
