@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ def key_of(t: Tensor | None) -> tuple[Any, ...] | None:
     return None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16)
 
 
-def on_device(t: Tensor) -> torch.cuda.device:
+def on_device(t: Tensor) -> AbstractContextManager[Any]:
     """The context in which a tensor's GPU is the current one."""
-    return torch.cuda.device(t.device if t.is_cuda else -1)
+    several = t.is_cuda and torch.cuda.device_count() > 1
+    return torch.cuda.device(t.device) if several else nullcontext()
 
 
 def mask_pointer(mask: Tensor | None, query: Tensor) -> Tensor:
