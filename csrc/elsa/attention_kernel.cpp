@@ -68,35 +68,30 @@ int64_t packed_key_stride(const Attention& a, const Plan& plan) {
 Layout layout(const Attention& a, const Plan& plan) {
   const int64_t blocks = plan.keep_packed ? plan.key_blocks : 1;
   const int64_t state = plan.key_blocks > 1 ? item_rows(a, plan) : kBlockRows;
-  int64_t top = 0;
-  const auto take = [&top](int64_t floats) {
-    const int64_t start = top;
-    top += round_up(floats, 16);
-    return start;
-  };
+  Carve carve;
   Layout l;
-  l.keys = take(blocks * packed_key_stride(a, plan));
-  l.values = take(values_in_place(a, plan) ? 0 : blocks * plan.key_block * value_width(a));
-  l.query = take(queries_in_place(a) ? 0 : kBlockRows * row_stride(a.head_dim));
-  l.scores = take(kBlockRows * row_stride(plan.key_block));
-  l.block_out = take(kBlockRows * value_width(a));
-  l.row_max = take(round_up(kBlockRows, kLanes) * kLanes);
-  l.reference = take(kBlockRows + kLanes);
-  l.rescale = take(kBlockRows + kLanes);
-  l.bias = take(a.mask.data ? kBlockRows * row_stride(plan.key_block) : 0);
-  l.rows = take(kLanes * round_up(a.head_dim, kLanes));
-  l.out = take(state * value_width(a));
-  l.maximum = take(state + kLanes);  // these two are read in whole vectors
-  l.sum = take(state + kLanes);
+  l.keys = carve.take(blocks * packed_key_stride(a, plan));
+  l.values = carve.take(values_in_place(a, plan) ? 0 : blocks * plan.key_block * value_width(a));
+  l.query = carve.take(queries_in_place(a) ? 0 : kBlockRows * row_stride(a.head_dim));
+  l.scores = carve.take(kBlockRows * row_stride(plan.key_block));
+  l.block_out = carve.take(kBlockRows * value_width(a));
+  l.row_max = carve.take(round_up(kBlockRows, kLanes) * kLanes);
+  l.reference = carve.take(kBlockRows + kLanes);
+  l.rescale = carve.take(kBlockRows + kLanes);
+  l.bias = carve.take(a.mask.data ? kBlockRows * row_stride(plan.key_block) : 0);
+  l.rows = carve.take(kLanes * round_up(a.head_dim, kLanes));
+  l.out = carve.take(state * value_width(a));
+  l.maximum = carve.take(state + kLanes);  // these two are read in whole vectors
+  l.sum = carve.take(state + kLanes);
   const int64_t spans = a.sparse ? spans_of(plan.key_block) : 0;
-  l.span_max = take(spans * kSpanRows * kLanes);
-  l.span_top = take(spans * kSpanRows);
-  l.first_max = take(a.sparse ? kSpanRows : 0);
+  l.span_max = carve.take(spans * kSpanRows * kLanes);
+  l.span_top = carve.take(spans * kSpanRows);
+  l.first_max = carve.take(a.sparse ? kSpanRows : 0);
   const int64_t summaries =
       a.sparse && a.sparse->summaries ? round_up(spans_of(a.keys), kPanel) : 0;
-  l.summary = take(summaries * round_up(a.head_dim, kLanes));
-  l.panels = take(summaries * a.head_dim);
-  l.total = top;
+  l.summary = carve.take(summaries * round_up(a.head_dim, kLanes));
+  l.panels = carve.take(summaries * a.head_dim);
+  l.total = carve.total();
   return l;
 }
 

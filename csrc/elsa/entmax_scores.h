@@ -13,20 +13,6 @@ constexpr int64_t kBlockTiles = 48 / kTileRows;
 constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
 constexpr int64_t kCachedScores = 6144;
 
-// Takes parts of a workspace one after another, in floats.
-class Carve {
- public:
-  int64_t take(int64_t floats) {
-    const int64_t start = top_;
-    top_ += round_up(floats, 16);
-    return start;
-  }
-  int64_t total() const { return top_; }
-
- private:
-  int64_t top_ = 0;
-};
-
 struct ScoreLayout {
   int64_t keys, query, scores, bias, rows, row_max;
 

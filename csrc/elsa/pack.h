@@ -14,6 +14,20 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
 }
 ELSA_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Takes parts of a workspace one after another, in floats.
+class Carve {
+ public:
+  int64_t take(int64_t floats) {
+    const int64_t start = top_;
+    top_ += round_up(floats, 16);
+    return start;
+  }
+  int64_t total() const { return top_; }
+
+ private:
+  int64_t top_ = 0;
+};
+
 // One matrix of a view: [rows, columns] at (batch, head).
 struct Matrix {
   const char* data;

@@ -34,33 +34,29 @@ struct Layout {
 
   Layout(const WindowAttention& a, const WindowPlan& plan) {
     const int64_t state = plan.key_blocks > 1 ? item_rows(plan) : kBlockRows;
-    total = 0;
-    const auto take = [this](int64_t floats) {
-      const int64_t start = total;
-      total += round_up(floats, 16);
-      return start;
-    };
+    Carve carve;
     // An odd number of registers spreads rows over the sets of a cache.
     const auto spread = [](int64_t floats) {
       return (round_up(floats, kLanes) / kLanes | 1) * kLanes;
     };
     score_stride = spread(smaller(plan.key_block, plan.tokens));
     query_stride = spread(a.head_dim);
-    for (int i = 0; i < 2; ++i) tokens[i] = take(token_floats(a, plan));
-    keys = take((plan.key_block + kPanel) * a.head_dim);
-    values = take(plan.key_block * value_width(a));
-    query = take(kBlockRows * query_stride);
-    scores = take(kBlockRows * score_stride);
-    narrow = take(kNarrow * kNarrowStride);
-    block_out = take(kBlockRows * value_width(a));
-    row_max = take(round_up(kBlockRows, kLanes) * kLanes);
-    reference = take(kBlockRows + kLanes);
-    rescale = take(kBlockRows + kLanes);
-    bias = take(shifted(a) ? kBlockRows * score_stride : 0);
-    rows = take(kLanes * round_up(a.head_dim, kLanes));
-    out = take(state * value_width(a));
-    maximum = take(state + kLanes);  // these two are read in whole vectors
-    sum = take(state + kLanes);
+    for (int i = 0; i < 2; ++i) tokens[i] = carve.take(token_floats(a, plan));
+    keys = carve.take((plan.key_block + kPanel) * a.head_dim);
+    values = carve.take(plan.key_block * value_width(a));
+    query = carve.take(kBlockRows * query_stride);
+    scores = carve.take(kBlockRows * score_stride);
+    narrow = carve.take(kNarrow * kNarrowStride);
+    block_out = carve.take(kBlockRows * value_width(a));
+    row_max = carve.take(round_up(kBlockRows, kLanes) * kLanes);
+    reference = carve.take(kBlockRows + kLanes);
+    rescale = carve.take(kBlockRows + kLanes);
+    bias = carve.take(shifted(a) ? kBlockRows * score_stride : 0);
+    rows = carve.take(kLanes * round_up(a.head_dim, kLanes));
+    out = carve.take(state * value_width(a));
+    maximum = carve.take(state + kLanes);  // these two are read in whole vectors
+    sum = carve.take(state + kLanes);
+    total = carve.total();
   }
 };
 
