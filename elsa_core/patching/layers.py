@@ -41,14 +41,13 @@ def scope_of(model: nn.Module, scope: str) -> str:
 
 
 def patched_scope(model: nn.Module) -> str:
-    """The scope that a patched model has: "model" where a layer is patched."""
-    patched = (m for m in model.modules() if adapters.is_patched(m))
-    return MODEL if any(is_layer(m) or _of_layers(m) for m in patched) else ATTENTION
-
-
-def _of_layers(module: nn.Module) -> bool:
-    """Whether a patched module is the companion of layers, which no other scope has."""
-    return adapters.is_companion(module) and not getattr(module, "elsa_any_scope", False)
+    """The scope that a patched model has: "model" where a layer or a companion of layers, which no
+    other scope has, is patched."""
+    for module in model.modules():
+        of_layers = adapters.is_companion(module) and not getattr(module, "elsa_any_scope", False)
+        if of_layers or (adapters.is_patched(module) and is_layer(module)):
+            return MODEL
+    return ATTENTION
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -77,8 +76,13 @@ def support(module: nn.Module) -> Support | None:
         if row.kind != table.LAYER and not answer.ok:
             return None
         return answer
-    if table.qualified(cls) == _NO_LAYER or not _is_linear_site(module):
+    if table.qualified(cls) == _NO_LAYER:
         return None
+    if not isinstance(module, nn.Linear):  # what looks like one, and holds no other that is one
+        sizes = (getattr(module, name, None) for name in ("in_features", "out_features"))
+        alike = all(type(size) is int for size in sizes) and hasattr(module, "weight")
+        if not alike or any(isinstance(part, nn.Linear) for part in module.modules()):
+            return None
     name = cls.__qualname__
     return Support(False, f"is no plain nn.Linear but a {name}, which may compute something else")
 
@@ -113,12 +117,3 @@ def companions(model: nn.Module, selected: Sequence[nn.Module]) -> Iterator[nn.M
             continue
         if chosen.intersection(adapter.elsa_serves(module)):
             yield module
-
-
-def _is_linear_site(module: nn.Module) -> bool:
-    """Whether a module looks like a linear layer, and holds no other that is one."""
-    if isinstance(module, nn.Linear):
-        return True
-    sizes = (getattr(module, name, None) for name in ("in_features", "out_features"))
-    inner = any(isinstance(part, nn.Linear) for part in module.modules())
-    return all(type(size) is int for size in sizes) and hasattr(module, "weight") and not inner

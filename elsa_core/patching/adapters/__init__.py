@@ -64,19 +64,15 @@ def _derived_anew(cls: Any, patched: type, base: type) -> Any:
 
 
 def written(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The adapter written for exactly this class; a subclass is not taken for its base."""
+    """The adapter written for exactly this class; a subclass is not taken for its base. None where
+    the class no longer has its own forward: recipes put in others, which say more."""
     adapter = table.adapter_of(cls)
-    return adapter if adapter is not None and _is_as_written(cls, adapter) else None
-
-
-def _is_as_written(cls: type[nn.Module], adapter: Any) -> bool:
-    """Whether the class still has its own forward: recipes put in others, which say more."""
     for name in {"forward", getattr(adapter, "elsa_entry", "forward")}:
         function = cls.__dict__.get(name)
         place = (getattr(function, "__module__", None), getattr(function, "__qualname__", None))
         if function is not None and place != (cls.__module__, f"{cls.__qualname__}.{name}"):
-            return False
-    return True
+            return None
+    return adapter
 
 
 def attention_within(module: nn.Module) -> nn.Module | None:

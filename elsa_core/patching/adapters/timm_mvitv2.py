@@ -24,19 +24,14 @@ from elsa_core.patching.adapters.decomposed import attend_decomposed, table
 _Size = list[int]
 
 
-def pooled_work(site: Any, x: Tensor) -> int:
+def _pooled_work(site: Any, x: Tensor) -> int:
     """Multiply-adds of query key^T, both pooled."""
-    queries, keys = (x.shape[1] // _fewer(pool) for pool in (site.pool_q, site.pool_k))
-    work: int = x.shape[0] * queries * keys * site.dim_out
+    work: int = x.shape[0] * site.dim_out
+    for pool in (site.pool_q, site.pool_k):
+        stride = getattr(pool, "stride", 1)  # of rows and columns
+        rows, columns = stride if isinstance(stride, tuple) else (stride, stride)
+        work *= x.shape[1] // (rows * columns)
     return work
-
-
-def _fewer(pool: Any) -> int:
-    """How many tokens a pooling makes one of."""
-    stride = getattr(pool, "stride", 1)
-    rows, columns = stride if isinstance(stride, tuple) else (stride, stride)
-    fewer: int = rows * columns
-    return fewer
 
 
 class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # timm is untyped
@@ -44,7 +39,7 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
 
     elsa_base = MultiScaleAttention
 
-    @runs_original(pooled_work, layered=False)
+    @runs_original(_pooled_work, layered=False)
     def forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:
         q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         q, q_size = _pooled(self, q, feat_size, self.pool_q, self.norm_q)
@@ -64,16 +59,10 @@ def _pooled(module: Any, x: Tensor, feat_size: _Size, pool: Any, norm: Any) -> t
 
 def _attended(module: Any, q: Tensor, k: Tensor, v: Tensor, q_size: _Size, k_size: _Size) -> Tensor:
     if module.rel_pos_type == "spatial":
-        out = attend_decomposed(
-            module,
-            q,
-            k,
-            v,
-            table(module.rel_pos_h, q_size[0], k_size[0]),
-            table(module.rel_pos_w, q_size[1], k_size[1]),
-            scale=module.scale,
-            prefix=int(module.has_cls_token),
-        )
+        rel_h = table(module.rel_pos_h, q_size[0], k_size[0])
+        rel_w = table(module.rel_pos_w, q_size[1], k_size[1])
+        prefix = int(module.has_cls_token)
+        out = attend_decomposed(module, q, k, v, rel_h, rel_w, scale=module.scale, prefix=prefix)
     else:
         out = attend(module, q, k, v, scale=module.scale)
     if module.residual_pooling:
