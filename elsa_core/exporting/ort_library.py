@@ -35,7 +35,7 @@ _ON_GPU = compiler.Recipe(
     units=(
         ("onnxruntime", "library.cpp", ("-DELSA_GPU",)),
         *((f"cuda-{name}", f"../cuda/{name}.cpp", ())
-          for name in ("driver", "kernels", "plan", "planfile")),
+          for name in ("driver", "plan", "planfile")),
     ),
     link_flags=() if sys.platform == "darwin" else ("-ldl",),
 )  # fmt: skip

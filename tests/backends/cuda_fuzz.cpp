@@ -13,7 +13,6 @@
 
 // as one unit: what they include is read once
 #include "driver.cpp"
-#include "kernels.cpp"
 #include "plan.cpp"
 #include "planfile.cpp"
 

@@ -16,7 +16,7 @@ from elsa_core.backends.cuda.kernels import kernel_of
 from elsa_core.backends.cuda.plan import Kernel
 from elsa_core.errors import UnavailableError
 
-_UNITS = ("driver", "kernels", "plan", "planfile", "operators", "blas", "python")
+_UNITS = ("driver", "plan", "planfile", "operators", "blas", "python")
 # The letters of `Operator::types` in csrc/cuda/operators.cpp.
 _TYPES = {
     "Tensor": "T", "Optional[Tensor]": "O", "int": "n", "bool": "b", "float": "d", "str": "s",
