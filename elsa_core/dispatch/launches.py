@@ -99,17 +99,13 @@ def find_linear(arguments: tuple[Any, ...]) -> Tensor | None:
     if _cast() or calls.traced():
         return None
     if single:
-        if takes_tf32() or is_seen(*arguments):
+        # products of PyTorch that the user allowed TF32 stay PyTorch's
+        if _precision("cuda", "matmul") == "tf32" or is_seen(*arguments):
             return None
         return LINEAR.find(*arguments)  # type: ignore[misc]
     if x.dtype in _HALF and arguments[6] == "strict" and arguments[1].shape[-1] > HALF_DEPTH:
         return _by_cublas(*arguments[:6])
     return None
-
-
-def takes_tf32() -> bool:
-    """Whether float32 products of PyTorch on a GPU may be rounded to TF32."""
-    return bool(_precision("cuda", "matmul") == "tf32")
 
 
 def _by_cublas(

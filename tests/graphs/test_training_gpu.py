@@ -74,7 +74,7 @@ def test_a_random_script(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     assert not said(caplog)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
 def test_a_random_script_of_a_patched_model(
     name: str, seed: int, caplog: pytest.LogCaptureFixture
@@ -86,7 +86,7 @@ def test_a_random_script_of_a_patched_model(
     assert not said(caplog)
 
 
-@pytest.mark.parametrize("seed", range(200, 206))
+@pytest.mark.parametrize("seed", range(200, 203))
 def test_a_random_script_with_dropout(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """The same kernels draw the same masks: an eager loop's results to rounding."""
     script = scripts.Script.of(seed, cuda=True)

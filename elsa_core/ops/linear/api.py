@@ -107,7 +107,7 @@ def served(
 ) -> Tensor:  # fmt: skip
     """`linear` without its checks, for patched layers."""
     given = (input, weight, bias, activation, residual, scale, precision, None, None)
-    if not is_compiling() and backend == "auto":
+    if not is_compiling() and backend == "auto" and (input.is_cuda or launches.LINEAR.find):
         found = launches.find_linear(given)
         if found is not None:
             return found
