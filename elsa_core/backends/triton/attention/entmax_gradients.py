@@ -58,6 +58,19 @@ def largest(p, p_list, count, CHUNK: tl.constexpr):
     return tl.max(found, 0)
 
 
+@triton.jit
+def write_list(p_list, p_tiles, length, step, CHUNK: tl.constexpr):
+    """The number of those of `length` tiles that hold a weight, then which."""
+    o = tl.arange(0, CHUNK)
+    count = 0
+    for start in range(0, length, CHUNK):
+        at = start + o
+        held = tl.load(p_tiles + at.to(tl.int64) * step, mask=at < length, other=0).to(tl.int32)
+        tl.store(p_list + count + tl.cumsum(held, 0), at, mask=held != 0)
+        count += tl.sum(held, 0)
+    tl.store(p_list, count)
+
+
 @triton.jit(do_not_specialize=INTEGERS)
 def list_tiles(
     Tiles, Lists, V, Norms, length: tl.int32, others: tl.int32, own_step: tl.int64, step: tl.int64,
@@ -77,15 +90,7 @@ def list_tiles(
     own = program - i_bh * others
     p_tiles = Tiles + wide(i_bh) * others * length + own * own_step
     p_list = Lists + wide(program) * (length + 1)
-    o = tl.arange(0, CHUNK)
-    count = 0
-    for start in range(0, length, CHUNK):
-        at = start + o
-        held = tl.load(p_tiles + at * step, mask=at < length, other=0).to(tl.int32)
-        place = count + tl.cumsum(held, 0)
-        tl.store(p_list + place, at, mask=held != 0)
-        count += tl.sum(held, 0)
-    tl.store(p_list, count)
+    write_list(p_list, p_tiles, length, step, CHUNK)
     if NORMS:
         p_v = V + (i_bh // heads).to(tl.int64) * v_b * STEP
         p_v += (i_bh % heads // group).to(tl.int64) * v_h * STEP
@@ -124,16 +129,7 @@ def list_columns(
     tile_row = wide(i_h) * (n_q // TILE + batch) + first_q // TILE + i_s
     p_tiles = Tiles + tile_row * width + own
     p_list = Lists + wide(tl.program_id(0)) * (tl.cdiv(longest, TILE) + 1)
-    o = tl.arange(0, CHUNK)
-    count = 0
-    for start in range(0, length, CHUNK):
-        at = start + o
-        p = p_tiles + at.to(tl.int64) * width
-        held = tl.load(p, mask=at < length, other=0).to(tl.int32)
-        place = count + tl.cumsum(held, 0)
-        tl.store(p_list + place, at, mask=held != 0)
-        count += tl.sum(held, 0)
-    tl.store(p_list, count)
+    write_list(p_list, p_tiles, length, width, CHUNK)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
