@@ -18,6 +18,7 @@ from elsa_core.proof.checking import check
 from elsa_core.proof.paths import PATHS, runner
 
 from .test_blind_spots import checked, vit
+from .test_paths import WrongCompiled
 
 pytestmark = pytest.mark.gpu
 
@@ -30,16 +31,6 @@ class WrongCaptured(ElsaAttention):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         out = super().forward(*args, **kwargs)
         return out * 1.001 if torch.cuda.is_current_stream_capturing() else out
-
-
-class WrongCompiled(ElsaAttention):
-    """Right in eager mode, off by a thousandth in compiled code."""
-
-    elsa_base = Attention
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        out = super().forward(*args, **kwargs)
-        return out * 1.001 if torch.compiler.is_compiling() else out
 
 
 @pytest.fixture(autouse=True)
