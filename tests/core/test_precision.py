@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elsa_core.errors import ArgumentError
-from elsa_core.monoid import State, finalize, fold, lift, tree
+from elsa_core.monoid import State, finalize, lift, tree
 from elsa_core.precision import (
     PRECISIONS,
     depth,
@@ -91,14 +91,3 @@ def test_measured_merge_error_is_inside_theorem_1(exponent: int, block: int) -> 
     )
     output, _ = finalize(tree(tree(keys)))
     assert relative_l2(output, expected) <= theorem1_bound(n, block)
-
-
-def test_a_long_chain_is_worse_than_the_tree() -> None:
-    """What the shallow tree buys: the same keys, merged one after another in float32."""
-    n = 2**14
-    value = torch.rand(n, 64, generator=torch.Generator().manual_seed(0))
-    keys = State(torch.zeros(n), torch.ones(n), value)
-    expected = value.double().mean(0)
-    errors = [relative_l2(finalize(reduce(keys))[0], expected) for reduce in (tree, fold)]
-    assert errors[0] <= theorem1_bound(n)
-    assert errors[1] > 4 * errors[0]
