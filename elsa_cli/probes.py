@@ -137,7 +137,8 @@ def _system() -> Iterator[Probe]:
     yield Probe("system", "python", None, f"{platform.python_version()} ({sys.executable})")
     yield Probe("system", "platform", None, platform.platform())
     yield Probe("system", "cpu", None, f"{_guard(cpu_model)}, {os.cpu_count()} logical cores")
-    yield Probe("system", "usable cores", None, str(len(os.sched_getaffinity(0))))
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        yield Probe("system", "usable cores", None, str(len(os.sched_getaffinity(0))))
     wanted = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "asimd", "sve")
     flags = (_cpuinfo("flags", "features") or "").split()
     isa = " ".join(flag for flag in wanted if flag in flags)

@@ -19,11 +19,6 @@ from elsa_core.errors import ArgumentError
 from elsa_core.ops.factory import Grads
 from elsa_core.ops.formulas import needed
 
-_TERMS = (
-    "bool is_causal, float scale, str precision, str backend, str method, str gradients, "
-    "int[] lengths, str group"
-)
-
 
 def agreed_call(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *terms: Any,

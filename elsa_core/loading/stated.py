@@ -7,6 +7,7 @@ metadata of .safetensors files. What cannot be read counts as not stated.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ _ARCHITECTURE = ("arch", "architecture", "model_name", "model", "backbone")
 _LABELS = ("label_names", "class_names", "classes", "class_to_idx", "labels")
 _DEEPEST = 3
 _LONGEST = 100_000  # characters of one text that is parsed
+_LONGEST_LITERAL = 1000  # Python's parser recurses
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def stated(content: Any) -> Stated:
 
 
 def stated_in_metadata(metadata: Mapping[str, str]) -> Stated:
-    """Return what the metadata of a .safetensors file says: text, JSON or numbers."""
+    """Return what the metadata of a .safetensors file says: text, JSON or Python's literals."""
     return stated({key: _parsed(text) for key, text in metadata.items()})
 
 
@@ -117,7 +119,6 @@ def _numbers(value: Any) -> tuple[float, ...] | None:
 
 
 def _parsed(text: str) -> Any:
-    """JSON, or numbers as text of tuples and lists has them; else the text."""
     if len(text) > _LONGEST:
         return text
     try:
@@ -125,6 +126,10 @@ def _parsed(text: str) -> Any:
     except (ValueError, RecursionError):
         pass
     try:
-        return [float(part) for part in text.strip("()[]").replace(",", " ").split()]
+        return ast.literal_eval(text) if len(text) <= _LONGEST_LITERAL else text
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        pass
+    try:
+        return [float(part) for part in text.replace(",", " ").split()]
     except ValueError:
         return text

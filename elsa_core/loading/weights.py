@@ -28,6 +28,7 @@ from elsa_core.loading.stated import Stated, stated_in_metadata
 MAX_NAME = 1000
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_SHARDS = 4096
+MAX_AXES = 64  # of a tensor that PyTorch computes with
 
 # What a model's tensors can be made of: neither complex nor quantised numbers.
 _DTYPES = frozenset(
@@ -206,6 +207,8 @@ def check_numbers(path: Path, tensors: Mapping[str, Tensor]) -> None:
             what = f"is {kind}: save it dense (tensor.to_dense())"
         elif tensor.is_meta:
             what = "is on the meta device: it holds no numbers"
+        elif tensor.ndim > MAX_AXES:
+            what = f"has {tensor.ndim} axes; the limit is {MAX_AXES}"
         elif tensor.dtype not in _DTYPES:
             what = f"is {kind}: weights are real, plain numbers"
         elif tensor.is_floating_point():

@@ -294,6 +294,8 @@ def test_metadata_is_text() -> None:
                                 "args": '{"model": "x"}', "deep": "[" * 5000})  # fmt: skip
     assert found.preprocess.mean == (0.1, 0.2, 0.3) and found.preprocess.std == (0.5,) * 3
     assert found.preprocess.crop_pct == 0.9 and found.architectures == ("x",)
+    found = stated_in_metadata({"config": "{'mean': (0.1, 0.2, 0.3)}", "classes": "['a', 'b']"})
+    assert found.preprocess.mean == (0.1, 0.2, 0.3) and found.labels == ("a", "b")
 
 
 @pytest.mark.parametrize(

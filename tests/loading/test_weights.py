@@ -70,6 +70,7 @@ def test_reads_what_safetensors_wrote(tmp_path: Path) -> None:
         ("bool shape", {"a": {**F32, "shape": [True, 2]}}, b"\0" * 8, "expected usize"),
         ("huge shape", {"a": {**F32, "shape": [2**70]}}, b"\0" * 8, "expected usize"),
         ("product", {"a": {**F32, "shape": [2**62, 2**62]}}, b"\0" * 8, "overflow"),
+        ("axes", {"a": {**F32, "shape": [2] + [1] * 64}}, b"\0" * 8, "65 axes"),
         ("reversed", {"a": {**F32, "data_offsets": [8, 0]}}, b"\0" * 8, "offset"),
         ("three offsets", {"a": {**F32, "data_offsets": [0, 4, 8]}}, b"\0" * 8, "length 3"),
         ("dtype", {"a": {**F32, "dtype": "F33"}}, b"\0" * 8, "F33"),

@@ -15,9 +15,11 @@ from torch import nn
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
+from elsa_core.measuring.timing import Contender
 from elsa_core.patching import find_sites
 from elsa_core.profiling.profile import ProfileReport, profile
 from elsa_core.profiling.runs import variants
+from elsa_core.profiling.runs.errors import run_errors
 from elsa_core.profiling.sites import served
 
 from .conftest import small_vit
@@ -255,3 +257,10 @@ def test_every_ratio_is_the_quotient_of_the_times_beside_it(report: ProfileRepor
     for site in report.sites:
         quotient = site.seconds_before / site.seconds_after
         assert site.ratio.value == pytest.approx(quotient, rel=1e-4)
+
+
+def test_errors_that_cannot_be_compared_end_nothing() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    ways = [Contender("eager", lambda: model(x)), Contender("sdpa", tuple)]  # without an output
+    found = run_errors(model, ways, (x,))
+    assert found.errors == {} and "not known" in found.reason

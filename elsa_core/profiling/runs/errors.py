@@ -59,19 +59,19 @@ def run_errors(
                     outputs[contender.name] = floating_outputs(contender.call())
         reference = outputs[REFERENCE]
         exact = _exact(copy.deepcopy(plain).double(), arguments, reference)
+        errors, wrong = {}, {}
+        turbo = precision == "turbo" and all(x.dtype == torch.float32 for x in reference.values())
+        for name, found in outputs.items():
+            eps = TURBO_EPS if turbo and name.startswith("patched") else None
+            comparisons = {place: Comparison(_FACTOR, eps) for place in reference}
+            for place, each in comparisons.items():
+                each.add(exact[place], reference[place], found[place])
+            worst = max(comparisons.values(), key=lambda each: each.excess)
+            errors[name] = worst.patched_error
+            if worst.patched_error > worst.allowed and name != REFERENCE:
+                wrong[name] = worst.reason()
     except (ElsaError, RuntimeError, TypeError, ValueError, MemoryError, KeyError) as error:
         return RunErrors({}, {}, f"the errors of the runs are not known: {first_line(error)}")
-    errors, wrong = {}, {}
-    turbo = precision == "turbo" and all(x.dtype == torch.float32 for x in reference.values())
-    for name, found in outputs.items():
-        eps = TURBO_EPS if turbo and name.startswith("patched") else None
-        comparisons = {place: Comparison(_FACTOR, eps) for place in reference}
-        for place, each in comparisons.items():
-            each.add(exact[place], reference[place], found[place])
-        worst = max(comparisons.values(), key=lambda each: each.excess)
-        errors[name] = worst.patched_error
-        if worst.patched_error > worst.allowed and name != REFERENCE:
-            wrong[name] = worst.reason()
     return RunErrors(errors, wrong)
 
 
