@@ -7,7 +7,6 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -15,8 +14,6 @@
 #include <string>
 #include <utility>
 
-#include "../elsa/sizes.h"
-#include "blas.h"
 #include "operators.h"
 
 namespace {
@@ -29,7 +26,6 @@ using elsa_cuda::kMostValues;
 using elsa_cuda::Operator;
 using elsa_cuda::Output;
 using elsa_cuda::Plan;
-using elsa_cuda::Product;
 using elsa_cuda::Python;
 using elsa_cuda::Where;
 namespace dlpack = elsa_cuda::dlpack;
@@ -135,8 +131,8 @@ class Read {
 
   Key key;
   Address addresses[kMostValues];
-  dlpack::Tensor tensors[kMostValues];  // whose sizes their owners keep; not of those that are None
-  Where where;                          // of the first tensor
+  int32_t dims = 0;  // of the first tensor, as `where` is
+  Where where;
 
  private:
   bool read(char type, PyObject* object) {
@@ -205,7 +201,7 @@ class Read {
     if (negated == nullptr) return false;
     python().decrease(negated);  // True and False outlive it
     if (negated != python().no) return false;
-    dlpack::Tensor& found = tensors[count_];
+    dlpack::Tensor found;
     if (about_.exchange->describe(object, &found) != 0) return false;
     const int32_t dtype = dtype_of(found);
     const bool on_cpu = found.device_type == dlpack::kCpu;  // in tests alone
@@ -214,7 +210,10 @@ class Read {
       return false;
     }
     const Where place = on_cpu ? Where{0, -1} : Where{1, found.device_id};
-    if (count_ == 0) where = place;
+    if (count_ == 0) {
+      where = place;
+      dims = found.ndim;
+    }
     const auto address = reinterpret_cast<Address>(found.data);
     addresses[count_++] = address;
     elsa_cuda::add_tensor(key, address, dtype, place, found.ndim, found.shape, found.strides);
@@ -306,168 +305,13 @@ PyObject* admit(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count
   auto made = std::make_shared<Admitted>();
   made->entry = found.entry;
   const Plan& plan = found.entry->bound->plan;
-  if (!first_of(plan, call.tensors[0].ndim, of_function.tensors[0].ndim, made->first))
-    return none();
+  if (!first_of(plan, call.dims, of_function.dims, made->first)) return none();
   elsa_cuda::admitted.put(of_function.key.words(), generation, std::move(made));
   return given(python().yes);
 }
 
-const Operator multiplication{"", "", "", "TTOO", 1, false};
-
-// A kind of product by cuBLASLt, and its result; without a product where such calls are PyTorch's.
-struct Multiplied {
-  std::unique_ptr<const Product> product;
-  Output out;
-  mutable std::atomic<int> failures{0};  // a kind that fails so often is asked no more
-};
-constexpr int kMostFailures = 3;
-// For the life of the process: at its end cuBLASLt may be gone before what it made.
-elsa_cuda::Cache<Multiplied>& products = *new elsa_cuda::Cache<Multiplied>(4096);
-
-// Sizes of a tensor like the first one of a product, in dtype and device, whose elements lie one
-// behind the other and begin as the product wants; none of others.
-std::vector<int64_t> sizes_of(const dlpack::Tensor& tensor, const dlpack::Tensor& first) {
-  if (dtype_of(tensor) != dtype_of(first) || tensor.device_type != first.device_type ||
-      tensor.device_id != first.device_id ||
-      reinterpret_cast<Address>(tensor.data) % elsa_cuda::kProductAlignment != 0) {
-    return {};
-  }
-  int64_t next = 1;
-  for (int32_t i = tensor.ndim; i-- > 0;) {
-    if (tensor.shape[i] != 1 && tensor.strides[i] != next) return {};
-    next *= tensor.shape[i];
-  }
-  return {tensor.shape, tensor.shape + tensor.ndim};
-}
-
-// The kind of a call with x, weight, and bias and residual or none; of no rows where the product is
-// PyTorch's.
-elsa_cuda::ProductKind kind_of(const Read& call, Output& out) {
-  elsa_cuda::ProductKind kind;
-  kind.dtype = dtype_of(call.tensors[0]);
-  constexpr int32_t kHalf = 5, kBfloat = 15;
-  if (kind.dtype != kHalf && kind.dtype != kBfloat) return {};
-  std::vector<int64_t> sizes[4];
-  for (size_t i = 0; i < 4; ++i) {
-    if (call.addresses[i] == 0) continue;
-    sizes[i] = sizes_of(call.tensors[i], call.tensors[0]);
-    if (sizes[i].empty()) return {};
-  }
-  kind.bias = call.addresses[2] != 0;
-  kind.residual = call.addresses[3] != 0;
-  if (sizes[1].size() != 2) return {};
-  const int64_t columns = sizes[1][0], depth = sizes[1][1];
-  // a row, too, begins as the kernels want
-  constexpr int64_t kTogether = elsa_cuda::kProductAlignment / 2;
-  if (columns < 1 || depth < 1 || columns % kTogether != 0 || depth % kTogether != 0) return {};
-  if (sizes[0].back() != depth) return {};
-  const int64_t rows = elsa::product(sizes[0].data(), sizes[0].size() - 1);
-  if (elsa::product({rows, depth}) < 0 || elsa::product({rows, columns}) < 0) return {};
-  std::vector<int64_t> result = sizes[0];
-  result.back() = columns;
-  if (kind.bias && sizes[2] != std::vector<int64_t>{columns}) return {};
-  if (kind.residual && sizes[3] != result) return {};
-  out.dtype = kind.dtype;
-  out.strides.resize(result.size());
-  int64_t next = 1;
-  for (size_t i = result.size(); i-- > 0;) {
-    out.strides[i] = next;
-    next *= result[i];
-  }
-  out.sizes = std::move(result);
-  kind.rows = static_cast<uint64_t>(rows);
-  kind.columns = static_cast<uint64_t>(columns);
-  kind.depth = static_cast<uint64_t>(depth);
-  return kind;
-}
-
-// The kind of a call, which failed so often before; null where it cannot be made now.
-std::shared_ptr<const Multiplied> made_of(const Read& call, int failures) {
-  auto made = std::make_shared<Multiplied>();
-  const elsa_cuda::ProductKind kind = kind_of(call, made->out);
-  if (kind.rows == 0) {
-    made->failures = kMostFailures;
-    return made;
-  }
-  const Python& py = python();
-  void* thread = py.release();  // a handle's memory may wait for the device
-  bool foreign = false;
-  try {
-    const int32_t device = std::max(call.where.index, 0);
-    const elsa_cuda::Current current(device);
-    foreign = current.foreign();
-    if (!foreign) made->product = std::make_unique<Product>(kind, device, call.addresses[2]);
-  } catch (const std::exception&) {  // PyTorch says itself what is wrong; it may pass
-  }
-  py.acquire(thread);
-  if (foreign) return nullptr;
-  if (made->product == nullptr) made->failures = failures + 1;
-  return made;
-}
-
-// Multiplies; false: nothing was launched, for want of memory or in another context.
-bool multiplied(const Multiplied& made, const Read& call, Handle& out) {
-  Handle workspace;
-  const uint64_t bytes = made.product->workspace();
-  out = elsa_cuda::allocate(made.out, call.where);
-  if (bytes != 0) {
-    workspace = elsa_cuda::allocate(Output{0, {static_cast<int64_t>(bytes)}, {1}}, call.where);
-  }
-  if (out.get() == nullptr || (bytes != 0 && workspace.get() == nullptr)) return false;
-  const int32_t device = std::max(call.where.index, 0);
-  const elsa_cuda::Current current(device);
-  if (current.foreign()) return false;
-  const Address* at = call.addresses;
-  made.product->run({at[0], at[1], at[2], at[3], elsa_cuda::address_of(out.get()),
-                     bytes != 0 ? elsa_cuda::address_of(workspace.get()) : 0},
-                    elsa_cuda::current_stream(device));
-  elsa_cuda::served.fetch_add(1, std::memory_order_relaxed);
-  return true;
-}
-
-// A call of a kind that is known, or null.
-PyObject* multiplied(const Multiplied& made, const Read& call) {
-  const Python& py = python();
-  Handle out;
-  bool ran = false;
-  void* thread = py.release();
-  try {
-    ran = multiplied(made, call, out);
-  } catch (const std::exception&) {
-    ++made.failures;
-  }
-  py.acquire(thread);
-  try {
-    return ran ? wrap()(out.get()) : nullptr;
-  } catch (const std::exception&) {
-    return nullptr;
-  }
-}
-
-// input @ weight.T + bias + residual, bias and residual perhaps None, or None: also of the first
-// call of a kind, whose product PyTorch then loads for CUDA graphs, which record that.
-PyObject* multiply(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count) {
-  const Short* about = about_of(self);
-  Read call(*about, true);
-  if (static_cast<size_t>(count) != about->op->types.size() || is_observed() ||
-      !call.read(arguments)) {
-    return none();
-  }
-  const auto [made, generation] = products.find(call.key.words());
-  const int failures = made == nullptr ? 0 : made->failures.load();
-  if (failures >= kMostFailures) return none();
-  if (made == nullptr || made->product == nullptr) {
-    auto kind = made_of(call, failures);
-    if (kind != nullptr) products.put(call.key.words(), generation, std::move(kind));
-    return none();
-  }
-  PyObject* result = multiplied(*made, call);
-  return result != nullptr ? result : none();
-}
-
 elsa_cuda::Method serve_method = {"serve", serve, elsa_cuda::kFastCall, nullptr};
 elsa_cuda::Method admit_method = {"admit", admit, elsa_cuda::kFastCall, nullptr};
-elsa_cuda::Method multiply_method = {"multiply", multiply, elsa_cuda::kFastCall, nullptr};
 
 const Operator* find_operator(const char* name) {
   const std::string full = std::string("elsa::") + name;
@@ -493,7 +337,7 @@ const dlpack::Exchange* exchange_of(PyObject* capsule) {
 // the interpreter's lock. `serve` takes what that function was called with, as the operator orders
 // it, and gives the first result of a call that was admitted, or None; `admit` takes the operator's
 // own arguments and these, and says that such calls are for this library (True, or None where it
-// has no plan). Of the name "multiply": `multiply`, for which nothing is admitted, and None.
+// has no plan).
 // exchange: `torch.Tensor.__dlpack_c_exchange_api__`; tensor, parameter: the types `torch.Tensor`
 // and `torch.nn.Parameter`; negated: `torch.Tensor.is_neg`. Returns -1 and leaves `made` as it is
 // where this process has no such way.
@@ -501,20 +345,16 @@ extern "C" __attribute__((visibility("default"))) int elsa_cuda_short(
     const char* name, PyObject* exchange, PyObject* tensor, PyObject* parameter, PyObject* negated,
     PyObject** made) {
   try {
-    const bool multiplies = std::strcmp(name, "multiply") == 0;
-    const Operator* op = multiplies ? &multiplication : find_operator(name);
-    if (multiplies && !elsa_cuda::can_multiply()) return -1;
+    const Operator* op = find_operator(name);
     const dlpack::Exchange* found = exchange_of(exchange);
     if (op == nullptr || found == nullptr || wrap() == nullptr) return -1;
     const Python& py = python();
-    const auto number = static_cast<uint64_t>(multiplies ? elsa_cuda::kMostOperators
-                                                         : op - elsa_cuda::operators.data());
+    const auto number = static_cast<uint64_t>(op - elsa_cuda::operators.data());
     auto* about = new Short{op, number, found, given(tensor), given(parameter), given(negated)};
     PyObject* self = py.new_capsule(about, kShort, nullptr);
     if (self == nullptr) return -1;
-    PyObject* functions[] = {
-        py.new_function(multiplies ? &multiply_method : &serve_method, self, nullptr),
-        multiplies ? given(py.none) : py.new_function(&admit_method, self, nullptr)};
+    PyObject* functions[] = {py.new_function(&serve_method, self, nullptr),
+                             py.new_function(&admit_method, self, nullptr)};
     py.decrease(self);
     if (functions[0] == nullptr || functions[1] == nullptr) return -1;
     std::copy(functions, functions + 2, made);

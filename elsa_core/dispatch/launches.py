@@ -5,14 +5,10 @@ plan (`elsa_core.backends.cuda`). `admit` lets the next call of that layout find
 PyTorch's dispatcher, which takes longer than the launch (`csrc/cuda/python.cpp`). The key holds
 shapes, strides, dtypes, alignments and all terms, so a hit needs no further check. Whoever drops
 plans (`elsa_core.backends.cuda.forget`) empties the cache.
-
-Half-precision linear layers need no plan: cuBLASLt computes them (`csrc/cuda/blas.cpp`), as it does
-for PyTorch, which asks it for an algorithm in each call.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,20 +18,12 @@ from torch import Tensor
 
 from elsa_core.backends import cuda
 from elsa_core.base import calls
-from elsa_core.base.limits import HALF_DEPTH
-from elsa_core.base.switches import switched
-from elsa_core.dispatch.table import BACKENDS, SHIPPED
-from elsa_core.ops.linear.record import ACTIVATIONS, epilogue
 
 # By names of this module: every small call asks them.
 _functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
 _records, _required = torch.is_grad_enabled, torch._C._any_requires_grad
 _precision, _cast = torch._C._get_fp32_precision_getter, torch._C._is_any_autocast_enabled
-# Whether the user allowed PyTorch's float16 products sums of float16, which are faster.
-_in_half = torch._C._get_cublas_allow_fp16_accumulation
-_tuned = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)  # by PyTorch's TunableOp
 _LOCK = threading.Lock()
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Launches:
@@ -89,55 +77,12 @@ def is_seen(*given: Any) -> bool:
 
 
 def find_linear(arguments: tuple[Any, ...]) -> Tensor | None:
-    """A linear layer, given as the operator's arguments, by a cached launch, or by cuBLASLt in half
-    precision; None of any other call.
+    """A float32 linear layer, given as the operator's arguments, by a cached launch; None of any
+    other call.
     """
-    x = arguments[0]
-    single = x.dtype == torch.float32
-    if LINEAR.find is None if single else not x.is_cuda:  # at once on a CPU
+    if LINEAR.find is None or arguments[0].dtype != torch.float32:  # at once on a CPU
         return None
-    if _cast() or calls.traced():
+    if _cast() or calls.traced() or is_seen(*arguments):
         return None
-    if single:
-        # products of PyTorch that the user allowed TF32 stay PyTorch's
-        if _precision("cuda", "matmul") == "tf32" or is_seen(*arguments):
-            return None
-        return LINEAR.find(*arguments)  # type: ignore[misc]
-    if x.dtype in _HALF and arguments[6] == "strict" and arguments[1].shape[-1] > HALF_DEPTH:
-        return _by_cublas(*arguments[:6])
-    return None
-
-
-def _by_cublas(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
-    scale: Tensor | None,
-) -> Tensor | None:  # fmt: skip
-    if _records() or is_seen() or not x.is_cuda or weight.dim() != 2:
-        return None
-    # a graph's replay must not share cuBLASLt's workspace with eager calls
-    if torch.cuda.is_current_stream_capturing() or not _is_shipped(switched()):
-        return None
-    multiply = _multiply()
-    if multiply is None or _in_half() or _tuned():
-        return None
-    plain = activation == "none" and scale is None
-    if not plain and activation not in ACTIVATIONS:
-        return None
-    out: Tensor | None = multiply(x, weight, bias, residual if plain else None)
-    return out if out is None or plain else epilogue(out, activation, residual, scale)
-
-
-@functools.cache
-def _multiply() -> Callable[..., Tensor | None] | None:
-    if not LINEAR.works():
-        return None
-    from elsa_core.backends.cuda import library
-
-    return library.load().multiply()
-
-
-@functools.lru_cache(maxsize=8)
-def _is_shipped(switched: object) -> bool:
-    """Whether no backend was registered ahead of this package's kernels."""
-    offered = (each for each in BACKENDS if "linear" in each.operators)
-    return next(each.name for each in offered if each.device == "cuda") in SHIPPED
+    # products of PyTorch that the user allowed TF32 stay PyTorch's
+    return None if _precision("cuda", "matmul") == "tf32" else LINEAR.find(*arguments)

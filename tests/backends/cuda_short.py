@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
-import math
-import os
 import struct
 import threading
 from typing import Any
 
 import torch
-from cuda_calls import STREAM, attention_inputs, lines, started
+from cuda_calls import attention_inputs, lines, started
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -173,90 +170,6 @@ def products(stub: str) -> None:
         assert serve(*plain) is None
 
 
-def multiplied(stub: str) -> None:
-    """Products by cuBLASLt of all forms and dtypes, and what is PyTorch's."""
-    torch.manual_seed(0)
-    multiply = started(stub).multiply()
-    assert multiply is not None
-    for dtype, rows in itertools.product((HALF, torch.bfloat16), ((5,), (2, 7), (1, 3, 9), ())):
-        x = torch.randn(*rows, 24).to(dtype)
-        layer = torch.nn.Linear(24, 16).to(dtype)
-        residual = torch.randn(*rows, 16).to(dtype)
-        for bias, added in itertools.product((None, layer.bias), (None, residual)):
-            lines()
-            assert multiply(x, layer.weight, bias, added) is None, "PyTorch's is loaded first"
-            asked = [line for line in lines() if line.startswith("advise")]
-            assert asked == ["advise 1:33554432 3:2 5:16 6:16 7:16 8:16"], asked
-            found = multiply(x, layer.weight, bias, added)
-            said = lines()
-            count = math.prod(rows)
-            assert f"multiply {count} 16 24 {STREAM} 1" in said, said
-            exact = torch.nn.functional.linear(*(None if t is None else t.double()
-                                                 for t in (x, layer.weight, bias)))  # fmt: skip
-            exact = exact if added is None else exact + added.double()
-            assert found.dtype == dtype and found.is_contiguous() and found.shape == exact.shape
-            assert torch.equal(found, exact.to(dtype)) and not found.requires_grad
-            again, changed = multiply(x, layer.weight, bias, added), layer.weight.detach() + 1
-            assert torch.equal(again, found)
-            assert not torch.equal(multiply(x, changed, bias, added), found)
-            assert not [line for line in said + lines() if line.startswith("advise")], "asked once"
-    refused_products(multiply)
-    failing_products(multiply)
-
-
-def refused_products(multiply: Any) -> None:
-    """Whatever is not as cuBLASLt was asked for is PyTorch's."""
-    x, weight, bias = torch.randn(4, 24, dtype=HALF), torch.randn(16, 24, dtype=HALF), None
-    assert multiply(x, weight, bias, None) is None
-    out = multiply(x, weight, bias, None)
-    assert out is not None
-    wide = torch.empty(4, 32, dtype=HALF)[:, :24]
-    beside = torch.empty(4 * 24 + 1, dtype=HALF)[1:].view(4, 24)
-    vector, odd = torch.zeros(16, dtype=HALF), torch.zeros(4, 16, dtype=HALF)
-    for given in (
-        (x.float(), weight.float(), None, None), (x, weight.bfloat16(), None, None),
-        (wide, weight, None, None), (beside, weight, None, None), (x.t(), weight, None, None),
-        (x[:, :16], weight, None, None), (x, weight[:9], None, None), (x, weight[0], None, None),
-        (x, weight, vector.float(), None), (x, weight, odd, None), (x, weight, vector[:8], None),
-        (x, weight, vector, vector), (x, weight, vector, odd.float()), (x[:0], weight, None, None),
-        (x, weight, None, odd.t()), (x, weight[:, :20], None, None), (x[:, 0], weight, None, None),
-        (x.to_sparse(), weight, None, None), (Seen(x), weight, None, None), (x, weight, 1, None),
-        (torch._neg_view(x), weight, None, None), (x, weight, None), (None, weight, None, None),
-        (x.double(), weight.double(), None, None), (torch.tensor(1.0), weight, None, None),
-    ):  # fmt: skip
-        for _ in range(2):
-            assert multiply(*given) is None, given
-    assert torch.equal(multiply(x, weight, None, None), out)
-    with torch.profiler.profile():
-        assert multiply(x, weight, None, None) is None
-    with torch.inference_mode():
-        assert multiply(x, weight, None, None).is_inference()
-
-
-def failing_products(multiply: Any) -> None:
-    """What fails may pass; what goes on failing is asked no more."""
-    weight = torch.randn(16, 24, dtype=HALF)
-
-    def tries(rows: Tensor, count: int) -> int:
-        lines()
-        for _ in range(count):
-            assert multiply(rows, weight, None, None) is None
-        return sum(line.startswith(("advise", "multiply")) for line in lines())
-
-    for failing in ("cublasLtMatmul", "cublasLtMatmulAlgoGetHeuristic"):
-        once, always = (torch.randn(len(failing) + n, 24, dtype=HALF) for n in (100, 200))
-        if failing == "cublasLtMatmul":  # which comes with the second call of a kind
-            assert tries(once, 1) == 1
-        os.environ["STUB_FAIL"] = failing
-        assert tries(once, 2) == 2 and tries(always, 8) == 3 + (failing == "cublasLtMatmul")
-        del os.environ["STUB_FAIL"]
-        assert tries(always, 2) == 0
-        again = [multiply(once, weight, None, None) for _ in range(2)]
-        assert torch.equal(
-            again[1], torch.nn.functional.linear(once.double(), weight.double()).half()
-        )
-
-
 class Shown(ctypes.Structure):
     """The beginning of a DLTensor."""
 
@@ -264,9 +177,12 @@ class Shown(ctypes.Structure):
 
 
 def elsewhere(stub: str) -> None:
-    """Operands that lie elsewhere than the first one are PyTorch's, which says so. The tensors are
-    on the CPU, and PyTorch's own interface says of them what the test wants."""
+    """No call is found whose operands lie elsewhere than those of the one that was admitted. The
+    tensors are on the CPU, and PyTorch's own interface says of them what the test wants."""
     loaded, cuda_type = started(stub), 2
+    tensors = attention_inputs((1, 3, 197, 64), dtype=SINGLE)
+    ops.ATTENTION.overload(*tensors)
+    assert loaded.short("attention")[1](*tensors, *tensors) is True  # type: ignore[index]
     api = ctypes.pythonapi.PyCapsule_GetPointer
     api.restype, api.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     exchange = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
@@ -289,29 +205,15 @@ def elsewhere(stub: str) -> None:
     changed = capsule(ctypes.addressof(played), b"dlpack_exchange_api", None)
     made: Any = (ctypes.py_object * 2)()
     given = (changed, torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg)
-    assert not loaded._locked.elsa_cuda_short(b"multiply", *map(ctypes.py_object, given), made)
-    sizes = (4, 24), (16, 24), (16,), (4, 16)
-    tensors = [torch.randn(*each).half() for each in sizes]
-    for devices, fits in (
-        ((0, None, 0, 0), False), ((0, 0, None, 0), False), ((0, 0, 0, None), False),
-        ((0, 1, 0, 0), False), ((0, 0, 1, 0), False), ((1, 0, 1, 1), False),
-        ((None, 0, None, None), False), ((0, 0, 0, 0), True), ((1, 1, 1, 1), True),
-    ):  # fmt: skip
+    assert not loaded._locked.elsa_cuda_short(b"attention", *map(ctypes.py_object, given), made)
+    for devices in ((0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0), (0, 1, 0)):
         places.clear()
-        for tensor, device in zip(tensors, devices, strict=True):
+        for tensor, device in zip(tensors, devices, strict=False):
             if device is not None:
                 places[tensor.data_ptr()] = device
-        lines()
-        assert [made[0](*tensors) for _ in range(2)] == [None, None]  # no memory is on a GPU here
-        said = [line for line in lines() if line.startswith(("advise", "multiply"))]
-        assert len(said) == fits and fits == any(said), (devices, said)
-
-
-class Seen(Tensor):
-    """A subclass, which may be anything."""
-
-    def __new__(cls, tensor: Tensor) -> Seen:
-        return tensor.as_subclass(cls)
+        assert made[0](*tensors) is None, devices
+    places.clear()
+    assert made[0](*tensors) is not None
 
 
 def told_as_ever(stub: str) -> None:
@@ -434,4 +336,4 @@ def objects(stub: str) -> None:
         assert admit(*good, *good) is True and serve(*good).is_inference()
 
 
-CHECKS = (same_launches, windows, products, multiplied, elsewhere, told_as_ever, refused, objects)
+CHECKS = (same_launches, windows, products, elsewhere, told_as_ever, refused, objects)

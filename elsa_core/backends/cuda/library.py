@@ -16,7 +16,7 @@ from elsa_core.backends.cuda.kernels import kernel_of
 from elsa_core.backends.cuda.plan import Kernel
 from elsa_core.errors import UnavailableError
 
-_UNITS = ("driver", "plan", "planfile", "operators", "blas", "python")
+_UNITS = ("driver", "plan", "planfile", "operators", "python")
 # The letters of `Operator::types` in csrc/cuda/operators.cpp.
 _TYPES = {
     "Tensor": "T", "Optional[Tensor]": "O", "int": "n", "bool": "b", "float": "d", "str": "s",
@@ -107,14 +107,6 @@ class Library:
             operator.encode(), *map(ctypes.py_object, given), made
         )  # fmt: skip
         return None if refused else (made[0], made[1])
-
-    def multiply(self) -> Callable[..., Any] | None:
-        """`input @ weight.T + bias + residual` in half precision, bias and residual perhaps None,
-        by cuBLASLt; the function gives None of calls that are PyTorch's. None where this process
-        has no such way. Sums are of float32, and what is added to a product is rounded with it.
-        """
-        made = self.short("multiply")
-        return None if made is None else made[0]
 
     def clear(self) -> None:
         """Forget every plan."""

@@ -46,7 +46,7 @@ def linear(
     On sm_90 float32 products are computed on tensor cores, faster than PyTorch's and with smaller
     errors. Operands are split into halves of 11 significant bits; sums are float32, in short
     chains. Not with precision="ieee", nor where PyTorch itself was allowed TF32, nor under
-    autocast. Half precision is cuBLASLt's, as in PyTorch, but for few channels, see
+    autocast. Half precision is PyTorch's, but for few channels, see
     `elsa_core.backends.triton.linear.gate`.
 
     On AMD's processors with AVX-512, PyTorch's MKL computes float32 products with AVX2. There
@@ -107,7 +107,7 @@ def served(
 ) -> Tensor:  # fmt: skip
     """`linear` without its checks, for patched layers."""
     given = (input, weight, bias, activation, residual, scale, precision, None, None)
-    if not is_compiling() and backend == "auto" and (input.is_cuda or launches.LINEAR.find):
+    if not is_compiling() and backend == "auto":
         found = launches.find_linear(given)
         if found is not None:
             return found
