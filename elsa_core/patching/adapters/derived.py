@@ -76,10 +76,8 @@ def derived(derivation: Derivation) -> Any:
         weight = next(derivation.attention.parameters(), None)
     # on the meta device are listed the calls of a GPU, for its kernel packs
     on_gpu = weight is not None and (weight.is_cuda or weight.is_meta)
-    if (
-        calls.recorded()
-    ):  # of a GPU's table the operator sums gradients in one order, not by atomics
-        # of a table on a GPU the operator sums gradients in one order, indexing by atomics
+    if calls.recorded():
+        # on a GPU the operator sums a table's gradient in one order, PyTorch's indexing by atomics
         learnt = on_gpu and calls.wanted(weight=next(derivation.attention.parameters(), None))
         return ((learnt and derivation.per_call) or derivation.compute)()
     entry = _KEPT.get(derivation.site)
