@@ -16,7 +16,7 @@ namespace elsa_cuda {
 // A compiled kernel: its code and how it is launched.
 struct Kernel {
   std::string symbol;
-  std::vector<uint8_t> code;  // a cubin, or PTX that ends with a zero
+  std::vector<uint8_t> code;  // a cubin
   uint32_t threads = 0;       // of a block
   uint32_t shared_bytes = 0;  // of a block, dynamic
   uint32_t cluster = 1;       // blocks of a cluster, side by side along x

@@ -126,6 +126,8 @@ class Graphs:
                 entry = self._captured(key, model, given, device)
                 # PyTorch's first attention on a GPU sets the order of its kernels, which is in it
                 key = (id(model), model.training, given.key(device))
+                if key in self._entries:
+                    self._drop(key)
                 self._entries[key] = entry
                 result = entry.run(given, self._copy_outputs)
             if isinstance(entry, Training):
