@@ -72,7 +72,7 @@ class Preprocess:
             if key in found:
                 values = found[key]
                 if not isinstance(values, (list, tuple)) or len(values) not in (1, count):
-                    raise error(f"{named(key)} must be {count} numbers, one for each channel")
+                    raise error(f"{named(key)} must be {count} numbers or one for all")
                 if not all(_within(value, least, 1e6) for value in values):
                     raise error(f"{named(key)} must be numbers from {least:g} to 1e6")
                 found[key] = tuple(map(float, values)) * (count // len(values))
