@@ -303,7 +303,7 @@ TYPES: dict[str, Any] = {
     "results_profile_sequence_parallel": {"model": "string", "image_size": array("integer>=1"),
         "batch_size": "integer>=1", "dtype": "string", "device": "string",
         "scaling": {"ranks": "integer>=1", "tokens": array("integer>=0"), "method": one_of("ring",
-        "gather", "heads", "rows"), "why": "string", "seconds": "number",
+        "gather", "heads"), "why": "string", "seconds": "number",
         "seconds_one": "number|null", "speedup": "number|null", "efficiency": "number|null",
         "bytes_sent": "integer>=0", "memory": "integer>=0|null", "memory_one": "integer>=0|null",
         "difference": "number|null"}},

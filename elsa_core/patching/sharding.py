@@ -7,10 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from timm.layers.attention import Attention
-from timm.layers.classifier import ClassifierHead
 from timm.layers.mlp import GluMlp, Mlp, SwiGLU
 from timm.layers.patch_embed import PatchEmbed
-from timm.models import swin_transformer, swin_transformer_v2
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from torch import nn
 
@@ -18,34 +16,26 @@ from elsa_core.distributed.groups import by_name, name_of
 from elsa_core.distributed.plan import shard_lengths
 from elsa_core.errors import ModelError
 from elsa_core.patching import adapters
-from elsa_core.patching.adapters import timm_sharded, timm_sharded_swin
-from elsa_core.patching.adapters.sharded import check_hooks
-from elsa_core.patching.adapters.timm_sharded import ShardedAttention, ShardedVisionTransformer
-from elsa_core.patching.adapters.timm_sharded_swin import (
-    ShardedSwinTransformer,
-    ShardedSwinTransformerV2,
+from elsa_core.patching.adapters.timm_sharded import (
+    ShardedAttention,
+    ShardedVisionTransformer,
+    check_hooks,
 )
 
-_Classes = tuple[type[nn.Module], ...]
-_MODELS: dict[type[nn.Module], type[nn.Module]] = {
-    VisionTransformer: ShardedVisionTransformer,
-    swin_transformer.SwinTransformer: ShardedSwinTransformer,
-    swin_transformer_v2.SwinTransformerV2: ShardedSwinTransformerV2,
-}
-_VIT_PARTS: dict[str, _Classes] = {
+# The classes of a block and of its parts.
+_PARTS: dict[str, tuple[type[nn.Module], ...]] = {
     "": (Block, ResPostBlock), "attn": (Attention,), "mlp": (Mlp, GluMlp, SwiGLU),
 }  # fmt: skip
 
 
 def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
-    """Let a timm ViT or Swin run with its tokens split over ranks, in place.
+    """Let a timm ViT run with its tokens split over ranks, in place.
 
-    A ViT's class token, registers and patches are one sequence, cut into a run for each rank. Of a
-    Swin each rank holds rows of windows in every stage; where the shift changes, neighbours
-    exchange the rows that windows share. Every rank calls the model with the same whole images and
-    gets the same outputs as from one process; between embedding and pooling it holds its own tokens
-    alone. Parameters stay whole and where they are; `elsa_core.unpatch` takes all of it back. A
-    model that `elsa_core.patch` has patched keeps its precision and backend.
+    Class token, registers and patches are one sequence, cut into a run for each rank. Every rank
+    calls the model with the same whole images and gets the same outputs as from one process;
+    between embedding and pooling it holds its own tokens alone. Parameters stay whole and where
+    they are; `elsa_core.unpatch` takes all of it back. A model that `elsa_core.patch` has patched
+    keeps its precision and backend.
 
     Before each forward the ranks compare the images' shape, dtype and mode in one small message.
 
@@ -54,8 +44,7 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
     random (dropout, stochastic depth) must be off in training.
 
     Args:
-        model: timm's `VisionTransformer`, `SwinTransformer` or `SwinTransformerV2`, in any mode and
-            dtype.
+        model: timm's `VisionTransformer`, in any mode and dtype.
         mesh: a one-dimensional DeviceMesh, a process group, or None for all ranks.
 
     Returns:
@@ -68,13 +57,10 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
     group = name_of(mesh)
     require_shardable(model)
     subject: Any = model
-    world = by_name(group).size()
-    targets: list[tuple[Any, type[nn.Module]]] = [(model, _MODELS[adapters.base_class(model)])]
-    lengths = (0,) * world  # a Swin's are those of its last forward
-    if adapters.base_class(model) is VisionTransformer:
-        tokens = subject.num_prefix_tokens + subject.patch_embed.num_patches
-        lengths = shard_lengths(tokens, world)
-        targets += [(block.attn, ShardedAttention) for block in subject.blocks]
+    tokens = subject.num_prefix_tokens + subject.patch_embed.num_patches
+    lengths = shard_lengths(tokens, by_name(group).size())
+    targets: list[tuple[Any, type[nn.Module]]] = [(model, ShardedVisionTransformer)]
+    targets += [(block.attn, ShardedAttention) for block in subject.blocks]
     # every class is made before the first is swapped: a failure leaves the model as it was
     classes = [
         adapters.with_base(module, cls) if adapters.is_patched(module) else cls
@@ -84,8 +70,7 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
         module.__class__ = cls
         module.__dict__.setdefault("elsa_precision", "strict")
         module.__dict__.setdefault("elsa_backend", "auto")
-        module.__dict__["elsa_group"] = group
-        module.__dict__["elsa_lengths"] = lengths
+        module.__dict__ |= {"elsa_group": group, "elsa_lengths": lengths}
     return model
 
 
@@ -118,59 +103,22 @@ def require_shardable(model: nn.Module) -> None:
     cls = adapters.base_class(model)
     if "elsa_offload" in vars(model):
         raise ModelError(f"{cls.__name__} was patched with offload, which excludes a mesh")
-    if cls not in _MODELS:
-        known = ", ".join(each.__name__ for each in _MODELS)
-        raise ModelError(f"{cls.__name__} cannot be sharded: only timm's {known} are known")
+    if cls is not VisionTransformer:
+        raise ModelError(f"{cls.__name__} cannot be sharded: only timm's VisionTransformer is")
     subject: Any = model
     embed = adapters.base_class(subject.patch_embed)
-    padded = subject.patch_embed.dynamic_img_pad and cls is VisionTransformer
-    if embed is not PatchEmbed or padded:
+    if embed is not PatchEmbed or subject.patch_embed.dynamic_img_pad:
         raise ModelError(f"patch_embed cannot be sharded: {embed.__name__} reads beyond its patch")
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ModelError(f"{path} cannot be sharded: its statistics are over all tokens")
-    if cls is VisionTransformer:
-        if not isinstance(subject.patch_drop, nn.Identity):
-            raise ModelError("patch_drop cannot be sharded: ranks would drop different tokens")
-        for i, block in enumerate(subject.blocks):
-            _require_parts(block, f"blocks.{i}", _VIT_PARTS)
-        check_hooks(timm_sharded.passed_over(model))
-    else:
-        _require_swin(subject, swin_transformer if cls in vars(swin_transformer).values()
-                      else swin_transformer_v2)  # fmt: skip
-        check_hooks(timm_sharded_swin.passed_over(model))
-        timm_sharded_swin.check_head(model)
-
-
-def _require_swin(model: Any, module: Any) -> None:
-    """As `require_shardable`; `module` is the one of timm that the model's classes are from."""
-    version = "V2" if module is swin_transformer_v2 else ""
-    stage_class = getattr(module, f"SwinTransformer{version}Stage")
-    parts: dict[str, _Classes] = {
-        "": (getattr(module, f"SwinTransformer{version}Block"),),
-        "attn": (module.WindowAttention,),
-        "mlp": (Mlp,),
-    }
-    _require_parts(model, "", {"head": (ClassifierHead,)})
-    if model.head.global_pool.pool_type.endswith("catavgmax"):
-        raise ModelError("head cannot be sharded: it pools by catavgmax")
-    for i, stage in enumerate(model.layers):
-        path = f"layers.{i}"
-        merging = (module.PatchMerging,) if i else (nn.Identity,)
-        _require_parts(stage, path, {"": (stage_class,), "downsample": merging})
-        windows = {tuple(block.window_size) for block in stage.blocks}
-        if len(windows) != 1:
-            raise ModelError(f"{path} cannot be sharded: its blocks have windows of other sizes")
-        for j, block in enumerate(stage.blocks):
-            _require_parts(block, f"{path}.blocks.{j}", parts)
-            if not hasattr(block, "dynamic_mask"):
-                raise ModelError(f"{path}.blocks.{j} cannot be sharded: this timm is too old")
-
-
-def _require_parts(module: nn.Module, path: str, parts: dict[str, _Classes]) -> None:
-    for name, classes in parts.items():
-        found = adapters.base_class(module.get_submodule(name))
-        if found not in classes:
-            where = ".".join(filter(None, (path, name)))
-            names = " or ".join(each.__name__ for each in classes)
-            raise ModelError(f"{where} cannot be sharded: {found.__name__} is not {names}")
+    if not isinstance(subject.patch_drop, nn.Identity):
+        raise ModelError("patch_drop cannot be sharded: ranks would drop different tokens")
+    for i, block in enumerate(subject.blocks):
+        for name, classes in _PARTS.items():
+            found = adapters.base_class(block.get_submodule(name))
+            if found not in classes:
+                where = f"blocks.{i}.{name}".rstrip(".")
+                names = " or ".join(each.__name__ for each in classes)
+                raise ModelError(f"{where} cannot be sharded: {found.__name__} is not {names}")
+    check_hooks(model)

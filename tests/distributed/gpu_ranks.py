@@ -12,7 +12,7 @@ from torch import Tensor
 
 import elsa_core as elsa
 
-from . import models, swins
+from . import models
 from .cases import Case
 from .ranks import Result, equal
 
@@ -33,8 +33,6 @@ CASES = {
                      dtype=torch.bfloat16, is_causal=True),
     "float64": Case((65, 64), heads=2, kv_heads=2, head_dim=64, value_dim=64, dtype=torch.float64),
 }  # fmt: skip
-
-SWINS = ("uneven", "one row of windows", "any size", "checkpoints", "version 2, patched")
 
 
 def methods(case: Case) -> tuple[str, ...]:
@@ -77,8 +75,6 @@ def everything(rank: int, port: int, folder: str) -> None:
         for method in methods(case):
             found[name, method] = (call(case, rank, method), equal_again(case, rank, method))
     found["model"] = model()
-    for name in SWINS:
-        found[name] = {key: t.cpu() for key, t in swins.sharded(name, "cuda").items()}
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

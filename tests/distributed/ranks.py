@@ -21,7 +21,7 @@ from torch import Tensor
 import elsa_core as elsa
 from elsa_core.distributed import agreement, ways
 
-from . import heads, models, swins
+from . import heads, models
 from .cases import CASES, Case
 
 Result = dict[str, Tensor | None]
@@ -78,18 +78,12 @@ def everything(rank: int, port: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
     found: dict[str, Any] = {"calls": calls(rank, world)}
     found["models"] = {name: models.sharded(name) for name in models.VITS}
-    found["swins"] = {name: swins.twice(name) for name in swins.SWINS if name in swins.OF[world]}
-    found["autocast"] = swins.under_autocast("one row of windows")
-    found["rows"] = swins.own_rows("uneven")
-    found["bytes"] = {name: swins.bytes_sent(name) for name in swins.SENT}
     found["heads"] = heads.of_earlier_features(world)
     if world == 2:
         found["later hooks"] = heads.of_later_hooks()
-        found["swin by ddp"] = swins.by_ddp("one row of windows")
-        found["swin undone"] = swins.undone("even")
         found["models differ"] = models_differ(rank)
         found |= {"agreement": disagreements(rank), "one rank": alone(rank), "plans": plans(rank)}
-        found["compiled"] = compiled(rank) | compiled_models()
+        found["compiled"] = compiled(rank) | {"vit": compiled_model()}
         found["ddp"] = models.by_ddp("registers")
         found["undone"] = models.undone("class token")
         found["refused"] = models.refused()
@@ -195,39 +189,26 @@ def disagreements(rank: int) -> dict[str, str]:
 def models_differ(rank: int) -> dict[str, str]:
     """What this rank is told where the ranks call a sharded model differently, a second time."""
     mine = bool(rank)
-    found = {}
-    vit = models.vit("any size")
-    elsa.distributed.shard(vit)
-    swin = elsa.distributed.shard(swins.swin("any size"))
-    for name, model, batch in (
-        ("vit", vit, models.images("any size")),
-        ("swin", swin, swins.batches("any size")[0]),
-    ):
+    model, batch = models.vit("any size"), models.images("any size")
+    elsa.distributed.shard(model)
 
-        def forward(images: Tensor, model: torch.nn.Module = model, **terms: Any) -> Any:
-            return model(images, **terms)
+    def gradients() -> Any:
+        with torch.set_grad_enabled(mine):
+            return model(batch)
 
-        def gradients(model: torch.nn.Module = model, batch: Tensor = batch) -> Any:
-            with torch.set_grad_enabled(mine):
-                return model(batch)
-
-        forward(batch)
-        calls = {
-            "batch": partial(forward, batch[: 1 + mine]),
-            "size": partial(forward, batch[..., : 4 + 4 * mine, :]),
-            "dtype": partial(forward, batch.double() if mine else batch),
-            "gradients": gradients,
-            "wrong here": partial(forward, batch[..., :3] if mine else batch),
-        }
-        if name == "vit":
-            mask = torch.zeros(1, 1, 1, 1 + 3 * 4) if mine else None
-            calls |= {
-                "causal": partial(forward, batch, is_causal=mine),
-                "mask": partial(forward, batch, attn_mask=mask),
-            }
-        calls["agreed"] = partial(forward, batch)
-        found |= {f"{name}: {what}": said(call) for what, call in calls.items()}
-    return found
+    model(batch)
+    mask = torch.zeros(1, 1, 1, 1 + 3 * 4) if mine else None
+    given = {
+        "batch": partial(model, batch[: 1 + mine]),
+        "size": partial(model, batch[..., : 4 + 4 * mine, :]),
+        "dtype": partial(model, batch.double() if mine else batch),
+        "gradients": gradients,
+        "wrong here": partial(model, batch[..., :3] if mine else batch),
+        "causal": partial(model, batch, is_causal=mine),
+        "mask": partial(model, batch, attn_mask=mask),
+        "agreed": partial(model, batch),
+    }
+    return {what: said(call) for what, call in given.items()}
 
 
 def alone(rank: int) -> dict[str, Any]:
@@ -243,7 +224,6 @@ def alone(rank: int) -> dict[str, Any]:
     return {
         "calls": found,
         "vit": models.sharded("registers", groups[rank]),
-        "swin": swins.sharded("uneven", group=groups[rank]),
     }
 
 
@@ -297,23 +277,18 @@ def compiled(rank: int) -> dict[str, bool]:
     }
 
 
-def compiled_models() -> dict[str, bool]:
-    """The same of sharded models and their gradients, each compiled without a break."""
-    found = {}
-    for name, model, images in (
-        ("vit", models.vit("registers"), models.images("registers")),
-        ("swin", swins.swin("even"), swins.batches("even")[0]),
-    ):
-        elsa.distributed.shard(model)
-        torch._dynamo.reset()
-        steps = []
-        for forward in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):
-            model.zero_grad()
-            out = forward(images)
-            out.sin().sum().backward()
-            steps.append([out, *(parameter.grad for parameter in model.parameters())])
-        found[name] = all(torch.equal(one, two) for one, two in zip(*steps, strict=True))
-    return found
+def compiled_model() -> bool:
+    """The same of a sharded model and its gradients, compiled without a break."""
+    model, images = models.vit("registers"), models.images("registers")
+    elsa.distributed.shard(model)
+    torch._dynamo.reset()
+    steps = []
+    for forward in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):
+        model.zero_grad()
+        out = forward(images)
+        out.sin().sum().backward()
+        steps.append([out, *(parameter.grad for parameter in model.parameters())])
+    return all(torch.equal(one, two) for one, two in zip(*steps, strict=True))
 
 
 def lengths_are_kept(rank: int) -> dict[str, Any]:
@@ -349,16 +324,16 @@ def faults(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     timeout = datetime.timedelta(seconds=SHORT)
     ways = {"hangs": (5, 5, 5), "ended": None}
-    groups = {name: dist.new_group(timeout=timeout) for name in (*ways, "swin", "ring")}
+    groups = {name: dist.new_group(timeout=timeout) for name in (*ways, "vit", "ring")}
     pair: Any = dist.new_group([0, 2], timeout=timeout)
-    swin: Any = elsa.distributed.shard(swins.swin("even"), groups["swin"])
-    batch = swins.batches("even")[0]
+    vit: Any = elsa.distributed.shard(models.vit("class token"), groups["vit"])
+    batch = models.images("class token")
     with torch.no_grad():
-        swin(batch)
+        vit(batch)
     if rank == 1:  # leaves the others in the middle of a forward
-        swin.layers[0].blocks[1].register_forward_pre_hook(_hang)
+        vit.blocks[1].register_forward_pre_hook(_hang)
     begun = time.monotonic()
-    found["swin"] = (said(lambda: swin(batch)), time.monotonic() - begun)
+    found["vit"] = (said(lambda: vit(batch)), time.monotonic() - begun)
     dist.barrier()
     for name, lengths in ways.items():
         if name == "ended":

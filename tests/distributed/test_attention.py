@@ -122,5 +122,5 @@ def test_the_next_run_is_under_way_while_one_is_folded(results: Results) -> None
 def test_compiled_callers(results: Results) -> None:
     for rank in range(2):
         assert results[2][rank]["compiled"] == dict.fromkeys(
-            ("ring", "gather", "heads", "vit", "swin"), True
+            ("ring", "gather", "heads", "vit"), True
         )

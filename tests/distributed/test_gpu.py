@@ -13,7 +13,7 @@ from torch import Tensor
 
 import elsa_core as elsa
 
-from . import gpu_ranks, test_swins
+from . import gpu_ranks
 from .cases import Case
 from .test_attention import by_float64, error, joined
 from .test_models import assert_as_exact
@@ -73,10 +73,3 @@ def test_as_exact_as_one_gpu(name: str, method: str, found: list[Any]) -> None:
 def test_a_model(found: list[Any]) -> None:
     for rank in range(2):
         assert_as_exact(found[rank]["model"], "registers")
-
-
-@pytest.mark.parametrize("name", gpu_ranks.SWINS)
-def test_a_swin(name: str, found: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    for rank in range(2):
-        test_swins.assert_as_exact(found[rank][name], name, "cuda")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from elsa_core.proof.compare import Comparison
 
 from . import models
 from .conftest import Results
+from .ranks import SHORT
 
 
 def assert_as_exact(found: dict[str, Tensor], name: str) -> None:
@@ -70,18 +72,33 @@ def test_what_a_sharded_model_refuses(name: str, line: str, results: Results) ->
         assert said.startswith(line) and bool(said) == bool(line) and "\n" not in said
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("causal", "is_causal is False on rank 0 and True on rank 1"),
-        ("mask", "attn_mask is none on rank 0 and ['float32', 1, 1, 1, 13] on rank 1"),
-    ],
-)
-def test_ranks_with_other_terms_of_attention(name: str, line: str, results: Results) -> None:
-    """Each rank would compute its part of another output."""
+LINES = {
+    "batch": "the ranks make different calls: the shape of images is [1, 3, ",
+    "size": "the ranks make different calls: the shape of images is [",
+    "dtype": "the dtype is float32 on rank 0 and float64 on rank 1",
+    "gradients": "whether gradients are wanted is False on rank 0 and True on rank 1",
+    "wrong here": "pixels are not made of patches of 4 x 4",
+    "causal": "is_causal is False on rank 0 and True on rank 1",
+    "mask": "attn_mask is none on rank 0 and ['float32', 1, 1, 1, 13] on rank 1",
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_ranks_that_call_a_model_differently(name: str, results: Results) -> None:
+    """All end with one line, at a later forward too, and the next one works."""
     for rank in range(2):
-        said = results[2][rank]["models differ"][f"vit: {name}"]
-        assert said.startswith("ArgumentError: ") and line in said and "\n" not in said
+        found = results[2][rank]["models differ"]
+        said = found[name]
+        assert said.startswith("ArgumentError: ") and LINES[name] in said and "\n" not in said
+        assert found["agreed"] == ""
+
+
+def test_a_rank_that_stops_within_a_forward(results: Results) -> None:
+    assert results[3][1]["faults"]["vit"][0] == "RuntimeError: this rank stops here"
+    for rank in (0, 2):
+        line, seconds = results[3][rank]["faults"]["vit"]
+        assert line.startswith(f"UnavailableError: rank {rank} of 3 waited in vain while ")
+        assert "\n" not in line and seconds < 3 * SHORT
 
 
 def small(**options: Any) -> VisionTransformer:
@@ -92,7 +109,11 @@ def small(**options: Any) -> VisionTransformer:
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        (torch.nn.Linear(2, 2), "Linear cannot be sharded: only timm's VisionTransformer, Swin"),
+        (torch.nn.Linear(2, 2), "Linear cannot be sharded: only timm's VisionTransformer is"),
+        (
+            SwinTransformer(img_size=32, embed_dim=8, depths=(1,), num_heads=(1,), window_size=4),
+            "SwinTransformer cannot be sharded: only timm's VisionTransformer is",
+        ),
         (
             small(block_fn=ParallelScalingBlock),
             "blocks.0 cannot be sharded: ParallelScalingBlock is not Block or ResPostBlock",

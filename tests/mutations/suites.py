@@ -91,7 +91,6 @@ SUITES = (
     Suite("csrc/torch/window.cpp", _native("window_attention")),
     Suite("csrc/torch/*", _native("attention", "sparsity", "dropout", also=TRACE)),
     Suite("csrc/onnxruntime/*", RUNTIME, 50),
-    _adapter("timm_sharded_swin", "tests/distributed/test_swins.py"),
     _adapter("timm_swin*", "swin", "tests/patching/test_stale.py"),
     _adapter("timm_windows", "windows"),
     _adapter("windows", "windows", "swin", "maxvit"),

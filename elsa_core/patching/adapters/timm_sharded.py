@@ -9,6 +9,7 @@ summed in their order, and the head runs on every rank.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,19 +20,15 @@ from timm.layers.attention import Attention
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from elsa_core.base import calls
+from elsa_core.base.version import __version__
+from elsa_core.distributed import agreement
 from elsa_core.distributed.attention import attention, explain
-from elsa_core.distributed.groups import place
+from elsa_core.distributed.groups import by_name, place
 from elsa_core.distributed.plan import Plan, shard_lengths
-from elsa_core.errors import ModelError
-from elsa_core.patching.adapters.sharded import (
-    check_drops,
-    check_hooks,
-    check_length,
-    compare_calls,
-    gathered,
-    grid_of,
-    pooled,
-)
+from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.monoid import state_dtype
+from elsa_core.patching.adapters.hooks import has_hooks
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 from elsa_core.precision import dtype_name
 
@@ -70,12 +67,8 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
     def forward_features(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Any:
-        mask = None if attn_mask is None else [dtype_name(attn_mask.dtype), *attn_mask.shape]
-        compare_calls(
-            self, x, lambda: _check(self, x), is_causal=is_causal, attn_mask=mask or "none"
-        )
-        grid = grid_of(self.patch_embed, x)
-        lengths = _lengths(self, grid)
+        _compare_calls(self, x, attn_mask, is_causal)
+        grid, lengths = _grid_and_lengths(self, x)
         self.elsa_lengths = lengths
         rank, _ = place(self.elsa_group)
         start = sum(lengths[:rank])
@@ -96,19 +89,31 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Any:
         pool_type = self.global_pool if pool_type is None else pool_type
-        lengths, group = self.elsa_lengths, self.elsa_group
-        rank, _ = place(group)
+        lengths = self.elsa_lengths
+        rank, world = place(self.elsa_group)
         if self.attn_pool is not None or not pool_type:
-            whole = gathered(x, lengths, group)
-            return super().pool(whole, pool_type)
+            return super().pool(_gathered(self, x, lengths), pool_type)
         if pool_type == "token":
-            first = [int(not other) for other in range(len(lengths))]
-            return gathered(x[:, : first[rank]], first, group)[:, 0]
+            first = [int(not other) for other in range(world)]
+            return _gathered(self, x[:, : first[rank]], first)[:, 0]
         skipped = 0 if self.pool_include_prefix else self.num_prefix_tokens
         if skipped:
-            check_length(x.shape[1], lengths, group)
+            _check_length(self, x.shape[1], lengths)
         own = x[:, max(skipped - sum(lengths[:rank]), 0) :]
-        return pooled(own, pool_type, group)
+        results = []
+        if pool_type in ("max", "avgmax"):
+            # a rank without tokens to pool stays in the graph, for the gradients' sake
+            none = own.shape[1] == 0
+            top = own.sum(1, keepdim=True) - torch.inf if none else own.amax(1, keepdim=True)
+            results.append(_gathered(self, top, [1] * world).amax(1))
+        if pool_type in ("avg", "avgmax"):
+            # in float32 as PyTorch's mean has it, rounded once
+            total = own.sum(1, keepdim=True, dtype=state_dtype(own.dtype))
+            # each sum comes with its count: a model knows those of its last forward alone
+            count = torch.full_like(total[..., :1], own.shape[1])
+            sums = _gathered(self, torch.cat([total, count], 2), [1] * world).sum(1)
+            results.append((sums[:, :-1] / sums[:, -1:]).to(own.dtype))
+        return results[0] if len(results) == 1 else 0.5 * (results[0] + results[1])
 
     def forward_intermediates(self, *arguments: Any, **options: Any) -> Any:
         raise ModelError(
@@ -118,7 +123,7 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
 
     def elsa_plan(self, images: Tensor) -> Plan:
         """How the attention of a batch [B, C, H, W] is served, and what all blocks of it send."""
-        lengths = _lengths(self, grid_of(self.patch_embed, images))
+        _, lengths = _grid_and_lengths(self, images)
         attention = self.blocks[0].attn
         own = lengths[place(self.elsa_group)[0]]
         shape = (images.shape[0], attention.num_heads, own, attention.head_dim)
@@ -129,13 +134,17 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
         return replace(found, bytes_sent=sent, bytes_sent_backward=back)
 
 
-def passed_over(model: Any) -> list[tuple[str, nn.Module]]:
-    """The modules that timm's forward calls and this one does not call as a whole, by path."""
-    found = [(name, getattr(model, name)) for name in ("patch_embed", "patch_drop", "blocks")]
+def check_hooks(model: Any) -> None:
+    """Refuse hooks on modules that timm's forward calls and this one does not call as a whole."""
+    passed_over = {name: getattr(model, name) for name in ("patch_embed", "patch_drop", "blocks")}
     for i, block in enumerate(model.blocks):
         if not block.attn.fused_attn:  # attention weights pass through it
-            found.append((f"blocks.{i}.attn.attn_drop", block.attn.attn_drop))
-    return found
+            passed_over[f"blocks.{i}.attn.attn_drop"] = block.attn.attn_drop
+    for path, module in passed_over.items():
+        if has_hooks(module):
+            raise ModelError(
+                f"{path} cannot be sharded: its hooks would not be called as in one process"
+            )
 
 
 def _check(model: Any, images: Tensor) -> None:
@@ -146,15 +155,87 @@ def _check(model: Any, images: Tensor) -> None:
             raise ModelError(
                 f"blocks.{i}.attn was patched after the model was sharded: shard again"
             )
-    check_hooks(passed_over(model))
-    check_drops(model)
-    grid_of(model.patch_embed, images)
+    check_hooks(model)
+    for path, module in model.named_modules() if model.training else ():
+        rate = getattr(module, "p", 0.0) if isinstance(module, nn.Dropout) else 0.0
+        if rate or getattr(module, "drop_prob", 0.0):
+            raise ModelError(
+                f"{path} drops in training, which ranks would do differently: set its rate to 0"
+            )
+    _grid_and_lengths(model, images)
 
 
-def _lengths(model: Any, grid: tuple[int, int]) -> tuple[int, ...]:
-    """Each rank's tokens of an image of rows and columns of patches."""
+def _compare_calls(model: Any, images: Tensor, mask: Tensor | None, is_causal: bool) -> None:
+    """Let the ranks compare a forward before its first byte of data.
+
+    One message of two kilobytes, for which the host waits. Not in a recorded program, nor under the
+    capture of a CUDA graph, where it cannot.
+    """
+    captured = images.is_cuda and torch.cuda.is_current_stream_capturing()
+    if calls.traced() or captured or place(model.elsa_group)[1] == 1:
+        _check(model, images)
+        return
+    group = by_name(model.elsa_group)
+    try:
+        _check(model, images)
+    except (ArgumentError, ModelError) as error:
+        with suppress(ArgumentError):
+            agreement.refuse(group, error, images.device)
+        raise
+    kind = images.device.type
+    autocast = torch.is_autocast_enabled(kind) and dtype_name(torch.get_autocast_dtype(kind))
+    learnt = any(p.requires_grad for p in model.parameters())
+    said = {
+        "the version of elsa": __version__,
+        "the model": f"{model.elsa_base.__name__} of {model.num_features} channels",
+        "the device": kind,
+        "the dtype": dtype_name(images.dtype),
+        "the shape of images": list(images.shape),
+        "autocast": autocast or "off",
+        "whether gradients are wanted": torch.is_grad_enabled()
+        and (learnt or images.requires_grad),
+        "is_causal": is_causal,
+        "attn_mask": "none" if mask is None else [dtype_name(mask.dtype), *mask.shape],
+    }
+    agreement.compare(group, said, images.device)
+
+
+def _grid_and_lengths(model: Any, images: Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Rows and columns of patches of a batch [B, C, H, W], and each rank's tokens."""
+    embed = model.patch_embed
+    if images.dim() != 4:
+        raise ArgumentError(f"images of shape {list(images.shape)} are not [B, C, H, W]")
+    height, width = images.shape[-2:]
+    if embed.strict_img_size and (height, width) != tuple(embed.img_size):
+        raise ArgumentError(
+            f"images of {height} x {width} pixels: the model takes {embed.img_size[0]} x "
+            f"{embed.img_size[1]}"
+        )
+    rows, columns = embed.patch_size
+    if height % rows or width % columns:
+        raise ArgumentError(
+            f"images of {height} x {width} pixels are not made of patches of {rows} x {columns}"
+        )
+    grid = height // rows, width // columns
     tokens = model.num_prefix_tokens + grid[0] * grid[1]
-    return shard_lengths(tokens, place(model.elsa_group)[1])
+    return grid, shard_lengths(tokens, place(model.elsa_group)[1])
+
+
+def _check_length(model: Any, tokens: int, lengths: Any) -> None:
+    """Refuse features that are not of the last forward, whose lengths a model keeps."""
+    rank, _ = place(model.elsa_group)
+    if tokens != lengths[rank]:
+        raise ArgumentError(
+            f"features of {tokens} tokens on rank {rank}, where the last forward_features gave "
+            f"{lengths[rank]}: call forward_head before a forward of images of another size"
+        )
+
+
+def _gathered(model: Any, tokens: Tensor, lengths: Any) -> Tensor:
+    """[B, n, C] of each rank -> [B, sum(lengths), C] on every rank. Differentiable."""
+    _check_length(model, tokens.shape[1], lengths)
+    whole: Tensor = torch.ops.elsa.gather_shards(tokens, list(lengths), model.elsa_group)
+    return whole
 
 
 def _called(block: Any, lengths: tuple[int, ...], x: Tensor, **terms: Any) -> Any:

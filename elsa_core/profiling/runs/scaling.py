@@ -27,8 +27,7 @@ class Scaling(Plain):
     Attributes:
         ranks: how many.
         tokens: of each rank, in their order.
-        method, why: how attention is served, see `elsa_core.distributed.Plan`; "rows" where ranks
-            hold rows of windows.
+        method, why: how attention is served, see `elsa_core.distributed.Plan`.
         seconds: of a sharded forward, the median of rounds, each by its slowest rank.
         seconds_one: of the patched model on rank 0 alone; None where it does not fit in memory.
         speedup: seconds_one / seconds; efficiency: speedup / ranks.
