@@ -60,13 +60,16 @@ def export_onnx(
         program: what torch.export made of the module and these inputs; it is rewritten.
 
     Returns:
-        The files written. They appear under their names at the end, or not at all.
+        The files written.
 
     Raises:
         ArgumentError: the names are wrong.
         ExportError: the model cannot be exported; the line names the module where it is known.
     """
-    from elsa_core.exporting import onnx_nodes, onnx_operator
+    import onnx
+    import onnx_ir as ir
+
+    from elsa_core.exporting import onnx_linear, onnx_operator
 
     if program is None:
         # A batch of one would be taken for a constant.
@@ -87,12 +90,12 @@ def export_onnx(
                 program,
                 dynamo=True,
                 opset_version=opset,
-                custom_translation_table=onnx_nodes.translations(opset),
+                custom_translation_table=onnx_linear.translations(opset),
                 verbose=False,
             )
             assert exported is not None
             model = exported.model
-            onnx_nodes.finish(model, mode, opset)
+            onnx_operator.finish(model, mode, opset)
     except (ExportError, MemoryError, OSError):
         raise
     except Exception as error:
@@ -108,48 +111,31 @@ def export_onnx(
         for value, name in zip(values, names, strict=True):
             value.name = name
     _name_batch(model)
-    return _write(model, Path(path))
+    path = Path(path)
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value)
+    external = path.name + EXTERNAL_SUFFIX if size > INLINE_BYTES_MAX else None
+    ir.save(model, path, external_data=external)
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except Exception as error:
+        raise ExportError(f"onnx.checker refuses the model: {first_line(error)}") from error
+    return (path,) if external is None else (path, path.parent / external)
 
 
 def _name_batch(model: ir.Model) -> None:
     """Call the batch dimension "batch" wherever the tracer's symbol for it stands."""
     import onnx_ir as ir
 
-    shape = model.graph.inputs[0].shape
-    if shape is None or not isinstance(shape[0], ir.SymbolicDim) or not shape[0].value:
+    first = (model.graph.inputs[0].shape or [None])[0]
+    if not isinstance(first, ir.SymbolicDim) or not first.value:
         raise ExportError("the batch is a constant in the exported graph")
-    symbol = re.compile(rf"\b{re.escape(shape[0].value)}\b")
-    values = [*model.graph.inputs, *(out for node in model.graph for out in node.outputs)]
-    for value in values:
+    symbol = re.compile(rf"\b{re.escape(first.value)}\b")
+    for value in (*model.graph.inputs, *(out for node in model.graph for out in node.outputs)):
         if value.shape is not None:
-            sizes = [
-                each.value if isinstance(each, ir.SymbolicDim) else each for each in value.shape
-            ]
+            sizes = (each if isinstance(each, int) else each.value for each in value.shape)
             value.shape = ir.Shape(
                 [symbol.sub(BATCH, each) if isinstance(each, str) else each for each in sizes]
             )
-
-
-def _write(model: ir.Model, path: Path) -> tuple[Path, ...]:
-    """Write beside the target and rename into place, the weights before the model."""
-    import onnx
-    import onnx_ir as ir
-
-    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value)
-    external = path.name + EXTERNAL_SUFFIX if size > INLINE_BYTES_MAX else None
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as staging:
-        staged = Path(staging) / path.name
-        ir.save(model, staged, external_data=external)
-        try:
-            onnx.checker.check_model(str(staged), full_check=True)
-        except Exception as error:
-            raise ExportError(f"onnx.checker refuses the model: {first_line(error)}") from error
-        written = []
-        for name in (external, path.name):
-            if name is not None:
-                (Path(staging) / name).replace(path.parent / name)
-                written.append(path.parent / name)
-    return tuple(reversed(written))
 
 
 def quantise(source: Path, target: Path) -> None:

@@ -12,7 +12,6 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -32,28 +31,11 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 # Operators whose result shares its input's memory whenever strides allow it.
-_VIEWS = {
-    torch.ops.aten.alias.default,
-    torch.ops.aten.chunk.default,
-    torch.ops.aten.flatten.using_ints,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten.select.int,
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.split.Tensor,
-    torch.ops.aten.split_with_sizes.default,
-    torch.ops.aten.squeeze.dim,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.unbind.int,
-    torch.ops.aten.unflatten.int,
-    torch.ops.aten.unsqueeze.default,
-    torch.ops.aten.view.default,
-}
-_JOINS = {
-    torch.ops.aten.flatten.using_ints,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten.view.default,
-}
+_JOINS = {"flatten", "reshape", "view"}
+_VIEWS = _JOINS | {
+    "alias", "chunk", "permute", "select", "slice", "split", "split_with_sizes", "squeeze",
+    "transpose", "unbind", "unflatten", "unsqueeze",
+}  # fmt: skip
 
 
 def _replace_attention(graph: Graph, node: Node) -> None:
@@ -69,17 +51,23 @@ def _replace_attention(graph: Graph, node: Node) -> None:
     with graph.inserting_before(node):
         base = _packed_base(query, key, value)
         if base is None:
-            terms = (query, key, value, attn_mask, is_causal, scale)
-            take_over(graph, out, call(graph, node, ATTENTION.overload, terms, value_of(out)))
+            operands, terms = (query, key, value, attn_mask), (is_causal, scale)
+            take_over(graph, out, ATTENTION.call(graph, node, operands, terms, value_of(out)))
             return
         batch, heads, tokens, head_dim = value_of(query).shape
         joined = value_of(base).new_empty((batch, tokens, heads * head_dim))
-        of_packed = (base, attn_mask, heads, is_causal, scale)
-        packed = call(graph, node, PACKED.overload, of_packed, joined)
+        packed = PACKED.call(graph, node, (base, attn_mask), (heads, is_causal, scale), joined)
     for user in list(out.users):
         # `transpose(1, 2)`, all of whose users join the heads to [B, N, H * D]
         turned = user.target is torch.ops.aten.transpose.int and set(user.args[1:]) == {1, 2}
-        if turned and user.users and all(_joins(last, joined.shape) for last in user.users):
+        if (
+            turned
+            and user.users
+            and all(
+                _name(last) in _JOINS and _same(value_of(last).shape, joined.shape)
+                for last in user.users
+            )
+        ):
             for last in list(user.users):
                 take_over(graph, last, packed)
     if out.users:
@@ -94,8 +82,8 @@ def _replace_attention(graph: Graph, node: Node) -> None:
             take_over(graph, out, call(graph, node, turn, (split, 1, 2), value_of(out)))
 
 
-def _joins(node: Node, shape: Any) -> bool:
-    return node.target in _JOINS and _same(value_of(node).shape, shape)
+def _name(node: Node) -> str:
+    return str(getattr(node.target, "_opname", ""))
 
 
 def _packed_base(query: Any, key: Any, value: Any) -> Node | None:
@@ -113,38 +101,26 @@ def _packed_base(query: Any, key: Any, value: Any) -> Node | None:
         wanted = (tokens * 3 * width, head_dim, 3 * width, 1)
         offset = view.storage_offset() - whole.storage_offset()
         found = (*view.shape, *view.stride(), offset)
-        if not _same(found, (batch, heads, tokens, head_dim, *wanted, part * width)):
+        places = (batch, heads, tokens, head_dim, *wanted, part * width)
+        if view.dtype != whole.dtype or not _same(found, places):
             return None
     return base
 
 
-def _base(node: Node) -> Node | None:
+def _base(node: Any) -> Node | None:
     """Walk up through views to the tensor that owns the memory."""
-    while node.op == "call_function":
-        if node.target is operator.getitem:
-            node = node.args[0]  # type: ignore[assignment]
-        elif node.target in _VIEWS:
-            source = node.args[0]
-            if node.target in _JOINS and not value_of(source).is_contiguous():
-                return None  # may copy
-            node = source  # type: ignore[assignment]
-        else:
-            break
-    return node
+    while node.target is operator.getitem or _name(node) in _VIEWS:
+        if _name(node) in _JOINS and not value_of(node.args[0]).is_contiguous():
+            return None  # may copy
+        node = node.args[0]
+    found: Node = node
+    return found
 
 
 def _same(left: Any, right: Any) -> bool:
     return len(left) == len(right) and all(
         statically_known_true(a == b) for a, b in zip(left, right, strict=True)
     )
-
-
-def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
-
-
-def _packed_fake(qkv: Tensor, *rest: Any) -> Tensor:
-    return qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
 
 
 def _needs(node: ir.Node, given: dict[str, ir.Value], newest: bool) -> tuple[set[str], set[str]]:
@@ -217,20 +193,18 @@ def _repeat_heads(op: Writer, x: Value, query: Value) -> Value:
     return op.Reshape(op.Expand(op.Unsqueeze(x, [2]), many), op.Concat(batch, wanted, rest, axis=0))
 
 
-_OPTIONS = (("is_causal", "bool"), ("scale", "float"))
+_OPTIONS = {"is_causal": "INT", "scale": "FLOAT"}
 ATTENTION = OnnxOperator(
     name="Attention",
-    inputs=("query", "key", "value", "attn_mask?"),
+    inputs=("query", "key", "value", "attn_mask"),
     attributes=_OPTIONS,
-    fake=_fake,
     write=_attention_body,
     needs=_needs,
 )
 PACKED = OnnxOperator(
     name="PackedAttention",
-    inputs=("qkv", "attn_mask?"),
-    attributes=(("num_heads", "int"), *_OPTIONS),
-    fake=_packed_fake,
+    inputs=("qkv", "attn_mask"),
+    attributes={"num_heads": "INT", **_OPTIONS},
     write=_packed_body,
     needs=_needs,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,9 @@ from torch import Tensor
 from elsa_core.backends.cuda.planfile import Recorded
 from elsa_core.errors import ExportError
 from elsa_core.exporting.onnx import BATCH
-from elsa_core.exporting.onnx_operator import DOMAIN
+from elsa_core.exporting.onnx_operator import DOMAIN, DTYPES, static_shape
 
-# ONNX's numbers of the types that the operators take.
-_DTYPES = {1: torch.float32, 9: torch.bool, 10: torch.float16, 16: torch.bfloat16}
+_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
 _AXES = 4  # of a mask
 
 
@@ -32,31 +31,30 @@ def of_nodes(
 ) -> Iterator[Callable[[], object]]:
     """The calls of a batch of model.onnx, on tensors of zeros that each call alone holds. Raises
     ExportError where the library has no kernel of a node on GPUs, or a shape is not known."""
-    import onnx
+    import onnx_ir as ir
+    import sympy
 
-    graph = onnx.load(str(path), load_external_data=False).graph
-    known: dict[str, tuple[torch.dtype, Sequence[int | str]]] = {}
-    for value in (*graph.input, *graph.value_info, *graph.output):
-        kind = value.type.tensor_type
-        if kind.elem_type in _DTYPES:
-            dims = [dim.dim_param or dim.dim_value for dim in kind.shape.dim]
-            known[value.name] = (_DTYPES[kind.elem_type], dims)
-    for tensor in graph.initializer:
-        if tensor.data_type in _DTYPES:
-            known[tensor.name] = (_DTYPES[tensor.data_type], list(tensor.dims))
-    for node in graph.node:
+    for node in ir.load(path).graph:
         make = _CALLS.get(node.op_type.partition("_")[0])
         if node.domain != DOMAIN or make is None:  # elsa::Linear runs its body
             continue
         given: list[Tensor | None] = []
-        for name in node.input:
-            if name and name not in known:
-                raise ExportError(f"ONNX: the exporter lost the shape of {name}")
-            dtype, sizes = known.get(name, (None, ()))
-            shape = [_size(size, rows) for size in sizes]
-            given.append(torch.zeros(shape, dtype=dtype, device=device) if dtype else None)
-        terms = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
-        yield make(terms, precision, *given)
+        for value in node.inputs:
+            if value is None:
+                given.append(None)
+                continue
+            if value.dtype is None or value.dtype.value not in _DTYPES:
+                raise ExportError(f"ONNX: the exporter lost the type of {value.name}")
+            shape = []
+            for size in static_shape(value):
+                # a number, or a formula of the batch: "(4*batch)//2"
+                formula = size if isinstance(size, int) else size.value
+                found = sympy.sympify(formula).subs(BATCH, rows)
+                if not found.is_Integer:
+                    raise ExportError(f"ONNX on a GPU: the size {formula} is known for no batch")
+                shape.append(int(found))
+            given.append(torch.zeros(shape, dtype=_DTYPES[value.dtype.value], device=device))
+        yield make({one.name: one.value for one in node.attributes.values()}, precision, *given)
 
 
 def without_precision(found: Recorded, precision: str) -> Recorded:
@@ -70,16 +68,6 @@ def without_precision(found: Recorded, precision: str) -> Recorded:
     return dataclasses.replace(found, layouts=(*found.layouts, *more))
 
 
-def _size(size: int | str, rows: int) -> int:
-    """A dimension, which may be a formula of the batch: "(4*batch)//2"."""
-    import sympy
-
-    found = sympy.sympify(size).subs(BATCH, rows)
-    if not found.is_Integer:
-        raise ExportError(f"ONNX on a GPU: the size {size} is known for no batch")
-    return int(found)
-
-
 def _attention(
     terms: dict[str, Any], precision: str, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
 ) -> Callable[[], object]:
@@ -91,7 +79,7 @@ def _attention(
         )
     q, k, v = (t.reshape(batch * heads, 1, *t.shape[2:]) for t in (q, k, v))
     if mask is not None:
-        mask = _four(mask)
+        mask = mask.reshape((1,) * (_AXES - mask.dim()) + tuple(mask.shape))
         if mask.shape[:2] not in ((1, 1), (batch, heads)):
             raise ExportError(
                 "ONNX on a GPU: a mask must be one for all heads and images, or one for each; "
@@ -112,13 +100,10 @@ def _packed(
     strides = (tokens * width, dim if heads > 1 else tokens * width, width, 1)
     size = (batch, heads, tokens, dim)
     q, k, v = (qkv.as_strided(size, strides, part * channels) for part in range(3))
-    mask = None if mask is None else _four(mask)
+    if mask is not None:
+        mask = mask.reshape((1,) * (_AXES - mask.dim()) + tuple(mask.shape))
     rest = (mask, bool(terms["is_causal"]), terms["scale"], precision)
     return partial(torch.ops.elsa.attention.default, q, k, v, *rest)
-
-
-def _four(mask: Tensor) -> Tensor:
-    return mask.reshape((1,) * (_AXES - mask.dim()) + tuple(mask.shape))
 
 
 def _window(
@@ -128,7 +113,7 @@ def _window(
     return partial(
         torch.ops.elsa.window_attention.default, qkv, bias, None, pad_qkv, logit_scale,
         terms["num_heads"], list(terms["window_size"]), list(terms["shift_size"]), terms["scale"],
-        terms["mask_value"], terms["layout"].decode(), bool(terms["grid"]), precision,
+        terms["mask_value"], terms["layout"], bool(terms["grid"]), precision,
     )  # fmt: skip
 
 

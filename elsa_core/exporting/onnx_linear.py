@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.operator_schemas import normalize_function
 
 from elsa_core.exporting.onnx_operator import (
+    DTYPES,
     OnnxExport,
     OnnxOperator,
     Value,
@@ -29,8 +29,7 @@ from elsa_core.exporting.onnx_operator import (
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-GELU_OPSET = 20  # the first that has the standard `Gelu`
+_GELU_OPSET = 20  # the first that has the standard `Gelu`
 
 
 def _replace_linear(graph: Graph, node: Node) -> None:
@@ -42,18 +41,14 @@ def _replace_linear(graph: Graph, node: Node) -> None:
     terms = [given[name] for name in ("bias", "residual", "scale")]
     tensors = [each for each in (given["input"], given["weight"], *terms) if each is not None]
     dtypes = {value_of(each).dtype for each in tensors}
-    if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
+    if len(dtypes) > 1 or not dtypes <= DTYPES.keys() - {torch.bool}:
         return
     weight = given["weight"]
     with graph.inserting_before(node):
         turned = call(graph, node, torch.ops.aten.t.default, (weight,), value_of(weight).t())
-        operands = (given["input"], turned, *terms, given["activation"])
-        out = call(graph, node, LINEAR.overload, operands, value_of(node))
+        operands = (given["input"], turned, *terms)
+        out = LINEAR.call(graph, node, operands, (given["activation"],), value_of(node))
     take_over(graph, node, out)
-
-
-def _fake(input: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return input.new_empty((*input.shape[:-1], weight.shape[1]))
 
 
 def _needs(node: ir.Node, given: dict[str, ir.Value], newest: bool) -> tuple[set[str], set[str]]:
@@ -74,7 +69,7 @@ def _body(op: Writer, x: Value, weight: Value, bias: Value, residual: Value, sca
     if bias:
         out = op.Add(out, bias)
     name = next((name for name in ACTIVATIONS if name in op), None)
-    if name in ("gelu", "gelu_tanh") and op.body.opset >= GELU_OPSET:
+    if name in ("gelu", "gelu_tanh") and op.body.opset >= _GELU_OPSET:
         out = op.Gelu(out, approximate="tanh" if name == "gelu_tanh" else "none")
     elif name == "relu" or (name and "half" not in op):
         out = ACTIVATIONS[name](op, out)
@@ -107,11 +102,34 @@ ACTIVATIONS: dict[str, Callable[[Any, Value], Value]] = {
 
 LINEAR = OnnxOperator(
     name="Linear",
-    inputs=("input", "weight", "bias?", "residual?", "scale?"),
-    attributes=(("activation", "str"),),
-    fake=_fake,
+    inputs=("input", "weight", "bias", "residual", "scale"),
+    attributes={"activation": "STRING"},
     write=_body,
     needs=_needs,
     kernel=False,
 )
 EXPORT = OnnxExport(operators=(LINEAR,), rewrite=_replace_linear)
+
+
+def translations(opset: int) -> dict[Any, Callable[..., Any]]:
+    """GELU for opsets that have none: torch.onnx multiplies in an order that ONNX Runtime does not
+    fuse."""
+    if opset >= _GELU_OPSET:
+        return {}
+
+    def translate(self: Any, approximate: str = "none") -> Any:
+        import onnx_ir as ir
+        from onnxscript import opset18
+
+        def typed(given: Any) -> Any:
+            return ir.tensor(given, dtype=self.dtype) if isinstance(given, float) else given
+
+        class Typed:
+            """Operators whose numbers have the input's type: that of a step is not known here."""
+
+            def __getattr__(self, op_type: str) -> Callable[..., Any]:
+                return lambda *given: getattr(opset18, op_type)(*map(typed, given))
+
+        return ACTIVATIONS["gelu_tanh" if approximate == "tanh" else "gelu"](Typed(), self)
+
+    return {torch.ops.aten.gelu.default: translate}

@@ -1,4 +1,4 @@
-"""An operator of the ONNX domain `elsa`: its node, its body, and the calls that become it.
+"""Operators of the ONNX domain `elsa`: their nodes, their bodies, and the calls that become them.
 
 A body is a model-local function of standard operators: what a runtime without the library runs.
 ONNX Runtime before 1.27 knows one function a name, so nodes that need different bodies get
@@ -7,10 +7,12 @@ different names: `Attention`, then `Attention_2`. The library knows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+import ast
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +28,14 @@ if TYPE_CHECKING:
 DOMAIN = "elsa"
 VARIANTS_MAX = 4  # names that the library registers for each operator
 ATTENTION_OPSET = 23  # the first that has the standard `Attention`
-# ONNX's type of an attribute, by the type in an operator's schema.
-ATTRIBUTE_TYPES = {"bool": "INT", "int": "INT", "int[]": "INTS", "float": "FLOAT", "str": "STRING"}
+# ONNX's numbers of the types that the operators take.
+DTYPES = {torch.float32: 1, torch.bool: 9, torch.float16: 10, torch.bfloat16: 16}
+_OLDEST_IR = 8  # the first with functions, and all that opset 18 needs: old runtimes read no newer
+_SCOPES = "pkg.torch.onnx.name_scopes"
 Value = Any  # the name of a value in a body; None where a node has no such input
-_LIBRARY = torch.library.Library("elsa_onnx", "DEF")
 
 
-@dataclass(frozen=True)
-class Body:
+class Body(NamedTuple):
     """What decides the body of a node.
 
     Attributes:
@@ -46,9 +48,9 @@ class Body:
 
     op_type: str
     inputs: tuple[str, ...]
-    traits: frozenset[str] = frozenset()
-    more: frozenset[str] = frozenset()
-    opset: int = 18
+    traits: frozenset[str]
+    more: frozenset[str]
+    opset: int
 
 
 class Writer:
@@ -62,8 +64,8 @@ class Writer:
         self._attributes, self._known = attributes, dict[Any, str]()
 
     def __contains__(self, word: str) -> bool:
-        """Whether the body has this input or trait, or must bear it."""
-        return word in self.body.inputs or word in self.body.traits | self.body.more
+        """Whether the body has this trait, or must bear it."""
+        return word in self.body.traits | self.body.more
 
     def __getattr__(self, op_type: str) -> Callable[..., Value]:
         return partial(self._append, op_type)
@@ -82,15 +84,15 @@ class Writer:
             self._known[key] = self._append("Constant", **value)
         return self._known[key]
 
-    def _value(self, given: Any) -> str:
-        if isinstance(given, list):
-            return self._once(tuple(given), value_ints=given)
-        return self._once(given, value_float=given) if isinstance(given, float) else given
-
     def _append(self, op_type: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
         import onnx
 
-        given = [self._value(each) for each in inputs]
+        given = [
+            self._once(tuple(each), value_ints=each) if isinstance(each, list)
+            else self._once(each, value_float=each) if isinstance(each, float)
+            else each
+            for each in inputs
+        ]  # fmt: skip
         names = [f"v{len(self.nodes)}_{i}" for i in range(outputs)]
         node = onnx.helper.make_node(op_type, given, names)
         for name, value in attributes.items():
@@ -106,14 +108,11 @@ class Writer:
 
 @dataclass(frozen=True)
 class OnnxOperator:
-    """One operator of the ONNX domain `elsa`.
+    """One operator `elsa::<name>` in ONNX.
 
     Attributes:
-        name: `elsa::<name>` in ONNX, and `elsa_onnx::<name>` in PyTorch while a graph is
-            translated.
-        inputs: names of its tensors; the optional ones end with "?".
-        attributes: (name, type) of what follows, "bool", "int", "float", "int[]" or "str".
-        fake: the output of the PyTorch call on fake tensors.
+        inputs: names of its tensors.
+        attributes: ONNX's type of each attribute: "INT", "INTS", "FLOAT" or "STRING".
         write: the body of standard operators, given the writer and each input's name, None for one
             that the node has not; returns the name of the result.
         needs: (traits, more) of a node's body, given the values of its inputs by name and whether
@@ -123,39 +122,48 @@ class OnnxOperator:
 
     name: str
     inputs: tuple[str, ...]
-    attributes: tuple[tuple[str, str], ...]
-    fake: Callable[..., Tensor]
+    attributes: dict[str, str]
     write: Callable[..., Value]
     needs: Callable[[ir.Node, dict[str, ir.Value], bool], tuple[set[str], set[str]]]
     kernel: bool = True
 
-    @property
-    def parameters(self) -> tuple[tuple[str, bool], ...]:
-        """Each input's name, and whether every node has it."""
-        return tuple((name.removesuffix("?"), not name.endswith("?")) for name in self.inputs)
+    def call(
+        self, graph: Graph, origin: Node, inputs: Sequence[Any], attributes: Sequence[Any],
+        value: Tensor,
+    ) -> Node:  # fmt: skip
+        """A call for `origin` that becomes a node. Its result `value` has the sizes of the first
+        input, but for the last."""
+        from torch.onnx.ops import _symbolic_impl as symbolic
 
-    @cached_property
-    def overload(self) -> Any:
-        """`torch.ops.elsa_onnx.<name>.default`, defined when it is first asked for."""
-        given = [f"Tensor{'' if always else '?'} {name}" for name, always in self.parameters]
-        given += [f"{kind} {name}" for name, kind in self.attributes]
-        _LIBRARY.define(f"{self.name}({', '.join(given)}) -> Tensor")
-        torch.library.register_fake(f"elsa_onnx::{self.name}", self.fake, lib=_LIBRARY)
-        return getattr(torch.ops.elsa_onnx, self.name).default
+        shape: list[Any] = list(value.shape)
+        for axis, size in enumerate(value.shape):
+            if not isinstance(size, int):
+                shape[axis] = graph.call_function(torch.ops.aten.sym_size.int, (inputs[0], axis))
+                shape[axis].meta = {"val": size}
+        named = zip(self.attributes, attributes, strict=True)
+        given = {name: int(each) if isinstance(each, bool) else each for name, each in named}
+        encoded = asdict(symbolic.EncodedAttrs.from_dict(given))
+        node = call(
+            graph, origin, torch.ops.onnx_symbolic._symbolic.default,
+            (list(inputs), self.name, DTYPES[value.dtype]), value,
+        )  # fmt: skip
+        node.kwargs = {
+            "shape": shape, **encoded, "metadata_props_keys": [], "metadata_props_values": [],
+            "domain": DOMAIN, "version": 1,
+        }  # fmt: skip
+        return node
 
     def function(self, body: Body, name: str) -> onnx.FunctionProto:
         """The model-local function `elsa::<name>`."""
         import onnx
 
-        attributes = {attribute: ATTRIBUTE_TYPES[kind] for attribute, kind in self.attributes}
-        op = Writer(body, attributes)
-        names = [given for given, _ in self.parameters]
+        op, names = Writer(body, self.attributes), list(self.inputs)
         out = self.write(op, *(given if given in body.inputs else None for given in names))
         while names[-1] not in body.inputs:
             names.pop()
         opset = onnx.helper.make_opsetid("", body.opset)
         return onnx.helper.make_function(
-            DOMAIN, name, names, [out], op.nodes, [opset], list(attributes)
+            DOMAIN, name, names, [out], op.nodes, [opset], list(self.attributes)
         )
 
 
@@ -172,26 +180,22 @@ class OnnxExport:
     rewrite: Callable[[Graph, Node], None]
 
 
-def exports() -> dict[str, OnnxExport]:
+def _exports() -> dict[str, OnnxExport]:
     """What the records of operators say of ONNX, by the names that serve a call."""
-    found = {}
-    for record in ops.records():
-        export: OnnxExport | None = record.part("onnx")
-        if export is not None:
-            found.update(dict.fromkeys(record.names, export))
-    return found
+    parts = ((record.names, record.part("onnx")) for record in ops.records())
+    return {name: export for names, export in parts if export is not None for name in names}
 
 
 def onnx_operators() -> dict[str, OnnxOperator]:
     """Every operator of the ONNX domain `elsa`, by its name."""
-    return {each.name: each for export in exports().values() for each in export.operators}
+    return {each.name: each for export in _exports().values() for each in export.operators}
 
 
 def rewrite(program: torch.export.ExportedProgram) -> int:
-    """Replace elsa's operators in place by the single-output ones of `elsa_onnx`, and count them,
-    without projections of which there is no node. An operator whose record says nothing of ONNX
-    stays: torch.onnx writes its portable form."""
-    graph, known = program.graph_module.graph, exports()
+    """Replace elsa's operators in place by calls that become nodes, and count them, without
+    projections of which there is no node. An operator whose record says nothing of ONNX stays:
+    torch.onnx writes its portable form."""
+    graph, known = program.graph_module.graph, _exports()
     graph.eliminate_dead_code()  # an lse that is reshaped and not used is no lse that is used
     count = 0
     for node in list(graph.nodes):
@@ -234,3 +238,75 @@ def static_shape(value: ir.Value) -> tuple[Any, ...]:
     if value.shape is None:
         raise ExportError(f"ONNX: the exporter lost the shape of {value.name}")
     return tuple(value.shape)
+
+
+def finish(model: ir.Model, mode: str, opset: int) -> None:
+    """Give the nodes of `elsa` their functions, or their places, and every node a readable name."""
+    from onnx_ir.passes.common import InlinePass
+
+    nodes = [node for node in model.graph if node.domain == DOMAIN]
+    if mode == "custom-only":  # what the library has no kernel of needs its body
+        known = onnx_operators()
+        nodes = [node for node in nodes if not known[node.op_type].kernel]
+    _add_functions(model, nodes, inlined=mode != "custom", opset=opset)
+    if mode != "custom":
+        InlinePass()(model)
+        model.graph.opset_imports.pop(DOMAIN, None)
+    if any(node.domain == DOMAIN for node in model.graph):
+        model.graph.opset_imports[DOMAIN] = 1
+    if opset < ATTENTION_OPSET:
+        model.ir_version = _OLDEST_IR
+    _name_nodes(model)
+
+
+def _add_functions(model: ir.Model, nodes: list[ir.Node], *, inlined: bool, opset: int) -> None:
+    """One function a kind of body; the leanest where they are to be inlined."""
+    import onnx_ir as ir
+
+    known = onnx_operators()
+    kinds: dict[Body, Body] = {}  # what must agree -> all that its nodes need
+    of_node = []
+    for node in nodes:
+        operator = known[node.op_type]
+        given = {name: x for name, x in zip(operator.inputs, node.inputs, strict=False) if x}
+        traits, more = operator.needs(node, given, inlined and opset >= ATTENTION_OPSET)
+        kind = Body(operator.name, tuple(given), frozenset(traits), frozenset(), opset)
+        body = kind._replace(more=frozenset(more))
+        kind = body if inlined else kind
+        kinds[kind] = body._replace(more=body.more | kinds.get(kind, body).more)
+        of_node.append(kind)
+    functions: dict[Body, str] = {}
+    for kind, body in kinds.items():
+        operator = known[kind.op_type]
+        earlier = sum(other.op_type == kind.op_type for other in functions)
+        if earlier == VARIANTS_MAX and operator.kernel and not inlined:
+            raise ExportError(
+                f"ONNX: the model needs more than {VARIANTS_MAX} kinds of elsa::{kind.op_type}; "
+                "use mode 'custom-only' or 'standard'"
+            )
+        functions[kind] = kind.op_type if earlier == 0 else f"{kind.op_type}_{earlier + 1}"
+        function = ir.serde.deserialize_function(operator.function(body, functions[kind]))
+        model.functions[function.identifier()] = function
+    for node, kind in zip(nodes, of_node, strict=True):
+        node.op_type = functions[kind]
+
+
+def _name_nodes(model: ir.Model) -> None:
+    """Call nodes `blocks.0.attn/PackedAttention`; drop the tracer's notes (local paths)."""
+    used: dict[str, int] = {}
+    for node in model.graph:
+        scopes: list[str] = []  # ['', 'blocks', 'blocks.0', 'linear'], whose last is the node
+        with contextlib.suppress(SyntaxError, ValueError):
+            scopes = ast.literal_eval(node.metadata_props.get(_SCOPES) or "[]")
+        path = scopes[-2] if len(scopes) > 1 else ""
+        kind = node.op_type.partition("_")[0]  # without a body's number, which is none of the node
+        name = f"{path}/{kind}" if path else kind
+        used[name] = used.get(name, 0) + 1
+        node.name = name if used[name] == 1 else f"{name}_{used[name]}"
+        for value in node.outputs:
+            value.metadata_props.clear()
+        node.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()

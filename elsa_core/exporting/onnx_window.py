@@ -18,7 +18,6 @@ from elsa_core.exporting.onnx_operator import (
     take_over,
     value_of,
 )
-from elsa_core.ops.window.record import fake
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -34,10 +33,8 @@ def _replace_window(graph: Graph, node: Node) -> None:
             logit_scale = call(
                 graph, node, torch.ops.aten.to.dtype, (logit_scale, torch.float32), wide
             )
-        out = call(
-            graph, node, WINDOW.overload,
-            (qkv, bias, pad_qkv, logit_scale, *node.args[5:12]), value_of(node),
-        )  # fmt: skip
+        operands = (qkv, bias, pad_qkv, logit_scale)
+        out = WINDOW.call(graph, node, operands, node.args[5:12], value_of(node))
     take_over(graph, node, out)
 
 
@@ -159,18 +156,12 @@ def _uncut(op: Writer, out: Value, counts: Value, window: Value, padded: Value) 
 
 WINDOW = OnnxOperator(
     name="WindowAttention",
-    inputs=("qkv", "bias?", "pad_qkv?", "logit_scale?"),
-    attributes=(
-        ("num_heads", "int"),
-        ("window_size", "int[]"),
-        ("shift_size", "int[]"),
-        ("scale", "float"),
-        ("mask_value", "float"),
-        ("layout", "str"),
-        ("grid", "bool"),
-    ),
-    fake=fake,
+    inputs=("qkv", "bias", "pad_qkv", "logit_scale"),
+    attributes={
+        "num_heads": "INT", "window_size": "INTS", "shift_size": "INTS", "scale": "FLOAT",
+        "mask_value": "FLOAT", "layout": "STRING", "grid": "INT",
+    },
     write=_body,
     needs=_needs,
-)
+)  # fmt: skip
 EXPORT = OnnxExport(operators=(WINDOW,), rewrite=_replace_window)

@@ -18,7 +18,6 @@ from elsa_core.exporting.onnx_operator import (
     OnnxOperator,
     Value,
     Writer,
-    call,
     take_over,
     value_of,
 )
@@ -33,10 +32,6 @@ def _squared(query: Tensor, key: Tensor, scale: float) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-def _fake(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
-    return query.new_empty((*query.shape[:-1], key.shape[-2]))
-
-
 def _body(op: Writer, query: Value, key: Value) -> Value:
     turned = op.Transpose(key, perm=[0, 1, 3, 2])
     scores = op.Mul(op.MatMul(query, turned), op.attribute("scale"))
@@ -47,8 +42,7 @@ def _body(op: Writer, query: Value, key: Value) -> Value:
 SQUARED = OnnxOperator(
     name="TestSquared",
     inputs=("query", "key"),
-    attributes=(("scale", "float"),),
-    fake=_fake,
+    attributes={"scale": "FLOAT"},
     write=_body,
     needs=lambda node, given, newest: (set(), set()),
 )
@@ -56,7 +50,7 @@ SQUARED = OnnxOperator(
 
 def _rewrite(graph: Graph, node: Node) -> None:
     with graph.inserting_before(node):
-        new = call(graph, node, SQUARED.overload, tuple(node.args), value_of(node))
+        new = SQUARED.call(graph, node, node.args[:2], node.args[2:], value_of(node))
     take_over(graph, node, new)
 
 
@@ -66,7 +60,6 @@ def _record(name: str, **parts: Any) -> ops.Operator:
             name=name,
             schema="(Tensor query, Tensor key, float scale) -> Tensor",
             reference=_squared,
-            fake=_fake,
             **parts,
         )
     )
