@@ -28,10 +28,9 @@ Named = Mapping[str, Any]
 
 
 def _by_the_table(
-    record: ops.Operator,
-    finished: Callable[[Any, tuple[Any, ...]], Any] | None = None,
+    record: ops.Operator, finished: Callable[[Any, tuple[Any, ...]], Any] | None = None,
     otherwise: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
     """`elsa::<name>_backward`: the first backend of the table that serves a call, else plain
     PyTorch.
 

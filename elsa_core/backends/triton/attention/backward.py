@@ -209,21 +209,10 @@ def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options
 
 
 def attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Needs,
-    *,
-    dropout: philox.Dropout | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
+    precision: str, needs: Needs, *, dropout: philox.Dropout | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of softmax attention, weights computed again from lse (FlashAttention, 2205.14135).
 
     Args:

@@ -55,16 +55,9 @@ def schedule(*terms: Any) -> str:
 
 
 def attention_dropout(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    dropout_p: float,
-    seed: Tensor,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str, dropout_p: float, seed: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The CUDA kernel of `elsa::attention_dropout`.
 
     Args:
@@ -90,21 +83,10 @@ def support_gradient(request: Request) -> Support:
 
 
 def attention_dropout_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    dropout_p: float,
-    seed: Tensor,
-    needs: backward.Needs,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
+    precision: str, dropout_p: float, seed: Tensor, needs: backward.Needs,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `elsa::attention_dropout_backward`; see `backward.attention_backward`.
 
     Source: FlashAttention (2205.14135), Algorithm 4, with a mask of positions.

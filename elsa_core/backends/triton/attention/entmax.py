@@ -116,16 +116,9 @@ def schedule(*arguments: Any) -> str:
 
 
 def entmax_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    head_alpha: Tensor | None,
-    alpha: float,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, head_alpha: Tensor | None,
+    alpha: float, is_causal: bool, scale: float, precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The CUDA kernel of `elsa::entmax_attention`; arguments and results are the operator's.
 
     query, key and value are float32, float16 or bfloat16, of any strides.
@@ -142,19 +135,10 @@ def entmax_forward(
 
 
 def entmax_varlen_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    head_alpha: Tensor | None,
-    longest_q: int,
-    longest_k: int,
-    alpha: float,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    head_alpha: Tensor | None, longest_q: int, longest_k: int, alpha: float, is_causal: bool,
+    scale: float, precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The CUDA kernel of `elsa::entmax_varlen_attention`; arguments and results are the operator's.
 
     Cumulative lengths that leave the tokens are cut to them, and keys beyond `longest_k` are not
@@ -194,21 +178,10 @@ def _forward(
 
 
 def entmax_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    head_alpha: Tensor | None,
-    out: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    alpha: float,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
+    head_alpha: Tensor | None, out: Tensor, rows: Tensor, tiles: Tensor, alpha: float,
+    is_causal: bool, scale: float, precision: str, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value and head_alpha; that of a mask comes back empty.
 
     Arguments and results are those of `elsa::entmax_attention_backward`.
@@ -222,24 +195,11 @@ def entmax_backward(
 
 
 def entmax_varlen_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    head_alpha: Tensor | None,
-    out: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    longest_q: int,
-    longest_k: int,
-    alpha: float,
-    is_causal: bool,
-    scale: float,
-    precision: str,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, head_alpha: Tensor | None, out: Tensor, rows: Tensor, tiles: Tensor,
+    longest_q: int, longest_k: int, alpha: float, is_causal: bool, scale: float, precision: str,
     needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value and head_alpha.
 
     Arguments and results are those of `elsa::entmax_varlen_attention_backward`; gradients of tokens

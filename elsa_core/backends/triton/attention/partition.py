@@ -15,13 +15,9 @@ from elsa_core.precision import dtype_name
 
 
 def partition(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
     precision: str,
-) -> Partition:
+) -> Partition:  # fmt: skip
     """The plan of a call; without a GPU, as the one would make it whose table is shown."""
     head_dim = query.shape[3]
     if query.dtype not in triton.DTYPES or head_dim > LARGEST_HEAD_DIM:

@@ -22,17 +22,9 @@ from elsa_core.backends.triton.shared.plans import PLANS
 
 
 def plan_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    precision: str,
-    *,
-    specialized: bool | None = None,
-    tiles: Plan | None = None,
-) -> Call:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
+    precision: str, *, specialized: bool | None = None, tiles: Plan | None = None,
+) -> Call:  # fmt: skip
     """The planned call; everything here depends on layouts, never on data.
 
     specialized: whether a kernel of sm_90 may serve it; default: if they can, where the tensors
@@ -117,15 +109,9 @@ def fits_specialized(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bo
 
 
 def planned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    precision: str,
-    plan: Callable[..., Call] = plan_call,
-) -> Call:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
+    precision: str, plan: Callable[..., Call] = plan_call,
+) -> Call:  # fmt: skip
     """The plan of a call, cached by layout."""
     layouts = tuple(layout.key_of(t) for t in (q, k, v, mask))
     key = ("attention", plan, layouts, q.get_device(), causal, scale, precision)

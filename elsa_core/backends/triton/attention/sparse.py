@@ -64,16 +64,9 @@ def schedule(query: Tensor, *rest: Any) -> str:
 
 
 def sparse_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    threshold: float,
-    relief: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str, threshold: float, relief: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The CUDA kernel of `elsa::sparse_attention`; arguments and results are the operator's.
 
     query, key and value are float32, float16 or bfloat16, of any strides.

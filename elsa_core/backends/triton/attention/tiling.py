@@ -179,14 +179,9 @@ def padded_dim(shape: Shape) -> int:
 
 
 def waves(
-    programs: int,
-    multiprocessors: int,
-    key_tiles: int,
-    partitions: int,
-    *,
-    half: bool = False,
+    programs: int, multiprocessors: int, key_tiles: int, partitions: int, *, half: bool = False,
     specialized: bool = False,
-) -> float:
+) -> float:  # fmt: skip
     """Time of a schedule in units of one key tile of one program.
 
     Programs share out evenly over multiprocessors, and each has its own start. A multiprocessor
@@ -219,14 +214,9 @@ def partitions(programs: int, multiprocessors: int, key_tiles: int, **how: bool)
 
 
 def plan(
-    shape: Shape,
-    mode: str,
-    table: Table,
-    *,
-    workspace: bool,
-    multiprocessors: int,
+    shape: Shape, mode: str, table: Table, *, workspace: bool, multiprocessors: int,
     specialized: bool = False,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Tiles and partitions of a forward call.
 
     workspace False: no splitting ahead, no partial states. specialized: `hopper.py` takes the call,

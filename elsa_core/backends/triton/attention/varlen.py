@@ -67,15 +67,9 @@ def plan(
 
 
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    is_causal: bool, scale: float, precision: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The CUDA kernel of `elsa::varlen_attention`; layouts and results as there.
 
     Nothing is read by the host. Cumulative lengths that leave the tokens are cut to them; rows that
