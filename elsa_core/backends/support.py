@@ -85,8 +85,6 @@ class Implementation:
         gradient: as `support`, for the gradients of `run`; None where autograd records `run`.
         backward: takes the arguments of `elsa::<name>_backward`; gives None where it does not
             serve the call.
-        own_gradients: `elsa::<name>_backward` is this backend's kernels on its device, whatever the
-            shipped table says.
         partition: as `schedule`, as a record that `elsa bench attention --trace` proves; None where
             a backend does not tell.
         state: as `run`, for results that are merged with those of other keys: its lse may be
@@ -108,7 +106,6 @@ class Implementation:
     by_row: Callable[..., Any] | None = None
     gradient: Callable[[Request], Support] | None = None
     backward: Callable[..., Any] | None = None
-    own_gradients: bool = False
     partition: Callable[..., Partition] | None = None
     state: Callable[..., Any] | None = None
     takes: Callable[..., bool] | None = None

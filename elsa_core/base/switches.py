@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Final
 
-# `registered` is a number that no two sets of backends share; the others are what the contexts of
-# these names ask for.
-SWITCHES: Final[dict[str, Hashable]] = {
-    "registered": 0, "unmeasured": frozenset(), "describing": (),
-}  # fmt: skip
+# `registered` is a number that no two sets of backends share; the other is what the context of its
+# name asks for.
+SWITCHES: Final[dict[str, Hashable]] = {"registered": 0, "describing": ()}
 
 
 def switched() -> Hashable:

@@ -4,7 +4,7 @@
 backend of the call's device that can serve it, unless a row of the shipped table `measured.json`
 holds: one ordered list of conditions, a mode and who serves (inference of some shapes, training,
 gradients, what a patched module leaves to its original forward, the default scope of `patch`).
-Registered backends and `unmeasured` go ahead of it.
+Registered backends go ahead of it.
 
 A backend of another package joins by `register(Backend(...))`: one function and not an entry point
 of packaging, because a backend that is imported is one that its user wants.
@@ -34,26 +34,22 @@ from elsa_core.dispatch.chooser import (
     support,
     unregister,
 )
-from elsa_core.dispatch.faults import Layout, peer_fault, without_gaps
+from elsa_core.dispatch.faults import peer_fault, without_gaps
 from elsa_core.dispatch.gradients import recorded, shard_backward
 from elsa_core.dispatch.measured import (
-    GATED,
     attention_facts,
     eager_least,
     eager_products,
-    linear_form,
     product_by_pytorch,
     scope,
-    unmeasured,
 )
 from elsa_core.dispatch.route import Route, route
 from elsa_core.dispatch.table import BACKENDS, PLAIN, SHIPPED
 
 __all__ = [
-    "BACKENDS", "BY_ROW", "GATED", "PLAIN", "RUNS", "SERVING", "SHIPPED", "Layout", "Route",
-    "attention_facts", "choose", "chosen", "eager_least", "eager_products", "implementation",
-    "is_whole", "kernels_of", "launches", "linear_form", "mask_kind", "names", "peer_fault",
-    "plain_alone", "product_by_pytorch", "recomputes", "recorded", "register", "route", "rows_of",
-    "scope", "select", "shard_backward", "state_run", "support", "switched", "unmeasured",
-    "unregister", "without_gaps",
+    "BACKENDS", "BY_ROW", "PLAIN", "RUNS", "SERVING", "SHIPPED", "Route", "attention_facts",
+    "choose", "chosen", "eager_least", "eager_products", "implementation", "is_whole", "kernels_of",
+    "launches", "mask_kind", "names", "peer_fault", "plain_alone", "product_by_pytorch",
+    "recomputes", "recorded", "register", "route", "rows_of", "scope", "select", "shard_backward",
+    "state_run", "support", "switched", "unregister", "without_gaps",
 ]  # fmt: skip

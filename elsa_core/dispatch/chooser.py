@@ -66,8 +66,9 @@ def names(operator: str = "attention") -> tuple[str, ...]:
     """What `backend=` takes for an operator: "auto" and the backends that have it; plain PyTorch
     has each that has a record.
     """
-    every = {PLAIN} if any(record.name == operator for record in ops.records()) else set()
-    runs = {b.name for b in BACKENDS if getattr(b.operators.get(operator), "run", None)} | every
+    runs = {b.name for b in BACKENDS if getattr(b.operators.get(operator), "run", None)}
+    if any(record.name == operator for record in ops.records()):
+        runs.add(PLAIN)
     return ("auto", *(each.name for each in BACKENDS if each.name in runs))
 
 
@@ -185,8 +186,13 @@ def choose(
     device = torch.device(place)
     kind = (operator, device, dtype, head_dim, value_dim, precision)
     if mode == "site":
+        # the table speaks of what is shipped: not where another backend may have the gradients
+        offers = (each for each in BACKENDS if operator in each.operators)
+        guests = any(each.device == device.type and each.name not in SHIPPED for each in offers)
+        if guests or not measured.originals(operator, device.type):
+            return ""
         request = _request(*kind, gradient, facts.get("tokens") or 0)
-        return measured.ORIGINAL if _leaves_to_original(request) else ""
+        return measured.ORIGINAL if gradient_name(request)[0] == PLAIN else ""
     name = chosen(*kind, backend).name
     # of a mask's gradient alone PyTorch's memory-efficient kernel keeps no lse, and fails
     if mode == "traced" or backend != "auto" or gradient == ("attn_mask",):
@@ -229,15 +235,6 @@ def _trained(
     )
 
 
-def _leaves_to_original(request: Request) -> bool:
-    # no backend has a kernel of these gradients, and the table says so of what is shipped
-    operator, device = request.operator, request.device_type
-    guests = (each for each in BACKENDS if each.name not in SHIPPED and operator in each.operators)
-    if any(each.device == device for each in guests) or not measured.originals(operator, device):
-        return False
-    return gradient_name(request)[0] == PLAIN
-
-
 def rows_of(operator: str, place: str, *kind: Any) -> tuple[Row, ...]:
     """The rows of `chosen`; takes the arguments of `choose`, and is a constant as it is."""
     return chosen(operator, torch.device(place), *kind).rows
@@ -252,9 +249,9 @@ def state_run(
     Raises:
         ArgumentError, UnavailableError: as `select`.
     """
-    if query.dtype != torch.float32:  # of half precision the output is rounded far more than lse
-        return None
-    if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32):
+    # of half precision the output is rounded far more than lse
+    masked = attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32)
+    if query.dtype != torch.float32 or masked:
         return None
     widths = query.shape[-1], value.shape[-1]
     kind = calls.place(query), query.dtype, *widths, precision, backend

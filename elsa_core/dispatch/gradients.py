@@ -17,7 +17,7 @@ from elsa_core.backends.support import Request
 from elsa_core.base import packing
 from elsa_core.dispatch import measured
 from elsa_core.dispatch.chooser import implementation, mask_kind
-from elsa_core.dispatch.faults import Layout, peer_fault
+from elsa_core.dispatch.faults import peer_fault
 from elsa_core.ops import flops
 from elsa_core.ops.attention import record as attention_operator
 from elsa_core.ops.factory import implement
@@ -27,32 +27,28 @@ from elsa_core.ops.window import record as window_operator
 Named = Mapping[str, Any]
 
 
-def _by_the_table(
-    record: ops.Operator, finished: Callable[[Any, tuple[Any, ...]], Any] | None = None,
-    otherwise: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:  # fmt: skip
+def _by_the_table(record: ops.Operator) -> Callable[..., Any]:
     """`elsa::<name>_backward`: the first backend of the table that serves a call, else plain
-    PyTorch.
-
-    Args:
-        finished: completes what a backend gives, which it takes with the arguments.
-        otherwise: in the place of plain PyTorch on CUDA devices.
-    """
-    assert record.gradients is not None and record.gradients.backward is not None
-    names = names_of(record.gradients.backward.schema)
+    PyTorch."""
 
     def backward(*arguments: Any) -> Any:
-        named = dict(zip(names, arguments, strict=True))
+        named = _named(record, arguments)
         request = _request_of(record, named)
         asked = measured.gradients(record.name, request.device_type, request.dtype)
         grads = _by_backends(request, asked, arguments, named)
         if grads is not None:
-            return grads if finished is None else finished(grads, arguments)
-        if otherwise is not None and request.device_type == "cuda":
-            return otherwise(*arguments)
+            entmax = record is ops.ENTMAX_ATTENTION
+            return _with_mask(grads, arguments) if entmax else grads
+        if record is ops.VARLEN_ATTENTION and request.device_type == "cuda":
+            return padded_backward(*arguments)
         return record.recomputed(*arguments)
 
     return backward
+
+
+def _named(record: ops.Operator, arguments: tuple[Any, ...]) -> Named:
+    assert record.gradients is not None and record.gradients.backward is not None
+    return dict(zip(names_of(record.gradients.backward.schema), arguments, strict=True))
 
 
 def _request_of(record: ops.Operator, named: Named) -> Request:
@@ -80,14 +76,12 @@ def _by_backends(
     request: Request, names: Iterable[str], arguments: tuple[Any, ...], named: Named
 ) -> Any:
     """The gradients by the first of these backends that serves the call, or None."""
-    layout = None
-    if "query" in named:
-        layout = Layout(*(named[n] for n in ("query", "key", "value", "is_causal", "scale")))
+    terms = ("query", "key", "value", "is_causal", "scale")
     for name in names:
         offered = implementation(request.operator, name)
         if offered.backward is None or not (offered.gradient and offered.gradient(request).ok):
             continue
-        if layout is not None and peer_fault(name, layout, "gradients"):
+        if "query" in named and peer_fault(name, "gradients", *(named[n] for n in terms)):
             continue
         with _without_autocast(request.device_type):
             grads = offered.backward(*arguments)
@@ -103,17 +97,15 @@ def shard_backward(*arguments: Any) -> Any:
     `out` and `lse` are of the whole rows, so that a kernel serves only where it reads both as they
     are: P = exp(score - lse), delta = rowsum(grad_out * out). In float32 the CPU kernels do, whose
     scores are rounded as in the forward, and the Triton ones where no lse is large; PyTorch's do.
-    For others plain PyTorch. Where an lse `loses_digits`, give
-    all in float64, an lse of float64 scores among it: here scores are rounded otherwise than those
-    that it was summed of, and the weights of a row would not sum to one.
+    For others plain PyTorch. Where an lse `loses_digits`, give all in float64, an lse of float64
+    scores among it: here scores are rounded otherwise than those that it was summed of, and the
+    weights of a row would not sum to one.
     """
-    record = ops.ATTENTION
-    assert record.gradients is not None and record.gradients.backward is not None
-    named = dict(zip(names_of(record.gradients.backward.schema), arguments, strict=True))
+    named = _named(ops.ATTENTION, arguments)
     query, grads = named["query"], None
     asked = measured.gradients("attention", query.device.type, query.dtype)
     if asked and query.numel() and named["value"].numel():
-        request = _request_of(record, named)._replace(layout="dense")
+        request = _request_of(ops.ATTENTION, named)._replace(layout="dense")
         single = query.dtype == torch.float32
         if single and "native" in asked:
             support = implementation("attention", "native").gradient
@@ -129,14 +121,17 @@ def padded_backward(
     grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, is_causal: bool,
     scale: float, precision: str, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """`elsa::varlen_attention_backward` by the gradients of `attention` of a padded batch.
 
-    The longest lengths are read by the host, which waits for the device.
+    The longest lengths are read by the host, which waits for the device. Gradients are laid out as
+    their operands.
     """
+    operands = query, key, value
     if not query.shape[0] or not key.shape[0]:
-        return _wanted(
-            (query, key, value), tuple(map(torch.zeros_like, (query, key, value))), needs
+        return tuple(
+            torch.zeros_like(t) if needed else t.new_empty(0)
+            for t, needed in zip(operands, needs, strict=True)
         )
     bounds = (cu_seqlens_q, cu_seqlens_k)
     queries, keys = (max(1, int(b.diff().amax())) if b.shape[0] > 1 else 1 for b in bounds)
@@ -152,46 +147,18 @@ def padded_backward(
     grads = torch.ops.elsa.attention_backward.default(
         rows(grad_out), slope, rows(query), rows(key, 1), rows(value, 1), mask, rows(out), of_lse,
         False, scale, precision, [*needs, False],
-    )  # fmt: skip
-    counts = (query.shape[0], key.shape[0], key.shape[0])
+    )[:3]  # fmt: skip
     places = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)
-    packed = [
-        packing.packed(g.transpose(1, 2), b, n) if needed else g
-        for g, b, n, needed in zip(grads, places, counts, needs, strict=False)
-    ]
-    return _wanted((query, key, value), packed, needs)
-
-
-def _wanted(
-    operands: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients that were wanted, laid out as their operands."""
-    first, second, third = (
-        torch.empty_like(t).copy_(g) if needed else t.new_empty(0)
-        for t, g, needed in zip(operands, grads, needs, strict=True)
-    )
-    return first, second, third
-
-
-def entmax_backward_cuda(*arguments: Any) -> Any:
-    """`elsa::entmax_attention_backward` on CUDA: Triton's kernels; of a mask plain PyTorch."""
-    from elsa_core.backends.triton.attention.entmax import entmax_backward
-
-    with _without_autocast("cuda"):
-        grads = entmax_backward(*arguments)
-    return _with_mask(grads, arguments)
-
-
-def entmax_varlen_backward_cuda(*arguments: Any) -> Any:
-    """`elsa::entmax_varlen_attention_backward` on CUDA: Triton's kernels."""
-    from elsa_core.backends.triton.attention.entmax import entmax_varlen_backward
-
-    with _without_autocast("cuda"):
-        return entmax_varlen_backward(*arguments)
+    return tuple(
+        torch.empty_like(t).copy_(packing.packed(g.transpose(1, 2), b, t.shape[0]))
+        if needed else t.new_empty(0)
+        for t, g, b, needed in zip(operands, grads, places, needs, strict=True)
+    )  # fmt: skip
 
 
 def _with_mask(grads: Sequence[Tensor], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Entmax's gradients, with that of an additive mask by plain PyTorch: no kernel computes it."""
+    """Entmax's gradients, with that of an additive mask by plain PyTorch: no kernel of a GPU
+    computes it."""
     *terms, needs = arguments
     attn_mask = terms[4]
     if not needs[3] or attn_mask is None or attn_mask.dtype == torch.bool or grads[3].numel():
@@ -221,28 +188,23 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 _BACKWARD = {
-    "attention": _by_the_table(ops.ATTENTION),
-    "attention_dropout": _by_the_table(ops.ATTENTION_DROPOUT),
-    "varlen_attention": _by_the_table(ops.VARLEN_ATTENTION, otherwise=padded_backward),
-    "window_attention": _by_the_table(ops.WINDOW_ATTENTION),
-}
+    record.name: _by_the_table(record)
+    for record in (
+        ops.ATTENTION, ops.ATTENTION_DROPOUT, ops.VARLEN_ATTENTION, ops.WINDOW_ATTENTION,
+        ops.ENTMAX_ATTENTION, ops.ENTMAX_VARLEN_ATTENTION,
+    )
+}  # fmt: skip
 for _name, _kernel in _BACKWARD.items():
     implement(f"{_name}_backward", _kernel, "CompositeExplicitAutograd")
-implement("entmax_attention_backward", _by_the_table(ops.ENTMAX_ATTENTION, _with_mask), "CPU")
-implement("entmax_attention_backward", entmax_backward_cuda, "CUDA")
-implement("entmax_varlen_attention_backward", entmax_varlen_backward_cuda, "CUDA")
+_OF_EAGER_CALLS = {"attention": attention_operator.Eager, "window_attention": window_operator.Eager}
 # The plans of these are dropped where backends come or go (`chooser.register`).
-cuda.offer({f"{name}_backward": _BACKWARD[name] for name in ("attention", "window_attention")})
-
-
-def _eager(function: Any, name: str) -> tuple[Any, Callable[..., Any]]:
-    overload = getattr(torch.ops.elsa, f"{name}_backward").default
-    return function, cuda.direct(overload, _BACKWARD[name])
-
-
+cuda.offer({f"{name}_backward": _BACKWARD[name] for name in _OF_EAGER_CALLS})
 # The function of autograd that records an eager call, and what computes its gradients.
 _EAGER = {
-    "attention": _eager(attention_operator.Eager, "attention"),
-    "window_attention": _eager(window_operator.Eager, "window_attention"),
+    name: (
+        function,
+        cuda.direct(getattr(torch.ops.elsa, f"{name}_backward").default, _BACKWARD[name]),
+    )
+    for name, function in _OF_EAGER_CALLS.items()
 }
 flops.offer()  # of all operators, which are defined now

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from elsa_core.backends import cuda, processor
+from elsa_core.backends import processor
 from elsa_core.base import calls
-from elsa_core.base.switches import SWITCHES
 from elsa_core.precision import dtype_name
 
 TABLE = Path(__file__).with_name("measured.json")
@@ -77,7 +75,7 @@ def _found(
     mode: "infer", "train" (forward and gradients as a whole), "gradients" (of elsa's forwards),
     "site" (what a patched module leaves to its original forward), "patch" (the default scope).
     """
-    for row in _table()["rows"]:
+    for row in _table():
         if (row["operator"], row["mode"], row["device"]) != (operator, mode, device.type):
             continue
         if "dtypes" in row and (dtype is None or dtype_name(dtype) not in row["dtypes"]):
@@ -86,12 +84,17 @@ def _found(
             continue
         if "processor" in row and row["processor"] != processor.name():
             continue
-        if "capability" in row and _capability(device) != tuple(row["capability"]):
+        there = torch.cuda.is_available()
+        if "capability" in row and (
+            not there
+            or torch.version.hip
+            or torch.cuda.get_device_capability(device) != tuple(row["capability"])
+        ):
             continue
-        if "gpu" in row and not any(mark in _gpu(device) for mark in row["gpu"]):
-            continue
-        if ("gpu" in row or row.get("whole")) and _SLICE in _gpu(device):
-            continue
+        if "gpu" in row or row.get("whole"):
+            gpu = torch.cuda.get_device_name(device) if there else ""
+            if _SLICE in gpu or not any(mark in gpu for mark in row.get("gpu", ("",))):
+                continue
         yield row
 
 
@@ -181,52 +184,16 @@ def scope(device: torch.device, dtype: torch.dtype) -> str:
     return "attention" if row is None else str(row["by"])
 
 
-# The form of `elsa.linear` in float32 that a device has kernels of: a gated unit in one launch.
-GATED = "gated"
-
-
-def linear_form(form: str, device: torch.device) -> bool:
-    """Whether a form of linear layers is used on a device: where the shipped table says
-    that it was measured to be faster, and within `unmeasured`. Eager calls ask it each time.
-    """
-    tried: Any = SWITCHES["unmeasured"]
-    return form in tried or _form_measured(form, device)
-
-
-linear_form._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compilers open no file
-
-
 @functools.lru_cache(maxsize=64)
-def _form_measured(form: str, device: torch.device) -> bool:
-    return any(_found(f"{form}_linear", "infer", device, torch.float32))
+def is_gated(device: torch.device) -> bool:
+    """Whether a gated unit in float32 is one launch on a device: measured to be faster."""
+    return any(_found("gated_linear", "infer", device, torch.float32))
 
 
-@contextmanager
-def unmeasured(*forms: str) -> Iterator[None]:
-    """Use forms of linear layers that no table names yet, in every thread: to test and to measure
-    them. They are not chosen by auto until measured.
-    """
-    before: Any = SWITCHES["unmeasured"]
-    SWITCHES["unmeasured"] = before | frozenset(forms)
-    cuda.forget()  # plans are kept by layouts alone
-    try:
-        yield
-    finally:
-        SWITCHES["unmeasured"] = before
-        cuda.forget()
-
-
-def _gpu(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    if not torch.cuda.is_available() or torch.version.hip:
-        return None
-    return torch.cuda.get_device_capability(device)
+is_gated._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compilers open no file
 
 
 @functools.cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return table
+def _table() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))["rows"]
+    return rows

@@ -67,9 +67,6 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
     reasons: tuple[str, ...] = ()
     if found.whole:
         by = "PyTorch's own kernels, forward and backward"
-    elif found.own_gradients:
-        masks = "; of an additive mask plain PyTorch" if "attn_mask" in record.terms else ""
-        by = f"kernels of the same backend{masks}"
     elif found.gradient is not None and not (record.twin and found.run is record.eager):
         name, reasons = gradient_name(request)
         attention = request.operator == "attention"
@@ -77,6 +74,8 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
             by = f"by {name}" + (" from our output and lse" if attention else "")
             if name == "native" and attention and request.dtype.itemsize == 2:
                 by += f" up to {HALF_KEYS_MAX} keys, beyond by PyTorch's kernels or plain PyTorch"
+            if name == "triton" and request.operator == "entmax_attention":
+                by += "; of an additive mask plain PyTorch"
         elif attention:
             by = "recomputed block by block in plain PyTorch from the lse"
         elif request.operator == "varlen_attention" and request.device_type == "cuda":

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from elsa_core import ops
 from elsa_core import precision as precisions
@@ -123,16 +122,9 @@ def _on_triton(module: str, name: str = "support") -> Callable[[Request], Suppor
 
 
 def _whole(*arguments: Any) -> tuple[Tensor, None]:
-    """By PyTorch's own operator, which has no lse to give."""
-    return sdpa.attention(*arguments), None
-
-
-def _whole_dropout(*arguments: Any) -> tuple[Tensor, None]:
-    """By PyTorch's own operator, which draws for itself."""
-    return sdpa.attention(*arguments[:-1]), None
-
-
-_LINEAR: list[Callable[..., Tensor | None]] = []
+    """By PyTorch's own operator, which has no lse to give, and draws what it drops for itself: the
+    ninth argument of a call with dropout is a seed."""
+    return sdpa.attention(*arguments[:8]), None
 
 
 def _linear_by_triton(input: Tensor, weight: Tensor, *terms: Any) -> Tensor | None:
@@ -140,25 +132,21 @@ def _linear_by_triton(input: Tensor, weight: Tensor, *terms: Any) -> Tensor | No
     alone = activation == "none" and residual is None and scale is None
     if alone and precision == "strict" and measured.product_by_pytorch(input, weight) is not None:
         return None
-    if not is_compiling() and _LINEAR:  # in this order: a compiler guards on what it reads
-        return _LINEAR[0](input, weight, *terms)
     from elsa_core.backends.triton.linear.gate import serve  # compilers know no `_late`
 
-    if not is_compiling():
-        _LINEAR.append(serve)
     return serve(input, weight, *terms)
 
 
 def _gated_support(request: Request) -> Support:
     answer: Support = _late("triton.linear.gate", "support_form")(request)
-    if answer.ok and not measured.linear_form(measured.GATED, request.device):
+    if answer.ok and not measured.is_gated(request.device):
         return Support(False, "was not measured to be faster on this GPU")
     return answer
 
 
 def _gated_linear_by_triton(*arguments: Any) -> Tensor | None:
     input, weight = arguments[:2]
-    if not measured.linear_form(measured.GATED, input.device):
+    if not measured.is_gated(input.device):
         return None
     graphed = calls.recorded() or torch.cuda.is_current_stream_capturing()
     least = 0 if graphed else measured.eager_least("linear", input.dtype)
@@ -177,28 +165,23 @@ def _native_gradient(request: Request) -> Support:
 
 def _native(record: ops.Operator, schedule: str = "schedule", **more: Any) -> Implementation:
     words = _whole_windows if record.kind == "window" else _late("native", schedule)
+    if record.gradients and record.gradients.backward:
+        backward = _late("native_backward", f"{record.name}_backward")
+        more = {"gradient": _native_gradient, "backward": backward} | more
     return Implementation(_late("native", "support"), record.overload, words, _fma, **more)
 
 
-def _native_trained(
-    record: ops.Operator, schedule: str = "schedule", **more: Any
-) -> Implementation:
-    backward = _late("native_backward", f"{record.name}_backward")
-    return _native(record, schedule, gradient=_native_gradient, backward=backward, **more)
-
-
 _NATIVE = {
-    "attention": _native_trained(
+    "attention": _native(
         ops.ATTENTION, partition=_late("native", "partition"),
         state=_late("native", "attention_state"),
     ),
-    "attention_dropout": _native_trained(ops.ATTENTION_DROPOUT),
-    "varlen_attention": _native_trained(ops.VARLEN_ATTENTION, "varlen_schedule"),
-    "window_attention": _native_trained(ops.WINDOW_ATTENTION),
+    "attention_dropout": _native(ops.ATTENTION_DROPOUT),
+    "varlen_attention": _native(ops.VARLEN_ATTENTION, "varlen_schedule"),
+    "window_attention": _native(ops.WINDOW_ATTENTION),
     "sparse_attention": _native(ops.SPARSE_ATTENTION),
     "entmax_attention": _native(
-        ops.ENTMAX_ATTENTION, "entmax_schedule", gradient=_late("native", "support"),
-        backward=_late("native_backward", "entmax_attention_backward"),
+        ops.ENTMAX_ATTENTION, "entmax_schedule", gradient=_late("native", "support")
     ),
 }  # fmt: skip
 # What computes an operator on CUDA devices: modules that are imported at the first call.
@@ -265,12 +248,17 @@ _TRITON = {
         record.name: Implementation(
             support=_on_triton("triton.attention.entmax"),
             run=record.overload,
-            schedule=_late("triton.attention.entmax", "schedule"),
+            schedule=_says(
+                "blocks of 64 queries; blocks of keys that can hold no weight are read once"
+            ),
             arithmetic=_of_tf32,
             gradient=_on_triton("triton.attention.entmax"),
-            own_gradients=True,
+            backward=_late("triton.attention.entmax", backward),
         )
-        for record in (ops.ENTMAX_ATTENTION, ops.ENTMAX_VARLEN_ATTENTION)
+        for record, backward in (
+            (ops.ENTMAX_ATTENTION, "entmax_backward"),
+            (ops.ENTMAX_VARLEN_ATTENTION, "entmax_varlen_backward"),
+        )
     },
     "sparse_attention": Implementation(
         support=_on_triton("triton.attention.sparse"),
@@ -318,7 +306,7 @@ _ONEDNN = {
 _SDPA = {
     "attention_dropout": Implementation(
         support=sdpa.support,
-        run=_whole_dropout,
+        run=_whole,
         schedule=sdpa.schedule,
         arithmetic=_of_pytorch,
         takes=sdpa.takes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import index
 from typing import Any, Final
 
@@ -12,32 +13,33 @@ from elsa_core import dispatch
 from elsa_core.backends.support import Request
 from elsa_core.base import calls
 from elsa_core.base.operands import autocast, leading_dims, operands, require_number, require_tensor
+from elsa_core.dispatch import Route
 from elsa_core.errors import ElsaError
 
 Kind = tuple[str, torch.dtype, int, int, str]
 _REQUIRED: Final = ("query", "key", "value", "cu_seqlens_q", "qkv", "input", "weight")
+_TENSORS: Final = (*_REQUIRED, "attn_mask", "cu_seqlens_k", "bias", "residual")
 _NUMBERS: Final = ("scale", "dropout_p", "mask_value")
 _FLAGS: Final = ("is_causal", "enable_gqa", "grid")
 _NAMES: Final = ("precision", "backend", "layout", "activation")
 
 
-def explain_types(error: Exception, **given: Any) -> None:
+def explain_types(error: Exception, given: Mapping[str, Any]) -> None:
     """Say which argument of a call that failed has a wrong type; nothing is looked at before.
 
     So right calls cost nothing. A call that failed for another reason passes.
 
     Args:
         error: what the call raised; an error of elsa says itself what was wrong.
-        given: arguments by name; those that are none of the above are tensors or None.
+        given: arguments by name, `locals()` of a public function; other names are not read.
 
     Raises:
         TypeError: names the argument.
     """
     if isinstance(error, ElsaError):
         return
-    others = (*_NUMBERS, *_FLAGS, *_NAMES)
     for name, each in given.items():
-        if name not in others and (each is not None or name in _REQUIRED):
+        if name in _TENSORS and (each is not None or name in _REQUIRED):
             require_tensor(name, each)
     for name, each in given.items():
         if name in _NUMBERS and not (name == "scale" and each is None):
@@ -55,13 +57,20 @@ def default_scale(query: Tensor) -> float:
 
 def kind_of(query: Tensor, value: Tensor, precision: str) -> Kind:
     """What `dispatch.choose` takes behind the operator's name."""
-    return (
-        calls.place(query),
-        query.dtype,
-        index(query.shape[-1]),
-        index(value.shape[-1]),
-        precision,
-    )
+    widths = index(query.shape[-1]), index(value.shape[-1])
+    return calls.place(query), query.dtype, *widths, precision
+
+
+def explained(
+    operator: str, tensors: tuple[Tensor, ...], precision: str, backend: str,
+    gradient: tuple[str, ...], schedule: tuple[Any, ...], mask: str = "none",
+) -> Route:  # fmt: skip
+    """`dispatch.route` of a call of [..., D] tensors query, key and value."""
+    request = request_of(operator, tensors, precision, mask, gradient)
+    alone = dispatch.plain_alone(backend)
+    if alone:
+        return dispatch.route(request, dispatch.PLAIN, schedule=schedule, because=f"has no {alone}")
+    return dispatch.route(request, backend, schedule=schedule)
 
 
 def request_of(

@@ -182,7 +182,6 @@ def registered() -> Iterator[None]:
 
 
 SWITCHES: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "unmeasured": lambda: dispatch.unmeasured(dispatch.GATED),
     "describing": lambda: describing(Described("H200", (9, 0), 132)),
     "registered": registered,
 }

@@ -334,7 +334,7 @@ def test_gated_mlps(monkeypatch):
 
 @pytest.mark.parametrize("name", ["split", "packed", "gate last"])
 def test_a_gated_unit_in_one_call(monkeypatch, name):
-    """Only within `unmeasured`, with the operands that the module's formula names."""
+    """With the operands that the module's formula names, where a backend has such a kernel."""
     mlp = pytest.importorskip("timm.layers.mlp")
 
     from elsa_core.ops.linear.gated_record import plain
@@ -352,21 +352,18 @@ def test_a_gated_unit_in_one_call(monkeypatch, name):
         calls.append(given)
         return plain(*given)
 
-    monkeypatch.setitem(dispatch.SERVING, ("gated_linear", "cpu", "auto"), (serve,))
     with torch.no_grad():
         wanted = model(x)
         elsa.patch(model, scope="model")
         torch.testing.assert_close(model(x), wanted)
-        assert not calls
-        with dispatch.unmeasured(dispatch.GATED):
-            torch.testing.assert_close(model(x), wanted)
-            assert len(calls) == 1
-            model[0].act.register_forward_hook(lambda *seen: None)
-            torch.testing.assert_close(model(x), wanted)
+        monkeypatch.setitem(dispatch.SERVING, ("gated_linear", "cpu", "auto"), (serve,))
+        torch.testing.assert_close(model(x), wanted)
+        assert len(calls) == 1
+        model[0].act.register_forward_hook(lambda *seen: None)
+        torch.testing.assert_close(model(x), wanted)
         assert len(calls) == 1  # a hook sees what is between
     model[0].act._forward_hooks.clear()
-    with dispatch.unmeasured(dispatch.GATED):
-        model[0](x).sum().backward()  # composed, where a gradient is wanted
+    model[0](x).sum().backward()  # composed, where a gradient is wanted
     assert len(calls) == 1 and all(p.grad is not None for p in model.parameters())
 
 

@@ -39,11 +39,10 @@ def attention(
     """Exact softmax attention: `softmax(query key^T * scale + attn_mask) value`.
 
     The signature, layout and meaning of `torch.nn.functional.scaled_dot_product_attention`. Inputs
-    may have any strides and are never made contiguous. Jagged nested tensors [B, H, j, D], without
-    mask and dropout, are served by `elsa_core.varlen_attention`. Scores, softmax and sums are
-    float32, or float64 for float64 inputs. Differentiable once in query, key, value and an additive
-    mask; forward-mode AD and the derivatives of `torch.func` are served by the eager backend. Where
-    the shipped table says so, training calls are served by PyTorch's own kernels (see `explain`).
+    may have any strides and are never made contiguous. Jagged nested tensors [B, H, j, D] take
+    neither mask nor dropout. Scores, softmax and sums are float32, or float64 for float64 inputs.
+    Differentiable once in query, key, value and an additive mask; forward-mode AD and the
+    derivatives of `torch.func` are served by the eager backend.
 
     Args:
         query: [..., Hq, Nq, D], floating; `...` is any number of batch dims.
@@ -52,24 +51,23 @@ def attention(
         attn_mask: broadcastable to [..., Hq, Nq, Nk] and never expanded in memory. bool (True takes
             part) or additive, float32 or the query's dtype.
         dropout_p: probability in [0, 1] of dropping an attention weight; the others are divided by
-            1 - dropout_p. What is dropped follows the default generator of the tensors' device
-            (`torch.manual_seed`). It is the same on every backend but "sdpa", which "auto" takes
+            1 - dropout_p. It follows the default generator of the tensors' device
+            (`torch.manual_seed`), in the same way on every backend but "sdpa", which "auto" takes
             on a GPU. lse is that without dropout.
         is_causal: query i sees keys 0..i (top-left aligned); excludes `attn_mask`.
         scale: factor on the scores; default 1 / sqrt(D). A scale of 0.0 is a scale.
         enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).
         precision: "strict", "ieee", "turbo" or "lean", see `elsa_core.precision`.
         backend: "auto" or one of `elsa_core.dispatch.names()`. "auto" takes PyTorch's own kernels
-            where they were measured to be the faster exact ones: half precision in training, some
-            long rows on a GPU.
+            where they were measured to be the faster exact ones (see `explain`).
         return_lse: also return the natural log of the softmax normaliser.
         sparsity: None, "exact", or a number in (0, 1). Tiles of keys are left out whose weights,
-            relative to the row's maximum so far, are all at most this number. That costs an error,
-            which `elsa_core.sparsity_report` and `elsa check` show. "exact" is so small a number
-            that finite outputs change by less than the dtype's rounding. With "auto" only the CPU
-            leaves out tiles. Excludes dropout_p; a number excludes gradients.
-        offload: "host" where key and value, or query too, stay in host memory. They stream through
-            the device in blocks. `elsa_core.offload.attention` says what it refuses.
+            relative to the row's maximum so far, are all at most this number; the error is what
+            `elsa_core.sparsity_report` and `elsa check` show. "exact": finite outputs change by
+            less than the dtype's rounding. With "auto" only the CPU leaves out tiles. Excludes
+            dropout_p; a number excludes gradients.
+        offload: "host" where key and value, or query too, stay in host memory and stream through
+            the device in blocks. See `elsa_core.offload.attention`.
         offload_block: keys of such a block; default: by the free memory.
 
     Returns:
@@ -116,9 +114,5 @@ def attention(
             backend, return_lse,
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError) as error:
-        explain_types(
-            error, query=query, key=key, value=value, attn_mask=attn_mask, scale=scale,
-            dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa, precision=precision,
-            backend=backend,
-        )  # fmt: skip
+        explain_types(error, locals())
         raise

@@ -12,9 +12,17 @@ from elsa_core import dispatch, ops
 from elsa_core.backends import philox
 from elsa_core.base import calls
 from elsa_core.base.operands import checked_mask, operands, require_dense
-from elsa_core.dispatch import Layout, Route, launches
+from elsa_core.dispatch import Route, launches
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.ops.arguments import Kind, default_scale, kind_of, prepared, request_of, restored
+from elsa_core.ops.arguments import (
+    Kind,
+    default_scale,
+    explained,
+    kind_of,
+    prepared,
+    request_of,
+    restored,
+)
 from elsa_core.ops.sparse import api as sparse
 
 Answer = Tensor | tuple[Tensor, Tensor]
@@ -88,7 +96,7 @@ def ordinary(
         recorded = torch.is_grad_enabled() and _required(query, key, value, attn_mask)
         by_pytorch = device.type == "cuda" and choice.name == dispatch.PLAIN
         arguments = (query, key, value, attn_mask, is_causal, scale, precision)
-        by_name = backend != "auto" and dispatch.peer_fault(backend, _layout(arguments), "whole")
+        by_name = backend != "auto" and _fault(backend, arguments)
         if by_pytorch or by_name or (recorded and return_lse):
             return None
         if recorded:
@@ -100,8 +108,8 @@ def ordinary(
         raise
 
 
-def _layout(arguments: tuple[Any, ...]) -> Layout:
-    return Layout(*arguments[:3], *arguments[4:6])
+def _fault(backend: str, arguments: tuple[Any, ...]) -> str | None:
+    return dispatch.peer_fault(backend, "whole", *arguments[:3], *arguments[4:6])
 
 
 def _inferred(
@@ -111,7 +119,7 @@ def _inferred(
     output alone is wanted.
     """
     held = _holding(choice.rows, arguments) if choice.rows and given is not None else ()
-    out = _by_row(held, arguments) if held else None
+    out = _by_row(held, arguments)
     if out is not None:
         return out, None
     found: tuple[Tensor, Tensor | None]
@@ -132,12 +140,7 @@ def _holding(rows: Any, arguments: tuple[Any, ...], known: Any = bool) -> list[A
         return []
     of_mask = None if mask is None else mask.shape
     facts = dispatch.attention_facts(query.shape, key.shape, of_mask, known, causal=causal)
-    layout = _layout(arguments)
-    return [
-        row
-        for row in rows
-        if row.holds(facts, known) and not dispatch.peer_fault(row.by, layout, "whole")
-    ]
+    return [row for row in rows if row.holds(facts, known) and not _fault(row.by, arguments)]
 
 
 def _by_row(held: Any, arguments: tuple[Any, ...]) -> Tensor | None:
@@ -170,7 +173,7 @@ def _measured_faster(kind: Kind, backend: str, arguments: tuple[Any, ...]) -> Te
     if calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask):
         return None
     rows = dispatch.rows_of("attention", *kind, backend)
-    return _by_row(_holding(rows, arguments, known), arguments) if rows else None
+    return _by_row(_holding(rows, arguments, known) if rows else (), arguments)
 
 
 def _recorded(arguments: tuple[Any, ...], choice: Any, backend: str) -> Tensor:
@@ -222,7 +225,7 @@ def _served(
         return run(*arguments, float(dropout_p), seed)  # type: ignore[no-any-return]
     if dispatch.plain_alone(backend):
         return ops.ATTENTION.reference(*arguments[:6])  # type: ignore[no-any-return]
-    _refuse_faulty(backend, _layout(arguments))
+    _refuse_faulty(backend, arguments)
     if not return_lse:
         if backend == "auto" and not calls.exporting():
             name = _whole(kind, arguments) or name
@@ -254,9 +257,9 @@ def _dropped_by(
     return dispatch.choose("attention_dropout", *kind, backend)
 
 
-def _refuse_faulty(backend: str, layout: Layout) -> None:
+def _refuse_faulty(backend: str, arguments: tuple[Any, ...]) -> None:
     """Raise where the backend asked for by name would compute a call wrong."""
-    fault = dispatch.peer_fault(backend, layout, "whole")
+    fault = _fault(backend, arguments)
     if fault:
         raise UnavailableError(f"backend={backend!r} cannot serve this call: {fault}")
 
@@ -286,9 +289,7 @@ def _whole(kind: Kind, arguments: tuple[Any, ...], operator: str = "attention") 
             facts |= {"graph": graph, "tokens": query.shape[2]}
     mode = "train" if gradient else "infer"
     name = dispatch.choose(operator, *kind, "auto", mode, gradient=gradient, **facts)
-    if not dispatch.is_whole(operator, name):
-        return ""
-    if dispatch.peer_fault(name, _layout(arguments), "whole"):
+    if not dispatch.is_whole(operator, name) or _fault(name, arguments):
         return ""
     takes = dispatch.implementation(operator, name).takes
     return name if takes is None or takes(query, key, attn_mask) else ""
@@ -319,13 +320,13 @@ def explain(
     words = (q, k, v, mask, is_causal, precision)
     arguments = (q, k, v, mask, is_causal, default_scale(q) if scale is None else scale, precision)
     kind = kind_of(q, v, precision)
-    _refuse_faulty(backend, _layout(arguments))
+    _refuse_faulty(backend, arguments)
     if dropout_p != 0.0:
         name = _dropped_by(kind, arguments, dropout_p, backend, return_lse=False)
         return dispatch.route(request._replace(operator="attention_dropout"), name, schedule=words)
-    alone = dispatch.plain_alone(backend)
-    if alone:
-        return dispatch.route(request, dispatch.PLAIN, schedule=words, because=f"has no {alone}")
+    served = explained("attention", (q, k, v), precision, backend, gradient, words, of_mask)
+    if dispatch.plain_alone(backend):
+        return served
     whole = _whole(kind, arguments) if backend == "auto" and not calls.exporting() else ""
     if whole:
         faster = "trains slower: the shipped table of measurements"
@@ -341,4 +342,4 @@ def explain(
                 "serves exported programs, open lengths of compiled ones and calls with lse"
             )
             return dispatch.route(request, row.by, schedule=words, because=slower)
-    return dispatch.route(request, backend, schedule=words)
+    return served

@@ -32,12 +32,10 @@ def entmax_attention(
 
     A row of scores s has the weights [(alpha - 1) s_j - tau]_+^(1 / (alpha - 1)), with the
     threshold tau for which they sum to 1; scores at or below it weigh exactly 0. alpha = 1 is
-    softmax (`elsa_core.attention` serves it), alpha = 2 is sparsemax. Inputs may have any strides.
-    Jagged nested tensors [B, H, j, D], without mask, are served by `entmax_varlen_attention`.
-    Scores and sums are float32, or float64 for float64 inputs. Differentiable once in query, key,
-    value, an additive mask and alpha. Three numbers a row and a byte a tile are saved for the
-    gradients. Forward-mode AD and the derivatives of `torch.func` hold all
-    scores in memory.
+    softmax, alpha = 2 is sparsemax. Inputs may have any strides. Jagged nested tensors
+    [B, H, j, D] take no mask. Scores and sums are float32, or float64 for float64 inputs.
+    Differentiable once in query, key, value, an additive mask and alpha. Forward-mode AD and the
+    derivatives of `torch.func` hold all scores in memory.
 
     Args:
         query: [..., Hq, Nq, D], floating; `...` is any number of batch dims.
@@ -78,8 +76,5 @@ def entmax_attention(
             enable_gqa=enable_gqa, precision=precision, backend=backend,
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError) as error:
-        explain_types(
-            error, query=query, key=key, value=value, attn_mask=attn_mask, scale=scale,
-            is_causal=is_causal, enable_gqa=enable_gqa, precision=precision, backend=backend,
-        )  # fmt: skip
+        explain_types(error, locals())
         raise

@@ -11,13 +11,7 @@ from elsa_core.base import calls
 from elsa_core.base.operands import operands
 from elsa_core.dispatch import Route
 from elsa_core.errors import ArgumentError
-from elsa_core.ops.arguments import (
-    default_scale,
-    kind_of,
-    prepared,
-    request_of,
-    restored,
-)
+from elsa_core.ops.arguments import default_scale, explained, kind_of, prepared, restored
 from elsa_core.ops.attention.api import attention as softmax_attention
 from elsa_core.ops.attention.api import explain as explain_softmax
 
@@ -63,11 +57,7 @@ def explain_entmax_attention(
         query=query, key=key, value=value, attn_mask=attn_mask, head_alpha=of_heads(alpha, q)[1]
     )
     of_mask = dispatch.mask_kind(mask, is_causal)
-    request = request_of("entmax_attention", (q, k, v), precision, of_mask, gradient)
-    alone = dispatch.plain_alone(backend)
-    if alone:
-        return dispatch.route(request, dispatch.PLAIN, schedule=(q, k), because=f"has no {alone}")
-    return dispatch.route(request, backend, schedule=(q, k))
+    return explained("entmax_attention", (q, k, v), precision, backend, gradient, (q, k), of_mask)
 
 
 def is_softmax(alpha: float | Tensor) -> bool:
@@ -77,22 +67,19 @@ def is_softmax(alpha: float | Tensor) -> bool:
         TypeError: it is neither a number nor a tensor.
         ArgumentError: it is a number outside [1, 4].
     """
-    return not isinstance(alpha, Tensor) and _number(alpha) == LEAST_ALPHA
-
-
-def _number(alpha: object) -> float:
+    if isinstance(alpha, Tensor):
+        return False
     if not isinstance(alpha, Real):
         raise TypeError(f"alpha must be a number or a torch.Tensor, not {type(alpha).__name__}")
-    number = float(alpha)
-    if not LEAST_ALPHA <= number <= MOST_ALPHA:  # NaN too
-        raise ArgumentError(f"alpha={number} must be in [1, 4]")
-    return number
+    if not LEAST_ALPHA <= float(alpha) <= MOST_ALPHA:  # NaN too
+        raise ArgumentError(f"alpha={float(alpha)} must be in [1, 4]")
+    return alpha == LEAST_ALPHA
 
 
 def of_heads(alpha: float | Tensor, query: Tensor) -> tuple[float, Tensor | None]:
-    """The number, or 0 and the tensor as [B or 1, Hq or 1, 1, 1]."""
+    """The number that `is_softmax` took, or 0 and the tensor as [B or 1, Hq or 1, 1, 1]."""
     if not isinstance(alpha, Tensor):
-        return _number(alpha), None
+        return float(alpha), None
     if not alpha.dtype.is_floating_point:
         raise ArgumentError(f"alpha must be floating, not {alpha.dtype}")
     if alpha.device != query.device:

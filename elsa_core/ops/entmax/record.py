@@ -27,7 +27,6 @@ under a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,11 +87,5 @@ ENTMAX_VARLEN_ATTENTION, _ = differentiable(
     portable=portable_entmax.entmax_varlen_attention,
 )  # fmt: skip
 # On devices without kernels of these operators the names stand for the references too.
-_REFERENCES: dict[str, Callable[..., Any]] = {
-    "entmax_attention": eager_entmax.attention,
-    "entmax_attention_backward": eager_entmax.backward,
-    "entmax_varlen_attention": eager_varlen.entmax_attention,
-    "entmax_varlen_attention_backward": eager_varlen.entmax_backward,
-}
-for _name, _reference in _REFERENCES.items():
-    implement(_name, _reference, "CompositeExplicitAutograd")
+for _record in (ENTMAX_ATTENTION, ENTMAX_VARLEN_ATTENTION):
+    implement(_record.name, _record.reference, "CompositeExplicitAutograd")

@@ -16,7 +16,7 @@ from elsa_core.base import calls, packing
 from elsa_core.base.operands import autocast
 from elsa_core.dispatch import Route
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.ops.arguments import default_scale, explain_types, is_cast, kind_of, request_of
+from elsa_core.ops.arguments import default_scale, explain_types, explained, is_cast, kind_of
 from elsa_core.ops.attention import nested
 from elsa_core.ops.entmax import dense
 from elsa_core.ops.varlen import api as varlen
@@ -47,17 +47,15 @@ def entmax_varlen_attention(
     """alpha-entmax attention within each of the sequences whose tokens lie one after another.
 
     Each sequence is what `elsa_core.entmax_attention` gives of it alone. The Triton kernels on
-    CUDA serve all of them in one launch, and in five for all gradients; the host reads no length,
-    so that compiled programs and CUDA graphs are served as any call. The workspace is, for each
-    head and tile of 64 x 64, five bytes in the forward, of which one is kept for the backward,
-    which takes eight more. There are (T / 64 + S) x max_seqlen_k / 64 tiles. The numbers of all
-    tokens stand for longest lengths that are not given: 262 144 tokens of 8 heads then take 0.7 GB
-    in the forward. Above 1 GiB an eager call reads them instead, and waits for the device.
+    CUDA serve all of them in one launch; the host reads no length. The workspace is five bytes for
+    each head and tile of 64 x 64, of (T / 64 + S) x max_seqlen_k / 64 tiles. The numbers of all
+    tokens stand for longest lengths that are not given; above 1 GiB an eager call reads them
+    instead, and waits for the device.
 
     Other backends serve one sequence after another: on a GPU the host waits once for the lengths.
-    Compiled programs and CUDA graphs under capture cannot read them; they pad to `max_seqlen_q` and
-    `max_seqlen_k`, which they have to be given. `explain_entmax_varlen_attention` says which of the
-    two it is. Differentiable once in query, key, value and alpha; inputs may have any strides.
+    Compiled programs and CUDA graphs under capture pad to `max_seqlen_q` and `max_seqlen_k`, which
+    they have to be given. `explain_entmax_varlen_attention` says which of the two it is.
+    Differentiable once in query, key, value and alpha; inputs may have any strides.
 
     Args:
         query: [T, Hq, D], floating; T tokens of all sequences.
@@ -120,10 +118,7 @@ def entmax_varlen_attention(
         varlen.longest_of(given, *told)
         return _by_sequence(given, heads, terms)
     except (AttributeError, RuntimeError, TypeError) as error:
-        explain_types(
-            error, query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, **terms,
-        )  # fmt: skip
+        explain_types(error, locals())
         raise
 
 
@@ -150,9 +145,8 @@ def explain_entmax_varlen_attention(
     if _served_by(*kind_of(q, v, precision), backend) and not dispatch.plain_alone(backend):
         head_alpha = heads if isinstance(heads, Tensor) else None
         gradient = calls.wanted(query=q, key=k, value=v, head_alpha=head_alpha)
-        mask = "causal" if is_causal else "none"
-        request = request_of(_OPERATOR, (q, k, v), precision, mask, gradient)
-        found = dispatch.route(request, backend, schedule=(q, k))
+        mask = dispatch.mask_kind(None, is_causal)
+        found = explained(_OPERATOR, (q, k, v), precision, backend, gradient, (q, k), mask)
         return replace(found, schedule=f"all sequences in one launch; {found.schedule}")
     varlen.longest_of(given, max_seqlen_q, max_seqlen_k)
     alone = heads[:1] if isinstance(heads, Tensor) else heads
@@ -210,34 +204,24 @@ def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) 
             both = torch.stack([t.long().diff().amax() for t in given[3:]]).tolist()
             max_seqlen_q = max(0, both[0]) if max_seqlen_q is None else max_seqlen_q
             max_seqlen_k = max(0, both[1]) if max_seqlen_k is None else max_seqlen_k
-    queries: Any = given.query.shape[0]
-    keys: Any = given.key.shape[0]
     # a symbolic length of a compiled program stays one: the compiler's min is symbolic itself, and
     # takes no `sym_min` of numbers (torch 2.11)
     least: Any = min if is_dynamo_compiling() else torch.sym_min
-    if max_seqlen_q is not None:
-        queries = least(_count("max_seqlen_q", max_seqlen_q), queries)
-    if max_seqlen_k is not None:
-        keys = least(_count("max_seqlen_k", max_seqlen_k), keys)
-    return queries, keys
-
-
-def _count(name: str, given: int) -> int:
-    """A longest length as an integer.
-
-    Raises:
-        TypeError: it is none.
-        ArgumentError: it is negative.
-    """
-    other: object = given  # of a class that types do not know
-    if not isinstance(other, int | torch.SymInt):
-        try:
-            given = index(given)
-        except TypeError:
-            raise TypeError(f"{name} must be an integer, not {type(other).__name__}") from None
-    if not torch.compiler.is_compiling() and given < 0:
-        raise ArgumentError(f"{name}={given} must not be negative")
-    return given
+    bounds: list[Any] = [given.query.shape[0], given.key.shape[0]]
+    for i, (side, told) in enumerate((("q", max_seqlen_q), ("k", max_seqlen_k))):
+        if told is None:
+            continue
+        longest: Any = told
+        if not isinstance(longest, int | torch.SymInt):
+            try:
+                longest = index(told)
+            except TypeError:
+                kind = type(told).__name__
+                raise TypeError(f"max_seqlen_{side} must be an integer, not {kind}") from None
+        if not torch.compiler.is_compiling() and longest < 0:
+            raise ArgumentError(f"max_seqlen_{side}={longest} must not be negative")
+        bounds[i] = least(longest, bounds[i])
+    return bounds[0], bounds[1]
 
 
 def _reads(query: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -44,18 +43,11 @@ def linear(
     without the others; an absent term is left out. Operands may have any strides.
 
     On sm_90 float32 products are computed on tensor cores, faster than PyTorch's and with smaller
-    errors. Operands are split into halves of 11 significant bits; sums are float32, in short
-    chains. Not with precision="ieee", nor where PyTorch itself was allowed TF32, nor under
-    autocast. Half precision is PyTorch's, but for few channels, see
-    `elsa_core.backends.triton.linear.gate`.
-
-    On AMD's processors with AVX-512, PyTorch's MKL computes float32 products with AVX2. There
-    PyTorch's oneDNN computes larger ones that no tracer records and that need no gradient, in parts
-    that round like MKL's. Everything else, and all with precision="ieee", is
-    `torch.nn.functional.linear` and what PyTorch has for the rest.
-
-    Where a gradient is wanted, only the product is the operator's. PyTorch computes the rest, and
-    keeps the product for the backward as it does without this function.
+    errors: operands are split into halves of 11 significant bits, sums are float32. Not with
+    precision="ieee", nor where PyTorch itself was allowed TF32, nor under autocast. On AMD's
+    processors with AVX-512 PyTorch's oneDNN computes larger float32 products that no tracer records
+    and that need no gradient. Everything else is `torch.nn.functional.linear` and what PyTorch has
+    for the rest.
 
     Args:
         input: [..., K], any floating dtype. weight: [N, K]. bias: [N].
@@ -87,8 +79,7 @@ def linear(
         _check(input, weight, bias, residual, scale, value)
         _check_names(activation, precision, backend, input.dtype)
     except (AttributeError, TypeError) as error:
-        _explain_types(error, input, weight, bias, activation, residual, scale, value,
-                       precision, backend)  # fmt: skip
+        _explain_types(error, locals())
         raise
     if value is not None:
         out = served_gated(input, (weight, bias), value, activation, precision, backend)
@@ -205,8 +196,7 @@ def explain_linear(
         _check(input, weight, bias, residual, scale, value)
         _check_names(activation, precision, backend, input.dtype)
     except (AttributeError, TypeError) as error:
-        _explain_types(error, input, weight, bias, activation, residual, scale, value,
-                       precision, backend)  # fmt: skip
+        _explain_types(error, locals())
         raise
     gradient = calls.wanted(input=input, weight=weight, bias=bias, residual=residual, scale=scale)
     request = Request(
@@ -268,17 +258,14 @@ def _is_uniform(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return input.dtype == weight.dtype and (bias is None or bias.dtype == input.dtype)
 
 
-def _explain_types(
-    error: Exception, input: Any, weight: Any, bias: Any, activation: Any, residual: Any,
-    scale: Any, value: Any, precision: Any, backend: Any,
-) -> None:  # fmt: skip
-    parts: dict[str, Any] = {}
-    if isinstance(value, (tuple, list)):
-        parts.update(zip(("value's weight", "value's bias"), value, strict=False))
-    explain_types(error, input=input, weight=weight, bias=bias, residual=residual, **parts)
-    if scale is not None:
-        require_tensor("scale", scale)  # of other operators it is a number
-    explain_types(error, activation=activation, precision=precision, backend=backend)
+def _explain_types(error: Exception, given: dict[str, Any]) -> None:
+    scale, value = given.pop("scale"), given.pop("value")  # of other operators others
+    explain_types(error, given)
+    pair = value if isinstance(value, (tuple, list)) else ()
+    parts = zip(("value's weight", "value's bias"), pair, strict=False)
+    for name, tensor in (*parts, ("scale", scale)):
+        if tensor is not None:
+            require_tensor(name, tensor)
 
 
 def _check(
@@ -304,36 +291,23 @@ def _check(
         if vector is not None and (vector.dim() != 1 or vector.shape[0] != columns):
             raise ArgumentError(f"{name} must be [{columns}], not {list(vector.shape)}")
     if value is not None:
-        _check_gate(value, columns, depth)
+        if not isinstance(value, (tuple, list)) or len(value) != 2:
+            raise ArgumentError("value must be a pair: the weight [N, K], and the bias [N] or None")
+        if value[0] is None:
+            raise TypeError("value's weight must be a torch.Tensor, not None")
+        for name, part, sizes in (
+            ("weight", value[0], weight.shape),
+            ("bias", value[1], (columns,)),
+        ):
+            if part is not None and part.shape != sizes:
+                raise ArgumentError(f"value's {name} must be {list(sizes)}, not {list(part.shape)}")
     if residual is not None and residual.shape != (*input.shape[:-1], columns):
         raise ArgumentError(
             f"residual must be {[*input.shape[:-1], columns]}, not {list(residual.shape)}"
         )
 
 
-def _check_gate(value: Any, columns: int, depth: int) -> None:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ArgumentError("value must be a pair: the weight [N, K], and the bias [N] or None")
-    if value[0] is None:
-        raise TypeError("value's weight must be a torch.Tensor, not None")
-    if value[0].shape != (columns, depth):
-        raise ArgumentError(
-            f"value's weight must be {[columns, depth]}, not {list(value[0].shape)}"
-        )
-    if value[1] is not None and value[1].shape != (columns,):
-        raise ArgumentError(f"value's bias must be [{columns}], not {list(value[1].shape)}")
-
-
 def _check_names(activation: str, precision: str, backend: str, dtype: torch.dtype) -> None:
-    _checked_names(activation, precision, backend, dtype)
-
-
-# A constant for the compiler: names and a dtype decide.
-_check_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.lru_cache(maxsize=256)
-def _checked_names(activation: str, precision: str, backend: str, dtype: torch.dtype) -> None:
     if activation not in ACTIVATIONS:
         raise ArgumentError(
             f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}"
@@ -344,3 +318,7 @@ def _checked_names(activation: str, precision: str, backend: str, dtype: torch.d
         if not isinstance(backend, str):
             raise TypeError(f"backend must be text, not {type(backend).__name__}")
         raise ArgumentError(f"backend={backend!r} is unknown: choose one of {', '.join(known)}")
+
+
+# A constant for the compiler: names and a dtype decide.
+_check_names._dynamo_marked_constant = True  # type: ignore[attr-defined]

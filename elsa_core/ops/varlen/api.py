@@ -18,9 +18,9 @@ from elsa_core.ops.arguments import (
     Kind,
     default_scale,
     explain_types,
+    explained,
     is_cast,
     kind_of,
-    request_of,
     run,
 )
 from elsa_core.ops.attention.dense import attention, explain
@@ -56,22 +56,18 @@ def varlen_attention(
 
     Each sequence is what `elsa_core.attention` gives of it alone. Nothing is padded, but on CUDA
     devices without Triton, and for gradients of float32 there. Differentiable once in query, key
-    and value; inputs may have any strides (views of a packed projection are read as they lie). No
-    length recompiles anything.
+    and value; inputs may have any strides. No length recompiles anything.
 
     Args:
         query: [T, Hq, D], floating; T tokens of all sequences.
         key: [Tk, Hkv, D], the query's dtype and device.
         value: [Tk, Hkv, Dv].
         cu_seqlens_q: [S + 1], int32 or int64 on the query's device: where each of the S sequences
-            of queries starts, and T. It starts with 0 and does not decrease; a sequence may be
-            empty.
+            of queries starts, and T. Starts with 0 and does not decrease.
         cu_seqlens_k: the same of the keys and Tk; default cu_seqlens_q.
-        max_seqlen_q, max_seqlen_k: the longest sequence or more. They are used on CUDA devices
-            alone: without them a call reads cu_seqlens there, and waits for the device, as do
-            gradients that pad. With them the contents of cu_seqlens are not checked there: a
-            longest length that is too small or cumulative lengths that are none give an error of
-            the device or wrong results.
+        max_seqlen_q, max_seqlen_k: the longest sequence or more. Without them a call on a CUDA
+            device reads cu_seqlens and waits for the device. With them cu_seqlens are not checked
+            there: wrong ones give an error of the device or wrong results.
         is_causal: query i of a sequence sees its keys 0..i (top-left aligned, as in `attention`).
         scale: factor on the scores; default 1 / sqrt(D). A scale of 0.0 is a scale.
         enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).
@@ -117,11 +113,7 @@ def varlen_attention(
             out, lse = run("varlen_attention", name, (*terms, precision), (q, k, v))
         return (out, lse) if return_lse else out
     except (AttributeError, RuntimeError, TypeError) as error:
-        explain_types(
-            error, query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, scale=scale, is_causal=is_causal, enable_gqa=enable_gqa,
-            precision=precision, backend=backend,
-        )  # fmt: skip
+        explain_types(error, locals())
         raise
 
 
@@ -140,16 +132,15 @@ def explain_varlen_attention(
     told = max_seqlen_q, max_seqlen_k
     longest, kind = longest_of(given, *told), kind_of(q, v, precision)
     wanted = calls.wanted(query=query, key=key, value=value)
-    limits = _limits(given, is_causal)
-    request = request_of("varlen_attention", given[:3], precision, limits, wanted)
-    alone = dispatch.plain_alone(backend)
-    if alone:
-        return dispatch.route(request, dispatch.PLAIN, schedule=(q,), because=f"has no {alone}")
     spares = _spares_waiting(kind, given, is_causal, backend, told)
-    if not (spares or _pads(kind, backend)):
-        return dispatch.route(request, backend, schedule=(q, k, given.cu_seqlens_q))
-    if longest is None or not (q.shape[0] and k.shape[0]):
-        return dispatch.route(request, dispatch.PLAIN, schedule=(q,))
+    pads = spares or _pads(kind, backend)
+    empty = longest is None or not (q.shape[0] and k.shape[0])
+    served = explained(
+        "varlen_attention", given[:3], precision, dispatch.PLAIN if pads and empty else backend,
+        wanted, (q, k, given.cu_seqlens_q), _limits(given, is_causal),
+    )  # fmt: skip
+    if longest is None or empty or not pads or dispatch.plain_alone(backend):
+        return served
     mask = _hides(given, longest, is_causal)
     like = [
         t.new_empty(t.shape[2], requires_grad=t.requires_grad).as_strided(
@@ -161,9 +152,9 @@ def explain_varlen_attention(
         like[0], like[1], like[2], mask, is_causal=is_causal and mask is None, enable_gqa=True,
         precision=precision,
     )  # fmt: skip
-    name, reasons = dispatch.select(request)
+    reasons = tuple(reason for reason in served.reasons if not reason.startswith("gradients: "))
     if spares:
-        reasons = (*reasons, f"{name}: its gradients would wait for the device")
+        reasons = (*reasons, f"{served.backend}: its gradients would wait for the device")
     words = f"padded to {longest[0]} queries and {longest[1]} keys; {found.schedule}"
     return replace(found, schedule=words, reasons=(*reasons, *found.reasons))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from operator import index
+from operator import index, is_
 from typing import Any, SupportsIndex
 
 import torch
@@ -44,8 +44,8 @@ def window_attention(
     """Exact softmax attention within windows, read from the projection's output as it lies.
 
     The image is rolled by -shift_size, padded at the end of each axis to a multiple of the window,
-    cut into windows of T tokens, attended within each, cropped and rolled back. All of this is
-    index arithmetic inside the kernels; nothing of size windows x T x T exists in memory.
+    cut into windows of T tokens, attended within each, cropped and rolled back, all by index
+    arithmetic inside the kernels.
 
     On each shifted axis of padded size P (in rolled coordinates) the regions are [0, P - window),
     [P - window, P - shift) and [P - shift, P); `mask_value` is added to the scores of tokens of
@@ -107,7 +107,7 @@ def window_attention(
             if found is not None:
                 return found
         head_dim, window, shift = _geometry(qkv, num_heads, window_size, shift_size, layout, grid)
-        terms = read = (bias, bias_index, pad_qkv, logit_scale)
+        terms = read = bias, bias_index, pad_qkv, logit_scale
         if not (bias is bias_index is pad_qkv is logit_scale is None):
             _check_terms(qkv, terms, num_heads, math.prod(window))
             read = (
@@ -132,7 +132,9 @@ def window_attention(
                 out = _recorded(choice, arguments)
             else:
                 out = calls.below_autograd(choice.run, *arguments)
-                if qkv.is_cuda and backend == "auto" and _keeps_launch(choice, terms, read):
+                # the operator's kernel read the terms as they were given
+                kept = choice.run is ops.WINDOW_ATTENTION.overload and all(map(is_, terms, read))
+                if qkv.is_cuda and backend == "auto" and kept:
                     launches.WINDOW_ATTENTION.admit(
                         arguments,
                         (qkv, *terms, num_heads, window_size, shift_size, scale, mask_value, layout,
@@ -141,26 +143,17 @@ def window_attention(
         return out if qkv.dim() == 5 else out.squeeze(1)
     except (AttributeError, RuntimeError, TypeError) as error:
         _require_whole(num_heads)
-        explain_types(
-            error, qkv=qkv, scale=scale, mask_value=mask_value, grid=grid, layout=layout,
-            precision=precision, backend=backend,
-        )  # fmt: skip
+        explain_types(error, locals())
         raise
 
 
 def _recorded(choice: Any, arguments: tuple[Any, ...]) -> Any:
     """An eager call that autograd records."""
-    run = None
+    run = choice.run
     # a profile looks for the operator's name
-    if choice.run is ops.WINDOW_ATTENTION.overload and not _profiled():
-        run = dispatch.recorded("window_attention", choice.direct)
-    return (run or choice.run)(*arguments)
-
-
-def _keeps_launch(choice: Any, terms: tuple[Any, ...], read: tuple[Any, ...]) -> bool:
-    """Whether the operator's kernel read the terms as they were given."""
-    as_given = all(t is u for t, u in zip(terms, read, strict=True))
-    return as_given and choice.run is ops.WINDOW_ATTENTION.overload
+    if run is ops.WINDOW_ATTENTION.overload and not _profiled():
+        run = dispatch.recorded("window_attention", choice.direct) or run
+    return run(*arguments)
 
 
 def _traced(qkv: Tensor, kind: tuple[Any, ...], arguments: tuple[Any, ...]) -> Tensor:

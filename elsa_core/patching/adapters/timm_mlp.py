@@ -11,7 +11,6 @@ from typing import Any
 from timm.layers.mlp import GluMlp, Mlp, SwiGLU
 from torch import Tensor, nn
 
-from elsa_core import dispatch
 from elsa_core.ops.linear.api import served_gated
 from elsa_core.patching.adapters.common import (
     activation_of,
@@ -87,9 +86,9 @@ class _GatedMlp(_Mlp):
         watches what is between.
         """
         layers = [getattr(self, name) for name in self.elsa_layers[:-1]]
-        if not dispatch.linear_form(dispatch.GATED, x.device) or not activation_of(self.act):
+        if not activation_of(self.act) or is_watched(self.act, *layers):
             return None
-        if is_watched(self.act, *layers) or not all(map(is_plain_linear, layers)):
+        if not all(map(is_plain_linear, layers)):
             return None
         pair = [(layer.weight, layer.bias) for layer in layers]
         if len(pair) == 1:  # gate and value are halves of one layer

@@ -110,11 +110,6 @@ def _takes_more(gpu: torch.device) -> bool:
     return there and capability_of(gpu) in _SMALL and triton_version() == (3, 8)
 
 
-def schedule(*arguments: Any) -> str:
-    """How a call is cut, in words."""
-    return "blocks of 64 queries; blocks of keys that can hold no weight are read once"
-
-
 def entmax_forward(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, head_alpha: Tensor | None,
     alpha: float, is_causal: bool, scale: float, precision: str,
