@@ -263,10 +263,11 @@ def _gpu_seconds(call: Callable[[], object], flush: Tensor, calls: int) -> float
 
 
 def mark(device: torch.device) -> Any:
-    """Now: by the host's clock, or as an event on the current stream of a GPU."""
+    """Now: by the host's clock, or as an event on the current stream of a GPU, which is a node of
+    the graph that is captured there."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True, external=True)
     event.record()
     return event
 

@@ -15,7 +15,7 @@ from elsa_core.base.processes import environment_kept
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring.rounds import Settings
 from elsa_core.patching import plain_model
-from elsa_core.profiling.locate import Asked, located
+from elsa_core.profiling.locate import located
 from elsa_core.profiling.runs.runs import ProfileReport, Progress, prepare, timed
 from elsa_core.profiling.runs.variants import first_tensor, on_device
 
@@ -92,7 +92,8 @@ def profile(
         )  # fmt: skip
         if device.type == "cuda":  # compiling and capturing are not what the budget is for
             start = time.perf_counter()
-        asked = Asked(sites, errors, settings, start + budget_seconds)
-        budget = max(asked.left, budget_seconds / 2)  # the verdict comes before the sites
-        found, samples = timed(ready, replace(settings, budget_seconds=budget), tell, errors=errors)
-        return located(ready, found, samples, asked, tell)
+        end = start + budget_seconds
+        # the verdict comes before the sites
+        budget = max(end - time.perf_counter(), budget_seconds / 2)
+        found, _ = timed(ready, replace(settings, budget_seconds=budget), tell, errors=errors)
+        return located(ready, found, settings, tell, sites=sites, errors=errors, end=end)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch import nn
 
-from elsa_core import dispatch, ops
-from elsa_core.errors import ElsaError
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import Ratio, digits, middle_means, ratio
 from elsa_core.measuring.rounds import Sample
 from elsa_core.measuring.timing import between, mark
-from elsa_core.ops.attention.api import explain
-from elsa_core.ops.linear.api import explain_linear
-from elsa_core.ops.window.api import explain_window_attention
-from elsa_core.patching import AttentionSite, is_layer
-from elsa_core.profiling.boundaries import around
+from elsa_core.patching import AttentionSite, attention_within, entry
+from elsa_core.profiling.served import Served
 
 REST: Final = "rest of the model"
 
@@ -35,8 +27,8 @@ class SiteProfile(Plain):
     Attributes:
         path: its name in the model; `REST` for the rest, of which only times are known.
         seconds_before, seconds_after: a forward's time in it, mean over the middle half of the
-            rounds, or of a CUDA graph's replays: attention with its projections, without the MLP
-            and the norms of a block (`elsa_core.profiling.boundaries`).
+            rounds: attention with its projections, without the MLP and the norms of a block
+            (`around`).
         flops: of one image, as `AttentionSite` counts them; they tell layers of one class apart.
         within: paths of the sites that lie inside and have no row of their own, such as the
             projections of attention: their time is this row's.
@@ -70,235 +62,156 @@ class SiteProfile(Plain):
     within: tuple[str, ...] = ()
 
 
+def around(module: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+    """Have `enter` and `leave` called around the attention in every call of a site.
+
+    Most sites are attention modules: all of the call is attention, projections included. Where an
+    adapter takes over a block's way to its attention (Swin), the site is the block, whose MLP and
+    norms are not. A block with a method of its own for attention is watched there. In any other
+    block the calls of its children that have weights and do not hold the attention are left out:
+    `leave` comes before, `enter` after each of them.
+    """
+    inner = attention_within(module)
+    name = entry(module)
+    if inner is not None and name != "forward":
+        method = getattr(module, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            enter()
+            out = method(*args, **kwargs)
+            leave()
+            return out
+
+        setattr(module, name, called)
+        return
+    # A child may be a site of its own: whoever is inside leaves before another one enters.
+    module.register_forward_pre_hook(lambda *_: enter())
+    for child in () if inner is None else _others(module, inner):
+        child.register_forward_pre_hook(lambda *_: leave(), prepend=True)
+        child.register_forward_hook(lambda *_: enter())
+    module.register_forward_hook(lambda *_: leave(), prepend=True)
+
+
+def _others(module: nn.Module, inner: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules with weights inside `module` that neither are nor hold `inner`."""
+    for child in module.children():
+        if child is inner:
+            continue
+        if any(each is inner for each in child.modules()):
+            yield from _others(child, inner)
+        elif next(child.parameters(), None) is not None:
+            yield child
+
+
 class SiteClock:
     """Sums the time that a model's forwards spend in the attention of the sites at some paths.
 
     On CUDA the times are those between two events on the current stream, so that watching waits
-    for nothing.
+    for nothing. Events of a call that is captured become nodes of its CUDA graph, which every
+    replay records anew.
     """
 
     def __init__(self, model: nn.Module, paths: Sequence[str], device: torch.device) -> None:
-        self._device = device
+        self._paths = tuple(paths)
         self._spans: list[tuple[str, Any, Any]] = []
-        self._open: dict[str, list[Any]] = {path: [] for path in paths}
+        self._captured: list[tuple[str, Any, Any]] = []
         for path in paths:
-            enter, leave = partial(self._enter, path), partial(self._leave, path)
+            begun: list[Any] = []
+
+            def enter(begun: list[Any] = begun) -> None:
+                begun.append(mark(device))
+
+            def leave(path: str = path, begun: list[Any] = begun) -> None:
+                capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+                spans = self._captured if capturing else self._spans
+                spans.append((path, begun.pop(), mark(device)))
+
             around(model.get_submodule(path), enter, leave)
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Forget the calls so far."""
         self._spans.clear()
 
     def read(self) -> dict[str, float]:
         """Seconds by path since `reset`. On CUDA the caller has waited for the GPU."""
-        found = dict.fromkeys(self._open, 0.0)
-        for path, begin, end in self._spans:
+        found = dict.fromkeys(self._paths, 0.0)
+        for path, begin, end in (*self._spans, *self._captured):
             found[path] += between(begin, end)
         return found
 
-    def _enter(self, path: str) -> None:
-        self._open[path].append(mark(self._device))
 
-    def _leave(self, path: str) -> None:
-        end = mark(self._device)
-        self._spans.append((path, self._open[path].pop(), end))
-
-
-def outermost(
-    sites: Sequence[AttentionSite], timed: Mapping[str, str] | None = None
-) -> tuple[AttentionSite, ...]:
-    """The sites that lie in no other one: their times add up. Arguments as of `inside`."""
-    within = {path for paths in inside(sites, timed).values() for path in paths}
-    return tuple(site for site in sites if site.path not in within)
-
-
-def inside(
-    sites: Sequence[AttentionSite], timed: Mapping[str, str] | None = None
-) -> dict[str, tuple[str, ...]]:
-    """By site, the paths of the others that lie in what is timed of it.
-
-    `timed`: of a site of which only a part is timed (the attention of a Swin block) its path.
-    """
-    parts = {site.path: (timed or {}).get(site.path, site.path) for site in sites}
-    return {
-        own: tuple(
-            site.path
-            for site in sites
-            if site.path != own and (part == "" or site.path.startswith(f"{part}."))
+def outermost(model: nn.Module, sites: Sequence[AttentionSite]) -> dict[str, tuple[str, ...]]:
+    """The paths of the sites whose times add up, each with those of the sites that lie in what is
+    timed of it: the module, or of a block its attention alone."""
+    paths = {module: path for path, module in model.named_modules()}
+    within = {}
+    for site in sites:
+        inner = attention_within(model.get_submodule(site.path))
+        part = site.path if inner is None else paths[inner]
+        within[site.path] = tuple(
+            other.path
+            for other in sites
+            if other.path != site.path and (part == "" or other.path.startswith(f"{part}."))
         )
-        for own, part in parts.items()
-    }
-
-
-@dataclass(frozen=True)
-class Served:
-    """What serves a site's calls of the operator."""
-
-    backend: str
-    schedule: str
-    precision: str
-
-
-def served(patched: nn.Module, inputs: tuple[Any, ...], paths: Sequence[str]) -> dict[str, Served]:
-    """Which backend and schedule serve each patched site, from one forward's own calls.
-
-    A layer that calls no operator of elsa's is plain PyTorch's.
-    """
-    watch, handles = _Watch(), []
-    for path in paths:
-        module = patched.get_submodule(path)
-        enter = partial(watch.enter, path)
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(watch.leave, with_kwargs=True))
-    try:
-        with torch.inference_mode(), watch:
-            patched(*inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return watch.found
-
-
-class _Watch(TorchDispatchMode):
-    """Asks for the route of the first call of elsa's operators in each site: of linear layers in
-    those that are layers, of any other operator in those that are attention.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: dict[str, Served] = {}
-        self._sites: list[tuple[str, nn.Module]] = []  # a projection lies within attention
-
-    def enter(self, path: str, module: nn.Module, args: Any) -> None:
-        self._sites.append((path, module))
-
-    def leave(self, module: nn.Module, args: Any, named: dict[str, Any], output: Any) -> None:
-        path, _ = self._sites.pop()
-        if is_layer(module) and path not in self.found:
-            input = next(each for each in (*args, *named.values()) if isinstance(each, Tensor))
-            self.found[path] = _unseen(module, input)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        schema = func._schema
-        record = ops.of(schema.name)
-        if self._sites and record is not None:
-            path, module = self._sites[-1]
-            if path not in self.found and is_layer(module) == (record.kind == "linear"):
-                names = [argument.name for argument in schema.arguments]
-                given = dict(zip(names, args, strict=False)) | (kwargs or {})
-                self.found[path] = _route(record, schema.name, given, module)
-        return func(*args, **(kwargs or {}))
-
-
-def _unseen(layer: nn.Module, input: Tensor) -> Served:
-    """What serves a layer that called no operator of elsa's: a CPU's kernels take eager calls
-    alone, which one under a dispatch mode is not. Those that are large enough for them."""
-    asked, precision = (str(vars(layer)[f"elsa_{name}"]) for name in ("backend", "precision"))
-    weight = next((p for p in layer.parameters() if p.dim() == 2), None)
-    backend = dispatch.PLAIN
-    if weight is not None and not input.is_cuda and input.shape[-1] == weight.shape[1]:
-        terms = (input, weight, None, "none", None, None, precision, None, None)
-        serving = dispatch.SERVING.get(("linear", input.device.type, asked), ())
-        with _disable_current_modes():
-            taken = any(serve(*terms) is not None for serve in serving)
-        if taken:
-            backend = explain_linear(input, weight, precision=precision, backend=asked).backend
-    return Served(backend, "", precision)
-
-
-def _route(
-    record: ops.Operator, operator: str, given: Mapping[str, Any], module: nn.Module
-) -> Served:
-    asked = str(vars(module).get("elsa_backend", "auto"))
-    precision = str(given.get("precision", "strict"))
-    chosen = {"precision": precision, "backend": asked}
-    # a mask beside causality, which the operator takes and its public face does not; or the backend
-    # that was asked for is gone
-    with contextlib.suppress(ElsaError):
-        route: Any = None
-        if record.kind == "attention":
-            query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
-            causal = bool(given["is_causal"]) and mask is None
-            route = explain(query, key, value, mask, 0.0, causal, given["scale"], True, **chosen)
-        elif record.kind == "window":
-            route = explain_window_attention(**given, backend=asked)
-        elif record.kind == "linear":
-            value = given.get("value")
-            route = explain_linear(
-                given["input"], given["weight"], given.get("bias"),
-                activation=given.get("activation", "none"), residual=given.get("residual"),
-                scale=given.get("scale"),
-                value=None if value is None else (value, given.get("value_bias")), **chosen,
-            )  # fmt: skip
-        if route is not None:
-            return Served(route.backend, route.schedule, precision)
-    tensor = next(value for value in given.values() if isinstance(value, Tensor))
-    backend = dispatch.PLAIN
-    if operator != str(record.eager._schema.name):
-        backend = dispatch.kernels_of(record.name, tensor.device.type)
-    return Served(backend, _KINDS.get(record.kind, ""), precision)
+    held = {path for inside in within.values() for path in inside}
+    return {path: inside for path, inside in within.items() if path not in held}
 
 
 def profiles(
-    sites: Sequence[AttentionSite],
+    sites: Mapping[AttentionSite, tuple[str, ...]],
     before: Sequence[Sample],
     after: Sequence[Sample],
     routes: Mapping[str, Served],
     errors: Mapping[str, tuple[float, float]],
     seed: int,
-    within: Mapping[str, tuple[str, ...]] | None = None,
 ) -> tuple[SiteProfile, ...]:
-    """All rows, slowest first; the rest of the model is the last one."""
-    order = order_of(before, after)
-    (whole,) = middle_means(order, [[_whole(sample) for sample in before]])
+    """All rows, slowest first; the rest of the model is the last one.
 
-    def row(site: AttentionSite, pick: Callable[[Sample], float]) -> SiteProfile:
-        route = routes.get(site.path, Served("", "", ""))
-        error = errors.get(site.path, (None, None))
-        old, new = ([pick(sample) for sample in samples] for samples in (before, after))
-        shown = middle_means(order, (old, new))
+    `sites`: each with the paths of those within. `routes` and `errors` (patched, before) by path.
+    """
+    order = order_of(before, after)
+    (total,) = middle_means(order, [[whole(sample) for sample in before]])
+
+    def row(
+        site: AttentionSite, within: tuple[str, ...], pick: Callable[[Sample], float]
+    ) -> SiteProfile:
+        old, new = ([max(pick(each), 1e-9) for each in samples] for samples in (before, after))
+        mean_old, mean_new = middle_means(order, (old, new))
+        error, original_error = errors.get(site.path, (None, None))
         return SiteProfile(
             **{name: getattr(site, name) for name in _SHARED},
-            seconds_before=digits(shown[0]),
-            seconds_after=digits(shown[1]),
-            share=digits(shown[0] / whole),
-            ratio=ratio(old, new, seed, (shown[0], shown[1])),
-            error=error[0],
-            original_error=error[1],
-            backend=route.backend,
-            schedule=route.schedule,
-            precision=route.precision,
-            within=(within or {}).get(site.path, ()),
+            seconds_before=digits(mean_old),
+            seconds_after=digits(mean_new),
+            share=digits(mean_old / total),
+            ratio=ratio(old, new, seed, (mean_old, mean_new)),
+            error=error,
+            original_error=original_error,
+            **routes.get(site.path, Served())._asdict(),
+            within=within,
         )
 
-    ran = [site for site in sites if any(sample.sites.get(site.path, 0.0) for sample in before)]
-    rows = [row(site, lambda sample, path=site.path: max(sample.sites[path], 1e-9)) for site in ran]  # type: ignore[misc]
+    rows = [
+        row(site, within, lambda sample, path=site.path: sample.sites[path])  # type: ignore[misc]
+        for site, within in sites.items()
+        if any(sample.sites.get(site.path, 0.0) for sample in before)
+    ]
     rows.sort(key=lambda each: -each.seconds_before)
     # Two clocks: between events that follow one another at once, nothing may be left.
-    left = row(_REST_SITE, lambda each: max(_whole(each) - sum(each.sites.values()), 1e-9))
-    return (*rows, left)
+    rest = row(_REST_SITE, (), lambda sample: whole(sample) - sum(sample.sites.values()))
+    return (*rows, rest)
 
 
 def order_of(before: Sequence[Sample], after: Sequence[Sample]) -> list[float]:
     """A number for each round, the larger the slower it was; see `middle_means`."""
     pairs = zip(before, after, strict=True)
-    return [math.log(_whole(old) * _whole(new)) for old, new in pairs]
+    return [math.log(whole(old) * whole(new)) for old, new in pairs]
 
 
-def _whole(sample: Sample) -> float:
+def whole(sample: Sample) -> float:
     """The time that the sites are part of: on CUDA that between events, not the caller's wait."""
     return sample.seconds if sample.device is None else sample.device
 
 
-# What there is to say of a call whose operator has no `explain`.
-_KINDS: Final = {
-    "attention": "with a mask beside causality",
-    "window": "attention within windows",
-    "varlen": "sequences of several lengths, packed",
-    "sparse": "a map of tiles",
-}
 _SHARED: Final = (
     "path", "module_class", "kind", "num_heads", "head_dim", "query_tokens", "key_tokens", "extra",
     "flops", "patched", "reason",

@@ -10,8 +10,7 @@ from torch import nn
 
 import elsa_core as elsa
 from elsa_core.patching.sites import find_sites
-from elsa_core.profiling import boundaries
-from elsa_core.profiling.sites import SiteClock, outermost
+from elsa_core.profiling.sites import SiteClock, around, outermost
 
 CASES: dict[str, dict[str, Any]] = {
     "swin_tiny_patch4_window7_224": {"img_size": 56, "embed_dim": 32, "depths": (2,),
@@ -46,11 +45,9 @@ def test_mlps_lie_outside_and_attention_inside(name: str, patched: bool) -> None
             before = model(image)
     inside: list[str] = []
     heard: dict[str, set[bool]] = {"mlp": set(), "softmax": set()}
-    paths = [site.path for site in outermost(find_sites(model))]
+    paths = list(outermost(model, find_sites(model)))
     for path in paths:
-        boundaries.around(
-            model.get_submodule(path), lambda path=path: inside.append(path), inside.clear
-        )
+        around(model.get_submodule(path), lambda path=path: inside.append(path), inside.clear)
     for own, module in model.named_modules():
         if own.endswith(".mlp"):
             module.register_forward_pre_hook(lambda *_: heard["mlp"].add(bool(inside)))
@@ -76,7 +73,7 @@ def test_the_clock_counts_attention_alone() -> None:
     for name, module in model.named_modules():
         if name.endswith("mlp"):
             module.register_forward_pre_hook(lambda *_: time.sleep(0.2))
-    paths = [site.path for site in outermost(find_sites(model))]
+    paths = list(outermost(model, find_sites(model)))
     clock = SiteClock(model, paths, torch.device("cpu"))
     with torch.inference_mode():
         model(torch.randn(1, 3, 56, 56))

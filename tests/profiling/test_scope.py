@@ -8,8 +8,9 @@ from torch import nn
 
 import elsa_core as elsa
 from elsa_core.patching import find_sites, shared_copy
-from elsa_core.profiling import boundaries, locate, policy
-from elsa_core.profiling.sites import SiteClock, inside, outermost, served
+from elsa_core.profiling import policy
+from elsa_core.profiling.served import served
+from elsa_core.profiling.sites import SiteClock, around, outermost
 
 timm = pytest.importorskip("timm")
 
@@ -87,11 +88,11 @@ def test_a_block_timed_in_its_forward_leaves_its_mlp_a_row(patched):
     torch.manual_seed(0)
     model = timm.create_model("davit_tiny", depths=(1,), embed_dims=(32,), num_heads=(2,)).eval()
     sites = find_sites(model, "model")
-    parts = locate._timed(model, sites)
     block = "stages.0.blocks.0.0"
-    places = [site.path for site in outermost(sites, parts)]
+    within = outermost(model, sites)
+    places = list(within)
     assert {block, f"{block}.mlp"} <= set(places) and f"{block}.attn.qkv" not in places
-    assert inside(sites, parts)[block] == (f"{block}.attn.qkv", f"{block}.attn.proj")
+    assert within[block] == (f"{block}.attn.qkv", f"{block}.attn.proj")
     if patched:
         elsa.patch(model, scope="model")
     model.get_submodule(f"{block}.mlp.fc1").register_forward_pre_hook(lambda *_: time.sleep(0.2))
@@ -100,7 +101,7 @@ def test_a_block_timed_in_its_forward_leaves_its_mlp_a_row(patched):
         copied = shared_copy(model)
         clock = SiteClock(copied, order, torch.device("cpu"))
         for path in order:  # as markers in a graph: no site begins within another one
-            boundaries.around(
+            around(
                 copied.get_submodule(path), lambda path=path: inner.append(path),
                 lambda path=path: inner.remove(path) if inner == [path] else pytest.fail(path),
             )  # fmt: skip
