@@ -24,6 +24,7 @@ from typing import Any, Final
 from benchmarks import gains
 from elsa_core.base.messages import milliseconds
 from elsa_core.errors import ArgumentError
+from elsa_core.measuring import environment
 from elsa_core.measuring.intervals import FEWEST_ROUNDS
 from elsa_core.profiling.bench import families, published, summary
 from elsa_core.profiling.bench.summary import own_of
@@ -64,7 +65,7 @@ def of_document(document: Document, table: str) -> str:
     cases = document["results"]["cases"]
     whole = document["command"] != "bench attention"
     if table == "summary":
-        return (summary.of_models if whole else summary.of_attention)(document) + "\n"
+        return summarised(document) + "\n"
     if table == "command":
         lines = document["lines"]
         listed = "\n\n```\n" + "\n".join(lines) + "\n```" if lines[1:] else f" `{lines[0]}`."
@@ -78,6 +79,20 @@ def of_document(document: Document, table: str) -> str:
         return markdown(*sweep_table(cases))
     made = families_table if table == families.TABLE else models_table
     return markdown(*(made if whole else attention_table)(cases))
+
+
+def summarised(document: Document) -> str:
+    """Where it was measured, and what it says in a few sentences."""
+    place, limits = document["environment"], document["results"].get("ceilings", {})
+    text = f"Measured on {environment.label(place)}. "
+    # two threads that share a core have the arithmetic of one
+    one, every = limits.get("gemm_fp32_one_thread"), limits.get("gemm_fp32")
+    if one and every:
+        text += f"Its {place.get('threads')} threads reach {every / one:.1f}x the matrix products "
+        text += f"of one ({every / 1e9:.0f} GFLOP/s). "
+    if document["command"] == "bench attention":
+        return text + summary.of_attention(document)
+    return text + summary.of_models(document)
 
 
 def rows_of(name: str) -> list[Row]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,17 +48,13 @@ def require_free(device: torch.device, options: Options) -> None:
         raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
 
 
-def check_folder(path: Path | None) -> None:
-    if path is not None and not path.parent.is_dir():
-        raise TargetError(f"{path}: its folder does not exist; create it first")
-
-
 def check_output(device: torch.device, options: Options, *, resumes: bool) -> None:
     """Whatever would keep --output from being written ends the command before it measures."""
     target = options.output
-    check_folder(target)
     if target is None:
         return
+    if not target.parent.is_dir():
+        raise TargetError(f"{target}: its folder does not exist; create it first")
     if target.exists() and not (options.force or (resumes and options.resume)):
         way = "--resume to go on, or --force" if resumes else "--force"
         raise TargetError(f"{target} exists; use {way} to replace it")
@@ -88,18 +83,11 @@ def published(given: str | None) -> Document | None:
     return document
 
 
-def case_names(document: Document) -> tuple[str, ...]:
-    """Patterns that match the cases of a document, and them alone."""
-    special = re.compile(r"([*?[])")
-    return tuple(special.sub(r"[\1]", c["case"]["name"]) for c in document["results"]["cases"])
-
-
-def files(session: Session, own: Path, other: Document | None) -> None:
+def files(session: Session, own: Path, other: Document) -> None:
     """Compare an earlier run with another one; nothing is measured."""
     from elsa_core.errors import ArgumentError
     from elsa_core.profiling.bench import published as results
 
-    assert other is not None
     if own.suffix == ".csv":
         raise ArgumentError(f"{own}: --from takes a run as `elsa bench -o` wrote it, in JSON")
     document = results.load(own)

@@ -111,7 +111,7 @@ def _show(session: Session, document: Document, published: Document | None) -> N
     session.line(environment.label(document["environment"]), "bold")
     if document["command"] == linear.RUNNER.command:
         session.table(*linear.table_of(results["cases"]))
-        session.line(linear.summary(document).partition(". ")[2], even_quiet=True)
+        session.line(linear.summary(document), even_quiet=True)
         return
     rows = []
     for case in results["cases"]:
@@ -135,5 +135,4 @@ def _show(session: Session, document: Document, published: Document | None) -> N
         session.warn(line)
     if results["busy"]:
         session.warn(f"the machine was not free: {results['busy']}")
-    text = summary.of_models(document)
-    session.line(text.partition("Patched")[1] + text.partition("Patched")[2], even_quiet=True)
+    session.line(summary.of_models(document), even_quiet=True)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from elsa_core.backends.partition import Partition
     from elsa_core.backends.triton.attention.tiling import Tile
+    from elsa_core.profiling.bench.attention import Settings
     from elsa_core.profiling.bench.cases import Case
-    from elsa_core.profiling.bench.results import Settings
     from elsa_core.profiling.bench.trace import Trace
     from elsa_core.profiling.bench.tune import Tuned
 
@@ -137,7 +137,7 @@ def tune_linear(session: Session, options: Options) -> None:
     linear.check_device(device)
     columns = (">rows", ">channels", ">columns")
     if options.dry_run:
-        listed = [linear.Product(*shape).to_dict() for shape in linear.SHAPES]
+        listed = [linear.product(shape) for shape in linear.SHAPES]
         results: dict[str, Any] = {"dry_run": True, "products": listed}
         session.document("bench linear", results, bench_common.described(device))
         session.table(columns, [[*map(str, shape)] for shape in linear.SHAPES])
@@ -151,12 +151,11 @@ def tune_linear(session: Session, options: Options) -> None:
         )
     path, where = _written(session, linear.save(products, device))
     least = linear.least_work(products)
-    found = [product.to_dict() for product in products]
-    results = {"products": found, "least_work": least, "table": path}
+    results = {"products": products, "least_work": least, "table": path}
     session.document("bench linear", results, environment.describe(device))
     rows = [
-        [str(p.rows), str(p.channels), str(p.columns), _ms(p.peer_seconds), _ms(p.seconds),
-         p.reason or f"{p.gain:.2f}"]
+        [str(p["rows"]), str(p["channels"]), str(p["columns"]), _ms(p["peer_seconds"]),
+         _ms(p["seconds"]), p["reason"] or f"{p['gain']:.2f}"]
         for p in products
     ]  # fmt: skip
     session.table((*columns, ">PyTorch, ms", ">elsa, ms", ">gain"), rows)

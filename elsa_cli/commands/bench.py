@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,13 +24,21 @@ from elsa_cli.values import DTYPES, Listed
 if TYPE_CHECKING:
     import torch
 
+    from elsa_core.profiling.bench.attention import Settings
     from elsa_core.profiling.bench.cases import Case
-    from elsa_core.profiling.bench.results import CaseResult, Report, Settings
 
-# What is about one kind of benchmark alone.
-_OF_MODELS = {"--limit": "limit", "--baselines": "baselines", "--resume": "resume"}
-_OF_ATTENTION = {"--trace": "trace", "--tune": "tune", "--shape": "shapes", "--plot": "plot",
-                 "--flex": "flex", "--precision": "precision"}  # fmt: skip
+Document = dict[str, Any]
+_OF_CALLS = ("trace", "shapes", "plot", "flex", "precision")
+_OF_LAYERS = (*_OF_CALLS, "dtype", "baselines")
+_NOT_FOR = {
+    "attention": ("limit", "baselines", "resume"),
+    "models": (*_OF_CALLS, "tune"),
+    "training": (*_OF_CALLS, "tune"),
+    "linear": _OF_LAYERS,
+    "linear --tune": (*_OF_LAYERS, "compare", "earlier", "quick", "tables", "patterns", "limit",
+                      "seed", "backend", "output", "resume", "force"),
+}  # fmt: skip
+"""What a kind of benchmark does not take."""
 
 
 @elsa_command(
@@ -121,129 +130,47 @@ def command(session: Session, /, kind: str | None, **values: Any) -> None:
     worse.
     """
     options = Options(**values)
-    if kind == "linear":
-        _check_linear(options, values)
-        pipeline.import_torch(session)
-        if options.tune:
-            bench_tiles.tune_linear(session, options)
-        else:
-            bench_models.run(session, options, None, "linear")
-        return
-    _check_modes(options)
+    _check(kind, options)
     published = bench_common.published(options.compare)
-    kind = _kind_of(kind, published, options)
-    if options.earlier is not None:
+    of_file = None if published is None else published["command"].partition(" ")[2]
+    if options.earlier is not None and published is None:
+        raise click.UsageError("--from goes with --compare")
+    if kind is None and of_file is None:
+        raise click.UsageError("Missing argument 'attention', 'linear', 'models' or 'training'")
+    if None not in (kind, of_file) and kind != of_file:
+        raise click.UsageError(f"--compare: {options.compare} holds {of_file}, not {kind}")
+    if kind is None:
+        kind = of_file
+        _check(kind, options)
+    if published is not None and options.earlier is not None:
         alone = typed(name for name in values if name not in ("compare", "earlier"))
         if alone:
             raise click.UsageError(f"{alone[0]} is about a new run: --from takes an earlier one")
         bench_common.files(session, options.earlier, published)
         return
     if published is not None and not (options.tables or options.patterns or options.quick):
-        options.patterns = bench_common.case_names(published)
+        names = (case["case"]["name"] for case in published["results"]["cases"])
+        options.patterns = tuple(re.sub(r"([*?[])", r"[\1]", name) for name in names)
     if options.plot is not None:
         targets.check_plot(options.plot)
     pipeline.import_torch(session)
     if kind == "attention":
         _attention(session, options, published)
+    elif options.tune:
+        bench_tiles.tune_linear(session, options)
     else:
-        bench_models.run(session, options, published, kind)
+        bench_models.run(session, options, published, str(kind))
 
 
-def _attention(session: Session, options: Options, published: dict[str, Any] | None) -> None:
-    """List, trace, tune or measure calls of the operator."""
-    from elsa_core.profiling.bench import results
-
-    device = bench_common.device_of(options, plans=options.trace or options.tune)
-    chosen = _chosen(device, options)
-    settings = results.Settings(
-        rounds=options.rounds, budget_seconds=options.budget, seed=options.seed,
-        backend=options.backend, flex=options.flex,
-    )  # fmt: skip
-    if options.tune:
-        bench_tiles.tune_tiles(session, chosen, device, settings, options)
-    elif options.dry_run:
-        _list(session, chosen, device)
-    elif options.trace:
-        bench_tiles.trace(session, chosen, device, backend=options.backend, seed=options.seed)
-    else:
-        from elsa_core.profiling import figures
-
-        bench_common.check_folder(options.output)
-        bench_common.check_folder(options.plot)
-        if options.plot is not None:
-            figures.check(options.plot, force=options.force)
-        bench_common.check_output(device, options, resumes=False)
-        _measure(session, chosen, settings, device, options, published)
-
-
-def _measure(
-    session: Session, chosen: tuple[Case, ...], settings: Settings, device: torch.device,
-    options: Options, published: dict[str, Any] | None,
-) -> None:  # fmt: skip
-    """Measure the calls, show and write the result; what is wrong or became worse ends it."""
-    from elsa_core.errors import UnavailableError
-    from elsa_core.profiling import figures
-    from elsa_core.profiling.bench import attention, results
-
-    with session.stage("measuring") as update:
-        report = attention.run(chosen, device=device, settings=settings, progress=update)
-    document = results.document(report)
-    _show(session, report, document, published)
-    served = any(m.precision is not None for r in report.cases for m in r.measurements)
-    if options.backend != "auto" and not served:
-        reason = next((why for r in report.cases for why in r.left_out.values()), "no case")
-        raise UnavailableError(f"--backend {options.backend} served no case: {reason}")
-    wrong = [f"{r.case.name}: {name}" for r in report.cases for name in r.own_wrong]
-    if wrong:
-        raise VerdictError(f"wrong results, nothing was written: {', '.join(wrong)}")
-    if options.plot is not None:
-        session.written.append(figures.of_attention(document, options.plot, force=options.force))
-        session.line(f"plot: {options.plot}")
-    if options.output is not None:
-        session.written.append(results.publish(
-            report, options.output, force=options.force, allow_busy=options.allow_busy
-        ))  # fmt: skip
-        session.line(f"results: {options.output}")
-    if published is not None:
-        bench_common.judge(session, document, published)
-
-
-def _kind_of(kind: str | None, published: dict[str, Any] | None, options: Options) -> str:
-    """What is measured: named, or that of the document to compare with."""
-    if options.earlier is not None and published is None:
-        raise click.UsageError("--from goes with --compare")
-    of_file = None if published is None else published["command"].partition(" ")[2]
-    if kind is None and of_file is None:
-        raise click.UsageError("Missing argument 'attention', 'linear', 'models' or 'training'")
-    if None not in (kind, of_file) and kind != of_file:
-        raise click.UsageError(f"--compare: {options.compare} holds {of_file}, not {kind}")
-    chosen = str(kind or of_file)
-    for flag, name in (_OF_MODELS if chosen == "attention" else _OF_ATTENTION).items():
-        if getattr(options, name):
-            raise click.UsageError(f"{flag} is not for {chosen}")
-    return chosen
-
-
-def _check_linear(options: Options, values: dict[str, Any]) -> None:
-    """Flags that products do not take end the command at once."""
-    takes: tuple[str, ...] = ("device", "tune", "dry_run", "rounds", "budget", "allow_busy")
-    if not options.tune:
-        takes += ("quick", "tables", "patterns", "limit", "seed", "backend", "output", "resume",
-                  "force")  # fmt: skip
-    alone = typed(name for name in values if name not in takes)
-    if alone:
-        raise click.UsageError(f"{alone[0]} is not for linear{' --tune' * options.tune}")
-    _check_resume(options)
-
-
-def _check_resume(options: Options) -> None:
+def _check(kind: str | None, options: Options) -> None:
+    """Flags that the kind does not take, or that contradict one another, end the command."""
+    if kind is not None:
+        name = "linear --tune" if kind == "linear" and options.tune else kind
+        alien = typed(_NOT_FOR[name])
+        if alien:
+            raise click.UsageError(f"{alien[0]} is not for {name}")
     if options.resume and options.output is None:
         raise click.UsageError("--resume goes on with what --output holds: name it")
-
-
-def _check_modes(options: Options) -> None:
-    """Flags that contradict one another end the command at once."""
-    _check_resume(options)
     if options.trace and options.tune:
         raise click.UsageError("--trace and --tune exclude each other")
     for mode in ("trace", "tune"):
@@ -254,6 +181,64 @@ def _check_modes(options: Options) -> None:
     for flag, value in selects.items():
         if options.shapes and value:
             raise click.UsageError(f"--shape and {flag} exclude each other")
+
+
+def _attention(session: Session, options: Options, published: Document | None) -> None:
+    """List, trace, tune or measure calls of the operator."""
+    from elsa_core.profiling.bench.attention import Settings
+
+    device = bench_common.device_of(options, plans=options.trace or options.tune)
+    chosen = _chosen(device, options)
+    settings = Settings(
+        rounds=options.rounds, budget_seconds=options.budget, seed=options.seed,
+        backend=options.backend, flex=options.flex,
+    )  # fmt: skip
+    if options.tune:
+        bench_tiles.tune_tiles(session, chosen, device, settings, options)
+    elif options.dry_run:
+        _list(session, chosen, device)
+    elif options.trace:
+        bench_tiles.trace(session, chosen, device, backend=options.backend, seed=options.seed)
+    else:
+        if options.plot is not None:
+            targets.check_new(options.plot, options.force)
+        bench_common.check_output(device, options, resumes=False)
+        _measure(session, chosen, settings, device, options, published)
+
+
+def _measure(
+    session: Session, chosen: tuple[Case, ...], settings: Settings, device: torch.device,
+    options: Options, published: Document | None,
+) -> None:  # fmt: skip
+    """Measure the calls, show and write the result; what is wrong or became worse ends it."""
+    from elsa_core.errors import UnavailableError
+    from elsa_core.measuring import documents
+    from elsa_core.profiling import figures
+    from elsa_core.profiling.bench import attention
+
+    with session.stage("measuring") as update:
+        document = attention.run(chosen, device=device, settings=settings, progress=update)
+    _show(session, document, published)
+    cases, busy = document["results"]["cases"], document["results"]["busy"]
+    own = {m["contender"] for case in cases for m in case["measurements"] if m["precision"]}
+    if options.backend != "auto" and not own:
+        reason = next((why for case in cases for why in case["left_out"].values()), "no case")
+        raise UnavailableError(f"--backend {options.backend} served no case: {reason}")
+    wrong = [f"{c['case']['name']}: {name}" for c in cases for name in c["wrong"] if name in own]
+    if wrong:
+        raise VerdictError(f"wrong results, nothing was written: {', '.join(wrong)}")
+    if options.plot is not None:
+        session.written.append(figures.of_attention(document, options.plot))
+        session.line(f"plot: {options.plot}")
+    if options.output is not None:
+        if busy and not options.allow_busy:
+            raise UnavailableError(
+                f"not written: {busy}; measure again on a free machine, or use --allow-busy"
+            )
+        session.written.append(documents.write(document, options.output))
+        session.line(f"results: {options.output}")
+    if published is not None:
+        bench_common.judge(session, document, published)
 
 
 def _chosen(device: torch.device, options: Options) -> tuple[Case, ...]:
@@ -292,51 +277,53 @@ def _list(session: Session, chosen: tuple[Case, ...], device: torch.device) -> N
     session.line(f"{len(chosen)} cases on {device}; nothing was measured", even_quiet=True)
 
 
-def _show(
-    session: Session, report: Report, document: dict[str, Any], published: dict[str, Any] | None
-) -> None:
+def _show(session: Session, document: Document, published: Document | None) -> None:
     from elsa_core.measuring import environment
     from elsa_core.profiling.bench import summary
 
+    results, place = document["results"], document["environment"]
     added = bench_common.added(document, published)
-    session.document("bench attention", report.to_dict() | added, report.environment)
-    session.line(environment.label(report.environment), "bold")
+    session.document("bench attention", results | added, place)
+    session.line(environment.label(place), "bold")
     columns = (">ms", "best peer", ">ms", ">ratio", ">GFLOP/s", ">error", ">peer's")
-    for table in dict.fromkeys(result.case.table for result in report.cases):
+    for table in dict.fromkeys(case["case"]["table"] for case in results["cases"]):
         session.line()
-        members = [result for result in report.cases if result.case.table == table]
+        members = [case for case in results["cases"] if case["case"]["table"] == table]
         # A dtype that all have in common is said once.
-        dtypes = {result.case.dtype for result in members}
+        dtypes = {case["case"]["dtype"] for case in members}
         common = f"-{dtypes.pop()}" if len(dtypes) == 1 else ""
-        rows = [row for result in members for row in _rows(result, common)]
+        rows = [row for case in members for row in _rows(case, common)]
         session.table((table + common.replace("-", " "), *columns), rows)
-    for case in report.cases if session.verbose else ():
-        for name, reason in case.left_out.items():
-            session.log(f"{case.case.name}: without {name}: {reason}")
-    if report.busy:
-        session.warn(f"the machine was not free: {report.busy}")
-    # The first sentence names the machine, which the heading has done.
-    text = summary.of_attention(document)
-    session.line(text.partition("At least")[1] + text.partition("At least")[2], even_quiet=True)
+    for case in results["cases"] if session.verbose else ():
+        for name, reason in case["left_out"].items():
+            session.log(f"{case['case']['name']}: without {name}: {reason}")
+    if results["busy"]:
+        session.warn(f"the machine was not free: {results['busy']}")
+    session.line(summary.of_attention(document), even_quiet=True)
 
 
-def _rows(result: CaseResult, common: str) -> list[list[str]]:
+def _rows(case: Document, common: str) -> list[list[str]]:
     from elsa_core.base.messages import milliseconds
 
-    best = next((m for m in result.measurements if m.contender == result.best_peer), None)
-    own = [m for m in result.measurements if m.precision is not None]
-    peer = [best.contender, milliseconds(best.seconds)] if best else ["none", "-"]
-    name = result.case.name.partition("/")[2].replace(common, "", 1)
-    if not own:
-        reason = next(iter(result.left_out.values()), "not measured")
+    runs = {m["contender"]: m for m in case["measurements"]}
+    best = runs.get(case["best_peer"])
+    peer = [best["contender"], milliseconds(best["seconds"])] if best else ["none", "-"]
+    name = case["case"]["name"].partition("/")[2].replace(common, "", 1)
+    if not any(m["precision"] for m in runs.values()):
+        reason = next(iter(case["left_out"].values()), "not measured")
         return [[name, "-", f"no: {reason}", *["-"] * 5]]
     return [
         [
-            name if m.precision == "strict" else f"{name} {m.precision}",
-            milliseconds(m.seconds), *peer, "-" if m.ratio is None else f"{m.ratio:.2f}",
-            f"{m.flops_per_second / 1e9:.4g}",
-            ("FAIL " if m.contender in result.wrong else "") + f"{m.error:.1e}",
-            f"{best.error:.1e}" if best else "-",
+            name if m["precision"] == "strict" else f"{name} {m['precision']}",
+            milliseconds(m["seconds"]), *peer, "-" if m["ratio"] is None else f"{m['ratio']:.2f}",
+            f"{m['flops_per_second'] / 1e9:.4g}",
+            ("FAIL " if who in case["wrong"] else "") + _error(m), _error(best),
         ]
-        for m in own
+        for who, m in runs.items()
+        if m["precision"]
     ]  # fmt: skip
+
+
+def _error(measured: Document | None) -> str:
+    error = None if measured is None else measured["error"]
+    return "-" if error is None else f"{error:.1e}"  # in a document NaN is None

@@ -72,6 +72,13 @@ def describe(device: torch.device | str) -> dict[str, Any]:
     }
 
 
+def of_gpu(device: torch.device | str) -> tuple[str, dict[str, Any]]:
+    """The name of a GPU, and what a table of its own measurements says of it."""
+    described = describe(device)
+    facts = {key: described[key] for key in ("gpu", "gpu_details", "date", "packages")}
+    return str(described["gpu"]), facts
+
+
 def require_same(path: Path, there: dict[str, Any], now: dict[str, Any], advice: str) -> None:
     """Raise ArgumentError where the figures of a document, read from a file, cannot stand beside
     those of one of this machine. The environment of `there` may hold anything."""

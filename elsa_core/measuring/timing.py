@@ -9,7 +9,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +62,17 @@ class Contender:
             return self.read(returned)
         assert isinstance(returned, Tensor)
         return returned
+
+
+@contextlib.contextmanager
+def float32_products(precision: str = "highest") -> Iterator[None]:
+    """PyTorch's float32 products in full precision; "high" allows TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def interleaved(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,29 +9,18 @@ from typing import Any, Final
 
 from elsa_core.base.files import staged_file
 from elsa_core.base.messages import side
-from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.errors import ArgumentError
 from elsa_core.measuring.environment import label
 from elsa_core.profiling.charts import METRICS
 from elsa_core.profiling.document import DONE, Document
 
-FORMATS: Final = (".png", ".svg")
 _OURS: Final = ("#0b6e4f", "#3aa76d", "#12355b", "#5bc0be")
 _OTHERS: Final = ("#5b6770", "#c27c0e", "#8b5fbf", "#2f7ebc", "#b23a48", "#7f6a55")
 Points = list[tuple[int, Any]]
 
 
-def check(path: Path, *, force: bool = False) -> None:
-    """Raise where a plot cannot be written to `path`: before anything is measured."""
-    if path.suffix.lower() not in FORMATS:
-        raise ArgumentError(f"{path}: a plot is a {' or '.join(FORMATS)} file")
-    if path.exists() and not force:
-        raise ArgumentError(f"{path} exists; use --force to replace it")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnavailableError("plots need matplotlib: pip install 'elsa-attention[plot]'")
-
-
 def of_profile(document: Document, path: Path) -> Path:
-    """Draw latency, throughput and memory of the measured points; `check` comes before."""
+    """Draw latency, throughput and memory of the measured points."""
     rows = [row for row in document["results"]["points"] if row["status"] == DONE]
     batches = {row["configuration"]["batch"] for row in rows}
     by_batch = len(batches) > 1 and len({str(row["profile"]["image_size"]) for row in rows}) == 1
@@ -78,13 +66,12 @@ def _apart(row: Document, rows: Sequence[Document], by_batch: bool) -> str:
     return ", ".join(parts)
 
 
-def of_attention(document: Document, path: Path, *, force: bool = False) -> Path:
+def of_attention(document: Document, path: Path) -> Path:
     """Draw the largest family of cases that differ in their length alone.
 
     Left: median time of a call with the 10th to 90th percentile. Right: workspace beyond the
     output.
     """
-    check(path, force=force)
     title, times, memory = family(document)
     figure, panels = _figure(11, 4.6, 2)
     spans = {

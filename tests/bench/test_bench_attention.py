@@ -3,58 +3,55 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.profiling.bench import attention, peers, results
+from elsa_core.profiling.bench import attention, peers
+from elsa_core.profiling.bench.attention import Settings
 from elsa_core.profiling.bench.cases import Case, inputs
-from elsa_core.profiling.bench.results import Measurement, Report, Settings
 
 CASE = Case("vit", 1, 2, 33, 33, 16, goal=1e-6)
 MASKED = Case("sweep", 1, 2, 21, 21, 16, mask="additive")
 WINDOWS = Case("window", 16, 2, 9, 9, 16, mask="additive", window=3)
 QUICK = Settings(rounds=3, budget_seconds=0.05)
+CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def report() -> Report:
+def test_everyone_takes_part_and_is_right() -> None:
     seen: list[tuple[str, int, int]] = []
+    cases = [CASE, MASKED, WINDOWS]
     found = attention.run(
-        [CASE, MASKED, WINDOWS], settings=QUICK, progress=lambda *args: seen.append(args)
-    )
-    assert seen == [(CASE.name, 0, 3), (MASKED.name, 1, 3), (WINDOWS.name, 2, 3)]
-    return found
-
-
-def test_everyone_takes_part_and_is_right(report: Report) -> None:
+        cases, device=CPU, settings=QUICK, progress=lambda *args: seen.append(args)
+    )["results"]
+    assert seen == [(case.name, i, 3) for i, case in enumerate(cases)]
     expected = {"elsa-strict", "sdpa-flash", "sdpa-math", "eager"}
     if importlib.util.find_spec("onnxruntime"):
         expected.add("onnxruntime")
-    for result in report.cases:
-        assert {m.contender for m in result.measurements} == expected, result.left_out
-        for m in result.measurements:
-            assert m.error < 1e-6
-            assert len(m.samples) == 3 and 0 < m.seconds_p10 <= m.seconds <= m.seconds_p90
-            assert m.flops_per_second == pytest.approx(result.case.flops / m.seconds, rel=1e-5)
-            assert m.ceiling_share is not None and (m.ratio is None) == (m.precision is None)
-        own = result.measurements[0]
-        best = min((m for m in result.measurements if m.precision is None), key=lambda m: m.seconds)
-        assert result.best_peer == best.contender
-        assert own.ratio == pytest.approx(best.seconds / own.seconds, rel=1e-4)
-        assert own.notes["backend"] and own.host_seconds is None
-    assert report.cases[0].reached is True and report.cases[1].reached is None
+    for case, result in zip(cases, found["cases"], strict=True):
+        assert {m["contender"] for m in result["measurements"]} == expected, result["left_out"]
+        for m in result["measurements"]:
+            assert m["error"] < 1e-6 and len(m["samples"]) == 3
+            assert 0 < m["seconds_p10"] <= m["seconds"] <= m["seconds_p90"]
+            assert m["flops_per_second"] == pytest.approx(case.flops / m["seconds"], rel=1e-5)
+            assert m["ceiling_share"] is not None
+            assert (m["ratio"] is None) == (m["precision"] is None)
+        own = result["measurements"][0]
+        peers = [m for m in result["measurements"] if m["precision"] is None]
+        best = min(peers, key=lambda m: m["seconds"])
+        assert result["best_peer"] == best["contender"]
+        assert own["ratio"] == pytest.approx(best["seconds"] / own["seconds"], rel=1e-4)
+        assert own["notes"]["backend"] and own["host_seconds"] is None
+    assert [result["reached"] for result in found["cases"]] == [True, None, None]
 
 
 def test_the_ceilings_say_what_the_threads_add() -> None:
     torch.set_num_threads(2)
     try:
-        found = attention.ceilings(torch.device("cpu"), ["fp32"], QUICK)
+        found = attention.ceilings(CPU, ["fp32"], QUICK)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
@@ -66,11 +63,13 @@ def test_a_contender_that_takes_no_half_precision_is_left_out_with_its_reason(
 ) -> None:
     monkeypatch.setitem(attention._GEMM_SIZE, "cpu", 128)  # slow in half precision
     half = replace(CASE, dtype="fp16", precisions=("turbo", "strict"))
-    result = attention.run([half], settings=replace(QUICK, memory=False)).cases[0]
-    assert "turbo" in result.left_out["elsa-turbo"] and "float16" in result.left_out["elsa-turbo"]
-    assert "float32" in result.left_out.get("onnxruntime", "takes float32")
-    assert result.reached is None  # the first precision was not measured
-    assert all(m.workspace_bytes is None for m in result.measurements)
+    found = attention.run([half], device=CPU, settings=replace(QUICK, memory=False))
+    (result,) = found["results"]["cases"]
+    left_out = result["left_out"]
+    assert "turbo" in left_out["elsa-turbo"] and "float16" in left_out["elsa-turbo"]
+    assert "float32" in left_out.get("onnxruntime", "takes float32")
+    assert result["reached"] is None  # the first precision was not measured
+    assert all(m["workspace_bytes"] is None for m in result["measurements"])
 
 
 def test_score_matrices_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +84,7 @@ def test_matmul_precision_is_restored() -> None:
     torch.set_float32_matmul_precision("high")
     try:
         with pytest.raises(ZeroDivisionError):
-            attention.run([CASE], settings=QUICK, progress=lambda *_: 1 // 0)
+            attention.run([CASE], device=CPU, settings=QUICK, progress=lambda *_: 1 // 0)
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -93,12 +92,10 @@ def test_matmul_precision_is_restored() -> None:
 
 def measurement(
     name: str, seconds: float, samples: tuple[float, ...], error: float = 1e-7
-) -> Measurement:
+) -> dict[str, Any]:
     precision = name.removeprefix("elsa-") if name.startswith("elsa") else None
-    return Measurement(
-        name, precision, seconds, min(samples), max(samples), samples,
-        1e9, None, None, error, None, None,
-    )  # fmt: skip
+    return {"contender": name, "precision": precision, "seconds": seconds, "samples": samples,
+            "error": error}  # fmt: skip
 
 
 def test_ratios_are_against_the_fastest_peer() -> None:
@@ -107,36 +104,23 @@ def test_ratios_are_against_the_fastest_peer() -> None:
         measurement("slow", 9.0, (9.0, 9.0, 9.0)),
         measurement("fast", 3.0, (3.0, 3.0, 2.0)),
     ]
-    result = results.compare(replace(CASE, goal=1.6), found, {})
-    own = result.measurements[0]
-    assert result.best_peer == "fast" and own.ratio == 1.5 and result.reached is False
-    assert (own.ratio_p10, own.ratio_p90) == (0.5, 3.0)
-    alone = results.compare(CASE, found[:1], {})
-    assert alone.best_peer is None and alone.reached is None
+    result = attention.judged(replace(CASE, goal=1.6), found, {})
+    own = result["measurements"][0]
+    assert result["best_peer"] == "fast" and own["ratio"] == 1.5 and result["reached"] is False
+    assert (own["ratio_p10"], own["ratio_p90"]) == (0.5, 3.0)
+    alone = attention.judged(CASE, found[:1], {})
+    assert alone["best_peer"] is None and alone["reached"] is None
 
 
 @pytest.mark.parametrize("error", [1.0, 3e-6, math.nan])
 def test_a_wrong_result_is_never_a_fast_one(error: float) -> None:
-    def field(own: float, peer: float) -> list[Measurement]:
-        found = {"elsa-strict": own, "elsa-turbo": 1e-3, "fast": peer, "right": 2e-7}
-        return [measurement(name, 1.0, (1.0,), e) for name, e in found.items()]
+    def field(own: float, peer: float) -> dict[str, Any]:
+        errors = {"elsa-strict": own, "elsa-turbo": 1e-3, "fast": peer, "right": 2e-7}
+        found = [measurement(name, 1.0, (1.0,), e) for name, e in errors.items()]
+        return attention.judged(CASE, found, {})
 
-    result = results.compare(CASE, field(error, 1e-7), {})
-    assert result.wrong == result.own_wrong == ("elsa-strict",) and result.reached is False
-    result = results.compare(CASE, field(3e-7, error), {})
-    assert result.wrong == ("fast",) and result.own_wrong == () and result.best_peer == "right"
-    assert result.reached is True
-
-
-def test_publishing_is_refused_on_a_busy_machine(report: Report, tmp_path: Path) -> None:
-    target = tmp_path / "result.json"
-    busy = replace(report, busy="other programs use 50% of the processors")
-    with pytest.raises(UnavailableError, match="not written: other programs use 50%"):
-        results.publish(busy, target)
-    assert list(tmp_path.iterdir()) == []
-    results.publish(busy, target, allow_busy=True)
-    assert json.loads(target.read_text())["results"]["busy"].startswith("other programs")
-    with pytest.raises(ArgumentError, match="use --force"):
-        results.publish(replace(report, busy=""), target)
-    results.publish(replace(report, busy=""), target, force=True)
-    assert json.loads(target.read_text())["results"]["busy"] == ""
+    result = field(error, 1e-7)
+    assert result["wrong"] == ["elsa-strict"] and result["reached"] is False
+    result = field(3e-7, error)
+    assert result["wrong"] == ["fast"] and result["best_peer"] == "right"
+    assert result["reached"] is True

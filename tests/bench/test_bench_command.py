@@ -112,7 +112,7 @@ def test_a_shape_of_ones_own(
         ("linear --tune --quick", "--quick is not for linear --tune"),
         ("linear --tune --shape 1,2,3,4", "--shape is not for linear --tune"),
         ("linear --shape 1,2,3,4", "--shape is not for linear"),
-        ("linear --compare models_cpu", "--compare is not for linear"),
+        ("linear --compare models_cpu", "holds models, not linear"),
         ("linear --resume", "--resume goes on"),
         ("linear --table batch8 --device cpu", "use one of products, swin"),
     ],
@@ -136,6 +136,16 @@ def test_a_busy_machine_publishes_nothing(
     assert run(["bench", "attention", *TINY, "-o", "r.json", "--allow-busy"]) == 0
     assert "was not free" in capsys.readouterr().err
     assert json.loads((tmp_path / "r.json").read_text())["results"]["busy"]
+
+
+def test_a_machine_that_became_busy_publishes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(["", "", "other programs use 50% of the processors"])
+    monkeypatch.setattr(busy, "reason", lambda _: next(answers))
+    assert run(["bench", "attention", *TINY, "-o", "r.json"]) == 3
+    assert "not written: other programs use 50%" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_backend_that_served_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from elsa_core import ops, reference
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops.factory import _RECORDS
 from elsa_core.profiling.bench import attention, peers
+from elsa_core.profiling.bench.attention import Settings
 from elsa_core.profiling.bench.cases import (
     Case,
     Inputs,
@@ -28,7 +29,6 @@ from elsa_core.profiling.bench.cases import (
     select,
 )
 from elsa_core.profiling.bench.peers import Bench, field_of
-from elsa_core.profiling.bench.results import Settings
 
 VARLEN = Case("varlen", 4, 2, 24, 24, 8)
 PLAIN = Case("gradients", 2, 3, 24, 24, 8)
@@ -186,12 +186,13 @@ def test_a_variant_says_its_cases_in_one_place() -> None:
     try:
         assert select("cpu", tables=["test_squared"]) == (OTHER,)
         settings = Settings(rounds=3, budget_seconds=0.1, memory=False)
-        (result,) = attention.run([OTHER], settings=settings).cases
+        found = attention.run([OTHER], device=torch.device("cpu"), settings=settings)
+        (result,) = found["results"]["cases"]
         of_windows = all_tables()["cpu"]["window"][0]
         assert bench_of(of_windows) is ops.WINDOW_ATTENTION.part("bench")
         assert bench_of(from_shape("1,2,9,16")) is ops.ATTENTION.part("bench")
     finally:
         _RECORDS.pop(RECORD.name)  # other tests list every table that there is
-    assert [m.contender for m in result.measurements] == ["elsa-strict", "plain"]
-    assert result.left_out == {"fast": "is not installed"}
-    assert all(m.error < 1e-6 for m in result.measurements)
+    assert [m["contender"] for m in result["measurements"]] == ["elsa-strict", "plain"]
+    assert result["left_out"] == {"fast": "is not installed"}
+    assert all(m["error"] < 1e-6 for m in result["measurements"])

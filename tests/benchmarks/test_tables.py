@@ -67,7 +67,7 @@ def document() -> dict[str, Any]:
 
 
 def test_the_summary_names_what_missed(document: dict[str, Any]) -> None:
-    text = summary.of_attention(document)
+    text = tables.summarised(document)
     assert text == (
         "Measured on A CPU, 2 threads, AVX2, torch 2.15.0, 2026-01-02. "
         "At least as fast as the best peer in 4 of 5 cases. "

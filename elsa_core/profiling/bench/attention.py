@@ -1,4 +1,4 @@
-"""`elsa bench attention`: measure cases against their peers."""
+"""`elsa bench attention`: measure cases against their peers, and judge everyone's error."""
 
 from __future__ import annotations
 
@@ -6,79 +6,103 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from elsa_core import reference
-from elsa_core.errors import UnavailableError
+from elsa_core.base.version import __version__
 from elsa_core.measuring import busy, environment, timing
+from elsa_core.measuring.documents import finite
 from elsa_core.measuring.intervals import digits, percentile
-from elsa_core.measuring.timing import Contender
+from elsa_core.measuring.timing import Contender, float32_products
 from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench.cases import Case, Inputs, bench_of, inputs
 from elsa_core.profiling.bench.peers import field_of
-from elsa_core.profiling.bench.results import CaseResult, Measurement, Report, Settings, compare
+from elsa_core.profiling.runs.variants import on_device
 
 Progress = Callable[[str, int, int], None]
+Document = dict[str, Any]
 
+SCHEMA_VERSION: Final = 1
+TURBO_ULP: Final = 2.0**-10
+"""Distance between neighbours of 1 with a significand of 11 bits."""
 # Scores of the oracle for one case; beyond it, two heads and then evenly spread rows are judged.
 _ORACLE_SCORES: Final = {"cpu": 2**25, "cuda": 2**30}
 _GEMM_SIZE: Final = {"cpu": 1024, "cuda": 8192}
 _LOOK_BACK: Final = 1.5  # seconds after which the driver's utilisation no longer holds our own work
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How to measure: rounds are fewer where they would exceed the budget of a case. `flex`:
+    compile and measure FlexAttention too (CUDA); `memory`: the workspace of each contender too.
+    """
+
+    rounds: int = 15
+    budget_seconds: float = 20.0
+    seed: int = 0
+    backend: str = "auto"
+    flex: bool = False
+    memory: bool = True
+
+
 def run(
     cases: Sequence[Case],
     *,
-    device: torch.device | str = "cpu",
-    settings: Settings | None = None,
+    device: torch.device,
+    settings: Settings,
     progress: Progress | None = None,
-) -> Report:
-    """Measure `cases` on `device`, one after another.
+) -> Document:
+    """Measure `cases` on `device`, one after another; the document of the results.
 
-    A contender that fails is left out of its case with the reason; it ends nothing.
+    `busy` says why the machine was not free, before or after. A contender that fails is left out of
+    its case with the reason; it ends nothing.
     """
-    device = torch.device(device)
-    settings = settings or Settings()
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UnavailableError("device: torch sees no CUDA GPU; use --device cpu")
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
     occupied = busy.reason(device)
     results = []
-    matmul = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # no peer may compute fp32 in TF32
-    try:
+    with on_device(device), float32_products():
         limits = ceilings(device, sorted({case.dtype for case in cases}), settings)
         for i, case in enumerate(cases):
             if progress is not None:
                 progress(case.name, i, len(cases))
             results.append(measure(case, device, settings, limits))
-    finally:
-        torch.set_float32_matmul_precision(matmul)
     if not occupied and device.type == "cuda":
         time.sleep(_LOOK_BACK)
-    occupied = occupied or busy.reason(device)
-    return Report(environment.describe(device), settings, limits, tuple(results), occupied)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "elsa_version": __version__,
+        "command": "bench attention",
+        "environment": environment.describe(device),
+        "results": {
+            "settings": asdict(settings), "ceilings": limits, "cases": results,
+            "busy": occupied or busy.reason(device),
+        },
+    }  # fmt: skip
 
 
 def measure(
     case: Case, device: torch.device, settings: Settings, limits: dict[str, float]
-) -> CaseResult:
-    """Measure one case: time, error, memory and host cost of everyone who takes it."""
+) -> Document:
+    """Measure one case: time, error, memory and host cost of everyone who takes it.
+
+    Times are seconds a call, None is "not measured". Of a measurement: `ceiling_share` is its rate
+    over that of a matrix product of the same dtype in this run, `bytes_per_second` of key and value
+    (one query only), `error` relative L2 against float64, `workspace_bytes` what is allocated at
+    the peak of a call beyond its output, `host_seconds` the host's of one eager call (CUDA).
+    """
     try:
         tensors = inputs(case, device, settings.seed)
         expected, pick = _oracle(case, tensors)
     except torch.OutOfMemoryError as error:
-        return CaseResult(case, (), None, {"all": str(error).splitlines()[0]}, None)
+        return judged(case, [], {"all": str(error).splitlines()[0]})
     contenders, left_out = field_of(case, tensors, backend=settings.backend, flex=settings.flex)
     if not contenders:
-        return CaseResult(case, (), None, left_out, None)
-    judge = bench_of(case).error or (lambda _, output, exact: reference.relative_l2(output, exact))
-    errors = {c.name: judge(case, pick(c.output()), expected) for c in contenders}
+        return judged(case, [], left_out)
+    error_of = bench_of(case).error or (lambda _, out, exact: reference.relative_l2(out, exact))
+    errors = {c.name: error_of(case, pick(c.output()), expected) for c in contenders}
     del expected
     output_bytes = case.batch * case.heads * case.queries * case.head_dim
     output_bytes *= case.torch_dtype.itemsize
@@ -94,30 +118,63 @@ def measure(
             memory = timing.workspace(contender, device, output_bytes)
         if device.type == "cuda":
             host = digits(timing.host_seconds(contender, median))
-        found.append(
-            Measurement(
-                contender=contender.name,
-                precision=contender.precision,
-                seconds=digits(median),
-                seconds_p10=digits(percentile(seconds, 0.1)),
-                seconds_p90=digits(percentile(seconds, 0.9)),
-                samples=tuple(digits(s) for s in seconds),
-                flops_per_second=digits(rate),
-                ceiling_share=digits(rate / ceiling) if ceiling else None,
-                bytes_per_second=digits(case.key_value_bytes / median)
-                if case.queries == 1
-                else None,
-                error=errors[contender.name],
-                workspace_bytes=memory,
-                host_seconds=host,
-                notes=contender.notes | ({"timing": remark} if remark else {}),
-            )
-        )
-    return compare(case, found, left_out)
+        bandwidth = digits(case.key_value_bytes / median) if case.queries == 1 else None
+        found.append({
+            "contender": contender.name, "precision": contender.precision,
+            "seconds": digits(median), "seconds_p10": digits(percentile(seconds, 0.1)),
+            "seconds_p90": digits(percentile(seconds, 0.9)),
+            "samples": [digits(each) for each in seconds], "flops_per_second": digits(rate),
+            "ceiling_share": digits(rate / ceiling) if ceiling else None,
+            "bytes_per_second": bandwidth, "error": errors[contender.name],
+            "workspace_bytes": memory, "host_seconds": host,
+            "notes": contender.notes | ({"timing": remark} if remark else {}),
+        })  # fmt: skip
+    return judged(case, found, left_out)
+
+
+def judged(case: Case, measured: list[Document], left_out: dict[str, str]) -> Document:
+    """The result of a case: elsa's contenders beside the fastest peer, and everyone's error.
+
+    `ratio`, `ratio_p10` and `ratio_p90` are the best exact peer's time over elsa's: of the medians,
+    and over the rounds. `reached` says whether the first precision is right and its ratio at least
+    the case's goal. A peer is wrong where its error is more than 10 times the most accurate peer's:
+    it computes something else, and beating it means nothing. A contender of elsa is wrong above
+    twice the error of the least accurate exact peer (and a band of a few ulp); "turbo" above 4 of
+    its own ulp.
+    """
+    peers = [m for m in measured if m["precision"] is None]
+    least = min((m["error"] for m in peers if m["error"] >= 0), default=0.0)
+    ulp = torch.finfo(case.torch_dtype).eps
+    exact = [m for m in peers if m["error"] <= 10 * least + 4 * ulp]
+    best = min(exact, key=lambda m: float(m["seconds"]), default=None)
+    allowed = 2 * max((m["error"] for m in exact), default=0.0) + 4 * ulp
+    reached, wrong = None, []
+    for own in measured:
+        own.update(ratio=None, ratio_p10=None, ratio_p90=None)
+        if own["precision"] is None:
+            is_right = own in exact
+        else:
+            limit = max(allowed, 4 * TURBO_ULP) if own["precision"] == "turbo" else allowed
+            is_right = own["error"] <= limit  # NaN is wrong
+        if not is_right:
+            wrong.append(own["contender"])
+        if own["precision"] is not None and best is not None:
+            pairs = [b / a for a, b in zip(own["samples"], best["samples"], strict=True)]
+            own["ratio"] = digits(best["seconds"] / own["seconds"])
+            own["ratio_p10"], own["ratio_p90"] = (digits(percentile(pairs, p)) for p in (0.1, 0.9))
+            if own["precision"] == case.precisions[0] and case.goal is not None:
+                reached = own["ratio"] >= case.goal and is_right
+    result: Document = finite({
+        "case": case.to_dict(), "measurements": measured, "left_out": left_out, "wrong": wrong,
+        "best_peer": best["contender"] if best else None, "reached": reached,
+    })  # fmt: skip
+    return result
 
 
 def ceilings(device: torch.device, dtypes: Sequence[str], settings: Settings) -> dict[str, float]:
-    """What this machine reaches at most: matrix products in FLOP/s, and a copy in bytes/s."""
+    """What this machine reaches at most: matrix products in FLOP/s by dtype (`gemm_<dtype>`, CUDA
+    also `gemm_tf32`, several threads of a CPU also `gemm_fp32_one_thread`), and a `copy` in bytes/s
+    read and written (CUDA)."""
     size = _GEMM_SIZE[device.type]
     budget = min(settings.budget_seconds, 2.0)
 
@@ -140,9 +197,8 @@ def ceilings(device: torch.device, dtypes: Sequence[str], settings: Settings) ->
             torch.set_num_threads(threads)
     if device.type == "cuda":
         if "fp32" in dtypes:
-            torch.set_float32_matmul_precision("high")
-            found["gemm_tf32"] = rate(torch.float32)
-            torch.set_float32_matmul_precision("highest")
+            with float32_products("high"):
+                found["gemm_tf32"] = rate(torch.float32)
         source = torch.zeros(2**29, device=device)
         target = torch.empty_like(source)
         # A kernel rather than copy_(): under a graph that is a memory-copy node, which is slower.
@@ -153,8 +209,9 @@ def ceilings(device: torch.device, dtypes: Sequence[str], settings: Settings) ->
 def _oracle(case: Case, tensors: Inputs) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The float64 output where it is judged, and how to take the same part of any output."""
     query, key, value, mask = tensors
-    if bench_of(case).error is not None:
-        return bench_of(case).exact(*tensors), lambda output: output
+    bench = bench_of(case)
+    if bench.error is not None:
+        return bench.exact(*tensors), lambda output: output
     limit = _ORACLE_SCORES[query.device.type]
     batch, heads, rows = slice(None), slice(None), slice(None)
     if case.batch * case.heads * case.queries * case.keys > limit:
@@ -166,6 +223,4 @@ def _oracle(case: Case, tensors: Inputs) -> tuple[Tensor, Callable[[Tensor], Ten
         return output[batch, heads, rows]
 
     part = None if mask is None else mask[:, heads, rows]
-    exact = bench_of(case).exact
-    expected = exact(pick(query), key[batch, heads], value[batch, heads], part)
-    return expected, pick
+    return bench.exact(pick(query), key[batch, heads], value[batch, heads], part), pick

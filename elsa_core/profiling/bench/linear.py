@@ -1,9 +1,8 @@
 """`elsa bench linear`: float32 linear layers, product by product, beside PyTorch's own.
 
-Of elsa, `elsa` is the call as anyone makes it, `elsa-frozen` reads halves of the weight that were
-kept, and `kernels` is there where `auto` leaves a product to PyTorch: elsa's own launches all the
-same. `tf32` is a peer of another accuracy, which nothing is judged against. Errors are those of the
-very outputs that were timed.
+`elsa` is the call as anyone makes it; `kernels` is there where `auto` leaves a product to PyTorch:
+elsa's own launches all the same. `tf32` is a peer of another accuracy, which nothing is judged
+against.
 
 With `--tune` the kernels are measured on the user's GPU; the user's table then says from how many
 multiply-adds on they serve: so many that every measured product of that size gained.
@@ -11,8 +10,7 @@ multiply-adds on they serve: so many that every measured product of that size ga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,16 +26,14 @@ from elsa_core.base.messages import first_line, milliseconds
 from elsa_core.measuring import environment, timing
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import digits, percentile, ratio
-from elsa_core.measuring.timing import Contender
-from elsa_core.ops import SPLIT_WEIGHT
+from elsa_core.measuring.timing import Contender, float32_products
 from elsa_core.ops.linear.api import linear
 from elsa_core.profiling.bench.runner import Document, Runner, require_gpu
 from elsa_core.profiling.runs.runs import Progress
 
 PEER, TF32 = "pytorch", "tf32"
-OWN, FROZEN, KERNELS = "elsa", "elsa-frozen", "kernels"
+OWN, KERNELS = "elsa", "kernels"
 _ROUNDING: Final = 2.0**-24
-Way = tuple[Callable[[], Tensor], Callable[[], AbstractContextManager[object]]]
 
 
 @dataclass(frozen=True)
@@ -76,36 +72,18 @@ _MADE: Final = {
 TABLES: Final = {"cpu": _MADE, "cuda": _MADE}
 
 
-class _Kept:
-    """A call whose last output stays: of a CUDA graph the memory that its replays write to."""
-
-    def __init__(self, call: Callable[[], Tensor]) -> None:
-        self._call = call
-        self.output = torch.empty(0)
-
-    def __call__(self) -> Tensor:
-        self.output = self._call()
-        return self.output
+Operands = tuple[Tensor, Tensor, Tensor]
 
 
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    """Whether PyTorch's float32 products may use TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def _operands(case: Any, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Input, weight and bias, drawn on the host."""
+def _operands(case: ProductCase, device: torch.device, seed: int) -> tuple[Operands, Tensor]:
+    """Input, weight and bias, drawn on the host, and the product in float64."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(case.rows, case.channels, generator=generator)
     weight = torch.randn(case.columns, case.channels, generator=generator) * case.channels**-0.5
     bias = torch.randn(case.columns, generator=generator)
-    return x.to(device), weight.to(device), bias.to(device)
+    given = (x.to(device), weight.to(device), bias.to(device))
+    x, weight, bias = (each.double() for each in given)
+    return given, functional.linear(x, weight, bias)
 
 
 def measure(
@@ -113,66 +91,42 @@ def measure(
 ) -> Document:
     """One product as plain data: `errors` are (elsa's, PyTorch's)."""
     tell("timing", 0, 0)
-    x, weight, bias = _operands(case, device, settings["seed"])
-    ways, left_out = _ways(x, weight, bias, settings["backend"])
-    kept = {name: _Kept(call) for name, (call, _) in ways.items()}
-    contenders = [Contender(name, kept[name], context=way[1]) for name, way in ways.items()]
+    given, exact = _operands(case, device, settings["seed"])
+    plain = partial(functional.linear, *given)
+    contenders = [
+        Contender(PEER, plain),
+        Contender(OWN, partial(linear, *given, backend=settings["backend"]), precision="strict"),
+    ]
+    if device.type == "cuda":
+        contenders.append(Contender(TF32, plain, partial(float32_products, "high")))
+        if dispatch.product_by_pytorch(*given[:2]) is not None:
+            kernels = partial(torch.ops.elsa.linear.default, *given, "none", None, None, "strict")
+            contenders.append(Contender(KERNELS, kernels, precision="strict"))
+    runs: dict[str, Document] = {}
     samples, notes = timing.time_all(
         contenders, device, settings["rounds"], settings["budget_seconds"]
     )
-    exact = functional.linear(x.double(), weight.double(), bias.double())
-    runs: dict[str, Document] = {}
-    for name, taken in samples.items():
-        own = name not in (PEER, TF32)
-        middle = [percentile(each, 0.5) for each in (samples[PEER], taken)]
-        gain = ratio(samples[PEER], taken, settings["seed"], (middle[0], middle[1])).to_dict()
-        runs[name] = {
-            "contender": name,
-            "precision": "strict" if own else None,
-            "exact": name != TF32,
-            "seconds": digits(middle[1]),
-            "seconds_p10": digits(percentile(taken, 0.1)),
+    for each in contenders:
+        taken = samples[each.name]
+        middle = (percentile(samples[PEER], 0.5), percentile(taken, 0.5))
+        gain = ratio(samples[PEER], taken, settings["seed"], middle).to_dict()
+        runs[each.name] = {
+            "contender": each.name, "precision": each.precision, "exact": each.name != TF32,
+            "seconds": digits(middle[1]), "seconds_p10": digits(percentile(taken, 0.1)),
             "seconds_p90": digits(percentile(taken, 0.9)),
-            "samples": [digits(each) for each in taken[:100]],
-            "error": reference.relative_l2(kept[name].output, exact),
-            "ratio_to_best": gain if own else None,
-        }
-    auto = [runs[name] for name in (OWN, FROZEN) if name in runs]
-    best = min(auto, key=lambda each: float(each["seconds"]))
-    allowed = 2 * runs[PEER]["error"] + _ROUNDING
+            "samples": [digits(sample) for sample in taken[:100]],
+            "error": reference.relative_l2(each.output(), exact),
+            "ratio_to_best": gain if each.precision else None,
+        }  # fmt: skip
+    own, peer = runs[OWN], runs[PEER]
+    allowed = 2 * peer["error"] + _ROUNDING
     return {
-        "case": case.to_dict(),
-        "measurements": list(runs.values()),
-        "best_peer": PEER,
-        "best_own": best["contender"],
-        "gain": best["ratio_to_best"],
-        "errors": [best["error"], runs[PEER]["error"]],
-        "wrong": [n for n, r in runs.items() if r["precision"] and not r["error"] <= allowed],
-        "left_out": left_out,
+        "case": case.to_dict(), "measurements": list(runs.values()), "best_peer": PEER,
+        "best_own": OWN, "gain": own["ratio_to_best"], "errors": [own["error"], peer["error"]],
+        "wrong": [n for n, run in runs.items() if run["precision"] and not run["error"] <= allowed],
+        "left_out": {} if device.type == "cuda" else {TF32: "a GPU's"},
         "warnings": [f"{case.name}: {name}: {note}" for name, note in notes.items()],
-    }
-
-
-def _ways(
-    x: Tensor, weight: Tensor, bias: Tensor, backend: str
-) -> tuple[dict[str, Way], dict[str, str]]:
-    """The calls and their contexts by name, and why others take no part."""
-    found: dict[str, Way] = {
-        PEER: (lambda: functional.linear(x, weight, bias), nullcontext),
-        OWN: (lambda: linear(x, weight, bias, backend=backend), nullcontext),
-    }
-    if not x.is_cuda:
-        return found, dict.fromkeys((TF32, FROZEN), "a GPU's")
-    found[TF32] = (lambda: functional.linear(x, weight, bias), lambda: _tf32(True))
-    halves = SPLIT_WEIGHT.overload(weight)
-    operator, terms = torch.ops.elsa.linear.default, ("none", None, None, "strict")
-    found[FROZEN] = (
-        lambda: operator(x, weight, bias, *terms, *halves),
-        nullcontext,
-    )
-    if dispatch.product_by_pytorch(x, weight) is not None:
-        found[KERNELS] = (lambda: operator(x, weight, bias, *terms), nullcontext)
-    return found, {}
+    }  # fmt: skip
 
 
 RUNNER: Final = Runner("bench linear", TABLES, measure, "swin")
@@ -199,17 +153,15 @@ def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
 
 
 def summary(document: Document) -> str:
-    """Where it was measured, and which products are slower than PyTorch's."""
+    """Which products are slower than PyTorch's."""
     cases = document["results"]["cases"]
     done = [case for case in cases if case["gain"] is not None]
     slower = [
-        f"{case['case']['name']} ({each['contender']} {each['ratio_to_best']['value']:.2f})"
+        f"{case['case']['name']} ({case['gain']['value']:.2f})"
         for case in done
-        for each in case["measurements"]
-        if each["contender"] in (OWN, FROZEN) and each["ratio_to_best"]["verdict"] == "slower"
+        if case["gain"]["verdict"] == "slower"
     ]
-    text = f"Measured on {environment.label(document['environment'])}. Slower than PyTorch's "
-    text += f"float32 in {len(slower)} of {len(done)} products"
+    text = f"Slower than PyTorch's float32 in {len(slower)} of {len(done)} products"
     text += f": {', '.join(slower)}." if slower else "."
     failed = [case for case in cases if case["gain"] is None]
     named = ", ".join(f"{c['case']['name']} ({c['left_out'].get('all', '')})" for c in failed)
@@ -231,30 +183,13 @@ SHAPES: Final = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Product(Plain):
-    """One product [rows, channels] x [columns, channels]^T that was tried.
-
-    Attributes:
-        gain: PyTorch's time over the kernels'; None where these did not run or were wrong: `reason`
-            says so.
-        error, peer_error: relative L2 distances from float64.
-    """
-
-    rows: int
-    channels: int
-    columns: int
-    seconds: float | None = None
-    peer_seconds: float | None = None
-    gain: float | None = None
-    error: float | None = None
-    peer_error: float | None = None
-    reason: str = ""
-
-    @property
-    def work(self) -> int:
-        """Its multiply-adds."""
-        return self.rows * self.channels * self.columns
+def product(shape: tuple[int, int, int], **found: Any) -> Document:
+    """A product [rows, channels] x [columns, channels]^T that is tried, and what was `found`:
+    `gain` is PyTorch's time over the kernels'; None where these did not run or were wrong, as
+    `reason` says. Errors are relative L2 distances from float64."""
+    names = ("seconds", "peer_seconds", "gain", "error", "peer_error")
+    sizes = dict(zip(("rows", "channels", "columns"), shape, strict=True))
+    return {**sizes, **dict.fromkeys(names), "reason": "", **found}
 
 
 def tune(
@@ -263,61 +198,59 @@ def tune(
     rounds: int = 15,
     budget_seconds: float = 5.0,
     progress: Progress | None = None,
-) -> tuple[Product, ...]:
+) -> list[Document]:
     """Measure every product of `SHAPES`; writes nothing."""
     check_device(device, measuring=True)
-    found = []
-    for i, shape in enumerate(SHAPES):
-        if progress is not None:
-            progress("x".join(map(str, shape)), i, len(SHAPES))
-        with _tf32(False):
-            found.append(_tried(Product(*shape), device, rounds, budget_seconds))
-    return tuple(found)
-
-
-def _tried(product: Product, device: torch.device, rounds: int, budget: float) -> Product:
     from elsa_core.backends.triton.linear import planner
 
-    shape = (product.rows, product.channels, product.columns)
-    x, weight, bias = _operands(product, device, 0)
-    exact = functional.linear(x.double(), weight.double(), bias.double())
-    peer_error = reference.relative_l2(functional.linear(x, weight, bias), exact)
-    try:
-        out = planner.linear(x, weight, bias)
-    except Exception as problem:  # a compiler may fail in any way; the product is left out
-        return Product(*shape, peer_error=peer_error, reason=first_line(problem)[:160])
-    if out is None:
-        return Product(*shape, peer_error=peer_error, reason="the kernels do not take it")
-    error = reference.relative_l2(out, exact)
-    if not error <= 2 * peer_error + _ROUNDING:
-        why = f"wrong: error {error:.1e}"
-        return Product(*shape, error=error, peer_error=peer_error, reason=why)
-    samples, _ = timing.time_cuda(
-        [Contender(OWN, lambda: planner.linear(x, weight, bias)),
-         Contender(PEER, lambda: functional.linear(x, weight, bias))],
-        rounds=rounds, budget_seconds=budget,
-    )  # fmt: skip
-    own, peer = (percentile(samples[name], 0.5) for name in (OWN, PEER))
-    return Product(*shape, digits(own), digits(peer), digits(peer / own), error, peer_error)
+    def tried(shape: tuple[int, int, int]) -> Document:
+        given, exact = _operands(ProductCase("tune", *shape), device, 0)
+        ways: dict[str, Callable[[], Any]] = {
+            OWN: partial(planner.linear, *given), PEER: partial(functional.linear, *given),
+        }  # fmt: skip
+        errors = {"peer_error": reference.relative_l2(ways[PEER](), exact)}
+        try:
+            out = ways[OWN]()
+        except Exception as problem:  # a compiler may fail in any way; the product is left out
+            return product(shape, **errors, reason=first_line(problem)[:160])
+        if out is None:
+            return product(shape, **errors, reason="the kernels do not take it")
+        errors["error"] = reference.relative_l2(out, exact)
+        if not errors["error"] <= 2 * errors["peer_error"] + _ROUNDING:
+            return product(shape, **errors, reason=f"wrong: error {errors['error']:.1e}")
+        samples, _ = timing.time_cuda(
+            [Contender(*way) for way in ways.items()], rounds=rounds, budget_seconds=budget_seconds
+        )
+        own, peer = (percentile(samples[name], 0.5) for name in (OWN, PEER))
+        return product(
+            shape, **errors, seconds=digits(own), peer_seconds=digits(peer), gain=digits(peer / own)
+        )
+
+    found = []
+    with float32_products():
+        for i, shape in enumerate(SHAPES):
+            if progress is not None:
+                progress("x".join(map(str, shape)), i, len(SHAPES))
+            found.append(tried(shape))
+    return found
 
 
-def least_work(products: Sequence[Product]) -> int | None:
+def least_work(products: Sequence[Document]) -> int | None:
     """The multiply-adds from which every product gained; None where the largest did not."""
-    lost = max((p.work for p in products if p.gain is None or p.gain < WORTH), default=0)
-    return min((p.work for p in products if p.work > lost), default=None)
+    gains = [(p["rows"] * p["channels"] * p["columns"], p["gain"]) for p in products]
+    lost = max((work for work, gain in gains if gain is None or gain < WORTH), default=0)
+    return min((work for work, _ in gains if work > lost), default=None)
 
 
-def save(products: Sequence[Product], device: torch.device) -> Path | None:
+def save(products: list[Document], device: torch.device) -> Path | None:
     """Write the user's table; None on sm_90, whose figures are shipped."""
     from elsa_core.backends.triton.linear import gate, usertable
 
     if torch.cuda.get_device_capability(device) == (9, 0):
         return None
-    described = environment.describe(device)
-    facts = {key: described[key] for key in ("gpu", "gpu_details", "date", "packages")}
-    rows = [product.to_dict() for product in products]
-    file = usertable.path(str(described["gpu"]))
+    gpu, facts = environment.of_gpu(device)
+    file = usertable.path(gpu)
     file.parent.mkdir(parents=True, exist_ok=True)
-    written = write_text(usertable.document(least_work(products), rows, facts), file)
+    written = write_text(usertable.document(least_work(products), products, facts), file)
     gate.forget()
     return written

@@ -21,6 +21,7 @@ from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableEr
 from elsa_core.measuring import busy, environment
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.memory_limit import limited, release
+from elsa_core.measuring.timing import float32_products
 from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench.cases import selected
 from elsa_core.profiling.runs import variants
@@ -127,9 +128,7 @@ class Runner:
         places = {case.name: i for i, case in enumerate(cases)}
         results["complete"] = not missing
         end = None if limit_seconds is None else time.monotonic() + limit_seconds
-        matmul = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")  # no peer may compute fp32 in TF32
-        try:
+        with float32_products():  # no peer may compute fp32 in TF32
             for i, case in enumerate(missing):
                 if end is not None and time.monotonic() > end:
                     break
@@ -155,8 +154,6 @@ class Runner:
                 results["complete"] = not left(cases, document)
                 keep(document)
                 release(device)
-        finally:
-            torch.set_float32_matmul_precision(matmul)
         return document
 
 

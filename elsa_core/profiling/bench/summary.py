@@ -13,7 +13,7 @@ _NAMED: Final = 8  # cases that a summary names; the table has them all
 
 
 def of_attention(document: Document) -> str:
-    """Where and when it was measured, how many cases won, and which ones missed their goal."""
+    """How many cases won, and which ones missed their goal."""
     cases = document["results"]["cases"]
     judged = [
         (case["case"]["name"], case["case"]["goal"], own["ratio"])
@@ -23,14 +23,7 @@ def of_attention(document: Document) -> str:
         and own["contender"] not in case["wrong"]
     ]
     faster = sum(ratio >= 1 for _, _, ratio in judged)
-    text = f"Measured on {label(document['environment'])}. "
-    # two threads that share a core have the arithmetic of one
-    limits = document["results"].get("ceilings", {})
-    one, every = limits.get("gemm_fp32_one_thread"), limits.get("gemm_fp32")
-    if one and every:
-        text += f"Its {document['environment'].get('threads')} threads reach {every / one:.1f}x "
-        text += f"the matrix products of one ({every / 1e9:.0f} GFLOP/s). "
-    text += f"At least as fast as the best peer in {faster} of {len(judged)} cases."
+    text = f"At least as fast as the best peer in {faster} of {len(judged)} cases."
     missed = [(ratio / goal, name, ratio, goal) for name, goal, ratio in judged if goal]
     missed = sorted(each for each in missed if each[0] < 1)
     if missed:
@@ -59,11 +52,11 @@ def own_of(case: Document) -> Document | None:
 
 
 def of_models(document: Document) -> str:
-    """Where it was measured, where patching won, and by how much at most."""
+    """Where patching won, and what lost, failed or was wrong."""
     cases = [c for c in document["results"]["cases"] if c["gain"] is not None and not c["wrong"]]
     verdicts = [case["gain"]["verdict"] for case in cases]
-    text = f"Measured on {label(document['environment'])}. Patched models are faster than the "
-    text += f"fastest baseline in {verdicts.count('faster')} of {len(cases)} cases, slower in "
+    text = "Patched models are faster than the fastest baseline in "
+    text += f"{verdicts.count('faster')} of {len(cases)} cases, slower in "
     text += f"{verdicts.count('slower')}; no difference in {verdicts.count(NO_DIFFERENCE)}"
     unsure = verdicts.count(UNSURE)
     text += f", undecided in {unsure} for want of rounds." if unsure else "."

@@ -26,11 +26,12 @@ from elsa_core.backends.partition import Partition
 from elsa_core.base import calls
 from elsa_core.errors import UnavailableError
 from elsa_core.measuring.documents import Plain
+from elsa_core.measuring.timing import float32_products
 from elsa_core.monoid import State
 from elsa_core.ops.attention.api import attention
 from elsa_core.precision import unit_roundoff, validate
+from elsa_core.profiling.bench.attention import TURBO_ULP
 from elsa_core.profiling.bench.cases import Case, Inputs, inputs
-from elsa_core.profiling.bench.results import TURBO_ULP
 
 Progress = Callable[[str, int, int], None]
 
@@ -258,14 +259,7 @@ def tolerance(sample: Sample, precision: str, oracle: Tensor) -> float:
 
     "turbo" may err by 4 of its own ulp, as in the tables of the benchmark.
     """
-    matmul = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.inference_mode():
-            own = F.scaled_dot_product_attention(
-                sample.query, sample.key, sample.value, sample.mask
-            )
-    finally:
-        torch.set_float32_matmul_precision(matmul)
+    with float32_products(), torch.inference_mode():
+        own = F.scaled_dot_product_attention(sample.query, sample.key, sample.value, sample.mask)
     allowed = 2 * reference.relative_l2(own, oracle) + torch.finfo(own.dtype).eps
     return max(allowed, 4 * TURBO_ULP) if precision == "turbo" else allowed

@@ -29,8 +29,8 @@ from elsa_core.measuring import environment, timing
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.timing import Contender
+from elsa_core.profiling.bench.attention import Settings
 from elsa_core.profiling.bench.cases import Case, inputs
-from elsa_core.profiling.bench.results import Settings
 from elsa_core.profiling.bench.runner import require_gpu
 from elsa_core.profiling.bench.trace import sample_of, tolerance
 
@@ -243,9 +243,8 @@ def save(tuned: Sequence[Tuned], device: torch.device | str) -> Path | None:
     # Calls that share a mode (fp16 and bf16) share a row: one that gained keeps it.
     gained = {row.calls for row in rows}
     retired = [row for row in retired if row.calls not in gained]
-    described = environment.describe(device)
-    facts = {key: described[key] for key in ("gpu", "gpu_details", "date", "packages")}
-    path = usertable.path(str(described["gpu"]))
+    gpu_name, facts = environment.of_gpu(device)
+    path = usertable.path(gpu_name)
     if not rows and not path.exists():
         return None
     return usertable.write(path, tuple(rows), facts, retired=tuple(retired))
