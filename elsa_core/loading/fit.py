@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from elsa_core.errors import ArgumentError, ElsaError
 from elsa_core.loading import libraries
 from elsa_core.loading.libraries import build_meta, patch_step, resized
+from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe, required_pair
-from elsa_core.loading.shown import Shapes, table_grid
 
 # Buffers that older releases stored and that are computed from window and image size.
 _COMPUTED = re.compile(
@@ -29,6 +29,7 @@ _COMPUTED = re.compile(
 # Read in pre-training alone, in the original files of DINOv2 and DINOv3; the periods of rotary
 # positions and the mask of the key's bias are constants.
 _UNUSED = re.compile(r"mask_token|local_cls_norm\..*|(.*\.)?(periods|bias_mask)")
+_CLASS_OFFSETS = 3  # BEiT's table: token to class, class to token, class to class
 
 
 def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
@@ -61,7 +62,7 @@ def fitted(
     """Return the recipe at the image size of the tensors when every name and shape then agrees."""
     try:
         model = build_meta(recipe)
-        if matches(model, shapes):
+        if not any(differences(model, shapes)):
             return recipe
         step = patch_step(model, recipe)
         if step is None:
@@ -72,7 +73,7 @@ def fitted(
         if size is None or size == recipe.size or max(size) > MAX_IMAGE_SIZE:
             return None
         recipe = resized(recipe, size)
-        return recipe if matches(build_meta(recipe), shapes) else None
+        return None if any(differences(build_meta(recipe), shapes)) else recipe
     except ElsaError:
         return None
 
@@ -108,9 +109,20 @@ def is_unused(name: str) -> bool:
     return _UNUSED.fullmatch(name) is not None
 
 
-def matches(model: nn.Module, shapes: Shapes) -> bool:
-    """True when names and shapes agree, buffers that are computed apart."""
-    return not any(differences(model, shapes))
+def explain_misfit(recipe: Recipe, shapes: Shapes) -> str:
+    """Say in one line what differs between a recipe's tensors and these; "" for nothing."""
+    model = build_meta(recipe)
+    missing, unexpected, wrong = differences(model, shapes)
+    parts: list[str] = []
+    for what, names in (("missing", missing), ("unexpected", unexpected), ("other shape", wrong)):
+        if names:
+            listed = ", ".join(sorted(names)[:2]) + (", ..." if len(names) > 2 else "")
+            parts.append(f"{len(names)} {what} ({listed})")
+    own = {**dict(model.named_buffers()), **model.state_dict()}
+    if wrong and not missing and not unexpected:
+        name = min(wrong)
+        parts.append(f"{list(shapes[name])} in the file and {list(own[name].shape)} in the model")
+    return ", ".join(parts)
 
 
 def _grid(
@@ -137,8 +149,12 @@ def _grid(
             side = math.isqrt(max(found, 0))
             return (side, side) if side and side * side == found else None
         if leaf == "relative_position_bias_table" and not name.startswith(("layers", "stages")):
-            rows = table_grid(there[0])
-            return None if rows is None else (rows, rows)
+            # a row for each offset in a g x g grid, and BEiT's of the class token
+            for offsets in (there[0], there[0] - _CLASS_OFFSETS):
+                side = math.isqrt(max(offsets, 0))
+                if side % 2 and side * side == offsets:
+                    return (side + 1) // 2, (side + 1) // 2
+            return None
     return None
 
 

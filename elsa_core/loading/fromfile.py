@@ -19,12 +19,12 @@ from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.loading import libraries
 from elsa_core.loading.checkpoint import read_checkpoint
 from elsa_core.loading.configuration import from_config
-from elsa_core.loading.fit import changed, differences, matches, with_given
+from elsa_core.loading.fit import changed, differences, explain_misfit, with_given
 from elsa_core.loading.imagesize import with_image_size
 from elsa_core.loading.libraries import build, build_meta, default_recipe, label
 from elsa_core.loading.library import BUILD_ERRORS
 from elsa_core.loading.recipe import Recipe, checked_args
-from elsa_core.loading.recognise import explain_misfit, fit_named, recognise
+from elsa_core.loading.recognise import fit_named, recognise
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
 from elsa_core.loading.weights import (
     INDEX_SUFFIX,
@@ -118,7 +118,7 @@ def choose_recipe(
         recipe = fit_named(spec, shapes, image_size, given)
         told = _told(recipe, given, ", as the tensors' shapes say")
         notes = (f"architecture {label(recipe)}{told}",) if told else ()
-        return Choice(recipe, notes, tagged=libraries.of(recipe.library).says_preprocessing(arch))
+        return Choice(recipe, notes, tagged=spec.tag is not None)
     embedded = weights.metadata.get(CONFIG_METADATA)
     if embedded is not None and not config_required:
         where = f"{weights.path} (metadata {CONFIG_METADATA})"
@@ -165,7 +165,7 @@ def _recorded(
         return None
     told = _told(recipe, given, ", as the tensors' shapes say")
     note = f"architecture {label(recipe)}, from the file's metadata{told}"
-    return Choice(recipe, (note,), tagged=libraries.of(recipe.library).says_preprocessing(name))
+    return Choice(recipe, (note,), tagged=spec.tag is not None)
 
 
 def _told(recipe: Recipe, given: Mapping[str, Any], source: str = "") -> str:
@@ -199,7 +199,7 @@ def apply(
     weights, dropped = _headless(recipe, weights) if drops_classifier(given) else (weights, [])
     misfit = f"{weights.path} does not fit {label(recipe)}"
     plain = build_meta(target)
-    exact = matches(plain, weights.shapes)
+    exact = not any(differences(plain, weights.shapes))
     if not exact:
         _check_scale(plain, weights, recipe, misfit)
     _check_floating(plain, weights, recipe)

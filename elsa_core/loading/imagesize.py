@@ -11,7 +11,6 @@ from torch import nn
 from elsa_core.base.messages import first_line, side
 from elsa_core.base.reading import memory_bytes
 from elsa_core.errors import ArgumentError, ModelError, TooLargeError
-from elsa_core.loading import libraries
 from elsa_core.loading.libraries import build_meta, patch_step, resized
 from elsa_core.loading.library import BUILD_ERRORS
 from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe
@@ -46,11 +45,6 @@ def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
     size = checked_size(image_size)
     if size == recipe.size:
         return recipe
-    if size[0] != size[1] and libraries.of(recipe.library).takes_squares(recipe):
-        raise ArgumentError(
-            f"image_size (--img-size) must be square for {recipe.library}'s {recipe.name},"
-            f" not {size}"
-        )
     original = build_meta(recipe)
     step = patch_step(original, recipe)
     if step is not None and (size[0] % step[0] or size[1] % step[1]):

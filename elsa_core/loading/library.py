@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,12 +16,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from elsa_core.base.messages import first_line, quiet
-from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
-from elsa_core.loading.shown import Shapes, Shown
+from elsa_core.errors import ElsaError, ModelError, UnavailableError
+from elsa_core.loading.names import Shapes
 
 if TYPE_CHECKING:
     from elsa_core.loading.recipe import Preprocess, Recipe
-    from elsa_core.loading.recognise import Search
     from elsa_core.loading.weights import Weights
 
 Size: TypeAlias = tuple[int, int]
@@ -44,15 +43,12 @@ class Library:
     hub_owner: str | None = None  # of repositories on the hub whose names are models of the library
     takes_hub_ids: bool = False  # "hf-hub:OWNER/NAME" may follow the colon
     has_tags: bool = False  # a name can have several published weights
-    # whether a typed architecture says how images are preprocessed
-    says_preprocessing: Callable[[str], bool] = lambda arch: False
 
     recipe: Callable[[str, str | None], Recipe]  # the library's own, of a name and a tag
     build: Callable[[Recipe], nn.Module]  # the model with random weights
-    # the recipe for inputs of (height, width) pixels; which sizes are none
+    # the recipe for inputs of (height, width) pixels; ArgumentError for a size that is none
     resized: Callable[[Recipe, Size], Recipe] = lambda recipe, size: recipe.at(size)
     takes_any_size: Callable[[Recipe], bool] = lambda recipe: False
-    takes_squares: Callable[[Recipe], bool] = lambda recipe: False
     # arguments that the constructor would take from a tag otherwise
     explicit: Callable[[Recipe], dict[str, Any]] = lambda recipe: {}
     # recipes with two blocks, to be tried in order
@@ -73,14 +69,15 @@ class Library:
     # the model of the first recipe with the tensors of a file, which are those of the second; the
     # library renames and resizes them
     converted: Callable[[Recipe, Recipe, Weights], nn.Module] | None = None
-    takes_heads: bool = True  # num_heads and window_size are arguments of its constructors
     # the recipe with classifier and channels as in the tensors' shapes
     as_in: Callable[[Recipe, Shapes], Recipe] = lambda recipe, shapes: recipe
-    # what the shapes show of a named model's arguments, the likeliest first
-    variants: Callable[[Shapes], list[Shown]] = lambda shapes: [Shown()]
     # whether the names of tensors are the library's; the first is asked for all others
     marks: Callable[[Shapes], bool] = lambda shapes: False
-    candidates: Callable[[Search], Iterable[Recipe]] | None = None  # that fit a file's tensors
+    # the models whose tensors could have these names, what else to build each with, the likeliest
+    # first, and the same with one block, which is built before the whole
+    names_like: Callable[[Shapes], list[str]] = lambda shapes: []
+    variants: Callable[[Shapes], list[dict[str, Any]]] = lambda shapes: [{}]
+    one_block: Callable[[Recipe, Shapes], Recipe] = lambda recipe, shapes: recipe
 
 
 def imported(library: str, package: str) -> Any:
@@ -153,25 +150,3 @@ class UninitialisedParameters(TorchFunctionMode):
         if func in (torch.Tensor.item, torch.Tensor.tolist) and args[0].is_meta:
             return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu").tolist()
         return func(*args, **(kwargs or {}))
-
-
-def checked_device(device: str | torch.device) -> torch.device:
-    """The device of a name, which must be one of this machine that holds weights."""
-    if not isinstance(device, str | int | torch.device):
-        raise TypeError(f"device must be text or a torch.device, not {type(device).__name__}")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        line = first_line(error)
-        raise ArgumentError(f"device (--device) {device!r} is unknown: {line}") from None
-    if found.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0:
-            raise UnavailableError("device cuda is not available here: use --device cpu")
-        if found.index is not None and found.index >= count:
-            raise UnavailableError(f"device {found} is not there: this machine has {count}")
-    elif found.type == "mps" and not torch.backends.mps.is_available():
-        raise UnavailableError("device mps is not available here: use --device cpu")
-    elif found.type == "meta":
-        raise ArgumentError("device (--device) meta holds no weights: use cpu or cuda")
-    return found

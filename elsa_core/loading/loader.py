@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.base.inputs import generated_inputs, resolved_input_size, text_shape
+from elsa_core.base.messages import first_line
 from elsa_core.base.reading import read_json
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
-from elsa_core.loading import hub, libraries, preprocessing, unsaid
+from elsa_core.loading import hub, libraries, preprocessing
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.fit import with_given
 from elsa_core.loading.fromfile import (
@@ -30,10 +31,10 @@ from elsa_core.loading.fromfile import (
 )
 from elsa_core.loading.imagesize import checked_size, with_image_size
 from elsa_core.loading.libraries import build, build_published, classes, default_recipe, explicit
-from elsa_core.loading.library import checked_device
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
 from elsa_core.loading.python_models import build_own
 from elsa_core.loading.recipe import Given, Preprocess, Recipe, checked_args
+from elsa_core.loading.recognise import with_unsaid
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
 from elsa_core.loading.transformers_models import (
     LIBRARY,
@@ -112,7 +113,11 @@ class Loaded:
     @property
     def unsaid(self) -> str:
         """One line about what the architecture's name says alone, and no tensor; "" for nothing."""
-        return unsaid.line(self.recipe)
+        values = ", ".join(
+            f"{word}={'/'.join(map(str, value)) if isinstance(value, list) else value}"
+            for word, value in self.recipe.unsaid.items()
+        )
+        return values and f"assumed: {values} from {self.name} (not in the file)"
 
     def example_inputs(self, batch_size: int = 1, seed: int = 0) -> tuple[Tensor, ...]:
         """Return random inputs for `model(*inputs)`, on the model's device.
@@ -232,7 +237,7 @@ def load_model(
             f"image_size must be one or two whole numbers, not {type(image_size).__name__}"
         )
     size = None if image_size is None else checked_size(image_size)
-    target = checked_device(device)
+    target = _checked_device(device)
     if not dtype.is_floating_point:
         raise ArgumentError(f"dtype must be a floating one, not {dtype}")
     flag = "arch" if arch is not None else "weights" if weights is not None else None
@@ -276,6 +281,28 @@ def _check_types(**arguments: Any) -> None:
         kind, word = kinds[name]
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be {word}, not {type(value).__name__}")
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    """The device of a name, which must be one of this machine that holds weights."""
+    if not isinstance(device, str | int | torch.device):
+        raise TypeError(f"device must be text or a torch.device, not {type(device).__name__}")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        line = first_line(error)
+        raise ArgumentError(f"device (--device) {device!r} is unknown: {line}") from None
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise UnavailableError("device cuda is not available here: use --device cpu")
+        if found.index is not None and found.index >= count:
+            raise UnavailableError(f"device {found} is not there: this machine has {count}")
+    elif found.type == "mps" and not torch.backends.mps.is_available():
+        raise UnavailableError("device mps is not available here: use --device cpu")
+    elif found.type == "meta":
+        raise ArgumentError("device (--device) meta holds no weights: use cpu or cuda")
+    return found
 
 
 def _apply_plan(loaded: Loaded) -> None:
@@ -389,7 +416,7 @@ def _from_file(
     labels = chosen.labels or weights.stated.labels
     chosen = dataclasses.replace(chosen, preprocess=stated, labels=labels)
     if not choice.described or arch is not None:
-        chosen = unsaid.with_unsaid(chosen, weights.shapes, given)
+        chosen = with_unsaid(chosen, weights.shapes, given)
     if headless:
         chosen = with_given(chosen, {"num_classes": 0})
     model, recipe, changed = apply(chosen, weights, size, dtype, given)

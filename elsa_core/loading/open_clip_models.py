@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -16,12 +16,9 @@ from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import hub, timm_models
 from elsa_core.loading.checkpoint import check_file
 from elsa_core.loading.library import Library, Size, built, check_tag, imported, unknown
+from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, RESIZE_MODES, Preprocess, Recipe
-from elsa_core.loading.shown import Shapes
 from elsa_core.loading.weights import Weights, one_file
-
-if TYPE_CHECKING:
-    from elsa_core.loading.recognise import Search
 
 
 def _names() -> list[str]:
@@ -209,28 +206,30 @@ def _preprocessings(recipe: Recipe) -> dict[str, Preprocess]:
 # --- what tensors show -------------------------------------------------------------------------
 
 
-def _candidates(search: Search) -> list[Recipe]:
+def _names_like(shapes: Shapes) -> list[str]:
+    """Those whose configurations have the numbers of the shapes, before anything is built."""
     try:
         names = _names()
     except UnavailableError:
         return []
-    recipes = [search.recipe(name) for name in names]
-    return search.fitted(r for r in recipes if _plausible(r.model_cfg or {}, search.shapes))
+    import open_clip
 
-
-def _plausible(cfg: Mapping[str, Any], shapes: Shapes) -> bool:
-    """Compare the numbers of a configuration with the shapes before anything is built."""
-    vision, text = cfg["vision_cfg"], cfg["text_cfg"]
-    if text.get("hf_model_name"):
-        return False
-    if ("timm_model_name" in vision) != any(name.startswith("visual.trunk.") for name in shapes):
-        return False
-    for name in ("token_embedding.weight", "text.token_embedding.weight"):
-        if name in shapes and shapes[name] != (text.get("vocab_size"), text.get("width")):
-            return False
+    trunk = any(name.startswith("visual.trunk.") for name in shapes)
+    tokens = {shapes.get(f"{part}token_embedding.weight") for part in ("", "text.")} - {None}
     stem = shapes.get("visual.conv1.weight")
-    width, patch = vision.get("width"), vision.get("patch_size")
-    return stem is None or patch is None or stem == (width, 3, patch, patch)
+    found = []
+    for name in names:
+        cfg: Any = open_clip.get_model_config(name)
+        vision, text = cfg["vision_cfg"], cfg["text_cfg"]
+        width, patch = vision.get("width"), vision.get("patch_size")
+        if (
+            not text.get("hf_model_name")
+            and ("timm_model_name" in vision) == trunk
+            and tokens <= {(text.get("vocab_size"), text.get("width"))}
+            and (stem is None or patch is None or stem == (width, 3, patch, patch))
+        ):
+            found.append(name)
+    return found
 
 
 OPEN_CLIP = Library(
@@ -249,5 +248,5 @@ OPEN_CLIP = Library(
     hub_files=hub.OPEN_CLIP_WEIGHTS,
     converted=_converted,
     marks=lambda shapes: any(name.startswith("visual.") for name in shapes),
-    candidates=_candidates,
+    names_like=_names_like,
 )

@@ -3,7 +3,8 @@
 Candidates are built on the meta device, where a model costs milliseconds, first with one block to
 sieve the hundreds of names of a family and then whole. What no shape shows (head count, activation,
 rotary base) is compared by running the survivors: those that compute the same are one answer,
-those that do not are an error that lists them.
+those that do not are an error that lists them. A model of other arguments than a name's is not
+recognised: the error names the closest.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading import libraries
-from elsa_core.loading.fit import differences, fitted, is_unused, matches, with_given
-from elsa_core.loading.libraries import build, build_meta, default_recipe, label, resized
+from elsa_core.loading.fit import differences, explain_misfit, fitted, is_unused, with_given
+from elsa_core.loading.libraries import build, build_meta, default_recipe, label
 from elsa_core.loading.library import BUILD_ERRORS, Library, UninitialisedParameters
+from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import Recipe
-from elsa_core.loading.shown import Shapes, Shown
 from elsa_core.loading.spec import ModelSpec
 
 _Args = Mapping[str, Any]
@@ -39,9 +40,12 @@ _TRANSFORMERS = ("vit.", "encoder.layer.", "vision_model.")
 _BLOCKS = re.compile(r"(.*\b(?:blocks|layers|stages))\.\d+\.")
 # Tensors whose shape depends on the image size, or on the depth (mixed rotary).
 _OF_GRID = (
-    *("pos_embed", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"),
-    *("relative_position_index", "attn_mask", "relative_coords_table", "freqs"),
+    *("pos_embed", "pos_embedding", "positional_embedding", "relative_position_bias_table"),
+    *("rel_pos_h", "rel_pos_w", "relative_position_index", "attn_mask", "relative_coords_table"),
+    "freqs",
 )
+# Arguments of constructors that say the heads.
+_HEADS = frozenset(("num_heads", "heads", "num_heads_inner", "num_heads_outer"))
 
 
 def recognise(
@@ -56,23 +60,23 @@ def recognise(
     """
     first, *others = libraries.LIBRARIES
     library = next((other for other in others if other.marks(shapes)), first)
-    search = Search(library, shapes, image_size, given)
-    found = list(library.candidates(search)) if library.candidates else []
+    names = library.names_like(shapes)
+    found: list[Recipe] = []
+    near: list[tuple[int, int, str]] = []  # how many tensors of a block differ, and the name
+    for args in library.variants(shapes):
+        for name in names:
+            usual = library.as_in(default_recipe(ModelSpec(library.name, name, name)), shapes)
+            recipe = with_given(usual.with_args(args), given)
+            count = _misfits(library, recipe, shapes)
+            fit = None if count else fitted(recipe, shapes, image_size)
+            if fit is not None:
+                found.append(fit)
+            elif count is not None:
+                near.append((count, len(name), name))
+        if found:
+            break
     if not found:
-        kernels = [s for s in shapes.values() if len(s) == 4 and max(s[2:]) > 1]
-        if len(kernels) > 2 and not any(map(_ATTENTION.search, shapes)):
-            raise ModelError(
-                f"{where} has no attention: its {len(shapes)} tensors are convolutions, norms and"
-                " linear layers, as of a ResNet; elsa has nothing to patch in it"
-            )
-        if any(name.startswith(_TRANSFORMERS) for name in shapes):
-            raise ModelError(f"{where}: its tensors have transformers' names: give its folder")
-        raise ModelError(
-            f"{where}: no known architecture has these tensors ({len(shapes)} tensors, the first is"
-            f" {next(iter(shapes))[:60]!r}){search.closest()};"
-            " name it with arch (--arch) and what differs from it with --model-kwargs, or put its"
-            " config.json beside the file"
-        )
+        raise _unknown(library, shapes, where, given, near)
     same = _groups(found)
     if len(same) > 1:
         listed = "; ".join(" = ".join(label(recipe) for recipe in group[:3]) for group in same)
@@ -84,125 +88,77 @@ def recognise(
     return best[0], tuple(best[1:])
 
 
-def fit_named(
-    spec: ModelSpec, shapes: Shapes, image_size: tuple[int, int] | None, given: _Args
-) -> Recipe:
-    """Fit one named architecture to the shapes, allowing for what they show of its arguments; the
-    usual recipe where none fits exactly: the library may convert the tensors."""
-    usual = with_given(_as_in(spec, shapes), given)
-    variants = libraries.of(usual.library).variants(shapes)
-    fits = (fitted(_with(usual, setting, given), shapes, image_size) for setting in variants)
-    fit = next((fit for fit in fits if fit is not None), None)
-    return _pruned(fit or usual, shapes, usual.args)
-
-
-def _as_in(spec: ModelSpec, shapes: Shapes) -> Recipe:
-    """The library's recipe, with classifier and channels as in the shapes."""
-    recipe = default_recipe(spec)
-    return libraries.of(recipe.library).as_in(recipe, shapes)
-
-
-def _pruned(recipe: Recipe, shapes: Shapes, kept: Iterable[str]) -> Recipe:
-    """Return the recipe without the arguments that its name implies; the shapes still agree."""
-    for key in sorted(set(recipe.args) - {*kept, "img_size"}):
-        args = {k: v for k, v in recipe.args.items() if k != key}
-        fewer = dataclasses.replace(recipe, args=args)
-        with suppress(ElsaError):
-            if matches(build_meta(fewer), shapes):
-                recipe = fewer
-    return recipe
-
-
-def _with(recipe: Recipe, setting: Shown, given: _Args) -> Recipe:
-    """Return the recipe with what the shapes show; what the user typed wins."""
-    recipe = recipe.with_args(setting.args)
-    recipe = recipe if setting.size is None else resized(recipe, setting.size)
-    return with_given(recipe, given)
-
-
 def _preference(recipe: Recipe) -> tuple[int, bool, int, str]:
     """Names of the fewest other arguments first, then of this image size, then the shortest."""
     usual = default_recipe(ModelSpec(recipe.library, recipe.name, recipe.name))
     return len(recipe.args), usual.size != recipe.size, len(recipe.name), recipe.name
 
 
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """What a library's candidates are found with."""
+def _misfits(library: Library, recipe: Recipe, shapes: Shapes) -> int | None:
+    """How many tensors of the recipe with one block the file has not, or in another shape that no
+    grid explains, and the other way round outside of blocks; None where none is alike."""
+    for attempt in (library.one_block(recipe, shapes), recipe):
+        with suppress(ElsaError):
+            model = build_meta(attempt)
+            break
+    else:
+        return None
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    free = {n for n in (*own, *shapes) if n.rpartition(".")[2] in _OF_GRID}
+    count = sum(
+        name not in own and name not in free and not is_unused(name)
+        for name in shapes
+        if not _BLOCKS.match(name)
+    ) + sum(
+        name not in shapes or (shapes[name] != shape and name not in free)
+        for name, shape in own.items()
+    )
+    return count if count < len(own) else None
 
-    library: Library
-    shapes: Shapes
-    image_size: tuple[int, int] | None
-    given: _Args
-    # how many tensors differ from those of the names that were tried, and those names
-    misfits: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
 
-    def recipe(self, name: str, setting: Shown | None = None) -> Recipe:
-        """Return the recipe of a name as in the shapes, with what else they show."""
-        usual = _as_in(ModelSpec(self.library.name, name, name), self.shapes)
-        return _with(usual, setting or Shown(), self.given)
-
-    def fitted(self, recipes: Iterable[Recipe]) -> list[Recipe]:
-        """Return those that fit, at the image size of the tensors."""
-        fits = (fitted(recipe, self.shapes, self.image_size) for recipe in recipes)
-        return [recipe for recipe in fits if recipe is not None]
-
-    def pruned(self, recipes: Iterable[Recipe]) -> list[Recipe]:
-        """Return the recipes without the arguments that their names imply."""
-        return [_pruned(recipe, self.shapes, self.given) for recipe in recipes]
-
-    def blocks_fit(self, attempts: Iterable[Recipe]) -> bool:
-        """True where the tensors of a short model, the first that builds, are all there; those
-        whose shape depends on the grid may differ in it."""
-        for attempt in attempts:
-            try:
-                model = build_meta(attempt)
-            except ElsaError:
-                continue
-            own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-            free = {n for n in (*own, *self.shapes) if n.rpartition(".")[2] in _OF_GRID}
-            count = sum(
-                name not in own and name not in free and not is_unused(name)
-                for name in self.shapes
-                if not _BLOCKS.match(name)
-            ) + sum(
-                name not in self.shapes or (self.shapes[name] != shape and name not in free)
-                for name, shape in own.items()
-            )
-            if count < len(own):
-                self.misfits.append((count, len(attempt.name), attempt.name))
-            return not count
-        return False
-
-    def closest(self) -> str:
-        """The name whose tensors differ least, and in what, in words; "" where none is near."""
-        least = min(self.misfits, default=(0, 0, ""))[0]
-        names = dict.fromkeys(name for count, _, name in sorted(self.misfits) if count == least)
-        found: list[tuple[int, Recipe]] = []
-        for name in list(names)[:_COMPARED]:
-            recipe = self.recipe(name)
-            with suppress(ElsaError):
-                found.append((sum(map(len, differences(build_meta(recipe), self.shapes))), recipe))
-        if not found:
-            return ""
+def _unknown(
+    library: Library, shapes: Shapes, where: str, given: _Args, near: list[tuple[int, int, str]]
+) -> ModelError:
+    """The error for tensors of no known architecture, with the closest."""
+    kernels = [s for s in shapes.values() if len(s) == 4 and max(s[2:]) > 1]
+    if len(kernels) > 2 and not any(map(_ATTENTION.search, shapes)):
+        return ModelError(
+            f"{where} has no attention: its {len(shapes)} tensors are convolutions, norms and"
+            " linear layers, as of a ResNet; elsa has nothing to patch in it"
+        )
+    if any(name.startswith(_TRANSFORMERS) for name in shapes):
+        return ModelError(f"{where}: its tensors have transformers' names: give its folder")
+    near = sorted(set(near))
+    found: list[tuple[int, Recipe]] = []
+    for name in [name for count, _, name in near if count == near[0][0]][:_COMPARED]:
+        spec = ModelSpec(library.name, name, name)
+        recipe = with_given(library.as_in(default_recipe(spec), shapes), given)
+        with suppress(ElsaError):
+            found.append((sum(map(len, differences(build_meta(recipe), shapes))), recipe))
+    closest = ""
+    if found:
         recipe = min(found, key=lambda pair: pair[0])[1]
-        return f"; the closest is {label(recipe)} ({explain_misfit(recipe, self.shapes)})"
+        closest = f"; the closest is {label(recipe)} ({explain_misfit(recipe, shapes)})"
+    return ModelError(
+        f"{where}: no known architecture has these tensors ({len(shapes)} tensors, the first is"
+        f" {next(iter(shapes))[:60]!r}){closest};"
+        " name it with arch (--arch) and what differs from it with --model-kwargs, or put its"
+        " config.json beside the file"
+    )
 
 
-def explain_misfit(recipe: Recipe, shapes: Shapes) -> str:
-    """Say in one line what differs between a recipe's tensors and these; "" for nothing."""
-    model = build_meta(recipe)
-    missing, unexpected, wrong = differences(model, shapes)
-    parts: list[str] = []
-    for what, names in (("missing", missing), ("unexpected", unexpected), ("other shape", wrong)):
-        if names:
-            listed = ", ".join(sorted(names)[:2]) + (", ..." if len(names) > 2 else "")
-            parts.append(f"{len(names)} {what} ({listed})")
-    own = {**dict(model.named_buffers()), **model.state_dict()}
-    if wrong and not missing and not unexpected:
-        name = min(wrong)
-        parts.append(f"{list(shapes[name])} in the file and {list(own[name].shape)} in the model")
-    return ", ".join(parts)
+def fit_named(
+    spec: ModelSpec, shapes: Shapes, image_size: tuple[int, int] | None, given: _Args
+) -> Recipe:
+    """Fit one named architecture to the shapes, at their image size, with their classifier and
+    channels; the usual recipe where it does not fit exactly: the library may convert the
+    tensors."""
+    usual = default_recipe(spec)
+    library = libraries.of(usual.library)
+    usual = library.as_in(usual, shapes)
+    tries = (with_given(usual.with_args(args), given) for args in library.variants(shapes))
+    fits = (fitted(recipe, shapes, image_size) for recipe in tries)
+    return next((fit for fit in fits if fit is not None), None) or with_given(usual, given)
 
 
 # --- do recipes with the same tensors compute the same? ------------------------------------------
@@ -262,3 +218,69 @@ def shallow(recipe: Recipe) -> tuple[nn.Module, tuple[int, int]]:
     if sum(p.numel() for p in build_meta(recipe).parameters()) > _MAX_PROBE_PARAMETERS:
         raise ModelError(f"{label(recipe)} is too large to be compared with similar models")
     return build(recipe), recipe.size
+
+
+# --- what no tensor shows ------------------------------------------------------------------------
+
+
+def with_unsaid(recipe: Recipe, shapes: Shapes, given: _Args) -> Recipe:
+    """Return the recipe with `unsaid`: heads and windows that its name says and that fit the
+    tensors no better than others would. What the user has typed (`given`) is said.
+
+    The heads of a plain ViT lie inside the width of its projections, and a SwinV2 without its
+    buffers has the same tensors at any window.
+    """
+    try:
+        model = build_meta(recipe)
+    except ElsaError:
+        return recipe  # building it says why
+    if recipe.two_towers:
+        attention = [
+            (name, module.num_heads)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.MultiheadAttention)
+        ]
+        towers = {
+            "image_heads": [n for name, n in attention if name.startswith("visual.")],
+            "text_heads": [n for name, n in attention if not name.startswith("visual.")],
+        }
+        found: dict[str, Any] = {word: heads[0] for word, heads in towers.items() if heads}
+        return dataclasses.replace(recipe, unsaid=found)
+    found, usual = {}, differences(model, shapes)
+    # As the modules hold them, since some constructors derive them: the heads in order, each once
+    # where it repeats; of windows the largest, since a stage smaller than it has a smaller one.
+    heads = [n for n in _held(model, "num_heads") if type(n) is int]
+    heads = [n for i, n in enumerate(heads) if i == 0 or heads[i - 1] != n]
+    if heads and not _HEADS & set(given):
+        value = heads if heads[1:] else heads[0]
+        # What its constructor does not take cannot be compared, and counts as not shown.
+        if _others_fit(recipe, "num_heads", value, usual, shapes) is not False:
+            found["heads"] = value
+    sides = [s if isinstance(s, (list, tuple)) else (s,) for s in _held(model, "window_size")]
+    window = max((n for each in sides for n in each if type(n) is int), default=0)
+    said = not window or "window_size" in given
+    if not said and _others_fit(recipe, "window_size", window, usual, shapes):
+        found["window"] = window
+    return dataclasses.replace(recipe, unsaid=found)
+
+
+def _held(model: nn.Module, name: str) -> Iterable[Any]:
+    return (getattr(module, name, None) for module in model.modules())
+
+
+def _others_fit(
+    recipe: Recipe, key: str, value: int | list[int], usual: Any, shapes: Shapes
+) -> bool | None:
+    """True where the tensors differ in the same (`usual`) with twice or half the value; None where
+    the constructor takes no other."""
+    answer = None
+    several = value if isinstance(value, list) else [value]
+    for others in ([2 * n for n in several], [n // 2 for n in several]):
+        if not all(others):
+            continue
+        trial = recipe.with_args({key: others if isinstance(value, list) else others[0]})
+        with suppress(ElsaError):
+            if differences(build_meta(trial), shapes) == usual:
+                return True
+            answer = False
+    return answer

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -14,12 +14,9 @@ from elsa_core.errors import ModelError
 from elsa_core.loading import hub
 from elsa_core.loading.checkpoint import check_file
 from elsa_core.loading.library import Library, Size, check_tag, imported
+from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import Preprocess, Recipe
-from elsa_core.loading.shown import Shapes, Shown, depth_of, shown
 from elsa_core.loading.weights import Weights
-
-if TYPE_CHECKING:
-    from elsa_core.loading.recognise import Search
 
 # timm modules of plain transformers; a part of a tensor name that only theirs have, or none.
 _VIT_MODULES = {
@@ -94,11 +91,6 @@ def _as_published(preprocess: Preprocess, cfg: Any) -> Preprocess:
     )  # fmt: skip
 
 
-def _full_name(recipe: Recipe) -> str:
-    """Return the name that timm looks up: with the tag, whose configuration sets the defaults."""
-    return f"{recipe.name}.{recipe.tag}" if recipe.tag else recipe.name
-
-
 def _args(recipe: Recipe) -> dict[str, Any]:
     """Return the keyword arguments of `timm.create_model`, lists as the tuples timm expects."""
     args = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.args.items()}
@@ -112,7 +104,9 @@ def _build(recipe: Recipe) -> nn.Module:
 
     if not timm.is_model(recipe.name):
         raise ModelError(f"this timm ({timm.__version__}) has no model {recipe.name!r}")
-    model: nn.Module = timm.create_model(_full_name(recipe), pretrained=False, **_args(recipe))
+    # with the tag, whose configuration sets the defaults
+    name = f"{recipe.name}.{recipe.tag}" if recipe.tag else recipe.name
+    model: nn.Module = timm.create_model(name, pretrained=False, **_args(recipe))
     return model
 
 
@@ -152,7 +146,7 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
     import timm
     from timm.models import get_pretrained_cfg
 
-    name = _full_name(recipe)
+    name = f"{recipe.name}.{recipe.tag}" if recipe.tag else recipe.name
     cfg = get_pretrained_cfg(name)
     if cfg is None or not cfg.has_weights:
         tags = _tags(recipe.name)
@@ -228,41 +222,18 @@ def _as_in(recipe: Recipe, shapes: Shapes) -> Recipe:
     return recipe
 
 
-def _variants(shapes: Shapes) -> list[Shown]:
-    """Common fine-tuning changes that rename tensors, the pooling and no class token, and what the
-    shapes show."""
-    renamed: list[dict[str, Any]] = [{}]
+def _variants(shapes: Shapes) -> list[dict[str, Any]]:
+    """As the name says, and with the pooling of common fine-tuning, which renames a norm."""
+    found: list[dict[str, Any]] = [{}]
     if "fc_norm.weight" in shapes and "norm.weight" not in shapes:
-        renamed.append({"global_pool": "avg"})
+        found.append({"global_pool": "avg"})
         if "cls_token" not in shapes:
-            renamed.append({"global_pool": "avg", "class_token": False})
-    return [
-        Shown({**extra, **setting.args}, setting.size)
-        for extra in renamed
-        for setting in (Shown(), *shown(shapes))
-    ]
-
-
-def _candidates(search: Search) -> list[Recipe]:
-    """The names that fit as they are; failing those, the ones that fit with what shows."""
-    shapes = search.shapes
-    names = _names_like(shapes)
-    stem = shapes.get("patch_embed.proj.weight", ())
-    usual = [n for n in names if _said_patch(n) in (None, *stem[2:3])]
-    # of names that differ in patch, window and image size alone
-    kinds = {re.sub(r"_(patch|window)?\d+(?=_|$)", "", name): name for name in sorted(names)[::-1]}
-    one_a_kind = list(kinds.values())
-    for setting in _variants(shapes):
-        pool = one_a_kind if "patch_size" in setting.args else usual
-        sieved = (_sieved(search, name, setting) for name in pool)
-        found = search.fitted(recipe for recipe in sieved if recipe is not None)
-        if found:
-            return search.pruned(found)
-    return []
+            found.append({"global_pool": "avg", "class_token": False})
+    return found
 
 
 def _names_like(shapes: Shapes) -> list[str]:
-    """The names of the families whose tensors look like these."""
+    """The names of the families whose tensors look like these, of the same patch."""
     import timm
 
     swin = next(
@@ -274,16 +245,14 @@ def _names_like(shapes: Shapes) -> list[str]:
         return []
     vit = next(found for part, found in _VIT_MODULES.items() if any(part in key for key in shapes))
     modules = (swin,) if swin is not None else vit
-    return [name for module in modules for name in timm.list_models(module=module)]
+    patch = (None, *shapes.get("patch_embed.proj.weight", ())[2:3])
+    names = (name for module in modules for name in timm.list_models(module=module))
+    return [name for name in names if _said_patch(name) in patch]
 
 
-def _sieved(search: Search, name: str, setting: Shown) -> Recipe | None:
-    """Return the recipe of `name` when a model of one block already fits, else None."""
-    recipe, shapes = search.recipe(name, setting), search.shapes
-    stages = len({key.split(".")[1] for key in shapes if re.match(r"(layers|stages)\.\d", key)})
-    short: dict[str, Any] = {"depths": [1] * stages} if stages else {"depth": 1}
-    tries = recipe.with_args(short), recipe.with_args({"depth": depth_of(shapes)})
-    return recipe if search.blocks_fit(tries) else None
+def _one_block(recipe: Recipe, shapes: Shapes) -> Recipe:
+    stages = {key.split(".")[1] for key in shapes if re.match(r"(layers|stages)\.\d", key)}
+    return recipe.with_args({"depths": [1] * len(stages)} if stages else {"depth": 1})
 
 
 TIMM = Library(
@@ -292,7 +261,6 @@ TIMM = Library(
     lookup=_lookup,
     hub_owner="timm",
     has_tags=True,
-    says_preprocessing=lambda arch: "." in arch,
     recipe=recipe,
     build=_build,
     resized=_resized,
@@ -306,6 +274,7 @@ TIMM = Library(
     config_keys=("classifier", "first_conv"),
     converted=_converted,
     as_in=_as_in,
+    names_like=_names_like,
     variants=_variants,
-    candidates=_candidates,
+    one_block=_one_block,
 )

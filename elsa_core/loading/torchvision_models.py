@@ -6,19 +6,16 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import hub
 from elsa_core.loading.library import Library, Size, built, imported, unknown
+from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import Preprocess, Recipe
-from elsa_core.loading.shown import Shapes
 from elsa_core.loading.weights import Weights
-
-if TYPE_CHECKING:
-    from elsa_core.loading.recognise import Search
 
 # Of names of tensors: how the names of the models with such begin.
 _PREFIXES = {"encoder.layers.encoder_layer_0.": "vit_", "features.1.0.": "swin_"}
@@ -111,13 +108,14 @@ def _with_fixed(builder: Any, args: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def _is_vit(recipe: Recipe) -> bool:
-    return recipe.name.startswith("vit_")
-
-
 def _resized(recipe: Recipe, size: Size) -> Recipe:
     recipe = recipe.at(size)
-    if _is_vit(recipe):
+    if recipe.name.startswith("vit_"):
+        if size[0] != size[1]:
+            raise ArgumentError(
+                f"image_size (--img-size) must be square for torchvision's {recipe.name},"
+                f" not {size}"
+            )
         return recipe.with_args({"image_size": size[0]})
     maxvit = recipe.name.startswith("maxvit")
     return recipe.with_args({"input_size": list(size)}) if maxvit else recipe
@@ -162,19 +160,16 @@ def _as_in(recipe: Recipe, shapes: Shapes) -> Recipe:
 
 
 def _prefix(shapes: Shapes) -> str | None:
-    """Return how the names of the models with such tensors begin."""
+    """How the names of the models with such tensors begin."""
     found = (prefix for key, prefix in _PREFIXES.items() if any(n.startswith(key) for n in shapes))
     return next(found, None)
 
 
-def _candidates(search: Search) -> list[Recipe]:
+def _names_like(shapes: Shapes) -> list[str]:
     try:
-        names = _names()
+        return [name for name in _names() if name.startswith(_prefix(shapes) or "")]
     except UnavailableError:
         return []
-    prefix = _prefix(search.shapes) or ""
-    recipes = [search.recipe(name) for name in names if name.startswith(prefix)]
-    return search.fitted(recipes) or [each for each in recipes if search.blocks_fit([each])]
 
 
 TORCHVISION = Library(
@@ -184,7 +179,6 @@ TORCHVISION = Library(
     recipe=_recipe,
     build=_build,
     resized=_resized,
-    takes_squares=_is_vit,
     published=_published,
     preprocessings=lambda recipe: {
         str(each): _preprocess(each)
@@ -192,8 +186,7 @@ TORCHVISION = Library(
     },
     config_args=lambda cfg, preprocess: {},
     converted=_converted,
-    takes_heads=False,
     as_in=_as_in,
     marks=lambda shapes: _prefix(shapes) is not None,
-    candidates=_candidates,
+    names_like=_names_like,
 )

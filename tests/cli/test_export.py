@@ -59,7 +59,8 @@ def test_a_bundle_says_what_was_assumed(elsa: Elsa, tmp_path: Path) -> None:
     name = "vit_tiny_patch16_224"
     model = timm.create_model("deit_tiny_patch16_224", num_classes=11, img_size=32, depth=1)
     save_file(model.state_dict(), tmp_path / "mine.safetensors")
-    answer = elsa("export", "mine.safetensors", "--formats", "torchscript", "--batches", "4,1")
+    mine = ("mine.safetensors", "--model-kwargs", "depth=1")
+    answer = elsa("export", *mine, "--formats", "torchscript", "--batches", "4,1")
     assert answer.code == 0, answer.err
     assert "does not say its preprocessing" in answer.err
     bundle = tmp_path / f"{name}-elsa"
@@ -81,7 +82,7 @@ def test_a_bundle_says_what_was_assumed(elsa: Elsa, tmp_path: Path) -> None:
     assert again["assumed"] == {"heads": 3}
     assert {"mean", "std"} <= set(again["preprocess"]["assumed"])
     given = ("--mean", "0.5", "--std", "0.5", "--crop-pct", "0.9", "--interpolation", "bicubic")
-    told = document(elsa("inspect", "mine.safetensors", *given, "--json"))["results"]["model"]
+    told = document(elsa("inspect", *mine, *given, "--json"))["results"]["model"]
     assert told["preprocess"]["assumed"] == []
 
 

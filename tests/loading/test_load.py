@@ -291,13 +291,12 @@ RECOGNISED: list[tuple[str, dict[str, Any]]] = [
     ("test_vit", {"num_classes": 7, "img_size": 64}),
     ("test_vit", {"num_classes": 0, "in_chans": 1}),
     ("test_vit2", {"global_pool": "avg"}),
-    ("vit_tiny_patch16_224", {"img_size": 64, "depth": 2, "num_classes": 5}),
-    ("deit3_small_patch16_224", {"depth": 1}),
+    ("vit_tiny_patch16_224", {"img_size": 64, "num_classes": 5}),
     ("eva02_tiny_patch14_224", {"img_size": 56}),
-    ("vit_small_patch16_dinov3", {"depth": 2}),
+    ("vit_small_patch16_dinov3", {}),
     ("vit_small_patch16_rope_mixed_224", {}),
-    ("beit_base_patch16_224", {"depth": 1, "img_size": 64}),
-    ("swin_tiny_patch4_window7_224", {"num_classes": 3, "depths": (1, 1, 1, 1)}),
+    ("beit_base_patch16_224", {"img_size": 64}),
+    ("swin_tiny_patch4_window7_224", {"num_classes": 3}),
 ]
 
 
@@ -321,7 +320,7 @@ def test_recognition_of_open_clip_and_torchvision(tmp_path: Path, clip: Loaded) 
 
 def test_ambiguity_lists_the_candidates(tmp_path: Path) -> None:
     """QuickGELU and GELU have the same tensors and compute differently."""
-    model = tiny("vit_base_patch16_clip_quickgelu_224", depth=1, img_size=32)
+    model = tiny("vit_base_patch16_clip_quickgelu_224", img_size=32)
     path = write(model, tmp_path / "model.safetensors")
     with pytest.raises(ModelError) as caught:
         load(path)
