@@ -1,4 +1,4 @@
-"""MaxViT, in timm and torchvision, on elsa: windows and grids, every kind of relative positions."""
+"""timm's MaxViT on elsa: windows and grids, every kind of relative positions."""
 
 from __future__ import annotations
 
@@ -24,24 +24,16 @@ TIMM = {
     # The projection as in other models; biases as TensorFlow keeps them.
     "tf": ("maxvit_tiny_tf_224", {}),
 }
-KINDS = (*TIMM, "torchvision")
 SIDE = 96  # 24 x 24 tokens in the first stage, windows and grids of 3 x 3
 
 
 def make(kind: str) -> nn.Module:
     """A small model of four sites in which no bias is zero."""
-    if kind == "torchvision":
-        maxvit = pytest.importorskip("torchvision.models.maxvit")
-        model = maxvit.MaxVit(
-            input_size=(SIDE, SIDE), stem_channels=16, partition_size=3, block_channels=[16, 32],
-            block_layers=[1, 1], head_dim=8, stochastic_depth_prob=0.0, num_classes=6,
-        )  # fmt: skip
-    else:
-        name, options = TIMM[kind]
-        model = timm.create_model(
-            name, img_size=SIDE, embed_dim=(32, 64), depths=(1, 1), stem_width=16, num_classes=6,
-            drop_path_rate=0.0, **options,
-        )  # fmt: skip
+    name, options = TIMM[kind]
+    model = timm.create_model(
+        name, img_size=SIDE, embed_dim=(32, 64), depths=(1, 1), stem_width=16, num_classes=6,
+        drop_path_rate=0.0, **options,
+    )  # fmt: skip
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "rel" in name or "bias" in name:
@@ -53,9 +45,7 @@ def images(batch: int = 2) -> Tensor:
     return torch.randn(batch, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(batch))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), thinned(KINDS, (torch.float32, torch.bfloat16)), ids=str
-)
+@pytest.mark.parametrize(("kind", "dtype"), thinned(TIMM, (torch.float32, torch.bfloat16)), ids=str)
 @torch.no_grad()
 def test_windows_and_grids(kind: str, dtype: torch.dtype) -> None:
     """Every site and the model, against float64, in batches of 1 and 3."""
@@ -70,7 +60,7 @@ def test_windows_and_grids(kind: str, dtype: torch.dtype) -> None:
     assert all(site.operator_calls == site.calls > 0 for site in found.sites)
 
 
-@pytest.mark.parametrize(("kind", "way"), thinned(("mlp", "torchvision"), ("compile", "export")))
+@pytest.mark.parametrize(("kind", "way"), thinned(("mlp", "tf"), ("compile", "export")))
 @torch.no_grad()
 def test_one_graph_a_dynamic_batch_and_copies(kind: str, way: str) -> None:
     torch._dynamo.reset()
@@ -94,14 +84,14 @@ def test_one_graph_a_dynamic_batch_and_copies(kind: str, way: str) -> None:
     torch.testing.assert_close(program.module()(images(3)), model(images(3)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TIMM)
 def test_inspect_shows_windows(kind: str) -> None:
     sites = inspect(make(kind), (3, SIDE, SIDE)).sites
     assert [(s.kind, s.query_tokens, s.patchable) for s in sites] == [("window", 9, True)] * 4
     assert all("relative bias" in s.extra and s.flops for s in sites)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TIMM)
 def test_gradients_and_hooks(kind: str) -> None:
     plain, x = make(kind).double(), images(2).double()
     patched = copy.deepcopy(plain)
@@ -114,16 +104,15 @@ def test_gradients_and_hooks(kind: str) -> None:
         assert (a.grad is None) == (b.grad is None), name
         if a.grad is not None:
             torch.testing.assert_close(b.grad, a.grad, msg=name)
-    path = "attn_layer.1" if kind == "torchvision" else ".attn"
     seen: list[Any] = []
-    attn = next(m for p, m in patched.named_modules() if p.endswith(path))
+    attn = next(m for p, m in patched.named_modules() if p.endswith(".attn"))
     attn.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     with torch.no_grad(), Calls() as calls:
         patched(x)
     assert len(seen) == 1 and calls.windows == 3
 
 
-@pytest.mark.parametrize("kind", ["bias", "mlp", "tf"])
+@pytest.mark.parametrize("kind", TIMM)
 @torch.no_grad()
 def test_another_size_and_other_weights_after_patching(kind: str) -> None:
     plain, other = make(kind), make(kind)
@@ -138,16 +127,3 @@ def test_another_size_and_other_weights_after_patching(kind: str) -> None:
             model.set_input_size(img_size=(64, 96), window_size=(2, 3))
         x = images(2)[:, :, :64]
         torch.testing.assert_close(patched(x), plain(x), rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_torchvision_refuses_another_size_as_before() -> None:
-    """A layer is built for one grid; a multiple of its partition would run without a word."""
-    model, x = make("torchvision"), torch.randn(1, 16, 12, 12)
-    layer = next(m for p, m in model.named_modules() if p.endswith("window_attention"))
-    x = torch.randn(1, layer.attn_layer[0].normalized_shape[0], 12, 12)
-    with pytest.raises(Exception) as before:
-        layer(x)
-    patch(model)
-    with pytest.raises(type(before.value)):
-        layer(x)

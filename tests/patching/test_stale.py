@@ -42,7 +42,7 @@ TIMM: dict[str, tuple[str, dict[str, Any]]] = {
          "num_classes": 6},
     ),
 }  # fmt: skip
-TORCHVISION = ("torchvision-swin", "torchvision-swin-v2", "torchvision-maxvit")
+TORCHVISION = ("torchvision-swin", "torchvision-swin-v2")
 KINDS = (*TIMM, *TORCHVISION)
 
 
@@ -51,12 +51,6 @@ def make(kind: str) -> Any:
     if kind in TIMM:
         name, options = TIMM[kind]
         model = timm.create_model(name, **options)
-    elif kind == "torchvision-maxvit":
-        maxvit = pytest.importorskip("torchvision.models.maxvit")
-        model = maxvit.MaxVit(
-            input_size=(64, 64), stem_channels=8, partition_size=4, block_channels=[16],
-            block_layers=[1], head_dim=8, stochastic_depth_prob=0.0, num_classes=6,
-        )  # fmt: skip
     else:
         swin = pytest.importorskip("torchvision.models.swin_transformer")
         block, merge = swin.SwinTransformerBlock, swin.PatchMerging

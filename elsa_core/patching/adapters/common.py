@@ -102,7 +102,6 @@ _ACTIVATIONS = {
     "timm.layers.activations.GELUTanh": "gelu_tanh",
     "timm.layers.activations.QuickGELU": "quick_gelu",
     "timm.layers.activations.Swish": "silu",
-    "open_clip.transformer.QuickGELU": "quick_gelu",
 }
 
 

@@ -51,7 +51,6 @@ class Row(NamedTuple):
 ADAPTERS = {
     "torch.nn.modules.linear.Linear": (LAYER, "torch_layers.ElsaLinear"),
     "torch.nn.modules.conv.Conv2d": (PATCHES, "torch_layers.ElsaPatchConv2d"),
-    "torch.nn.modules.container.Sequential": (MLP, "torch_layers.ElsaSequential"),
     "torch.nn.modules.activation.MultiheadAttention": (
         GLOBAL, "torch_multihead.ElsaMultiheadAttention",
     ),
@@ -78,28 +77,11 @@ ADAPTERS = {
     "timm.models.twins.LocallyGroupedAttn": (WINDOW, "timm_windows.ElsaLocallyGroupedAttn"),
     "timm.models.vision_transformer.Block": (COMPANION, "timm_blocks.ElsaBlock"),
     "timm.models.vision_transformer_sam.Attention": (GLOBAL, "timm_sam.ElsaSamAttention"),
-    "torchvision.models.maxvit.PartitionAttentionLayer": (
-        BLOCK, "torchvision_maxvit.ElsaPartitionAttentionLayer",
-    ),
     "torchvision.models.swin_transformer.ShiftedWindowAttention": (
         WINDOW, "torchvision_swin.ElsaShiftedWindowAttention",
     ),
     "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": (
         WINDOW, "torchvision_swin.ElsaShiftedWindowAttentionV2",
-    ),
-    "torchvision.models.vision_transformer.MLPBlock": (MLP, "torchvision_mlp.ElsaMLPBlock"),
-    "torchvision.ops.misc.MLP": (MLP, "torchvision_mlp.ElsaMLP"),
-    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLVisionAttention": (
-        GLOBAL, "transformers_packed.ElsaQwen2_5_VLVisionAttention",
-    ),
-    "transformers.models.qwen2_vl.modeling_qwen2_vl.VisionAttention": (
-        GLOBAL, "transformers_packed.ElsaVisionAttention",
-    ),
-    "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionAttention": (
-        GLOBAL, "transformers_packed.ElsaQwen3VLVisionAttention",
-    ),
-    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionAttention": (
-        GLOBAL, "transformers_packed.ElsaQwen3VLMoeVisionAttention",
     ),
     "transformers.models.siglip2.modeling_siglip2.Siglip2Attention": (
         GLOBAL, "transformers_siglip2.ElsaSiglip2Attention",

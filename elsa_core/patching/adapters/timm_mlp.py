@@ -18,9 +18,9 @@ from elsa_core.patching.adapters.common import (
     is_small,
     passed,
     project,
+    why_no_weight,
 )
 from elsa_core.patching.adapters.hooks import is_watched
-from elsa_core.patching.adapters.torch_layers import linear_parts, why_not_plain
 
 _Module: Any = nn.Module  # untyped, as timm's classes are that stand beside it
 
@@ -33,16 +33,19 @@ class _Mlp(_Module):  # type: ignore[misc]
     @classmethod
     def elsa_why_not(cls, module: Any) -> str:
         """Why this instance stays as it is; empty if it does not."""
-        reasons = (why_not_plain(getattr(module, name)) for name in cls.elsa_layers)
-        reason = next(filter(None, reasons), "")
-        if not reason and not activation_of(module.act):
-            return f"its activation is a {type(module.act).__qualname__}"
-        return reason
+        for layer in (getattr(module, name) for name in cls.elsa_layers):
+            if not is_plain_linear(layer):
+                return f"holds a {type(layer).__qualname__}"
+            reason = why_no_weight(layer)
+            if reason:
+                return reason
+        known = activation_of(module.act)
+        return "" if known else f"its activation is a {type(module.act).__qualname__}"
 
     @staticmethod
     def elsa_parts(module: nn.Module) -> tuple[nn.Module, ...]:
         """The linear layers that it computes."""
-        return linear_parts(module)
+        return tuple(layer for layer in module.children() if is_plain_linear(layer))
 
     def _elsa_first(self, layer: nn.Module, x: Tensor) -> Any:
         """The activation of a layer's output, in one call unless something watches the activation

@@ -1,5 +1,4 @@
-"""PyTorch's own layers on `elsa_core.linear`: `nn.Linear`, the convolution of a patch embedding,
-chains of linear layers and activations.
+"""PyTorch's own layers on `elsa_core.linear`: `nn.Linear`, the convolution of a patch embedding.
 
 Read against torch 2.10 to 2.15. On a CPU a recorded program holds PyTorch's own operators: bundles
 of a model patched as a whole need no library for its layers there.
@@ -7,7 +6,6 @@ of a model patched as a whole need no library for its layers there.
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -20,18 +18,11 @@ from elsa_core import dispatch
 from elsa_core.base import calls
 from elsa_core.ops.linear.api import served
 from elsa_core.patching.adapters.common import (
-    activation_of,
-    is_plain_linear,
     is_recorded,
     is_small,
-    passed,
-    project,
     project_by,
     why_no_weight,
 )
-from elsa_core.patching.adapters.hooks import has_hooks
-
-_Module: Any = nn.Module  # untyped, as the classes are that stand beside it
 
 
 class ElsaLinear(nn.Linear):
@@ -106,56 +97,3 @@ def _cuts_patches(layer: nn.Conv2d) -> bool:
         and layer.padding in ((0, 0), "valid")
         and layer.padding_mode == "zeros"
     )
-
-
-class Chain(_Module):  # type: ignore[misc]
-    """Linear layers, each with the activation behind it in one call; the rest as it is: what the
-    adapters of sequences inherit."""
-
-    @staticmethod
-    def elsa_why_not(module: Any) -> str:
-        """Why a sequence is no MLP of plain linear layers, of which one is followed by an
-        activation that the operator knows; empty if it is."""
-        layers = list(module)
-        linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
-        if len(linears) < 2 or any(map(why_not_plain, linears)):
-            return "is no sequence of plain linear layers"
-        pairs = itertools.pairwise(layers)
-        fuses = any(isinstance(a, nn.Linear) and activation_of(b) for a, b in pairs)
-        return "" if fuses else "has no activation that the product takes"
-
-    @staticmethod
-    def elsa_parts(module: nn.Module) -> tuple[nn.Module, ...]:
-        """The linear layers that it computes."""
-        return linear_parts(module)
-
-    def forward(self, input: Tensor) -> Tensor:
-        x, layers = input, list(self)
-        while layers:
-            layer = layers.pop(0)
-            if not is_plain_linear(layer):
-                x = passed(layer, x)
-                continue
-            activation = activation_of(layers[0]) if layers and not has_hooks(layers[0]) else ""
-            if activation:
-                layers.pop(0)
-            x = project(self, layer, x, activation=activation or "none")
-        return x
-
-
-class ElsaSequential(Chain, nn.Sequential):
-    """A sequence that is an MLP: [..., C] -> [..., N], any floating dtype."""
-
-    elsa_base = nn.Sequential
-
-
-def why_not_plain(layer: nn.Module) -> str:
-    """Why a layer within an MLP is no plain linear one; empty if it is."""
-    if not is_plain_linear(layer):
-        return f"holds a {type(layer).__qualname__}"
-    return why_no_weight(layer)
-
-
-def linear_parts(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The linear layers among a module's children."""
-    return tuple(layer for layer in module.children() if is_plain_linear(layer))
