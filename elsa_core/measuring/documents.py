@@ -6,9 +6,20 @@ import json
 import math
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from elsa_core.base.files import write_text
+from elsa_core.base.version import __version__
+
+SCHEMA_VERSION: Final = 1
+
+
+def started(command: str, environment: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    """A result document: schema and elsa version, where it was measured, and results."""
+    return {
+        "schema_version": SCHEMA_VERSION, "elsa_version": __version__, "command": command,
+        "environment": environment, "results": results,
+    }  # fmt: skip
 
 
 class Plain:

@@ -13,7 +13,7 @@ from typing import Final
 from elsa_core.profiling.document import Document
 from elsa_core.profiling.words import duration, place, point_name, three
 
-METRICS: Final = (
+_METRICS: Final = (
     ("latency, ms", "seconds", 1e3),
     ("throughput, images/s", "images_per_second", 1.0),
     ("memory of a call, MB", "memory_bytes", 1e-6),
@@ -29,20 +29,37 @@ Bar = tuple[Sequence[tuple[str, float]], str]
 """Parts side by side, each with its class and length, and the text behind them."""
 
 
-def metric_charts(rows: Sequence[Document]) -> list[tuple[str, str]]:
-    """(title, chart) of latency, throughput and memory of measured points."""
+def metrics(rows: Sequence[Document]) -> list[tuple[str, list[tuple[str, float, bool]]]]:
+    """Latency, throughput and memory of measured points: (title, [(run, value, whether it is
+    patched)]); where there are several points, a run's name has its point's."""
     found = []
-    for title, key, factor in METRICS:
-        bars: list[tuple[str, list[Bar]]] = []
-        for row in rows:
-            where = f", {point_name(row)}" if len(rows) > 1 else ""
-            for run in row["profile"]["runs"]:
-                if run[key] is not None:
-                    value, kind = run[key] * factor, "ours" if run["patched"] else "before"
-                    bars.append((run["name"] + where, [([(kind, value)], three(value))]))
+    for title, key, factor in _METRICS:
+        bars = [
+            (
+                run["name"] + (f", {point_name(row)}" if len(rows) > 1 else ""),
+                float(run[key] * factor), bool(run["patched"]),
+            )
+            for row in rows
+            for run in row["profile"]["runs"]
+            if run[key] is not None
+        ]  # fmt: skip
         if bars:
-            found.append((title, _chart(bars)))
+            found.append((title, bars))
     return found
+
+
+def metric_charts(rows: Sequence[Document]) -> list[tuple[str, str]]:
+    """(title, chart) of `metrics`."""
+    return [
+        (
+            title,
+            _chart([
+                (name, [([("ours" if patched else "before", value)], three(value))])
+                for name, value, patched in bars
+            ]),
+        )
+        for title, bars in metrics(rows)
+    ]  # fmt: skip
 
 
 def site_chart(sites: Sequence[Document]) -> str:

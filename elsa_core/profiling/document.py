@@ -11,7 +11,6 @@ from elsa_core.base.reading import RESULT_BYTES, read_text
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.measuring import documents
 
-SCHEMA_VERSION: Final = 1
 COMMAND: Final = "profile"
 DONE: Final = "done"
 NO_MEMORY: Final = "out of memory"
@@ -84,8 +83,10 @@ _POSITIVE: Final = ("seconds", "seconds_before", "seconds_after", "value", "low"
 def _check(document: Any) -> None:
     """Raise unless everything is there that is read from a document later."""
     _fits(document, "document")
-    if document["command"] != COMMAND or document.get("schema_version") != SCHEMA_VERSION:
-        raise _MisfitError(f"it is not of the command {COMMAND}, schema_version {SCHEMA_VERSION}")
+    if document["command"] != COMMAND or document.get("schema_version") != documents.SCHEMA_VERSION:
+        raise _MisfitError(
+            f"it is not of the command {COMMAND}, schema_version {documents.SCHEMA_VERSION}"
+        )
     _fits(document["results"], "result")
     for point in document["results"]["points"]:
         _fits(point, "point")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from elsa_core.base.files import staged_file
-from elsa_core.base.messages import side
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring.environment import label
-from elsa_core.profiling.charts import METRICS
+from elsa_core.profiling.charts import metrics
 from elsa_core.profiling.document import DONE, Document
 
 _OURS: Final = ("#0b6e4f", "#3aa76d", "#12355b", "#5bc0be")
@@ -20,50 +20,21 @@ Points = list[tuple[int, Any]]
 
 
 def of_profile(document: Document, path: Path) -> Path:
-    """Draw latency, throughput and memory of the measured points."""
-    rows = [row for row in document["results"]["points"] if row["status"] == DONE]
-    batches = {row["configuration"]["batch"] for row in rows}
-    by_batch = len(batches) > 1 and len({str(row["profile"]["image_size"]) for row in rows}) == 1
-    figure, panels = _figure(12.5, 4.2, 3)
-    for axes, (title, key, factor) in zip(panels, METRICS, strict=True):
-        series: dict[tuple[str, bool], Points] = {}
-        names: dict[int, str] = {}
-        for row in rows:
-            shape, batch = row["profile"]["image_size"] or [0, 0], row["profile"]["batch"]
-            x, text = (batch, str(batch)) if by_batch else (shape[0] * shape[1], side(shape))
-            extra = _apart(row, rows, by_batch)
-            for run in row["profile"]["runs"]:
-                if run[key] is not None:
-                    name = " ".join(filter(None, (run["name"], extra)))
-                    own = series.setdefault((name, run["patched"]), [])
-                    own.append((x, run[key] * factor))
-                    names[x] = text
-        if len(names) < 2:
-            values = [points[0][1] for points in series.values()]
-            colours = [_OURS[0] if patched else "#9aa5b1" for _, patched in series]
-            bars = axes.bar(range(len(series)), values, color=colours)
-            axes.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=8)
-            axes.set_xticks(range(len(series)), [_plain(name) for name, _ in series], rotation=20,
-                            ha="right", fontsize=8)  # fmt: skip
-        else:
-            _lines(axes, series)
-            axes.set_xticks(list(names), list(names.values()), fontsize=8)
-            axes.minorticks_off()
-            axes.set_xlabel("batch" if by_batch else "image size, pixels a side")
+    """Draw latency, throughput and memory of the measured points, as the page has them."""
+    drawn = metrics([row for row in document["results"]["points"] if row["status"] == DONE])
+    most = max(len(bars) for _, bars in drawn)
+    figure, panels = _figure(12.5, max(3.0, 1.4 + 0.3 * most), len(drawn))
+    for axes, (title, bars) in zip(panels, drawn, strict=True):
+        names, values, patched = zip(*bars, strict=True)
+        colours = [_OURS[0] if own else "#9aa5b1" for own in patched]
+        found = axes.barh(range(len(bars)), values, color=colours)
+        axes.bar_label(found, [f"{value:.3g}" for value in values], fontsize=8, padding=2)
+        axes.set_yticks(range(len(bars)), [_plain(name) for name in names], fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.25)
         axes.set_title(title, fontsize=10)
-        axes.grid(True, axis="y", alpha=0.25)
+        axes.grid(True, axis="x", alpha=0.25)
     return _save(figure, str(document["results"]["model"].get("name", "")), document, path)
-
-
-def _apart(row: Document, rows: Sequence[Document], by_batch: bool) -> str:
-    """What tells this point's series from the others: whatever varies except the x axis."""
-    parts = []
-    for key in ("batch", "dtype", "precision"):
-        values = {str(each["configuration"][key]) for each in rows}
-        if len(values) > 1 and not (by_batch and key == "batch"):
-            value = row["configuration"][key]
-            parts.append(f"batch {value}" if key == "batch" else str(value))
-    return ", ".join(parts)
 
 
 def of_attention(document: Document, path: Path) -> Path:
@@ -78,11 +49,9 @@ def of_attention(document: Document, path: Path) -> Path:
         name: [(n, m["seconds_p10"] * 1e3, m["seconds_p90"] * 1e3) for n, m in points]
         for name, points in times.items()
     }
-    own = {name: name.startswith("elsa") for name in times}
-    milli = {(k, own[k]): [(n, m["seconds"] * 1e3) for n, m in p] for k, p in times.items()}
-    held = {(k, own[k]): [(n, size / 2**20) for n, size in p if size] for k, p in memory.items()}
-    _lines(panels[0], milli, spans)
-    _lines(panels[1], {key: points for key, points in held.items() if points})
+    held = {name: [(n, size / 2**20) for n, size in p if size] for name, p in memory.items()}
+    _lines(panels[0], {k: [(n, m["seconds"] * 1e3) for n, m in p] for k, p in times.items()}, spans)
+    _lines(panels[1], {name: points for name, points in held.items() if points}, {})
     for axes, what in zip(panels, ("time of a call, ms", "memory beyond the output, MiB"),
                           strict=True):  # fmt: skip
         axes.set(xlabel="tokens", ylabel=what)
@@ -127,32 +96,27 @@ def _figure(width: float, height: float, panels: int) -> tuple[Any, Sequence[Any
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, panels)
+    return figure, figure.subplots(1, panels, squeeze=False)[0]
 
 
 def _lines(
-    axes: Any, series: dict[tuple[str, bool], Points],
-    spans: dict[str, list[tuple[int, float, float]]] | None = None,
-) -> None:  # fmt: skip
-    """Series by (name, whether it is elsa's), on logarithmic axes, with what they scatter over."""
+    axes: Any, series: dict[str, Points], spans: dict[str, list[tuple[int, float, float]]]
+) -> None:
+    """Series of contenders on logarithmic axes, with what they scatter over."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    counts = [0, 0]
-    for (name, own), points in series.items():
-        palette = _OURS if own else _OTHERS
-        colour = palette[counts[own] % len(palette)]
-        counts[own] += 1
-        x, y = zip(*sorted(points), strict=True)
-        axes.plot(x, y, "o-" if own else "s--", color=colour, markersize=4, label=_plain(name),
-                  zorder=2 + own)  # fmt: skip
-        if spans:
-            x, low, high = zip(*spans[name], strict=True)
-            axes.fill_between(x, low, high, alpha=0.15, color=colour, linewidth=0)
-    positive = all(y > 0 for points in series.values() for _, y in points)
-    axes.set(xscale="log", yscale="log" if positive else "linear")
-    if positive:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    palettes = {True: itertools.cycle(_OURS), False: itertools.cycle(_OTHERS)}
+    for name, points in series.items():
+        own = name.startswith("elsa")
+        colour = next(palettes[own])
+        axes.plot(*zip(*points, strict=True), "o-" if own else "s--", color=colour, markersize=4,
+                  label=_plain(name), zorder=2 + own)  # fmt: skip
+        if name in spans:
+            axes.fill_between(*zip(*spans[name], strict=True), alpha=0.15, color=colour,
+                              linewidth=0)  # fmt: skip
+    axes.set(xscale="log", yscale="log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     if series:
         axes.legend(fontsize=7)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from elsa_core.base import pages
 from elsa_core.measuring.environment import label
@@ -121,23 +121,6 @@ def _sites(sites: Sequence[Document]) -> str:
     return pages.table(columns, lines)
 
 
-_WORDS: Final = {
-    "given": "model as typed", "name": "model", "source": "where the model comes from",
-    "alias": "short name", "pretrained": "published weights", "seed": "seed of the weights",
-    "arch": "architecture given", "architecture": "architecture", "weights": "weights",
-    "weights_sha256": "SHA-256 of the weights", "baselines": "measured against",
-    "backend": "kernels asked for", "include": "sites included", "exclude": "sites excluded",
-    "scope": "what may be patched", "train": "training steps", "sparsity": "tiles left out",
-    "rounds": "rounds at least", "budget_seconds": "budget, seconds", "sites": "sites timed",
-    "errors": "errors checked", "device": "device", "date": "measured on (UTC)",
-    "python": "Python", "platform": "system", "machine": "architecture of the processor",
-    "cpu": "processor", "cpu_count": "logical processors", "isa": "PyTorch's CPU instruction set",
-    "kernels": "elsa's CPU instruction set", "threads": "threads", "gpu": "GPU",
-    "compute_capability": "GPU compute capability", "multiprocessors": "GPU multiprocessors",
-    "memory_bytes": "GPU memory, bytes", "cuda": "CUDA", "driver": "GPU driver",
-}  # fmt: skip
-
-
 def _environment(document: Document) -> str:
     facts = [("elsa", str(document.get("elsa_version", "")))]
     results = document["results"]
@@ -148,14 +131,14 @@ def _environment(document: Document) -> str:
 
 
 def _facts(part: Document) -> Iterable[tuple[str, str]]:
-    """Keys in words and values as text; what is not known or not set is left out."""
+    """Keys and values as text; what is not known or not set is left out."""
     for key, value in part.items():
         if isinstance(value, dict):
             # what is installed and a model's own arguments keep their names
             named = key in ("packages", "model_kwargs")
             yield from ((str(k), _value(v)) for k, v in value.items()) if named else _facts(value)
         elif value not in (None, "", [], ()):
-            yield _WORDS.get(str(key), str(key).replace("_", " ")), _value(value)
+            yield str(key).replace("_", " "), _value(value)
 
 
 def _value(value: Any) -> str:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from elsa_core.base.messages import first_line, side
-from elsa_core.base.version import __version__
 from elsa_core.errors import ArgumentError, ModelError, TooLargeError
 from elsa_core.exporting.manifest import hashed
 from elsa_core.loading import Loaded, ModelSpec, files_of
+from elsa_core.measuring import documents
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.environment import require_same
 from elsa_core.measuring.memory_limit import is_out_of_memory, limited, release
@@ -31,13 +31,12 @@ from elsa_core.profiling.document import (
     DONE,
     NO_MEMORY,
     NOT_APPLICABLE,
-    SCHEMA_VERSION,
     Document,
     read,
 )
 from elsa_core.profiling.profile import profile
+from elsa_core.profiling.runs.training import profile_training
 from elsa_core.profiling.runs.variants import forget_compiled
-from elsa_core.profiling.training import profile_training
 
 Progress = Callable[[str, int, int], None]
 
@@ -204,18 +203,10 @@ def _refusal(point: Configuration) -> str:
 
 def started(plan: Plan, environment: Document) -> Document:
     """An empty document."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "elsa_version": __version__,
-        "command": COMMAND,
-        "environment": environment,
-        "results": {
-            "model": dict(plan.model),
-            "settings": plan.settings,
-            "complete": False,
-            "points": [],
-        },
-    }
+    results = {
+        "model": dict(plan.model), "settings": plan.settings, "complete": False, "points": [],
+    }  # fmt: skip
+    return documents.started(COMMAND, environment, results)
 
 
 def resumed(path: Path, plan: Plan, environment: Document) -> Document:

@@ -13,7 +13,8 @@ from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading.loader import load
 from elsa_core.patching.rewrite import patched_sites
 from elsa_core.profiling import document as documents
-from elsa_core.profiling import page, training
+from elsa_core.profiling import page
+from elsa_core.profiling.runs import training
 
 from .conftest import Elsa
 from .test_profile import results

@@ -81,21 +81,18 @@ class FakeNvml:
 
 def test_energy_of_a_call() -> None:
     library = FakeNvml()
-    meter = energy.open_meter(library, "GPU-1")
-    assert library.uuid == b"GPU-1"
     order: list[str] = []
-    used = energy.per_call(
-        meter, lambda: order.append("call"), lambda: order.append("wait"), seconds=0.0
+    used = energy.measured(
+        library, "GPU-1", lambda: order.append("call"), lambda: order.append("wait"), seconds=0.0
     )
+    assert library.uuid == b"GPU-1"
     assert used == 2.0 and order == ["wait", "call", "wait"]
 
 
-def test_a_gpu_without_a_counter() -> None:
-    with pytest.raises(OSError, match="NVML error 2"):
-        energy.open_meter(FakeNvml("handle"), "GPU-1")
-    meter = energy.Meter(FakeNvml("energy"), None)
-    assert energy.per_call(meter, lambda: None, lambda: None) is None
-    assert energy.meter(CPU) is None
+@pytest.mark.parametrize(("refuses", "code"), [("handle", 2), ("energy", 3)])
+def test_a_gpu_without_a_counter(refuses: str, code: int) -> None:
+    with pytest.raises(OSError, match=f"NVML error {code}"):
+        energy.measured(FakeNvml(refuses), "GPU-1", lambda: None, lambda: None)
 
 
 def test_beyond_the_limit_memory_is_an_error() -> None:

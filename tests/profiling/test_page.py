@@ -264,13 +264,3 @@ def test_a_page_is_for_any_screen(document: dict[str, Any]) -> None:
     for name in re.findall(r"var\((--\w+)\)", styled):
         assert styled.count(f"{name}:") == 2  # in light and in dark
     assert not re.search(r"\de[+-]?\d", re.sub(r"\d\.\de-\d\d", "", text[text.index("<body>") :]))
-
-
-def test_every_key_of_the_environment_has_words(document: dict[str, Any]) -> None:
-    """A setting that `elsa profile` gains needs a word here; packages keep their names."""
-    results = document["results"]
-    results["settings"] |= {"train": True, "sparsity": 0.5}
-    document["environment"] |= {"packages": {"open_clip_torch": "3.3.0"}}
-    keys = {*results["model"], *results["settings"], *document["environment"]}
-    assert keys - {"packages", "gpu_details", "model_kwargs"} <= set(page._WORDS)
-    assert "open_clip_torch" in page.page(document)

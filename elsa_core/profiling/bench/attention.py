@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from elsa_core import reference
-from elsa_core.base.version import __version__
 from elsa_core.measuring import busy, environment, timing
-from elsa_core.measuring.documents import finite
+from elsa_core.measuring.documents import finite, started
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.timing import Contender, float32_products
 from elsa_core.precision import DTYPES
@@ -26,7 +25,6 @@ from elsa_core.profiling.runs.variants import on_device
 Progress = Callable[[str, int, int], None]
 Document = dict[str, Any]
 
-SCHEMA_VERSION: Final = 1
 TURBO_ULP: Final = 2.0**-10
 """Distance between neighbours of 1 with a significand of 11 bits."""
 # Scores of the oracle for one case; beyond it, two heads and then evenly spread rows are judged.
@@ -71,16 +69,11 @@ def run(
             results.append(measure(case, device, settings, limits))
     if not occupied and device.type == "cuda":
         time.sleep(_LOOK_BACK)
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "elsa_version": __version__,
-        "command": "bench attention",
-        "environment": environment.describe(device),
-        "results": {
-            "settings": asdict(settings), "ceilings": limits, "cases": results,
-            "busy": occupied or busy.reason(device),
-        },
+    found = {
+        "settings": asdict(settings), "ceilings": limits, "cases": results,
+        "busy": occupied or busy.reason(device),
     }  # fmt: skip
+    return started("bench attention", environment.describe(device), found)
 
 
 def measure(

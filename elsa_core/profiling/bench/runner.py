@@ -10,16 +10,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from elsa_core.base.messages import first_line
 from elsa_core.base.reading import RESULT_BYTES, read_text
-from elsa_core.base.version import __version__
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
 from elsa_core.measuring import busy, environment
-from elsa_core.measuring.documents import Plain
+from elsa_core.measuring.documents import Plain, started
 from elsa_core.measuring.memory_limit import limited, release
 from elsa_core.measuring.timing import float32_products
 from elsa_core.precision import DTYPES
@@ -27,7 +26,6 @@ from elsa_core.profiling.bench.cases import selected
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import ProfileReport, Progress
 
-SCHEMA_VERSION: Final = 1
 Document = dict[str, Any]
 
 
@@ -102,13 +100,8 @@ class Runner:
 
     def started(self, chosen: Document, described: Document) -> Document:
         """An empty document: `settings`, and the environment from `environment.describe`."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "elsa_version": __version__,
-            "command": self.command,
-            "environment": described,
-            "results": {"settings": chosen, "busy": "", "complete": False, "cases": []},
-        }
+        results = {"settings": chosen, "busy": "", "complete": False, "cases": []}
+        return started(self.command, described, results)
 
     def run(
         self,

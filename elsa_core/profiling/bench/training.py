@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ElsaError
-from elsa_core.measuring.rounds import Settings
 from elsa_core.patching import patch, shared_copy
 from elsa_core.profiling.bench import models
 from elsa_core.profiling.bench.runner import Document, ModelCase, Runner, images, result
@@ -79,10 +78,10 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
     wide = replace(case, dtype="fp32")
     model = models.build(wide, device, settings["seed"])
     given = images(wide, device, settings["seed"])
-    found = training.measure_training(
-        model, given, Settings(settings["rounds"], settings["budget_seconds"], settings["seed"]),
-        dtype=case.dtype, baselines=settings["baselines"], precision=case.precision,
-        backend=settings["backend"], progress=tell,
+    how = ("rounds", "budget_seconds", "seed", "baselines", "backend")
+    found = training.profile_training(
+        model, given, dtype=case.dtype, precision=case.precision, decide=False, progress=tell,
+        **{key: settings[key] for key in how},
     )  # fmt: skip
     tell("checking", 0, 0)
     errors, failures = _checked(model, given, case, settings["backend"])

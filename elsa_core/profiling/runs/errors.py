@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +23,14 @@ REFERENCE = "eager"
 _FACTOR = 2.0
 
 
-@dataclass(frozen=True)
-class RunErrors:
+class RunErrors(NamedTuple):
     """Relative Euclidean errors against float64 of the worst output of each run, why those of
-    `wrong` are too large, and why nothing is known.
+    `wrong` are too large, and reasons to doubt the runs.
     """
 
     errors: dict[str, float]
     wrong: dict[str, str]
-    reason: str = ""
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Reasons to doubt the runs, one line each."""
-        lines = tuple(f"{name}: {why}" for name, why in self.wrong.items())
-        return (*lines, self.reason) if self.reason else lines
-
-
-UNKNOWN = RunErrors({}, {})
+    warnings: tuple[str, ...] = ()
 
 
 def run_errors(
@@ -71,8 +60,8 @@ def run_errors(
             if worst.patched_error > worst.allowed and name != REFERENCE:
                 wrong[name] = worst.reason()
     except (ElsaError, RuntimeError, TypeError, ValueError, MemoryError, KeyError) as error:
-        return RunErrors({}, {}, f"the errors of the runs are not known: {first_line(error)}")
-    return RunErrors(errors, wrong)
+        return RunErrors({}, {}, (f"the errors of the runs are not known: {first_line(error)}",))
+    return RunErrors(errors, wrong, tuple(f"{name}: {why}" for name, why in wrong.items()))
 
 
 def _exact(

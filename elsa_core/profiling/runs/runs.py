@@ -17,7 +17,7 @@ from elsa_core.measuring.busy import Watch
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import Ratio, digits, paired_times, percentile, ratio
 from elsa_core.measuring.rounds import Samples, Settings
-from elsa_core.measuring.timing import workspace
+from elsa_core.measuring.timing import Contender, workspace
 from elsa_core.patching import (
     PatchReport,
     find_sites,
@@ -28,7 +28,7 @@ from elsa_core.patching import (
     unpatch,
 )
 from elsa_core.profiling.runs import variants
-from elsa_core.profiling.runs.errors import UNKNOWN, RunErrors, run_errors
+from elsa_core.profiling.runs.errors import RunErrors, run_errors
 from elsa_core.profiling.runs.variants import first_tensor, on_device
 from elsa_core.profiling.words import profile_summary
 
@@ -67,6 +67,8 @@ class Run(Plain):
         first_seconds: to the first result, compiling and capturing included.
         ratio: "eager"'s time over this one's; None for "eager".
         ratio_to_best: the fastest baseline's time over this one's (patched only).
+        parts: of a training step: seconds of forward, backward and optimizer, means over the middle
+            half of the rounds: the host's on a CPU, the GPU's on CUDA, idle time included.
     """
 
     name: str
@@ -86,6 +88,14 @@ class Run(Plain):
     first_seconds: float | None
     ratio: Ratio | None
     ratio_to_best: Ratio | None
+    parts: dict[str, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; a call that is no training step has no parts."""
+        found = super().to_dict()
+        if self.parts is None:
+            del found["parts"]
+        return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -241,20 +251,17 @@ def timed(
         first=built.first_seconds if first.device.type == "cpu" else {},
     )  # fmt: skip
     tell("errors", 0, 0)
-    known = UNKNOWN
+    known = RunErrors({}, {})
     if errors and not ready.trains:
         known = run_errors(ready.plain, built.contenders, ready.arguments, report.precision)
-    judge = _Judge(samples, settings)
-    warnings = watch.warnings({name: _spread(own) for name, own in judge.seconds.items()})
+    warnings = watch.warnings({
+        name: _spread([sample.seconds for sample in own]) for name, own in samples.items()
+    })  # fmt: skip
     tell("memory", 0, 0)
-    runs = _runs(ready, judge, known, costs=costs)
-    best, own = (
-        min(
-            (r for r in runs if r.patched is patched and r.name != variants.CONTROL),
-            key=lambda run: run.seconds,
-        ).name
-        for patched in (False, True)
-    )
+    runs = _runs(ready, samples, known.errors, settings, costs=costs)
+    fit = sorted((r for r in runs if r.name != variants.CONTROL), key=lambda run: run.seconds)
+    best, own = (next(run for run in fit if run.patched is each) for each in (False, True))
+    assert own.ratio_to_best is not None
     weights = [*ready.plain.parameters(), *ready.plain.buffers()]
     found = ProfileReport(
         device=str(first.device),
@@ -267,9 +274,9 @@ def timed(
         weight_bytes=sum(each.numel() * each.element_size() for each in weights),
         runs=runs,
         left_out=built.left_out,
-        best_baseline=best,
-        best_patched=own,
-        gain=judge.ratio(best, own),
+        best_baseline=best.name,
+        best_patched=own.name,
+        gain=own.ratio_to_best,
         patched=len(report.patched),
         kept=len(report.kept),
         warnings=(*warnings, *known.warnings),
@@ -279,72 +286,71 @@ def timed(
     return found, samples
 
 
-class _Judge:
-    """Times and ratios of one set of rounds: a ratio is the quotient of the two times."""
-
-    def __init__(self, samples: Samples, settings: Settings) -> None:
-        self.seconds = {name: [s.seconds for s in own] for name, own in samples.items()}
-        self.hosts = {name: [s.host or 0.0 for s in own] for name, own in samples.items()}
-        self.times = paired_times(self.seconds, "eager")
-        self._settings = settings
-
-    def is_slow(self, name: str) -> bool:
-        """Whether one more call would take 5% of the budget, which the rounds have used up."""
-        return self.times[name] > _SLOW * self._settings.budget_seconds
-
-    def ratio(self, reference: str, name: str) -> Ratio:
-        pair = (self.times[reference], self.times[name])
-        return ratio(self.seconds[reference], self.seconds[name], self._settings.seed, pair)
-
-
 def _runs(
-    ready: Prepared, judge: _Judge, known: RunErrors, *, costs: bool = True
-) -> tuple[Run, ...]:
-    built, device, batch = ready.built, ready.first.device, ready.first.shape[0]
-    counter = energy.meter(device) if costs and not ready.trains else None
-    baselines = [c.name for c in built.contenders if not c.name.startswith("patched")]
-    fit = (name for name in baselines if name != variants.CONTROL)
-    fastest = min(fit, key=lambda name: judge.times[name])
+    ready: Prepared, samples: Samples, errors: Mapping[str, float], settings: Settings, *,
+    costs: bool,
+) -> tuple[Run, ...]:  # fmt: skip
+    built, first = ready.built, ready.first
+    seconds = {name: [sample.seconds for sample in own] for name, own in samples.items()}
+    times = paired_times(seconds, "eager")
+    baselines = [name for name in times if not name.startswith("patched")]
+    best = min((n for n in baselines if n != variants.CONTROL), key=lambda name: times[name])
+
+    def over(reference: str, name: str) -> Ratio:
+        """A ratio is the quotient of the two times."""
+        pair = (times[reference], times[name])
+        return ratio(seconds[reference], seconds[name], settings.seed, pair)
+
     runs = []
-    for contender in built.contenders:
-        name = contender.name
-        is_ours = name not in baselines
-        seconds, time = judge.seconds[name], judge.times[name]
-        memory = built.graph_bytes.get(name)
-        if costs and memory is None and not judge.is_slow(name):
-            memory = workspace(contender, device)
-        host = busy = joules = None
-        if device.type == "cuda":
-            host = digits(statistics.median(judge.hosts[name]))
-            if costs and not ready.trains:
-                replay = replace(contender, call=built.replays.get(name, contender.call))
-                busy = rounds.busy_seconds(replay, is_graph=name.endswith(variants.GRAPH))
-            if counter is not None:
-                with contender.context(), torch.inference_mode():
-                    joules = energy.per_call(counter, contender.call, torch.cuda.synchronize)
-        thin = -(-len(seconds) // _KEPT_SAMPLES)
+    for each in built.contenders:
+        name = each.name
+        taken, time = seconds[name], times[name]
+        host = None
+        if first.device.type == "cuda":
+            host = digits(statistics.median(sample.host or 0.0 for sample in samples[name]))
+        # the rounds have used the budget up: one more call must be a small part of it
+        slow = time > _SLOW * settings.budget_seconds
+        memory, busy, joules = _costs(ready, each, slow=slow, wanted=costs)
         runs.append(
             Run(
                 name=name,
-                patched=is_ours,
+                patched=name not in baselines,
                 seconds=digits(time),
-                seconds_p10=digits(percentile(seconds, 0.1)),
-                seconds_p90=digits(percentile(seconds, 0.9)),
-                spread=_spread(seconds),
-                samples=tuple(digits(each) for each in seconds[::thin]),
-                images_per_second=digits(batch / time),
+                seconds_p10=digits(percentile(taken, 0.1)),
+                seconds_p90=digits(percentile(taken, 0.9)),
+                spread=_spread(taken),
+                samples=tuple(map(digits, taken[:: -(-len(taken) // _KEPT_SAMPLES)])),
+                images_per_second=digits(first.shape[0] / time),
                 memory_bytes=memory,
                 host_seconds=host,
                 device_seconds=busy,
                 bound=rounds.bound_by(time, host, busy),
                 joules=joules,
-                error=known.errors.get(name),
+                error=errors.get(name),
                 first_seconds=digits(built.first_seconds[name]),
-                ratio=None if name == "eager" else judge.ratio("eager", name),
-                ratio_to_best=judge.ratio(fastest, name) if is_ours else None,
+                ratio=None if name == "eager" else over("eager", name),
+                ratio_to_best=None if name in baselines else over(best, name),
             )
         )
     return tuple(runs)
+
+
+def _costs(
+    ready: Prepared, contender: Contender, *, slow: bool, wanted: bool
+) -> tuple[int | None, float | None, float | None]:
+    """Memory of a call, the GPU's seconds and its energy, as far as they are wanted and known."""
+    name, device = contender.name, ready.first.device
+    memory = ready.built.graph_bytes.get(name)
+    if not wanted:
+        return memory, None, None
+    if memory is None and not slow:
+        memory = workspace(contender, device)
+    if device.type != "cuda" or ready.trains:
+        return memory, None, None
+    replay = replace(contender, call=ready.built.replays.get(name, contender.call))
+    busy = rounds.busy_seconds(replay, is_graph=name.endswith(variants.GRAPH))
+    with contender.context(), torch.inference_mode():
+        return memory, busy, energy.per_call(device, contender.call)
 
 
 def _spread(seconds: Sequence[float]) -> float:

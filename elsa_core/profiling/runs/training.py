@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, starmap
 from typing import Any, Final
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elsa_core.base.inputs import ModelInput, as_cases
+from elsa_core.base.processes import environment_kept
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring.intervals import digits, middle_means
 from elsa_core.measuring.rounds import Settings
 from elsa_core.measuring.timing import between, mark
 from elsa_core.profiling.runs import variants
-from elsa_core.profiling.runs.runs import ProfileReport, Progress, Run, prepare, timed
+from elsa_core.profiling.runs.runs import ProfileReport, Progress, prepare, timed
 from elsa_core.profiling.runs.variants import first_tensor, on_device
 from elsa_core.proof import Comparison, floating_outputs, map_floating
 
@@ -35,61 +36,44 @@ _RATE: Final = 1e-6  # small: the weights stay what they are, and the optimizer'
 _FACTOR: Final = 2.0  # times the original's error, which a gradient may have
 
 
-class StepClock:
-    """Seconds of each part of one step: the host's on a CPU, the GPU's between events on CUDA."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[Any] = []
-
-    def reset(self) -> None:
-        """Forget the steps so far."""
-        self._marks.clear()
-
-    def mark(self) -> None:
-        """A part begins or ends here."""
-        self._marks.append(mark(self._device))
-
-    def read(self) -> dict[str, float]:
-        """Seconds by part of the step since `reset`; the GPU has come to its end."""
-        spans = starmap(between, pairwise(self._marks[-len(PARTS) - 1 :]))
-        return dict(zip(PARTS, spans, strict=True))
-
-
-@dataclass
 class Step:
     """One training step of a model, or of its compiled form: forward and loss, backward, AdamW.
 
-    `dtype` is a key of `AUTOCAST`; fp16 scales the loss. The optimizer is shared by all ways.
+    It is its own clock: seconds of each part, the host's on a CPU, the GPU's between events on
+    CUDA. `dtype` is a key of `AUTOCAST`; fp16 scales the loss. The optimizer is shared by all ways.
     """
 
-    module: Callable[..., object]
-    arguments: tuple[Any, ...]
-    loss: Callable[[object], Tensor]
-    optimizer: torch.optim.Optimizer
-    dtype: str
-    device: torch.device
-    clock: StepClock = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.clock = StepClock(self.device)
-        self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == "fp16")
-        if isinstance(self.module, nn.Module):
-            self.module.train()
+    def __init__(
+        self, module: Callable[..., object], arguments: tuple[Any, ...],
+        loss: Callable[[object], Tensor], optimizer: torch.optim.Optimizer, dtype: str,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._compute = partial(computed_loss, module, arguments, loss, dtype, device)
+        self._optimizer, self._device = optimizer, device
+        self._marks: list[Any] = []
+        self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
+        if isinstance(module, nn.Module):
+            module.train()
 
     def __call__(self) -> None:
         # Contenders are called in inference mode, in which nothing has a gradient.
         with torch.inference_mode(False), torch.enable_grad():
-            self.clock.reset()
-            self.clock.mark()
-            loss = computed_loss(self.module, self.arguments, self.loss, self.dtype, self.device)
-            self.clock.mark()
+            self._marks = [mark(self._device)]
+            loss = self._compute()
+            self._marks.append(mark(self._device))
             self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            self.clock.mark()
-            self._scaler.step(self.optimizer)
+            self._marks.append(mark(self._device))
+            self._scaler.step(self._optimizer)
             self._scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.clock.mark()
+            self._optimizer.zero_grad(set_to_none=True)
+            self._marks.append(mark(self._device))
+
+    def reset(self) -> None:
+        """Nothing to forget: each step has marks of its own."""
+
+    def read(self) -> dict[str, float]:
+        """Seconds by part of the last step; the GPU has come to its end."""
+        return dict(zip(PARTS, starmap(between, pairwise(self._marks)), strict=True))
 
 
 def computed_loss(
@@ -104,35 +88,53 @@ def computed_loss(
         return loss(module(*arguments))
 
 
-@dataclass(frozen=True)
-class TrainingRun(Run):
-    """`Run` of a training step.
-
-    Attributes:
-        parts: seconds of forward, backward and optimizer, means over the middle half of the rounds:
-            the host's on a CPU, the GPU's on CUDA, idle time included.
-    """
-
-    parts: dict[str, float]
-
-
-def measure_training(
+@environment_kept()
+def profile_training(
     model: nn.Module,
     inputs: ModelInput,
-    settings: Settings,
     *,
+    rounds: int = 20,
+    budget_seconds: float = 60.0,
+    seed: int = 0,
+    decide: bool = True,
     dtype: str = "fp32",
     baselines: Sequence[str] | None = None,
     progress: Progress | None = None,
     **patching: Any,
 ) -> ProfileReport:
-    """Measure training steps of a model, patched against the ways one would otherwise train it.
+    """Measure what patching a model gains in training, beside the ways one would otherwise train.
 
     A step is a forward in training mode, a backward, and a fused AdamW over all parameters that
     want gradients. The loss is the cross entropy with random labels where the output is [B, K], and
-    otherwise the mean square of every floating tensor of the output. The model itself, in float32,
-    is not changed. `memory_bytes` is beyond weights and the optimizer's state.
+    otherwise the mean square of every floating tensor of the output. All ways take turns in the
+    same rounds on copies of the model, which itself is not changed.
+
+    Args:
+        model: in float32, with attention sites that can be patched.
+        inputs: a tensor [B, C, H, W], or a tuple of the model's arguments, on its device.
+        rounds: samples of each at least; more until the intervals decide.
+        budget_seconds: of warming up and rounds; under it there are fewer, but never under 3.
+        seed: of the labels and of the bootstrap.
+        decide: end as soon as the intervals decide, else when they are narrow.
+        dtype: "fp32", or "fp16" or "bf16" for autocast (fp16 with a scaled loss).
+        baselines: of "eager", "control", "sdpa", "compile", "eager+graph", "sdpa+graph" or "all"
+            (default: "eager" on a CPU, with "eager+graph" and "compile" on CUDA; these two are also
+            measured patched).
+        progress: called with (what, steps done, steps in all).
+        patching: `precision`, `backend`, `include`, `exclude` and `scope` as for `elsa_core.patch`.
+
+    Returns:
+        The report: no sites, and runs whose `parts` are seconds of forward, backward and optimizer.
+        Their `memory_bytes` is beyond weights and the optimizer's state.
+
+    Raises:
+        ArgumentError: an argument is wrong, no parameter wants a gradient, or the model cannot be
+            copied.
+        NothingPatchedError: no site of the model can be patched.
+        UnavailableError: a backend that this machine lacks.
     """
+    if rounds < 1 or not budget_seconds > 0:
+        raise ArgumentError("profile: rounds and budget_seconds must be positive")
     tell = progress or (lambda what, done, total: None)
     arguments = next(iter(as_cases(inputs).values()))
     first = first_tensor(arguments)
@@ -142,14 +144,15 @@ def measure_training(
     if not wanted:
         raise ArgumentError("training: no parameter of this model requires a gradient")
     optimizer = torch.optim.AdamW(wanted, lr=_RATE, fused=True)
-    loss = loss_for(first.shape[0], settings.seed)
+    loss = loss_for(first.shape[0], seed)
 
     def step(module: Callable[..., object]) -> Step:
         return Step(module, arguments, loss, optimizer, dtype, first.device)
 
     with on_device(first.device):
         ready = prepare(own, arguments, names, tell, step=step, **patching)
-        clocks = {c.name: c.call.clock for c in ready.built.contenders if isinstance(c.call, Step)}
+        clocks = {c.name: c.call for c in ready.built.contenders if isinstance(c.call, Step)}
+        settings = Settings(rounds, budget_seconds, seed, decide)
         found, samples = timed(ready, settings, tell, clocks)
     runs = []
     for run in found.runs:
@@ -158,10 +161,7 @@ def measure_training(
             [sample.seconds for sample in taken],
             [[sample.sites[part] for sample in taken] for part in PARTS],
         )
-        own_fields = {each.name: getattr(run, each.name) for each in fields(run)}
-        runs.append(
-            TrainingRun(**own_fields, parts=dict(zip(PARTS, map(digits, spans), strict=True)))
-        )
+        runs.append(replace(run, parts=dict(zip(PARTS, map(digits, spans), strict=True))))
     return replace(found, runs=tuple(runs))
 
 
@@ -177,7 +177,7 @@ def own_copy(model: nn.Module) -> nn.Module:
 
 
 def loss_for(batch: int, seed: int) -> Callable[[object], Tensor]:
-    """The loss of a step: see `measure_training`. Labels are drawn from `seed` at each first use
+    """The loss of a step: see `profile_training`. Labels are drawn from `seed` at each first use
     of a number of classes."""
     labels: dict[int, Tensor] = {}
 
