@@ -43,11 +43,10 @@ def serve(
     residual: Tensor | None,
     scale: Tensor | None,
     precision: str,
-    *derived: Tensor | None,
 ) -> Tensor | None:
     """The call where oneDNN computes the product faster than MKL, and as exactly; None elsewhere.
 
-    What comes after the product is PyTorch's; `derived` (halves and powers) is not read.
+    What comes after the product is PyTorch's.
     """
     if precision == "ieee" or torch.compiler.is_compiling() or not _mkl_lags():
         return None

@@ -128,7 +128,7 @@ def _whole(*arguments: Any) -> tuple[Tensor, None]:
 
 
 def _linear_by_triton(input: Tensor, weight: Tensor, *terms: Any) -> Tensor | None:
-    _, activation, residual, scale, precision, *_ = terms
+    _, activation, residual, scale, precision = terms
     alone = activation == "none" and residual is None and scale is None
     if alone and precision == "strict" and measured.product_by_pytorch(input, weight) is not None:
         return None
@@ -138,7 +138,7 @@ def _linear_by_triton(input: Tensor, weight: Tensor, *terms: Any) -> Tensor | No
 
 
 def _gated_support(request: Request) -> Support:
-    answer: Support = _late("triton.linear.gate", "support_form")(request)
+    answer: Support = _late("triton.linear.gate", "support")(request)
     if answer.ok and not measured.is_gated(request.device):
         return Support(False, "was not measured to be faster on this GPU")
     return answer
@@ -196,7 +196,6 @@ KERNELS_ON_CUDA = {
     "linear": _late("triton.linear.gate", "kernel"),
     "gated_linear": _late("triton.linear.gate", "gated_kernel"),
     "linear_backward": _late("triton.linear.gate", "backward"),
-    "split_weight": _late("triton.linear.gate", "split_weight"),
 }
 # Of these, what the CUDA library takes over where it is on: what layouts alone decide.
 BY_LIBRARY = ("attention", "window_attention", "linear", "linear_backward")

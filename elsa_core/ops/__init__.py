@@ -6,7 +6,7 @@ from elsa_core.ops.attention.record import ATTENTION, ATTENTION_DROPOUT
 from elsa_core.ops.entmax.record import ENTMAX_ATTENTION, ENTMAX_VARLEN_ATTENTION
 from elsa_core.ops.factory import Backward, Gradients, Operator, of, record, records, register
 from elsa_core.ops.linear.gated_record import GATED_LINEAR
-from elsa_core.ops.linear.record import LINEAR, SPLIT_WEIGHT
+from elsa_core.ops.linear.record import LINEAR
 from elsa_core.ops.sparse.record import SPARSE_ATTENTION
 from elsa_core.ops.varlen.record import VARLEN_ATTENTION
 from elsa_core.ops.window.record import WINDOW_ATTENTION
@@ -19,7 +19,6 @@ __all__ = [
     "GATED_LINEAR",
     "LINEAR",
     "SPARSE_ATTENTION",
-    "SPLIT_WEIGHT",
     "VARLEN_ATTENTION",
     "WINDOW_ATTENTION",
     "Backward",

@@ -255,26 +255,18 @@ def window(stub: str) -> None:
 
 def linear_inputs(rows: int = 128, **given: Any) -> list[Any]:
     columns, depth = 96, 64
-    halves = powers = None
-    if given.get("frozen"):
-        halves = torch.empty((2, columns, depth), dtype=torch.float16)
-        powers = torch.empty(columns)
     return [
         torch.empty((2, rows // 2, depth)), torch.empty((columns, depth)), torch.empty(columns),
         given.get("activation", "none"),
         torch.empty((2, rows // 2, columns)) if given.get("residual") else None, None,
-        given.get("precision", "strict"), halves, powers,
+        given.get("precision", "strict"),
     ]  # fmt: skip
 
 
 def linear(stub: str) -> None:
-    """Linear layers: operands split in a launch ahead, weights that were split before."""
+    """Linear layers: operands split in a launch ahead."""
     loaded, call = started(stub), ops.LINEAR.overload
-    for given in (
-        {},
-        {"activation": "gelu", "residual": True},
-        {"frozen": True},
-    ):
+    for given in ({}, {"activation": "gelu", "residual": True}):
         assert compare(loaded, call, linear_inputs(**given), linear_inputs(**given)) == 2, given
     # a plan is kept by layout alone: not beyond a change of backends
     cuda._SERVED.add("linear")

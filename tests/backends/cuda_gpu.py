@@ -99,8 +99,8 @@ def linear() -> None:
     weight, bias = torch.randn(3072, 768, device="cuda"), torch.randn(3072, device="cuda")
     residual = torch.randn(3, 197, 3072, device="cuda")
     for precision, activation in itertools.product(("strict", "turbo"), ("none", "gelu")):
-        same("linear", x, weight, bias, activation, None, None, precision, None, None)
-        same("linear", x, weight, None, activation, residual, bias, precision, None, None)
+        same("linear", x, weight, bias, activation, None, None, precision)
+        same("linear", x, weight, None, activation, residual, bias, precision)
 
 
 def streams() -> None:

@@ -127,7 +127,7 @@ def products(stub: str) -> None:
     x, layer = torch.empty(1, 64, 64), torch.nn.Linear(64, 128)
     residual, factors = torch.empty(1, 64, 128), torch.empty(128)
     for terms in (("none", None, None), ("gelu", residual, None), ("none", residual, factors)):
-        given = [x, layer.weight, layer.bias, *terms, "strict", None, None]
+        given = [x, layer.weight, layer.bias, *terms, "strict"]
         call(*given)
         assert serve(*given) is None and admit(*given, *given) is True
         expected, first = launches(call, given)
@@ -135,7 +135,7 @@ def products(stub: str) -> None:
         assert len(first) == len(second) == 2 and found.stride() == expected.stride()
         pointers = {word(t) for t in (x, layer.weight, layer.bias, found)}
         assert pointers <= {w for line in second for w in line}, "it reads the tensors given"
-    plain = [x, layer.weight, layer.bias, "none", None, None, "strict", None, None]
+    plain = [x, layer.weight, layer.bias, "none", None, None, "strict"]
     tall, wide = torch.empty(128, 2, 64), torch.empty(1, 64, 72)[..., :64]
     beside = torch.empty(64 * 64 + 1)[1:].view(1, 64, 64)
     half, powers = torch.empty(2, 128, 64, dtype=HALF), torch.empty(128)

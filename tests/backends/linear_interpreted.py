@@ -18,7 +18,7 @@ import torch  # noqa: E402
 from conformance.fence import fenced  # noqa: E402
 
 from elsa_core.backends.triton.linear import launches, planner  # noqa: E402
-from elsa_core.ops.linear.record import plain, plain_backward, plain_split  # noqa: E402
+from elsa_core.ops.linear.record import plain, plain_backward  # noqa: E402
 
 # name: (rows, channels, columns), options
 CASES = {
@@ -27,7 +27,6 @@ CASES = {
     "wide": ((65, 136, 140), {"tile": launches.WIDE}),
     "medium": ((70, 104, 68), {"tile": launches.MEDIUM}),
     "shallow": ((70, 96, 132), {"tile": launches.SHALLOW}),
-    "frozen": ((70, 136, 64), {"frozen": True}),
     "long rows": ((64, 4104, 4), {}),
     "large numbers": ((64, 64, 8), {"times": 1e30}),
     "largest numbers": ((64, 64, 8), {"largest": True}),
@@ -66,10 +65,7 @@ def compared(shape, options):
         x[..., 3] *= options["channel"]
         w[:, 3] /= options["channel"]
     terms = ("none", None, None)
-    halves = planner.split_weight(w) if "frozen" in options else ()
-    out, again = (
-        planner.linear(x, w, bias, *terms, "strict", *halves) for _ in range(2)
-    )  # planned, and found again
+    out, again = (planner.linear(x, w, bias) for _ in range(2))  # planned, and found again
     if "tile" in options:
         again = by_tile(x, w, bias, options["tile"])
         # tiles differ in the order of their sums: by three last places, from 44 on by 2.3e-7
@@ -98,14 +94,8 @@ def wide(*tensors):
 
 def by_tile(x, w, bias, tile):
     """A product with a tile of the caller's choice."""
-    columns, depth = w.shape
-    call = planner.Forward(x, w, (bias is not None, "none", False, False), False, False)
-    shape = launches.Shape(x.numel() // depth, columns, depth)
-    call.multiply = launches.Multiply(
-        shape, (depth, 1), (w.stride(0), 1), x.device, tile=tile,
-        epilogue=(bias is not None, "none", False, False),
-    )  # fmt: skip
-    return call(x, w, bias, None, None, None, None)
+    given = (x, w, bias, None, None)
+    return planner.plan(given, "none", False, tile)(*given)
 
 
 def spread(t, most):
@@ -167,10 +157,6 @@ def hostile(name):
     HOSTILE[name](x, w)
     with fenced() as fence:
         out = planner.linear(x, w, None)
-        frozen = planner.linear(
-            x, w, None, "none", None, None, "strict", *planner.split_weight(w)
-        )  # fmt: skip
-    assert torch.equal(out.nan_to_num(7.0), frozen.nan_to_num(7.0))
     peer, exact = plain(x, w, None), plain(*wide(x, w, None))
     triple = (out, peer, exact)
     return {
@@ -262,20 +248,6 @@ def hostile_gradient(name):
     }
 
 
-def same_halves():
-    """The kernels' halves are those of the reference, bit by bit."""
-    torch.manual_seed(0)
-    w = torch.randn(42, 72) * 10.0 ** torch.linspace(-44, 38, 42)[:, None]
-    w[3], w[5, 2], w[6, 2] = 0.0, float("inf"), float("nan")
-    for weight in (w, torch.randn(5, 4104), torch.randn(9, 80)[:, :64]):
-        for found, expected in zip(planner.split_weight(weight), plain_split(weight), strict=True):
-            assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
-    x = w[:, :64].nan_to_num(1.0, 1.0)
-    halves, powers = launches.Turned(42, 64, 64)(x.contiguous())
-    expected, expected_powers = plain_split(x.t().contiguous())
-    assert torch.equal(powers, expected_powers) and torch.equal(halves, expected)
-
-
 def declined():
     """What the kernel leaves to PyTorch: few rows, few channels, rows off 16 bytes, turned ones."""
     for rows, depth, columns in [(63, 64, 64), (64, 56, 64), (64, 68, 64), (64, 64, 65)]:
@@ -301,7 +273,6 @@ def refused():
 if __name__ == "__main__":
     for given in (*declined(), *refused()):
         assert planner.linear(*given) is None, [t if t is None else t.shape for t in given]
-    same_halves()
     chosen = sys.argv[1:]
 
     def show(name, compute, *case):

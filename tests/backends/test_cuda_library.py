@@ -267,15 +267,15 @@ BUNDLE_FIRST = """
 import torch
 library = torch.library.Library("elsa", "FRAGMENT")
 library.define("linear(Tensor input, Tensor weight, Tensor? bias=None, str activation='none', "
-               "Tensor? residual=None, Tensor? scale=None, str precision='strict', "
-               "Tensor? halves=None, Tensor? powers=None) -> Tensor")
+               "Tensor? residual=None, Tensor? scale=None, str precision='strict') "
+               "-> Tensor")
 def refuses(*given):
     raise RuntimeError("not in this bundle")
 library.impl("linear", refuses, "CUDA")
 import elsa_core
 from elsa_core.dispatch import table
 kernel = torch.library.get_kernel("elsa::linear", "CUDA")
-terms = (None, "none", None, None, "ieee", None, None)
+terms = (None, "none", None, None, "ieee")
 on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 print(kernel.call_boxed(on_cuda, torch.ones(2, 3), torch.ones(4, 3), *terms))
 """

@@ -27,6 +27,7 @@ from elsa_core.backends.triton.attention import (
 )
 from elsa_core.backends.triton.linear import gated, gemm, launches
 from elsa_core.backends.triton.shared.device import Described, describing
+from elsa_core.backends.triton.shared.launch import recording
 from elsa_core.backends.triton.window import planner as windows
 from elsa_core.backends.triton.window.backward_plan import Wants
 from elsa_core.backends.triton.window.backward_plan import plan_call as plan_window_gradients
@@ -104,21 +105,27 @@ def window_gradients(dtype: torch.dtype, **more: Any) -> list[Any]:
 def product(arch: int, name: str, epilogue: tuple[Any, ...]) -> list[Any]:
     gpu = launches.Gpu(132, SHARED[arch], divmod(arch, 10))
     tile = launches.fitting(getattr(launches, name), gpu)
-    return [launches.Multiply(
-        launches.Shape(1576, 768, 768), (768, 1), (768, 1), torch.device("meta"), tile=tile,
-        epilogue=epilogue,
-    ).launch]  # fmt: skip
+    shape, steps = launches.Shape(1576, 768, 768), (768, 1)
+    return [launches.product_launch(shape, steps, steps, tile, epilogue=epilogue)]
+
+
+def launched(call: Callable[[], Any]) -> list[Any]:
+    """What a call on tensors without memory launches."""
+    found: list[Any] = []
+    with recording(lambda launch, _: found.append(launch)):
+        call()
+    return found
 
 
 def splits() -> list[Any]:
-    turned = launches.Turned(1577, 768, 768)
-    return [launches.split_launch((1576, 768, 768), 768, 768), turned.maxima, turned.split]
+    turned = launched(lambda: launches.split_turned(1577, 768, 768)(meta(1577, 768)))
+    return [launches.split_launch((1576, 768, 768), 768, 768), *turned]
 
 
 def gated_unit(arch: int) -> list[Any]:
+    x, w, bias = meta(1370, 1536), meta(360, 1536), meta(360)
     with describing(Described("a GPU", divmod(arch, 10), 132)):
-        x, w = meta(1370, 1536), meta(360, 1536)
-        return [gated.Gated(x, w, (True, True), "silu", single=False, regions=None).multiply]
+        return launched(lambda: gated.gated_linear(x, w, bias, w, bias))[-1:]
 
 
 def half_product(dtype: torch.dtype) -> list[Any]:

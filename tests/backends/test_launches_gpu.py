@@ -218,7 +218,7 @@ def test_patched_layers_take_it() -> None:
         own = model(x)
         elsa.patch(model, scope="model")
         first = model(x)
-        given = [x, layer.weight, layer.bias, "none", None, None, "strict", None, None]
+        given = [x, layer.weight, layer.bias, "none", None, None, "strict"]
         assert launches.LINEAR.find is not None
         found = launches.LINEAR.find(*given)
         again, served = took(lambda: model(x))

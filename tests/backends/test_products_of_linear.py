@@ -15,8 +15,10 @@ import linear_interpreted as program
 from interpreted import Rows, rows_of
 
 from elsa_core.backends.triton.linear import launches, planner
+from elsa_core.backends.triton.linear.product import product
 from elsa_core.backends.triton.pack import cases
 from elsa_core.backends.triton.shared.device import describing
+from elsa_core.backends.triton.shared.launch import recording
 from elsa_core.profiling.bench.linear import SHAPES
 
 
@@ -63,7 +65,12 @@ def meta(rows, depth, columns, dtype=torch.float32):
     return x, w
 
 
-EPILOGUES = [(True, "none", False, False), (True, "gelu", True, True), (False, "silu", False, True)]
+def products(call):
+    """The products that a call on tensors without memory launches."""
+    found = []
+    with recording(lambda launch, _: found.append(launch)):
+        call()
+    return [launch for launch in found if launch.kernel is product]
 
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
@@ -79,11 +86,12 @@ def test_products_fit(gpu):
         assert limits.shared_memory == gpu.shared_memory == SHARED[gpu.arch] << 10
         for rows, depth, columns in SHAPES:
             x, w = meta(rows, depth, columns)
-            calls = planner.Backward(torch.empty(rows, columns, device="meta"), x, w, (True,) * 3)
-            forward = planner.Forward(x, w, EPILOGUES[0], False, False)
-            found += [forward.multiply, calls.of_input, calls.of_weight]
+            grad = torch.empty(rows, columns, device="meta")
+            found += products(lambda g=(x, w, None): planner.linear(*g))
+            found += products(lambda g=(grad, x, w, (True,) * 3): planner.backward(*g))
+    assert len(found) > 2 * len(SHAPES)
     for multiply in found:
-        tail, options = multiply.launch.tail, multiply.launch.options
+        tail, options = multiply.tail, multiply.options
         tile = launches.Tile(
             tail["BM"], tail["BN"], tail["BK"], options["num_warps"], tail["STAGES"]
         )  # fmt: skip
@@ -102,8 +110,9 @@ def test_small_shared_memory_takes_smaller_tiles():
 
 
 def test_no_length_is_compiled_in():
+    planner.PLANS.clear()
     calls = [
-        planner.Forward(*meta(rows, 768, 2304), EPILOGUES[0], False, False).multiply.launch
+        products(lambda rows=rows: planner.linear(*meta(rows, 768, 2304), None))[0]
         for rows in (1576, 1577, 3152)
     ]
     constants = [

@@ -109,7 +109,7 @@ def attends(batch: int, dtype: torch.dtype = torch.float32) -> tuple[str, bytes,
 
 def product(dtype: torch.dtype) -> tuple[str, bytes, bytes]:
     x, weight = (torch.empty(n, 64, dtype=dtype, device="meta") for n in (4096, 96))
-    rest = (None, "none", None, None, "strict", None, None)
+    rest = (None, "none", None, None, "strict")
     return "elsa::linear", layout(x, weight, *rest), b""
 
 

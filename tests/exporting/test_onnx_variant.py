@@ -100,4 +100,4 @@ def test_a_record_knows_no_exporter() -> None:
     """Its parts are names until somebody asks for them."""
     assert isinstance(ops.ATTENTION.onnx, str)
     assert ops.ATTENTION.part("onnx").operators[0].name == "Attention"
-    assert ops.SPLIT_WEIGHT.part("onnx") is None
+    assert ops.GATED_LINEAR.part("onnx") is None

@@ -72,7 +72,7 @@ def linear(
     try:
         # the compiler, which would guard on the others, reads no further than its own question
         if value is None and not is_compiling() and backend == "auto":
-            given = (input, weight, bias, activation, residual, scale, precision, None, None)
+            given = (input, weight, bias, activation, residual, scale, precision)
             found = launches.find_linear(given)
             if found is not None:  # such a call was checked before
                 return found
@@ -87,7 +87,7 @@ def linear(
             out = served(input, weight, bias, activation, precision=precision, backend=backend)
             out = out * served(input, *value, precision=precision, backend=backend)
         return epilogue(out, "none", residual, scale)
-    given = (input, weight, bias, activation, residual, scale, precision, None, None)
+    given = (input, weight, bias, activation, residual, scale, precision)
     return _computed(given, backend)
 
 
@@ -97,7 +97,7 @@ def served(
     backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     """`linear` without its checks, for patched layers."""
-    given = (input, weight, bias, activation, residual, scale, precision, None, None)
+    given = (input, weight, bias, activation, residual, scale, precision)
     if not is_compiling() and backend == "auto":
         found = launches.find_linear(given)
         if found is not None:
@@ -107,11 +107,10 @@ def served(
 
 def _computed(given: tuple[Any, ...], backend: str) -> Tensor:
     """A call that the cache of launches does not hold, given as the operator's arguments."""
-    input, weight, bias, activation, residual, scale, precision, *_ = given
+    input, weight, bias, activation, residual, scale, precision = given
     fused = activation != "none" or residual is not None or scale is not None
     if fused and _composes(input, weight, bias, residual, scale):
-        nothing = (None,) * 2
-        product = _computed((input, weight, bias, "none", *nothing, precision, *nothing), backend)
+        product = _computed((input, weight, bias, "none", None, None, precision), backend)
         return epilogue(product, activation, residual, scale)
     device_type = "cuda" if input.is_cuda else input.device.type
     if device_type == "cpu" and calls.keeps_products() and _is_uniform(input, weight, bias):

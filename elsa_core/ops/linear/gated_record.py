@@ -3,10 +3,9 @@
     out = activation(input @ weight.T + bias) * (input @ value.T + value_bias)
 
 Layouts: input [..., K], weight and value [N, K], bias and value_bias [N],
-out [..., N], one floating dtype, any strides; an absent term is left out. `halves` and
-`powers` are what `elsa::split_weight` makes of weight, `value_halves` and `value_powers` of value;
-see `ops.linear.record`, whose activations these are. Of a call nothing but its operands is
-saved: the formula computes both products again.
+out [..., N], one floating dtype, any strides; an absent term is left out. Activations are
+those of `ops.linear.record`. Of a call nothing but its operands is saved: the formula computes both
+products again.
 
 Source: Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202.
 """
@@ -25,16 +24,13 @@ from elsa_core.ops.linear import record as linear
 
 _SCHEMA = (
     "(Tensor input, Tensor weight, Tensor? bias, Tensor value, Tensor? value_bias, "
-    'str activation="silu", str precision="strict", Tensor? halves=None, Tensor? powers=None, '
-    "Tensor? value_halves=None, Tensor? value_powers=None) -> Tensor"
+    'str activation="silu", str precision="strict") -> Tensor'
 )
 
 
 def plain(
     input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None,
-    activation: str = "silu", precision: str = "strict", halves: Tensor | None = None,
-    powers: Tensor | None = None, value_halves: Tensor | None = None,
-    value_powers: Tensor | None = None,
+    activation: str = "silu", precision: str = "strict",
 ) -> Tensor:  # fmt: skip
     """PyTorch's own, in the dtype of the operands also where autocast is on."""
     with torch.autocast(input.device.type, enabled=False):
@@ -54,7 +50,7 @@ def _fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.activation, ctx.precision = inputs[:7]
+    *tensors, ctx.activation, ctx.precision = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -70,7 +66,7 @@ def _backward(ctx: Any, grad_out: Tensor) -> Grads:
         return linear.epilogue(gate, activation, None, None) * other
 
     grads = linear.recomputed(compute, ctx.saved_tensors, ctx.needs_input_grad[:5], grad_out)
-    return *grads, *(None,) * 6
+    return *grads, None, None
 
 
 GATED_LINEAR = register(

@@ -1,12 +1,10 @@
-"""The operators `elsa::linear`, its gradients `elsa::linear_backward`, and `elsa::split_weight`.
+"""The operator `elsa::linear` and its gradients, `elsa::linear_backward`.
 
     out = residual + scale * activation(input @ weight.T + bias)
 
 Layouts: input [..., K], weight [N, K], bias and scale [N], residual and out [..., N], one floating
 dtype, any strides. `activation` is a key of `ACTIVATIONS`. An absent term is left out, not
-computed with zeros or ones. `halves` and `powers` are what `elsa::split_weight` makes of this
-weight; kernels that split float32 operands read them in its place, and every other code ignores
-them. Whoever passes them answers for the weight being the same.
+computed with zeros or ones.
 
 `needs` of the backward says which gradients are wanted, of input, weight and bias: the others are
 not computed and come back as an empty tensor [0], and so may input be where the weight's gradient
@@ -30,17 +28,13 @@ from elsa_core.ops.formulas import needed
 
 _SCHEMA = (
     '(Tensor input, Tensor weight, Tensor? bias, str activation="none", Tensor? residual=None, '
-    'Tensor? scale=None, str precision="strict", Tensor? halves=None, Tensor? powers=None) '
-    "-> Tensor"
+    'Tensor? scale=None, str precision="strict") -> Tensor'
 )
 _BACKWARD_SCHEMA = (
     "(Tensor grad_out, Tensor input, Tensor weight, str precision, bool[] needs) "
     "-> (Tensor, Tensor, Tensor)"
 )
 _QUICK = 1.702  # of quick_gelu: x * sigmoid(1.702 x)
-# Of float32: the exponent's bias and the bits below the exponent.
-_BIAS, _MANTISSA = 127, 23
-_UNIT = 8  # halves of 16 bytes
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -76,7 +70,6 @@ def epilogue(
 def plain(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
     residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
-    halves: Tensor | None = None, powers: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """PyTorch's own, in the dtype of the operands also where autocast is on."""
     with torch.autocast(input.device.type, enabled=False):
@@ -104,41 +97,6 @@ def plain_backward(
         )
 
 
-def plain_split(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 weight as two float16 halves and a power of two per row.
-
-    weight[n] is (halves[0, n] + halves[1, n]) * powers[n] to 22 significant bits of the row's
-    largest entries: powers[n] is the power of two for which max |weight[n]| / powers[n] lies in
-    [2**13, 2**14), but no less than 2**-126 (the least normal number), 0 for a row of zeros, and 1
-    for one with an entry that is not finite. Division and difference are exact, so that every
-    device gives the same bits; halves of what is not finite, or overflows in such a row, are
-    infinities and NaN.
-
-    Args:
-        weight: [N, K] float32.
-
-    Returns:
-        halves [2, N, P] float16, where P is the next multiple of 8 after K, and zeros beyond K;
-        powers [N] float32; both dense.
-
-    Source: split products as in Ootomo and Yokota, arXiv 2203.03341.
-    """
-    rows, depth = weight.shape
-    if depth:
-        exponent = weight.abs().amax(1).view(torch.int32) >> _MANTISSA
-        biased = (exponent - 13).clamp(min=1)
-        biased = torch.where(exponent == 2 * _BIAS + 1, _BIAS, biased).to(torch.int32)
-        biased = torch.where((weight == 0).all(1), 0, biased)
-        powers = (biased << _MANTISSA).view(torch.float32)
-    else:
-        powers = weight.new_zeros(rows)
-    scaled = weight / torch.where(powers == 0, 1.0, powers)[:, None]
-    scaled = functional.pad(scaled, (0, -depth % _UNIT))
-    high = scaled.to(torch.float16)
-    low = (scaled - high.to(torch.float32)).to(torch.float16)
-    return torch.stack((high, low)), powers
-
-
 def _rows(t: Tensor) -> Tensor:
     """[..., C] as [rows, C]."""
     return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
@@ -147,7 +105,6 @@ def _rows(t: Tensor) -> Tensor:
 def fake(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
     residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
-    halves: Tensor | None = None, powers: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """What the operator returns, on fake tensors."""
     torch._check(weight.dim() == 2, lambda: f"weight must be [N, K], not {list(weight.shape)}")
@@ -170,18 +127,8 @@ def _backward_fake(
     )
 
 
-def _split_fake(weight: Tensor) -> tuple[Tensor, Tensor]:
-    torch._check(weight.dim() == 2, lambda: f"weight must be [N, K], not {list(weight.shape)}")
-    torch._check(
-        weight.dtype == torch.float32, lambda: f"weight must be float32, not {weight.dtype}"
-    )
-    rows, depth = weight.shape
-    halves = weight.new_empty((2, rows, (depth + _UNIT - 1) // _UNIT * _UNIT), dtype=torch.float16)
-    return halves, weight.new_empty(rows)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, weight, bias, activation, _, scale, precision, *_ = inputs
+    input, weight, bias, activation, _, scale, precision = inputs
     again = activation != "none" or scale is not None  # the product, in the formula
     wanted = ctx.needs_input_grad
     ctx.save_for_backward(
@@ -200,7 +147,7 @@ def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
     of_residual = grad_out if wanted[4] else None
     if not again:
         grads = _gradients(operator, grad_out, input, weight, precision, wanted[:3])
-        return *grads, None, of_residual, *(None,) * 4
+        return *grads, None, of_residual, None, None
 
     def compute(input: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
         product = torch.ops.elsa.linear.default
@@ -209,7 +156,7 @@ def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
 
     tensors = (input, weight, bias, scale)
     found = recomputed(compute, tensors, (*wanted[:3], wanted[5]), grad_out)
-    return *found[:3], None, of_residual, found[3], None, None, None
+    return *found[:3], None, of_residual, found[3], None
 
 
 def recomputed(
@@ -327,14 +274,5 @@ LINEAR = register(
         kind="linear",
         terms=("input", "weight", "bias"),
         onnx="elsa_core.exporting.onnx_linear:EXPORT",
-    )
-)
-SPLIT_WEIGHT = register(
-    Operator(
-        name="split_weight",
-        schema="(Tensor weight) -> (Tensor, Tensor)",
-        reference=plain_split,
-        fake=_split_fake,
-        kind="linear",
     )
 )

@@ -14,7 +14,7 @@ from elsa_core.backends.triton.linear import LEAST_WEIGHT
 from elsa_core.base import calls
 from elsa_core.base.limits import HALF_DEPTH
 from elsa_core.ops.linear.gated_record import plain as plain_gated
-from elsa_core.ops.linear.record import Eager, plain, plain_backward, plain_split
+from elsa_core.ops.linear.record import Eager, plain, plain_backward
 
 # Where a gradient is wanted, of an eager call: the operator's formulas take more of the host.
 LEAST_TRAINED = 1 << 31
@@ -25,56 +25,52 @@ _precision = torch._C._get_fp32_precision_getter
 
 
 def support(request: Request) -> Support:
-    """Whether there are projections of this kind that the kernel computes faster."""
-    if request.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    """Whether there are projections of this kind that the kernel computes faster: of gated units
+    all in one launch, of others the product with what follows it.
+    """
+    half = request.dtype in (torch.float16, torch.bfloat16)
+    if not half and request.dtype != torch.float32:
         return Support(False, f"takes float32, float16 and bfloat16, not {request.dtype}")
-    if request.dtype == torch.float32 and request.precision == "ieee":
+    if not half and request.precision == "ieee":
         return Support(False, "takes tensor cores: not with precision 'ieee'")
     least = _least_served(request.device)
-    if least is None or (least > 0 and request.dtype != torch.float32):
+    if least is None or (least > 0 and half):
         return Support(False, "is measured on sm_90 alone; see `elsa bench linear --tune`")
-    return Support(True)
-
-
-def support_form(request: Request) -> Support:
-    """As `support`, of gated units in one launch."""
-    answer = support(request)
-    if answer.ok and request.dtype != torch.float32:
+    gated = request.operator == "gated_linear"
+    if gated and half:
         return Support(False, "takes float32 alone")
-    if answer.ok and request.gradient:
+    if gated and request.gradient:
         return Support(False, "is for calls without gradients")
-    return answer
+    return Support(True)
 
 
 def kernel(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
     residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
-    halves: Tensor | None = None, powers: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The CUDA kernel of `elsa::linear`."""
-    out = _computed(input, weight, bias, activation, residual, scale, precision, halves, powers)
+    out = _computed(input, weight, bias, activation, residual, scale, precision)
     return plain(input, weight, bias, activation, residual, scale) if out is None else out
 
 
 def _computed(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
-    scale: Tensor | None, precision: str, halves: Tensor | None, powers: Tensor | None,
+    scale: Tensor | None, precision: str,
 ) -> Tensor | None:  # fmt: skip
     """By a kernel of this package; None where none takes such tensors."""
+    given = (input, weight, bias, activation, residual, scale)
     if input.dtype == torch.float32:
         from elsa_core.backends.triton.linear import planner
 
-        return planner.linear(
-            input, weight, bias, activation, residual, scale, precision, halves, powers
-        )
+        return planner.linear(*given, precision)
     from elsa_core.backends.triton.linear import gemm
 
-    return gemm.linear(input, weight, bias, activation, residual, scale)
+    return gemm.linear(*given)
 
 
 def gated_kernel(
     input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None,
-    activation: str = "silu", precision: str = "strict", *kept: Tensor | None,
+    activation: str = "silu", precision: str = "strict",
 ) -> Tensor:  # fmt: skip
     """The CUDA kernel of `elsa::gated_linear`."""
     given = (input, weight, bias, value, value_bias, activation)
@@ -82,7 +78,7 @@ def gated_kernel(
     if input.dtype == torch.float32 and _serves(input.device, input.dtype, precision):
         from elsa_core.backends.triton.linear import gated
 
-        out = gated.gated_linear(*given, precision, *kept)
+        out = gated.gated_linear(*given, precision)
     return plain_gated(*given) if out is None else out
 
 
@@ -99,27 +95,15 @@ def backward(
     return plain_backward(grad_out, input, weight, precision, needs)
 
 
-def split_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The CUDA kernel of `elsa::split_weight`."""
-    if _least_served(weight.device) is not None:
-        from elsa_core.backends.triton.linear import planner
-
-        found = planner.split_weight(weight)
-        if found is not None:
-            return found
-    return plain_split(weight)
-
-
 def serve(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
     residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
-    halves: Tensor | None = None, powers: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """By the kernel of this package; None where PyTorch's own is to serve.
 
     Questions are in the order of their cost: eager calls are host-bound.
     """
-    terms = (activation, residual, scale, precision, halves, powers)
+    terms = (activation, residual, scale, precision)
     if (
         not _suits(input, weight)
         or not _fits(input, weight, bias)
@@ -144,7 +128,7 @@ def serve(
 
 def serve_gated(
     input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None,
-    activation: str = "silu", precision: str = "strict", *kept: Tensor | None,
+    activation: str = "silu", precision: str = "strict",
 ) -> Tensor | None:  # fmt: skip
     """By the kernel that computes both products and the gate; None where these are apart."""
     if input.dtype != torch.float32 or not _gains(input, weight):
@@ -156,7 +140,7 @@ def serve_gated(
         or calls.differentiates(input, weight, bias, value, value_bias)
     ):
         return None
-    given = (input, weight, bias, value, value_bias, activation, precision, *kept)
+    given = (input, weight, bias, value, value_bias, activation, precision)
     if calls.recorded() or not _plain(input, weight):
         out: Tensor = torch.ops.elsa.gated_linear.default(*given)
         return out

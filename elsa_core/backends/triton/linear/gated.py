@@ -9,9 +9,8 @@ the guard fails, both factors of the tile are computed again with FMA, in the sa
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -156,118 +155,66 @@ def gated_product(
         )  # fmt: skip
 
 
-class Gated:
-    """The launches of a gated linear unit."""
-
-    def __init__(
-        self, input: Tensor, weight: Tensor, biased: tuple[bool, bool], activation: str, *,
-        single: bool, regions: tuple[int, int] | None,
-    ):  # fmt: skip
-        columns, depth = weight.shape
-        rows = input.numel() // depth
-        self.rows, self.columns, self.depth = rows, columns, depth
-        self.frozen = regions is not None
-        strides = (depth, weight.stride(0))
-        others = 0 if self.frozen else columns
-        self.split = launches.split_launch((rows, others, depth), *strides, single)
-        self.split_value = launches.split_launch((columns, 0, depth), strides[1], 0, single)
-        shape = launches.Shape(rows, 2 * columns, depth)
-        tile = launches.tile_for(shape, launches.gpu_of(input.device))
-        of_weight, of_value = regions or (columns * depth,) * 2
-        tail = {
-            "rows": rows, "columns": columns // 4, "depth": depth // 8,
-            "w_row": weight.stride(0), "region_w": of_weight // 8, "region_v": of_value // 8,
-            "SINGLE": single, "EVEN": depth % tile.depth == 0, "BIAS": biased[0],
-            "VALUE_BIAS": biased[1], "ACTIVATION": ACTIVATIONS.index(activation),
-            "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
-            "XM": 16, "XK": 16,
-        }  # fmt: skip
-        options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        tiles = -(-rows // tile.rows) * -(-columns // (tile.columns // 2))
-        self.multiply = Launch(gated_product, (tiles,), tail, options)
-
-    def __call__(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor,
-        value_bias: Tensor | None, kept: tuple[Tensor | None, ...],
-    ) -> Tensor:  # fmt: skip
-        half = torch.float16
-        left = input.new_empty((2, self.rows, self.depth), dtype=half)
-        absent = input.new_empty(self.rows)  # the powers of the input; what is not read
-        if self.frozen:
-            halves, powers, value_halves, value_powers = kept
-        else:
-            halves, value_halves = (
-                input.new_empty((2, self.columns, self.depth), dtype=half) for _ in range(2)
-            )
-            powers, value_powers = (input.new_empty(self.columns) for _ in range(2))
-        assert halves is not None and powers is not None
-        assert value_halves is not None and value_powers is not None
-        self.split(input, left, absent, weight, halves, powers)
-        if not self.frozen:
-            self.split_value(value, value_halves, value_powers, value, value_halves, value_powers)
-        out = input.new_empty((*input.shape[:-1], self.columns))
-        self.multiply(
-            left, absent, halves, powers, value_halves, value_powers, input, weight,
-            absent if bias is None else bias, value, absent if value_bias is None else value_bias,
-            out,
-        )  # fmt: skip
-        return out
-
-
 def gated_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None,
-    activation: str = "silu", precision: str = "strict", halves: Tensor | None = None,
-    powers: Tensor | None = None, value_halves: Tensor | None = None,
-    value_powers: Tensor | None = None,
+    activation: str = "silu", precision: str = "strict",
 ) -> Tensor | None:  # fmt: skip
     """The float32 CUDA kernel of `elsa::gated_linear`; None where `planner.linear` returns None for
     one of the two products, and where their weights differ in shape or strides.
     """
     given = (input, weight, bias, value, value_bias)
-    kept = (halves, powers, value_halves, value_powers)
-    key = (
-        "gated_linear", *map(planner.layout, given), activation, precision,
-        *(() if t is None else t.stride() for t in kept),
-    )  # fmt: skip
-    call = PLANS.get(key, _plan, given, activation, precision, kept)
+    key = ("gated_linear", *map(planner.layout, given), activation, precision)
+    call = PLANS.get(key, plan, *given, activation, precision == "turbo")
     if call is None:
         return None
     with on_device_of(input):
-        return call(input, weight, bias, value, value_bias, kept)
+        out: Tensor = call(*given)
+    return out
 
 
-def _plan(
-    given: tuple[Any, ...], activation: str, precision: str,
-    kept: tuple[Tensor | None, ...],
-) -> Gated | None:  # fmt: skip
-    input, weight, bias, value, value_bias = given
+def plan(
+    input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None,
+    activation: str, single: bool,
+) -> Callable[..., Tensor] | None:  # fmt: skip
+    """What makes the launches of such calls of `gated_linear`; None where that returns None."""
     alike = value.shape == weight.shape and value.stride() == weight.stride()
     if not alike or not planner.serves(input, weight, (bias, value_bias)):
         return None
     if value.dtype != weight.dtype or value.device != weight.device or value.data_ptr() % 16:
         return None
-    regions = None
-    if all(t is not None for t in kept):
-        halves, powers, value_halves, value_powers = kept
-        pairs = ((halves, powers), (value_halves, value_powers))
-        if not all(_are_halves(*pair, weight) for pair in pairs):
-            return None
-        regions = (halves.stride(0), value_halves.stride(0))
-    biased = (bias is not None, value_bias is not None)
-    return Gated(input, weight, biased, activation, single=precision == "turbo", regions=regions)
+    columns, depth = weight.shape
+    rows, stride = input.numel() // depth, weight.stride(0)
+    split = launches.split_launch((rows, columns, depth), depth, stride, single)
+    split_value = launches.split_launch((columns, 0, depth), stride, 0, single)
+    shape = launches.Shape(rows, 2 * columns, depth)
+    tile = launches.tile_for(shape, launches.gpu_of(input.device))
+    region = columns * depth // 8
+    tail = {
+        "rows": rows, "columns": columns // 4, "depth": depth // 8, "w_row": stride,
+        "region_w": region, "region_v": region, "SINGLE": single,
+        "EVEN": depth % tile.depth == 0, "BIAS": bias is not None,
+        "VALUE_BIAS": value_bias is not None, "ACTIVATION": ACTIVATIONS.index(activation),
+        "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
+        "XM": 16, "XK": 16,
+    }  # fmt: skip
+    tiles = -(-rows // tile.rows) * -(-columns // (tile.columns // 2))
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    multiply = Launch(gated_product, (tiles,), tail, options)
 
+    def run(
+        input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None
+    ) -> Tensor:
+        left = planner.halves_for(input, rows, depth)
+        right = planner.halves_for(input, columns, depth)
+        other = planner.halves_for(input, columns, depth)
+        split(input, *left, weight, *right)
+        split_value(value, *other, value, *other)
+        out = input.new_empty((*input.shape[:-1], columns))
+        absent = left[1]
+        multiply(
+            *left, *right, *other, input, weight, absent if bias is None else bias, value,
+            absent if value_bias is None else value_bias, out,
+        )  # fmt: skip
+        return out
 
-def _are_halves(halves: Tensor, powers: Tensor, weight: Tensor) -> bool:
-    """Whether these are halves [2, N, K] of a weight, rows one after the other."""
-    return (
-        halves.shape == (2, *weight.shape)
-        and halves.stride(1) == weight.shape[1]
-        and halves.stride(2) == 1
-        and halves.stride(0) % 8 == 0
-        and halves.dtype == torch.float16
-        and powers.shape == weight.shape[:1]
-        and powers.is_contiguous()
-        and powers.dtype == torch.float32
-        and not halves.data_ptr() % 16
-        and halves.device == powers.device == weight.device
-    )
+    return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -154,36 +155,33 @@ def _real_gpu(device: torch.device) -> Gpu:
     return Gpu(properties.multi_processor_count, shared, capability)
 
 
-class Multiply:
-    """The launches of one product; see `product.product`."""
+def product_launch(
+    shape: Shape, left: tuple[int, int], right: tuple[int, int], tile: Tile, *,
+    single: bool = False, epilogue: Epilogue = NO_EPILOGUE, parts: int = 1,
+) -> Launch:  # fmt: skip
+    """One product, see `product.product`: a grid of tiles and of parts, `parts` of them or fewer.
 
-    def __init__(
-        self, shape: Shape, left: tuple[int, int], right: tuple[int, int], device: torch.device, *,
-        single: bool = False, epilogue: Epilogue = NO_EPILOGUE,
-        tile: Tile | None = None, parts: int = 1,
-    ):  # fmt: skip
-        tile = tile or tile_for(shape, gpu_of(device))
-        padded = padded_depth(shape.depth)
-        blocks = -(-padded // tile.depth)
-        tiles = tiles_of(shape, tile)
-        chunk = -(-blocks // parts)
-        self.parts = -(-blocks // chunk)
-        bias, activation, scale, residual = epilogue
-        tail = {
-            "rows": shape.rows, "columns": shape.columns // 4, "depth": shape.depth,
-            "padded": padded // 8, "chunk": chunk, "x_row": left[0], "x_depth": left[1],
-            "w_row": right[0], "w_depth": right[1], "SINGLE": single,
-            "EVEN": padded % tile.depth == 0, "BIAS": bias,
-            "ACTIVATION": ACTIVATIONS.index(activation), "SCALE": scale, "RESIDUAL": residual,
-            "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
-            "XM": 16, "XK": 16,
-        }  # fmt: skip
-        options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        self.launch = Launch(product, (tiles, self.parts), tail, options)
+    left, right: the steps of X and Weight from row to row and from channel to channel.
+    """
+    padded = padded_depth(shape.depth)
+    blocks = -(-padded // tile.depth)
+    chunk = -(-blocks // parts)
+    bias, activation, scale, residual = epilogue
+    tail = {
+        "rows": shape.rows, "columns": shape.columns // 4, "depth": shape.depth,
+        "padded": padded // 8, "chunk": chunk, "x_row": left[0], "x_depth": left[1],
+        "w_row": right[0], "w_depth": right[1], "SINGLE": single,
+        "EVEN": padded % tile.depth == 0, "BIAS": bias,
+        "ACTIVATION": ACTIVATIONS.index(activation), "SCALE": scale, "RESIDUAL": residual,
+        "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
+        "XM": 16, "XK": 16,
+    }  # fmt: skip
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return Launch(product, (tiles_of(shape, tile), -(-blocks // chunk)), tail, options)
 
 
 def split_launch(
-    shape: tuple[int, int, int], x_row: int, w_row: int, single: bool = False
+    shape: tuple[int, int, int], x_row: int, w_row: int = 0, single: bool = False
 ) -> Launch:
     """Rows of X [rows, depth] and of W [others, depth] in one launch."""
     rows, others, depth = shape
@@ -197,33 +195,33 @@ def split_launch(
     return Launch(splitting.split_rows, (programs,), tail, {"num_warps": 4})
 
 
-class Turned:
-    """The launches that split the transpose of X [depth, columns]."""
+def split_turned(depth: int, columns: int, stride: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Two launches that split the transpose of X [depth, columns], into halves [2, columns, padded
+    depth] and powers [columns].
+    """
+    steps = -(-depth // (BLOCK * CHUNKS))
+    chunks = -(-depth // (BLOCK * steps))
+    padded, blocks = padded_depth(depth), -(-columns // BLOCK)
+    common = {
+        "depth": depth, "columns": columns // 4, "stride": stride // 4, "BK": BLOCK, "BC": BLOCK,
+    }  # fmt: skip
+    maxima = Launch(
+        splitting.column_maxima, (chunks, blocks), {**common, "steps": steps}, {"num_warps": 4}
+    )
+    split = Launch(
+        splitting.split_turned, (-(-depth // BLOCK), blocks),
+        {**common, "chunks": chunks, "MOST": CHUNKS}, {"num_warps": 4},
+    )  # fmt: skip
 
-    def __init__(self, depth: int, columns: int, stride: int):
-        steps = -(-depth // (BLOCK * CHUNKS))
-        self.chunks = -(-depth // (BLOCK * steps))
-        self.columns, self.padded = columns, padded_depth(depth)
-        common = {"depth": depth, "columns": columns // 4, "stride": stride // 4}
-        blocks = -(-columns // BLOCK)
-        sizes = {"BK": BLOCK, "BC": BLOCK}
-        self.maxima = Launch(
-            splitting.column_maxima, (self.chunks, blocks), {**common, "steps": steps, **sizes},
-            {"num_warps": 4},
-        )  # fmt: skip
-        self.split = Launch(
-            splitting.split_turned, (-(-depth // BLOCK), blocks),
-            {**common, "chunks": self.chunks, **sizes, "MOST": CHUNKS}, {"num_warps": 4},
-        )  # fmt: skip
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Halves [2, columns, padded depth] and powers [columns]."""
-        maxima = x.new_empty((self.chunks, self.columns), dtype=torch.int32)
-        halves = x.new_empty((2, self.columns, self.padded), dtype=torch.float16)
-        powers = x.new_empty(self.columns)
-        self.maxima(x, maxima)
-        self.split(x, maxima, halves, powers)
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        largest = x.new_empty((chunks, columns), dtype=torch.int32)
+        halves = x.new_empty((2, columns, padded), dtype=torch.float16)
+        powers = x.new_empty(columns)
+        maxima(x, largest)
+        split(x, largest, halves, powers)
         return halves, powers
+
+    return run
 
 
 def join_launch(parts: int, elements: int) -> Launch:

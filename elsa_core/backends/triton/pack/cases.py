@@ -208,11 +208,7 @@ def _linear(case: Case) -> None:
         if gate._suits(x, weight):
             gemm.linear(x, weight, bias)
         return
-    terms = (*terms, "strict")
-    planner.linear(*terms)
-    split = planner.split_weight(weight)
-    if split is not None:  # of a model whose weights do not change
-        planner.linear(*terms, *split)
+    planner.linear(*terms, "strict")
 
 
 _CALLS = {"attention": _attention, "window_attention": _window, "linear": _linear}
