@@ -1,8 +1,8 @@
 // Operators on CUDA devices through PyTorch's stable ABI: no Python, ATen or c10 symbol.
 //
 // A call whose layout was planned runs here. Any other goes to `elsa::<name>_plan`, which computes
-// it and returns one tensor more: what is to be kept for the layout (see `keep`). A layout that is
-// kept as none for this library goes to `elsa::<name>_unplanned`, which returns the same.
+// it and returns one tensor more: what is to be kept for the layout (see `keep`). It takes one
+// argument more, too: whether the layout is kept as none for this library.
 #include "operators.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -133,8 +133,8 @@ class Arguments {
     for (size_t i = 0; i < count_; ++i) drop(types_[i], values_[i]);
   }
 
-  // The call in words, and the addresses of its tensors. Without their device the words are the
-  // same in another process and on another GPU of its kind.
+  // The call in words, and the addresses of its tensors. Without their device the words are those
+  // of elsa_core/backends/cuda/planfile.py, in any process and on any GPU.
   void describe(elsa_cuda::Key& key, bool with_device = true) {
     with_device_ = with_device;
     tensors = 0;
@@ -255,10 +255,9 @@ std::unique_ptr<const elsa_cuda::Bound> bound_of(elsa_cuda::Plan plan, elsa_cuda
 }
 
 // Keeps what `elsa::<name>_plan` said of a layout: nothing; "N", that such calls are not for this
-// library; "P" and a plan. "E" and a text is an error that ends the call. `portable`: the layout
-// without its device, described if the call is `noted` for a file.
-void keep(const Operator& op, const elsa_cuda::Key& key, const elsa_cuda::Key& portable, bool noted,
-          uint64_t generation, const Arguments& arguments, AtenTensorHandle said) {
+// library; "P" and a plan. "E" and a text is an error that ends the call.
+void keep(const Operator& op, const elsa_cuda::Key& key, uint64_t generation,
+          const Arguments& arguments, AtenTensorHandle said) {
   int64_t size = 0;
   ask(aoti_torch_get_numel(said, &size), "a plan's size");
   if (size == 0) return;
@@ -268,18 +267,12 @@ void keep(const Operator& op, const elsa_cuda::Key& key, const elsa_cuda::Key& p
     throw std::runtime_error(std::string(reinterpret_cast<const char*>(bytes) + 1, rest));
   }
   auto entry = std::make_shared<Entry>();
-  std::vector<elsa_cuda::Step> steps;
   if (bytes[0] == 'P') {
     entry->bound = bound_of(elsa_cuda::parse(bytes + 1, rest), device_of(arguments), true);
     const elsa_cuda::Plan& plan = entry->bound->plan;
     if (plan.inputs != arguments.tensors || plan.outputs.size() != op.results) {
       throw std::runtime_error(op.name + ": a plan is for another operator");
     }
-    steps = plan.steps;
-  }
-  if (noted) {
-    const uint64_t kept = bytes[0] == 'P' && portable.fits() ? rest : 0;
-    elsa_cuda::Record::note(op.name, portable.words(), bytes + 1, kept, steps);
   }
   if (key.fits()) cache.put(key.words(), generation, std::move(entry));
 }
@@ -303,7 +296,7 @@ void serve_by_file(const Operator& op, Arguments& arguments, const elsa_cuda::Ke
 
 void serve(const Operator& op, StableIValue* stack) {
   Arguments arguments(op, stack);
-  elsa_cuda::Key key, portable;
+  elsa_cuda::Key key;
   key.add(static_cast<uint64_t>(&op - operators.data()));
   arguments.describe(key);
   uint64_t generation = 0;
@@ -316,17 +309,15 @@ void serve(const Operator& op, StableIValue* stack) {
     unplanned = found.entry != nullptr && !planned;
   }
   if (op.by_file) return serve_by_file(op, arguments, key, generation, stack);
-  const bool noted = elsa_cuda::Record::active();
-  if (noted) arguments.describe(portable, false);
   StableIValue values[kMostValues] = {};
   arguments.give(values);
-  const char* name = (unplanned ? op.unplanned : op.plan).c_str();
-  ask(torch_call_dispatcher(name, "", values, TORCH_ABI_VERSION), name);
+  values[op.types.size()] = torch::stable::detail::from(unplanned);
+  ask(torch_call_dispatcher(op.plan.c_str(), "", values, TORCH_ABI_VERSION), op.plan.c_str());
   Handle results[kMostValues];
   for (uint32_t i = 0; i <= op.results; ++i) {
     results[i] = Handle(to<AtenTensorHandle>(values[i]));
   }
-  keep(op, key, portable, noted, generation, arguments, results[op.results].get());
+  keep(op, key, generation, arguments, results[op.results].get());
   for (uint32_t i = 0; i < op.results; ++i)
     stack[i] = torch::stable::detail::from(results[i].give());
 }
@@ -366,11 +357,10 @@ void add_operator(const char* name, const char* types, uint32_t results, const c
   Operator& op = operators[operator_count];
   op.name = std::string("elsa::") + name;
   op.plan = op.name + "_plan";
-  op.unplanned = op.name + "_unplanned";
   op.types = types;
   op.results = results;
   op.by_file = by_file;
-  if (op.types.size() > kMostValues || results + 1 > kMostValues ||
+  if (op.types.size() + 1 > kMostValues || results + 1 > kMostValues ||
       op.types.find_first_not_of("TOnbdsNB") != std::string::npos) {
     throw std::runtime_error(op.name + ": arguments that this library does not take");
   }
@@ -449,24 +439,6 @@ ELSA_EXPORT void elsa_cuda_clear() { forget(); }
 ELSA_EXPORT void elsa_cuda_counts(int64_t* layouts, int64_t* calls) {
   *layouts = static_cast<int64_t>(cache.size());
   *calls = served.load();
-}
-
-// Notes every layout that is planned from here on; what was planned before is forgotten.
-ELSA_EXPORT void elsa_cuda_record() {
-  elsa_cuda::Record::start();  // first: a layout that another thread plans now is noted
-  forget();
-}
-
-// Ends `elsa_cuda_record`: what was noted, valid until the next call of this function.
-ELSA_EXPORT void elsa_cuda_recorded(const uint8_t** layouts, uint64_t* bytes,
-                                    const uint32_t** kernels, uint64_t* count) {
-  static std::vector<uint8_t> noted;
-  static std::vector<uint32_t> numbers;
-  elsa_cuda::Record::stop(noted, numbers);
-  *layouts = noted.data();
-  *bytes = noted.size();
-  *kernels = numbers.data();
-  *count = numbers.size();
 }
 
 // For processes without Python's planners: defines the operators of a file of plans (see

@@ -19,7 +19,7 @@ constexpr size_t kMostOperators = 16;
 constexpr size_t kMostValues = 32;
 
 struct Operator {
-  std::string name, plan, unplanned;
+  std::string name, plan;
   // Of each argument: T tensor, O tensor or none, n integer, b boolean, d double, s string,
   // N integers, B booleans.
   std::string types;

@@ -1,7 +1,6 @@
 #include "planfile.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -125,18 +124,6 @@ Archs archs_here() {
                            names_of(here) + ": export the bundle for that (--gpu-archs)");
 }
 
-// What is being recorded.
-std::atomic<bool> recording{false};
-std::mutex noting;
-std::vector<uint8_t> noted;
-std::vector<uint32_t> launched;
-
-template <typename T>
-void append(const T& value) {
-  const auto* bytes = reinterpret_cast<const uint8_t*>(&value);
-  noted.insert(noted.end(), bytes, bytes + sizeof(T));
-}
-
 }  // namespace
 
 uint32_t arch_of(Device device) {
@@ -201,38 +188,6 @@ Plan find_plan(const std::string& name, Words words, Device device) {
                              ": no kernel is here for tensors of these sizes: " + files().served);
   }
   return *at->second;
-}
-
-void Record::start() {
-  const std::lock_guard<std::mutex> lock(noting);
-  noted.clear();
-  launched.clear();
-  recording.store(true);
-}
-
-bool Record::active() { return recording.load(std::memory_order_relaxed); }
-
-void Record::note(const std::string& name, Words words, const uint8_t* plan, uint64_t size,
-                  const std::vector<Step>& steps) {
-  const std::lock_guard<std::mutex> lock(noting);
-  append(static_cast<uint32_t>(name.size()));
-  noted.insert(noted.end(), name.begin(), name.end());
-  append(static_cast<uint32_t>(words.size()));
-  for (const uint64_t word : words) append(word);
-  append(size);
-  noted.insert(noted.end(), plan, plan + size);
-  for (const Step& step : steps) {
-    if (step.bytes == 0) launched.push_back(step.kernel);
-  }
-}
-
-void Record::stop(std::vector<uint8_t>& layouts, std::vector<uint32_t>& kernels) {
-  const std::lock_guard<std::mutex> lock(noting);
-  recording.store(false);
-  layouts = std::move(noted);
-  kernels = std::move(launched);
-  noted.clear();
-  launched.clear();
 }
 
 }  // namespace elsa_cuda

@@ -29,15 +29,4 @@ Plan find_plan(const std::string& name, Words words, Device device);
 // The architecture of a device, 90 for sm_90.
 uint32_t arch_of(Device device);
 
-// Notes layouts and plans from `start` on; a plan that is null says that Python alone can serve.
-class Record {
- public:
-  static void start();
-  static bool active();
-  static void note(const std::string& name, Words words, const uint8_t* plan, uint64_t size,
-                   const std::vector<Step>& steps);
-  // Ends it: the layouts as they stand in a file, and the numbers of the kernels in their plans.
-  static void stop(std::vector<uint8_t>& layouts, std::vector<uint32_t>& kernels);
-};
-
 }  // namespace elsa_cuda

@@ -74,8 +74,6 @@ def _launch(self: Launch, *pointers: Tensor) -> None:
     """In place of `Launch.__call__`: compiles, and runs nothing."""
     if self.compiled is None:
         self.compiled = compiled_for(self, pointers)
-        names = [p.name for p in self.kernel.params]
-        self.values = tuple(self.tail[name] for name in names[len(pointers) :])
     MADE.append(Made(self, pointers))
 
 

@@ -71,6 +71,15 @@ class Attends(torch.nn.Module):
         return torch.ops.elsa.attention(q, k, v, None, False, 0.125, "strict")[0]
 
 
+class Calls(torch.nn.Module):
+    """Beside attention, calls with lists, flags and terms that are absent."""
+
+    def forward(self, *given: Tensor) -> Any:
+        window = ops.WINDOW_ATTENTION.overload(*window_inputs(torch.float16, table=True, shift=3))
+        linear = ops.LINEAR.overload(*linear_inputs(activation="gelu", residual=True))
+        return Attends()(*given) + 0.0 * (window.sum() + linear.sum())
+
+
 def attends(batch: int) -> list[Tensor]:
     return [torch.zeros(batch, 2, 50, 64, dtype=torch.float16) for _ in range(3)]
 
@@ -92,8 +101,8 @@ def noted(loaded: library.Library) -> Recorded:
     return recorded(loaded, run)
 
 
-def saved(folder: Path) -> None:
-    traced = torch.jit.trace(Attends(), attends(2), check_trace=False)
+def saved(folder: Path, model: torch.nn.Module | None = None) -> None:
+    traced = torch.jit.trace(model or Attends(), attends(2), check_trace=False)
     torch.jit.save(traced, folder / "model.ts")
 
 
@@ -101,7 +110,7 @@ def travels(stub: str) -> None:
     """A recorded call makes the same launches in a process that has only torch and the library."""
     loaded = started(stub)
     found = noted(loaded)
-    assert found.operators == ("attention",)
+    assert {name for name, *_ in found.layouts} == {"elsa::attention"}
     assert len(found.layouts) == 2  # the second call of a layout is no further one
     others = {
         number: replace(kernel, symbol="of_sm_80") for number, kernel in found.kernels.items()
@@ -137,6 +146,17 @@ def travels(stub: str) -> None:
     assert len(ours) - len(numbers) >= 5  # three operands, two results
     line = "elsa::attention: no kernel is here for tensors of these sizes: " + SERVED
     assert done.returncode == 1 and done.stderr.strip().endswith(line), done.stderr
+
+
+def every_argument_travels(stub: str) -> None:
+    """The words of a layout that Python writes are those that the library reads calls as."""
+    found = recorded(started(stub), lambda: Calls()(*attends(2)))
+    assert len(found.layouts) == 3
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "plans").write_bytes(write({90: found}, SERVED))
+        saved(Path(name), Calls())
+        done = fresh(stub, Path(name), 2)
+    assert done.returncode == 0, done.stderr
 
 
 def flipped(content: bytes, at: int) -> bytes:
@@ -203,7 +223,7 @@ def planned_elsewhere(stub: str) -> None:
         ops.ATTENTION.overload(q, k, v, mask, False, -0.5, "strict")
         ops.WINDOW_ATTENTION.overload(*window_inputs(torch.float16, table=True, shift=3))
         ops.WINDOW_ATTENTION.overload(*window_inputs(torch.float32, side=13, pad=True, logit=True))
-        ops.LINEAR.overload(*linear_inputs(frozen=True, activation="gelu", residual=True))
+        ops.LINEAR.overload(*linear_inputs(activation="gelu", residual=True))
 
     found = joined([recorded(loaded, run)])
     assert len(found.layouts) == 5
@@ -241,4 +261,4 @@ def launched(each: plan.Plan, kernels: dict[int, plan.Kernel]) -> list[Any]:
     return [[kernel for kernel, _ in steps], replace(each, steps=tuple(unnumbered))]
 
 
-CHECKS = (travels, refuses, planned_elsewhere)
+CHECKS = (travels, every_argument_travels, refuses, planned_elsewhere)

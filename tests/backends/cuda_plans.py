@@ -21,6 +21,7 @@ from cuda_checks import LOG, lines
 from torch import Tensor
 
 from elsa_core import ops
+from elsa_core.backends import cuda
 from elsa_core.backends.cuda import calls, library, record
 from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer, Zero, write
 from elsa_core.backends.triton.shared.plans import PLANS
@@ -303,7 +304,8 @@ def python(stub: str) -> None:
 
     KERNELS.extra = refuse
     assert "query is a stone" in failure(lambda: attend(*tensors), RuntimeError)
-    call = calls.direct(CALL)
+    cuda._SERVED.add("attention")
+    call = cuda.direct(CALL, KERNELS)
     direct = lambda: call(*tensors, None, False, 1.0, "strict")  # noqa: E731
     assert failure(direct, ArgumentError) == "query is a stone"
     assert loaded.counts() == (0, 0)

@@ -102,20 +102,20 @@ def test_a_changed_plan_is_refused(folder: Path, driver: str) -> None:
     assert done.stderr.splitlines()[-1].endswith("its SHA-256 is another: it was changed")
 
 
-def attends(batch: int, dtype: torch.dtype = torch.float32) -> tuple[str, bytes, bytes]:
+def attends(batch: int, dtype: torch.dtype = torch.float32) -> tuple[str, list[Any]]:
     q = torch.empty(batch, 65, 2, 64, dtype=dtype, device="meta").transpose(1, 2)
-    return "elsa::attention", layout(q, q, q, None, False, 0.125, "strict"), b""
+    return "elsa::attention", [q, q, q, None, False, 0.125, "strict"]
 
 
-def product(dtype: torch.dtype) -> tuple[str, bytes, bytes]:
+def product(dtype: torch.dtype) -> tuple[str, list[Any]]:
     x, weight = (torch.empty(n, 64, dtype=dtype, device="meta") for n in (4096, 96))
-    rest = (None, "none", None, None, "strict")
-    return "elsa::linear", layout(x, weight, *rest), b""
+    return "elsa::linear", [x, weight, None, "none", None, None, "strict"]
 
 
-def calls(*found: tuple[str, bytes, bytes]) -> planfile.Recorded:
+def calls(*given: tuple[str, list[Any]]) -> planfile.Recorded:
     """What a GPU would have recorded."""
-    return planfile.Recorded(found, {})
+    found = {(name, layout(*arguments)): arguments for name, arguments in given}
+    return planfile.Recorded(tuple((*key, b"") for key in found), {}, found)
 
 
 def silent(line: str) -> None: ...
@@ -150,7 +150,7 @@ def test_nodes_are_found_without_a_precision() -> None:
     """Each call once as PyTorch makes it and once as a node of model.onnx does, by one plan."""
     found, _ = gpu_library.planned(calls(attends(1)), 90, silent)
     content = planfile.write({90: onnx_calls.without_precision(found, "strict")}, "")
-    _, words, _ = attends(1)
+    words = layout(*attends(1)[1])
     assert content.count(b"elsa::attention") == content.count(words[:-16]) == 2
     assert content.count(words) == 1
 

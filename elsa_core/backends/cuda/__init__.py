@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 
 from elsa_core.backends.support import Support
+from elsa_core.base.calls import below_autograd
 
 VARIABLE: Final = "ELSA_CUDA_LIBRARY"
 _LOG = logging.getLogger("elsa")
@@ -84,7 +85,8 @@ def _activate() -> None:
         return
     level = logging.WARNING if is_asked_for() else logging.INFO
     try:
-        from elsa_core.backends.cuda import calls, library
+        from elsa_core.backends.cuda import library
+        from elsa_core.backends.cuda.calls import serve
         from elsa_core.errors import UnavailableError
 
         if torch.version.cuda is None:
@@ -94,7 +96,7 @@ def _activate() -> None:
             loaded.open_driver()
         for operator, kernel in _OFFERED.items():
             if operator not in _SERVED:  # a first try may have been interrupted
-                calls.serve(loaded, operator, kernel, "CUDA", level)
+                serve(loaded, operator, kernel, "CUDA", level)
                 _SERVED.add(operator)
     except Exception as error:  # whatever is wrong with this machine, Triton goes on
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -133,18 +135,19 @@ def forget() -> None:
 
 
 def direct(overload: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """What computes an eager call: the operator if the library serves it, else `otherwise`."""
+    """What computes an eager call: the operator if the library serves it, else `otherwise`.
+
+    An error of PyTorch's dispatcher has lost its kind: `otherwise` meets it again, and raises what
+    it is.
+    """
     operator = overload._schema.name.removeprefix("elsa::")
-    chosen: list[Callable[..., Any]] = []
 
     def call(*arguments: Any) -> Any:
-        if not chosen:
-            found = otherwise
-            if serves(operator):
-                from elsa_core.backends.cuda import calls
-
-                found = calls.direct(overload)
-            chosen.append(found)
-        return chosen[0](*arguments)
+        if serves(operator):
+            try:
+                return below_autograd(overload, *arguments)
+            except RuntimeError:
+                pass
+        return otherwise(*arguments)
 
     return call

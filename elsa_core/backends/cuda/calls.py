@@ -16,24 +16,14 @@ from torch import Tensor
 from elsa_core.backends.cuda import plan as plans
 from elsa_core.backends.cuda.kernels import PlanError, arguments_of
 from elsa_core.backends.cuda.library import Library
-from elsa_core.base import calls
 from elsa_core.errors import UnavailableError
 
 _LOG = logging.getLogger("elsa")
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
 _DEFAULT = re.compile(r"=[^,)]+")
-
-
 # Calls whose plans the driver refused; a driver that always does is asked no more.
 _REFUSALS = itertools.count(1)
 _MOST_REFUSALS = 16
-
-
-class _Failed(threading.local):
-    error: BaseException | None = None
-
-
-_FAILED = _Failed()
 
 
 def serve(
@@ -42,78 +32,45 @@ def serve(
 ) -> None:  # fmt: skip
     """Make the library the kernel of `elsa::<operator>` for a dispatch key.
 
+    `elsa::<operator>_plan` is what it asks of a layout that it has no plan for: the call's results,
+    and what it is to keep. An error comes back as a text behind "E": the library's own frames would
+    lose it.
+
     kernel: what computes a call in Python, with all its arguments; asked once for each layout, and
     every time where the library cannot serve it. level: of the log, where the driver refuses.
 
     Raises:
         UnavailableError: the library refuses.
     """
-    schema = str(getattr(torch.ops.elsa, operator).default._schema)
-    given, _, returned = _DEFAULT.sub("", schema).partition(") -> ")
-    given = given.partition("(")[2]
-    results = f"{returned.strip('()')}, Tensor"
+    schema = getattr(torch.ops.elsa, operator).default._schema
+    given, _, returned = _DEFAULT.sub("", str(schema)).partition(") -> ")
+    given, results = given.partition("(")[2], len(schema.returns)
 
-    def unplanned(arguments: Sequence[Any]) -> tuple[tuple[Tensor, ...], bytes]:
-        return _tuple(kernel(*arguments)), b""
+    def answer(*arguments: Any) -> tuple[Tensor, ...]:
+        *arguments, known = arguments  # type: ignore[assignment]
+        try:
+            if known:  # as one for Python
+                found, said = _tuple(kernel(*arguments)), b""
+            else:
+                found, said = _planned(library, operator, kernel, level, arguments)
+        except Exception as error:
+            found = tuple(torch.empty(0) for _ in range(results))
+            said = b"E" + (str(error) or type(error).__name__).encode()
+        kept = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else None
+        return *found, torch.empty(0, dtype=torch.uint8) if kept is None else kept
 
-    plan = functools.partial(planned, library, kernel, level)
-    for name, compute in (("plan", plan), ("unplanned", unplanned)):
-        full = f"{operator}_{name}"
-        if not hasattr(torch.ops.elsa, full):  # a first try may have been interrupted
-            _LIBRARY.define(f"{full}({given}) -> ({results})")
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"elsa::{full}", key):
-            answer = functools.partial(_answer, compute, results.count(","))
-            _LIBRARY.impl(full, answer, key)
+    full = f"{operator}_plan"
+    if not hasattr(torch.ops.elsa, full):  # a first try may have been interrupted
+        _LIBRARY.define(f"{full}({given}, bool known) -> ({returned.strip('()')}, Tensor)")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"elsa::{full}", key):
+        _LIBRARY.impl(full, answer, key)
     library.register(operator, key)
 
 
-def direct(overload: Any) -> Callable[..., Any]:
-    """An operator that the library serves, for calls that autograd need not see.
-
-    What a call raises in Python is raised as it is.
-    """
-
-    def call(*arguments: Any) -> Any:
-        try:
-            return calls.below_autograd(overload, *arguments)
-        except RuntimeError as raised:
-            error, _FAILED.error = _FAILED.error, None
-            if error is not None and _text(error) in str(raised):
-                raise error from None
-            raise
-
-    return call
-
-
-def _answer(
-    compute: Callable[[Sequence[Any]], tuple[tuple[Tensor, ...], bytes]],
-    results: int,
-    *arguments: Any,
-) -> tuple[Tensor, ...]:
-    """`elsa::<operator>_plan`, and `elsa::<operator>_unplanned` of layouts that are known to be for
-    Python: the call's results, and what the library is to keep of it.
-
-    An error comes back as a text behind "E": the library's own frames would lose it.
-    """
-    _FAILED.error = None
-    try:
-        found, said = compute(arguments)
-    except Exception as error:
-        _FAILED.error = error
-        found = tuple(torch.empty(0) for _ in range(results))
-        said = b"E" + _text(error).encode()
-    if not said:
-        return *found, torch.empty(0, dtype=torch.uint8)
-    return *found, torch.frombuffer(bytearray(said), dtype=torch.uint8)
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
-def planned(
-    library: Library, kernel: Callable[..., Any], level: int, arguments: Sequence[Any]
-) -> tuple[tuple[Tensor, ...], bytes]:
+def _planned(
+    library: Library, operator: str, kernel: Callable[..., Any], level: int,
+    arguments: Sequence[Any],
+) -> tuple[tuple[Tensor, ...], bytes]:  # fmt: skip
     """Run a call in Python and say what the library is to keep for its layout.
 
     Returns:
@@ -128,22 +85,25 @@ def planned(
         return _tuple(kernel(*arguments)), b""
     # objects of their own: two arguments may be one tensor in this call, and not in the next
     own = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
-    noted = recorder_of([a for a in own if a is None or isinstance(a, Tensor)])
-    with noted:
+    recorder = recorder_of([a for a in own if a is None or isinstance(a, Tensor)])
+    with recorder:
         results = _tuple(kernel(*own))
-    if noted.hooked:
-        return results, b""
+    plan, said = None, b"" if recorder.hooked else b"N"
     try:
-        found = plans.write(noted.plan(results, library.number))
-        library.check(found, max(0, results[0].get_device()))
+        if not recorder.hooked:
+            plan = recorder.plan(results, library.number)
+            said = b"P" + plans.write(plan)
+            library.check(said[1:], max(0, results[0].get_device()))
     except PlanError as reason:
         _LOG.debug("a call that the CUDA library leaves to Python: %s", reason)
-        return results, b"N"
     except UnavailableError as error:  # it may pass, as want of memory does
-        said = f"the CUDA library does not take such calls; Triton launches them: {error}"
-        _say_once(level, said)
-        return results, b"" if next(_REFUSALS) < _MOST_REFUSALS else b"N"
-    return results, b"P" + found
+        plan, said = None, b"" if next(_REFUSALS) < _MOST_REFUSALS else b"N"
+        _say_once(
+            level, f"the CUDA library does not take such calls; Triton launches them: {error}"
+        )
+    if library.noted is not None:
+        library.noted.append((f"elsa::{operator}", own, plan))
+    return results, said
 
 
 _LISTENING = threading.Lock()
@@ -158,8 +118,7 @@ def _listen(library: Library) -> None:
             from elsa_core.backends.triton.shared import launch
             from elsa_core.backends.triton.shared.plans import PLANS
 
-            launch.listen(record.heard)
-            launch.first_by(functools.partial(_launched, library))
+            launch.attach(functools.partial(_launched, library), record.heard)
             PLANS.on_clear.append(library.clear)
             _HEARD.append(library)
 

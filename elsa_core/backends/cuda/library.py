@@ -13,7 +13,7 @@ import torch
 
 from elsa_core.backends import compiler
 from elsa_core.backends.cuda.kernels import kernel_of
-from elsa_core.backends.cuda.plan import Kernel
+from elsa_core.backends.cuda.plan import Kernel, Plan
 from elsa_core.errors import UnavailableError
 
 _UNITS = ("driver", "plan", "planfile", "operators", "python")
@@ -34,6 +34,8 @@ class Library:
         self._numbers: dict[tuple[str, str], tuple[int, Kernel]] = {}
         self._lock = threading.Lock()
         self.kernels: dict[int, Kernel] = {}
+        # operator, arguments and plan of every call that is planned, while `planfile` records
+        self.noted: list[tuple[str, list[Any], Plan | None]] | None = None
 
     def open_driver(self, path: str | None = None) -> None:
         """Open libcuda.so.1, or the file that a test names."""
@@ -111,19 +113,6 @@ class Library:
     def clear(self) -> None:
         """Forget every plan."""
         self._calls.elsa_cuda_clear()
-
-    def record(self) -> None:
-        """Note every layout that is planned from here on; forgets those that are."""
-        self._calls.elsa_cuda_record()
-
-    def recorded(self) -> tuple[bytes, tuple[int, ...]]:
-        """End `record`: the layouts and plans noted, and the numbers of the kernels launched."""
-        layouts, numbers = ctypes.POINTER(ctypes.c_uint8)(), ctypes.POINTER(ctypes.c_uint32)()
-        size, count = ctypes.c_uint64(), ctypes.c_uint64()
-        self._calls.elsa_cuda_recorded(
-            ctypes.byref(layouts), ctypes.byref(size), ctypes.byref(numbers), ctypes.byref(count)
-        )
-        return ctypes.string_at(layouts, size.value), tuple(numbers[: count.value])
 
     def serve_file(self, content: bytes, key: str) -> None:
         """Define the operators of a file of `planfile.write` and serve them for a dispatch key."""

@@ -1,15 +1,13 @@
 """Plans of recorded calls for a GPU that is not here: planned under its description, compiled, and
 never run.
 
-A layout says all that a call's plan depends on but the GPU, so that the call can be made again, on
-tensors without memory, with the planners told of another GPU.
+A layout says all that a call's plan depends on but the GPU: the call is made again, on tensors
+without memory, with the planners told of another GPU.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,28 +15,13 @@ from torch import Tensor
 
 from elsa_core.backends.cuda import plan as plans
 from elsa_core.backends.cuda.kernels import PlanError, kernel_of
-from elsa_core.backends.cuda.library import Library
 from elsa_core.backends.cuda.plan import Kernel
 from elsa_core.backends.cuda.planfile import Recorded
-from elsa_core.backends.cuda.record import DTYPES, Recorder
+from elsa_core.backends.cuda.record import Recorder
 from elsa_core.base.messages import first_line
 from elsa_core.errors import UnavailableError
 
-_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
-_NO_TENSOR = (1 << 64) - 1
 Progress = Callable[[int, int], None]
-
-
-@dataclass
-class _Launch:
-    """What `Recorder` asks of a launch; `compiled` is the kernel's key until it is compiled."""
-
-    compiled: Any
-    grid: tuple[int, ...]
-    values: tuple[Any, ...]
-
-    def hooked(self) -> bool:
-        return False
 
 
 def planned(
@@ -61,9 +44,9 @@ def planned(
     """
     from elsa_core.backends.triton.pack.cases import Planner
 
-    planner, launches = Planner(gpu.arch), list[_Launch]()
+    planner, launches = Planner(gpu.arch), list[tuple[Any, str]]()
     calls = [
-        _called(name, words, gpu, kernels[name.removeprefix("elsa::")], planner, launches)
+        _called(name, found.calls[name, words], gpu, kernels, planner, launches)
         for name, words, _ in found.layouts
     ]
     compiled = dict[str, Any]()
@@ -83,8 +66,8 @@ def planned(
             )
         numbers[id(compiled[key])] = len(numbers), kernel
     progress(len(compiled), len(planner.jobs))
-    for launch in launches:
-        launch.compiled = compiled[launch.compiled]
+    for launch, key in launches:
+        launch.compiled = compiled[key]
     layouts = []
     for (name, words, _), (recorder, results) in zip(found.layouts, calls, strict=True):
         try:
@@ -96,29 +79,24 @@ def planned(
 
 
 def _called(
-    name: str,
-    words: bytes,
-    gpu: Any,
-    kernel: Callable[..., Any],
-    planner: Any,
-    launches: list[_Launch],
-) -> tuple[Recorder, tuple[Tensor, ...]]:
-    """Make a call as on that GPU, without its launches, which join `launches`."""
+    name: str, given: list[Any], gpu: Any, kernels: Mapping[str, Callable[..., Any]], planner: Any,
+    launches: list[tuple[Any, str]],
+) -> tuple[Recorder, tuple[Tensor, ...]]:  # fmt: skip
+    """Make a call as on that GPU, without its launches, which join `launches` with their keys."""
     from elsa_core.backends.triton.shared.device import describing
     from elsa_core.backends.triton.shared.launch import recording
 
-    given = arguments_of(name, words)
+    # objects of their own, as in `calls`
+    given = [a.detach() if isinstance(a, Tensor) else a for a in given]
     recorder = Recorder([a for a in given if a is None or isinstance(a, Tensor)])
 
     def note(launch: Any, tensors: tuple[Any, ...]) -> None:
-        rest = [each.name for each in launch.kernel.params][len(tensors) :]
-        values = tuple(launch.tail[each] for each in rest)
-        launches.append(_Launch(planner.key(launch, tensors), launch.grid, values))
-        recorder.launched(launches[-1], tensors)
+        launches.append((launch, planner.key(launch, tensors)))
+        recorder.launched(launch, tensors)
 
     with describing(gpu.facts), recording(note), torch.no_grad(), recorder:
         try:
-            results = kernel(*given)
+            results = kernels[name.removeprefix("elsa::")](*given)
         except Exception as error:  # PyTorch's own functions may refuse tensors without memory
             why = f"PyTorch serves it ({first_line(error)})"
             raise UnavailableError(_lost(name, gpu, why)) from error
@@ -127,41 +105,3 @@ def _called(
 
 def _lost(name: str, gpu: Any, why: str) -> str:
     return f"a call of {name} on sm_{gpu.arch} is not by kernels of this package alone: {why}"
-
-
-def arguments_of(name: str, words: bytes) -> list[Any]:
-    """The arguments of a call of a layout, as `Arguments::describe` of csrc/cuda/operators.cpp
-    wrote them; its tensors are on the device "meta".
-    """
-    given = iter(struct.unpack(f"<{len(words) // 8}Q", words))
-
-    def signed(count: int = 1, kind: str = "q") -> list[Any]:
-        data = struct.pack(f"<{count}Q", *(next(given) for _ in range(count)))
-        return list(struct.unpack(f"<{count}{kind}", data))
-
-    def one(kind: str) -> Any:
-        if kind in "nd":
-            return signed(kind="d" if kind == "d" else "q")[0]
-        if kind == "b":
-            return bool(next(given))
-        if kind in "TO":
-            head = next(given)
-            return None if head == _NO_TENSOR else _tensor(head, signed)
-        count = next(given)
-        if kind == "s":
-            parts = -(-count // 8)
-            return struct.pack(f"<{parts}Q", *(next(given) for _ in range(parts)))[:count].decode()
-        return [bool(item) for item in signed(count)] if kind == "B" else signed(count)
-
-    schema = getattr(torch.ops.elsa, name.removeprefix("elsa::")).default._schema
-    return [one(kind) for kind in Library.types(schema)]
-
-
-def _tensor(head: int, signed: Callable[[int], list[int]]) -> Tensor:
-    """A tensor of the layout's dtype, sizes, strides and alignment."""
-    dtype, dims, aligned = _DTYPES[head >> 8 & 0xFF], head >> 16 & 0xFF, head & 0xF
-    sizes, strides = signed(dims), signed(dims)
-    last = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if all(sizes) else 0
-    first = aligned // dtype.itemsize
-    memory = torch.empty(first + last + 1, dtype=dtype, device="meta")
-    return memory.as_strided(sizes, strides, first)

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from elsa_core.backends.cuda import plan as plans
 from elsa_core.backends.cuda.library import Library
 from elsa_core.backends.cuda.plan import Kernel
+from elsa_core.backends.cuda.record import DTYPES
 from elsa_core.errors import UnavailableError
 
 MAGIC = 0x534E414C50414C45
@@ -30,24 +33,22 @@ class Recorded:
     """The calls of some runs.
 
     Attributes:
-        layouts: as the library noted them: the operator's name, its layout, its plan.
+        layouts: the operator's name, its layout in words, its plan.
         kernels: those that the plans launch, by the number in the plans.
+        calls: the arguments of layouts, whose tensors have no memory.
     """
 
     layouts: tuple[tuple[str, bytes, bytes], ...]
     kernels: dict[int, Kernel]
-
-    @property
-    def operators(self) -> tuple[str, ...]:
-        """The names of the operators called, without "elsa::", in alphabetical order."""
-        return tuple(sorted({name.removeprefix("elsa::") for name, _, _ in self.layouts}))
+    calls: Mapping[tuple[str, bytes], list[Any]] = field(default_factory=dict)
 
 
 def joined(parts: Sequence[Recorded]) -> Recorded:
     """Several runs as one; the same layout twice is kept once."""
     kernels = {number: kernel for part in parts for number, kernel in part.kernels.items()}
+    calls = {key: call for part in parts for key, call in part.calls.items()}
     layouts = {(name, words): plan for part in parts for name, words, plan in part.layouts}
-    return Recorded(tuple((*key, plan) for key, plan in sorted(layouts.items())), kernels)
+    return Recorded(tuple((*key, plan) for key, plan in sorted(layouts.items())), kernels, calls)
 
 
 def recorded(library: Library, run: Callable[[], object]) -> Recorded:
@@ -56,48 +57,76 @@ def recorded(library: Library, run: Callable[[], object]) -> Recorded:
     Raises:
         UnavailableError: a call is one for Python: it does more than launch kernels.
     """
-    library.record()
+    noted = library.noted = []
+    library.clear()  # so that every layout is planned again
     try:
         run()
     finally:
-        noted, numbers = library.recorded()
-    found, at = [], 0
-
-    def take(size: int) -> bytes:
-        nonlocal at
-        at += size
-        return noted[at - size : at]
-
-    while at < len(noted):
-        name = take(*struct.unpack("<I", take(4))).decode()
-        words = take(8 * struct.unpack("<I", take(4))[0])
-        found.append((name, words, take(*struct.unpack("<Q", take(8)))))
-    layouts = tuple(found)
-    lost = next((name for name, _, plan in layouts if not plan), None)
-    if lost is not None:
-        raise UnavailableError(
-            f"a call of {lost} is not by kernels of this package alone: PyTorch serves it, as it "
-            "does where rows or channels are few"
-        )
-    return Recorded(layouts, {number: library.kernels[number] for number in numbers})
+        library.noted = None
+    layouts, kernels, calls = {}, dict[int, Kernel](), {}
+    for name, arguments, plan in noted:
+        if plan is None:
+            raise UnavailableError(
+                f"a call of {name} is not by kernels of this package alone: PyTorch serves it, as "
+                "it does where rows or channels are few"
+            )
+        key = name, words_of(arguments)
+        layouts[key], calls[key] = plans.write(plan), list(map(_without_memory, arguments))
+        numbers = {step.kernel for step in plan.steps if isinstance(step, plans.Launch)}
+        kernels |= {number: library.kernels[number] for number in numbers}
+    return Recorded(tuple((*key, plan) for key, plan in layouts.items()), kernels, calls)
 
 
-def write(plans: Mapping[int, Recorded], served: str) -> bytes:
+def words_of(arguments: Iterable[Any]) -> bytes:
+    """A call's layout, as `Arguments::describe` of csrc/cuda/operators.cpp has it without the index
+    of a device.
+    """
+    words: list[int] = []
+    for each in arguments:
+        if isinstance(each, Tensor):
+            head = each.data_ptr() % 16 | DTYPES[each.dtype] << 8 | each.dim() << 16
+            words += [head | (each.device.type != "cpu") << 24, *each.shape, *each.stride()]
+        elif isinstance(each, float):
+            words += struct.unpack("<Q", struct.pack("<d", each))
+        elif isinstance(each, str):
+            data = each.encode()
+            count = -(-len(data) // 8)
+            words += [len(data), *struct.unpack(f"<{count}Q", data.ljust(8 * count, b"\0"))]
+        elif isinstance(each, list):
+            words += [len(each), *map(int, each)]
+        else:
+            words.append(-1 if each is None else int(each))
+    return struct.pack(f"<{len(words)}Q", *(word % (1 << 64) for word in words))
+
+
+def _without_memory(given: Any) -> Any:
+    """Of a tensor one of its dtype, sizes, strides and alignment."""
+    if not isinstance(given, Tensor):
+        return given
+    last = sum((n - 1) * s for n, s in zip(given.shape, given.stride(), strict=True))
+    first = given.data_ptr() % 16 // given.itemsize
+    memory = torch.empty(first + max(0, last) + 1, dtype=given.dtype, device="meta")
+    return memory.as_strided(given.shape, given.stride(), first)
+
+
+def write(archs: Mapping[int, Recorded], served: str) -> bytes:
     """The bytes of a file.
 
     Args:
-        plans: what was recorded by the architecture that it is for, 90 for sm_90. Its kernels run
+        archs: what was recorded by the architecture that it is for, 90 for sm_90. Its kernels run
             on no other.
         served: what the message of a call without a plan says of those that have one.
     """
-    names = sorted({name for each in plans.values() for name in each.operators})
+    names = sorted(
+        {name.removeprefix("elsa::") for each in archs.values() for name, _, _ in each.layouts}
+    )
     out = [struct.pack("<QI", MAGIC, VERSION), _text(served), _count(names)]
     for name in names:
         schema = getattr(torch.ops.elsa, name).default._schema
         out += [_text(name), _text(Library.types(schema)), struct.pack("<I", len(schema.returns))]
         out.append(_text(str(schema).removeprefix("elsa::")))
-    out.append(_count(plans))
-    for arch, each in sorted(plans.items()):
+    out.append(_count(archs))
+    for arch, each in sorted(archs.items()):
         out += [struct.pack("<I", arch), _count(each.kernels)]
         for number, kernel in sorted(each.kernels.items()):
             out += [struct.pack("<I", number), _text(kernel.symbol)]

@@ -9,14 +9,13 @@ never by its address, since two arguments may be the same memory in one call and
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from elsa_core.backends.cuda.kernels import PlanError, arguments_of
 from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer, Zero
@@ -70,15 +69,6 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # PyTorch would load its compiler for that, which takes a second or more
 
-    def __enter__(self) -> Recorder:
-        _ACTIVE.recorders.append(self)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _ACTIVE.recorders.remove(self)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS or func in _ZEROED:
@@ -111,10 +101,7 @@ class Recorder(TorchDispatchMode):
         """Note one launch of `elsa_core.backends.triton.shared.launch.Launch`."""
         self._steps.append((launch, pointers))
         self._kept += pointers
-        if launch.compiled is None:
-            self.reason = self.reason or "this version of Triton is launched by its own JIT"
-        elif launch.hooked():
-            self.hooked = True
+        self.hooked = self.hooked or launch.hooked()
 
     def plan(self, results: Sequence[Tensor], number: Callable[[Any], tuple[int, Kernel]]) -> Plan:
         """The plan of the call that was noted.
@@ -138,6 +125,8 @@ class Recorder(TorchDispatchMode):
                     steps.append(Zero(places.pointer(self._of(step), step), size))
                 continue
             launch, pointers = step
+            if launch.compiled is None:
+                raise PlanError("this version of Triton is launched by its own JIT")
             if 0 in launch.grid:
                 continue
             kernel, record = number(launch.compiled)
@@ -210,15 +199,8 @@ class _Slots:
         return Pointer(self.inputs + self.count, self.parts[storage] + offset)
 
 
-class _Active(threading.local):
-    def __init__(self) -> None:
-        self.recorders: list[Recorder] = []
-
-
-_ACTIVE = _Active()
-
-
 def heard(launch: Any, pointers: tuple[Tensor, ...]) -> None:
     """Tell this thread's recorder, if one is active, of a launch that was made."""
-    if _ACTIVE.recorders:
-        _ACTIVE.recorders[-1].launched(launch, pointers)
+    mode = _get_current_dispatch_mode()
+    if isinstance(mode, Recorder):
+        mode.launched(launch, pointers)

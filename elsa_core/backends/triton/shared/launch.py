@@ -53,13 +53,6 @@ def _hooked(runtime: Any) -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def _watched(runtime: Any) -> bool:
-    """Whether a hook of Triton's is to hear of a launch, or of its kernel's loading."""
-    names = "kernel_load_start_hook", "kernel_load_end_hook"
-    loads = (getattr(runtime, name, None) for name in names)
-    return _hooked(runtime) or any(getattr(hook, "calls", hook) for hook in loads)
-
-
 class Launch:
     """One kernel with everything but its pointers bound.
 
@@ -84,7 +77,7 @@ class Launch:
         self.launcher: Any = None
         self.runtime: Any = None
         self.head: tuple[Any, ...] = ()
-        self.values: tuple[Any, ...] = ()
+        self.values = tuple(self.tail.values())  # passed behind the pointers, in the kernel's order
         self.stream: Callable[[int], int] = int
         self.device = 0
 
@@ -120,7 +113,13 @@ class Launch:
         """
         from triton import knobs
 
-        quick = not _watched(knobs.runtime) and self._made_by_first(found, pointers)
+        runtime = knobs.runtime
+        names = "kernel_load_start_hook", "kernel_load_end_hook"
+        loads = (getattr(runtime, name, None) for name in names)
+        watched = _hooked(runtime) or any(getattr(hook, "calls", hook) for hook in loads)
+        quick = not watched and any(
+            launch(found, self.grid, self.values, pointers) for launch in _FIRST
+        )
         if not quick:
             with _loading():
                 if not lookup.load(found):
@@ -134,20 +133,11 @@ class Launch:
         """Whether Triton's launch hooks are called for this launch."""
         return self.runtime is not None and _hooked(self.runtime)
 
-    def _made_by_first(self, compiled: Any, pointers: tuple[Tensor, ...]) -> bool:
-        given = compiled, self.grid, self._values(pointers), pointers
-        return any(launch(*given) for launch in _FIRST)
-
-    def _values(self, pointers: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """What is passed behind the pointers: positional, in the kernel's own order."""
-        names = [p.name for p in self.kernel.params]
-        return tuple(self.tail[name] for name in names[len(pointers) :])
-
     def _keep(self, compiled: Any, pointers: tuple[Tensor, ...]) -> None:
-        """Keep a kernel, and what further calls pass to it."""
+        """Keep a kernel for further calls."""
         from triton import knobs
 
-        self.values, self.device = self._values(pointers), pointers[0].get_device()
+        self.device = pointers[0].get_device()
         self.runtime, self.compiled = knobs.runtime, compiled
 
     def _bind(self) -> None:
@@ -163,27 +153,24 @@ class Launch:
         self.launcher = run
 
 
-_made = Launch.__call__  # before `listen` replaces it
+_made = Launch.__call__  # before `attach` replaces it
 # Of a kernel from a pack, blocks, values and pointers: whether it made the launch.
 First = Callable[[Any, tuple[int, ...], tuple[Any, ...], tuple[Tensor, ...]], bool]
 _FIRST: list[First] = []
 
 
-def first_by(launch: First) -> None:
-    """Ask `launch` for the first launch of each kernel that comes from a pack."""
-    _FIRST.append(launch)
-
-
-def listen(to: Callable[[Launch, tuple[Tensor, ...]], None]) -> None:
-    """Call `to` after every launch of this process from now on, not of those that `recording` has.
+def attach(first: First, heard: Recorder) -> None:
+    """From now on ask `first` for the first launch of each kernel that comes from a pack, and call
+    `heard` after every launch but those that `recording` has.
 
     Without a call of this function a launch checks nothing.
     """
+    _FIRST.append(first)
     plain = Launch.__call__
 
     def call(self: Launch, *pointers: Tensor) -> None:
         plain(self, *pointers)
         if self.compiled is not None or not _recorders:
-            to(self, pointers)
+            heard(self, pointers)
 
     Launch.__call__ = call
