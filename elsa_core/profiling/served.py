@@ -83,7 +83,7 @@ def _unseen(layer: nn.Module, input: Tensor) -> Served:
     asked, precision = (str(vars(layer)[f"elsa_{name}"]) for name in ("backend", "precision"))
     weight = next((p for p in layer.parameters() if p.dim() == 2), None)
     if weight is not None and not input.is_cuda and input.shape[-1] == weight.shape[1]:
-        terms = (input, weight, None, "none", None, None, precision, None, None)
+        terms = (input, weight, None, "none", None, None, precision)
         serving = dispatch.SERVING.get(("linear", input.device.type, asked), ())
         with _disable_current_modes():
             if any(serve(*terms) is not None for serve in serving):

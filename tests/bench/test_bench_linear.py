@@ -62,7 +62,7 @@ def test_the_products_that_goals_are_set_for() -> None:
     assert shapes == [(1576, 768, 2304), (1576, 3072, 768), (32800, 768, 3072)]
     small = linear.RUNNER.select("cuda", tables=["swin"])
     assert len({case.name for case in small}) == len(small) == 24
-    rows = [row for row in measured._table()["rows"] if row["operator"] == "linear"]
+    rows = [row for row in measured._table() if row["operator"] == "linear"]
     for row in (row for row in rows if row["mode"] == "infer"):  # left to PyTorch: measured again
         of = row["ranges"]
         assert any(
