@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,8 @@ from elsa_core.measuring.documents import finite
 from elsa_core.patching import original
 from elsa_core.proof import map_floating
 
-# Errors of one first output against float64: "mean_error" and "max_error" of the absolute values,
-# inf where one is not finite, and "class_changed", the inputs whose largest output is another one.
+# Errors of a first output against float64: "mean_error" and "max_error" of the absolute values, inf
+# where one is not finite, and "class_changed", the inputs whose largest output is another one.
 Cost = dict[str, Any]
 
 
@@ -63,12 +62,6 @@ class Exact:
         if mean <= deviation:
             return ""
         return f"its mean error is {mean:.1e}, the outputs' standard deviation {deviation:.1e}"
-
-    def write(self, path: Path) -> None:
-        """The inputs as a file that `artefact_runs.run_all` takes as `further`."""
-        arrays = {f"input.{i}": t.cpu().numpy() for i, t in enumerate(self.inputs)}
-        with path.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs take one keyword
 
     def to_dict(self, costs: Mapping[str, Cost], classes: bool) -> dict[str, Any]:
         """The manifest's entry; `classes`: the outputs are logits, and a largest one is a class."""

@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +70,15 @@ class ArtefactReport:
 @dataclass(frozen=True)
 class Run:
     """One run of an artefact: in which runtime, with the bundle's library or not, and what came
-    back: outputs by batch size and of the further inputs, or why there are none.
+    back: outputs by batch size and the first output of the further inputs, or why there are none.
 
     `missing` names the runtime, or its provider, that is not installed; `failure` is one line.
     """
 
     runtime: str
     library: bool
-    outputs: dict[int, list[np.ndarray[Any, Any]]]
-    further: tuple[np.ndarray[Any, Any], ...] = ()
+    outputs: dict[int, list[np.ndarray[Any, Any]]] = field(default_factory=dict)
+    further: np.ndarray[Any, Any] | None = None
     failure: str = ""
     missing: str = ""
 
@@ -93,7 +93,8 @@ def run_all(
     """Run artefacts of a bundle, two processes at a time where that is no question of memory.
 
     `artefacts` are the manifest's entries of those to run; `further` is a file of more inputs for
-    each. A file that runs with and without the library has two runs.
+    each. ONNX with elsa's nodes and bodies runs with the bundle's library and without; of standard
+    operators alone it runs in OpenVINO too, which reads no functions.
     """
     if artefacts:
         say(f"running {', '.join(artefacts)} in fresh processes")
@@ -103,7 +104,13 @@ def run_all(
     waiting: deque[tuple[str, Callable[[], Run]]] = deque()
     with ExitStack() as stack:
         for name in sorted(artefacts, key=_ORDER.index):
-            for runtime, library in _ways(name, artefacts[name]):
+            onnx, mode = name.startswith("onnx"), artefacts[name].get("mode")
+            ways = [("onnxruntime" if onnx else "torch", True)]
+            if onnx and mode == "custom":
+                ways.append(("onnxruntime", False))
+            if onnx and mode == "standard" and importlib.util.find_spec(_OPENVINO):
+                ways.append((_OPENVINO, False))
+            for runtime, library in ways:
                 if len(waiting) == together:
                     first, answer = waiting.popleft()
                     runs[first].append(answer())
@@ -112,17 +119,6 @@ def run_all(
         for name, answer in waiting:
             runs[name].append(answer())
     return runs
-
-
-def _ways(name: str, artefact: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Runtimes of an artefact, each with the bundle's library or without."""
-    mode = artefact.get("mode")
-    yield "onnxruntime" if name.startswith("onnx") else "torch", True
-    if name.startswith("onnx") and mode == "custom":
-        yield "onnxruntime", False
-    # OpenVINO reads no functions of a model.
-    if name.startswith("onnx") and mode == "standard" and importlib.util.find_spec(_OPENVINO):
-        yield _OPENVINO, False
 
 
 @contextmanager
@@ -151,43 +147,30 @@ def _fresh_run(
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
         with running([sys.executable, "-c", program, json.dumps(how)], cwd=folder, env=environment,
                      stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:  # fmt: skip
-            yield lambda: _answer(process, runtime, library, output)
+            yield lambda: _answer(process, Run(runtime, library), output)
 
 
-def _answer(process: subprocess.Popen[str], runtime: str, library: bool, output: Path) -> Run:
+def _answer(process: subprocess.Popen[str], run: Run, output: Path) -> Run:
     try:
         _, errors = process.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired:
-        return Run(runtime, library, {}, failure=f"no answer in {_SECONDS} s")
+        return replace(run, failure=f"no answer in {_SECONDS} s")
     code = process.returncode
     if code == replay.MISSING_RUNTIME:
         provider = f" with its {replay.PROVIDER}" * errors.endswith(replay.PROVIDER)
-        return Run(runtime, library, {}, missing=runtime + provider)
+        return replace(run, missing=run.runtime + provider)
     if code != 0:
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
-        last = lines[-1][:300] if lines else "it said nothing"
         failure = f"the process ended with {'signal' if code < 0 else 'exit code'} {abs(code)}: "
-        said = [line for line in lines if line.startswith("failed: ")]
-        failure = said[-1].removeprefix("failed: ")[:400] if said else failure + last
-        return Run(runtime, library, {}, failure=failure)
-    results: dict[int, list[np.ndarray[Any, Any]]] = {}
-    further: dict[int, list[np.ndarray[Any, Any]]] = {}
+        failure += lines[-1][:300] if lines else "it said nothing"
+        if said := [line for line in lines if line.startswith("failed: ")]:
+            failure = said[-1].removeprefix("failed: ")[:400]
+        return replace(run, failure=failure)
     with np.load(output, allow_pickle=False) as stored:
-        for name in sorted(stored.files, key=lambda name: [int(n) for n in name.split(".")[1:]]):
-            kind, place, index = name.split(".")
-            of, key = (results, place) if kind == "output" else (further, index)
-            of.setdefault(int(key), []).append(stored[name])
-    joined = tuple(np.concatenate(parts) for parts in further.values())
-    return Run(runtime, library, results, joined)
-
-
-def plain_run(runs: Sequence[Run]) -> Run | None:
-    """The run of ONNX Runtime that the others are judged by: without elsa's library, where it is
-    there. None where it gave nothing.
-    """
-    given = [each for each in runs if each.runtime == "onnxruntime"]
-    run = min(given, key=lambda each: each.library, default=None)
-    return run if run is not None and run.outputs else None
+        further = stored.get("further")
+        for name in (each for each in stored.files if each != "further"):
+            run.outputs.setdefault(int(name.partition(".")[0]), []).append(stored[name])
+    return replace(run, further=further)
 
 
 def judged(
@@ -207,16 +190,15 @@ def judged(
         found = [] if reason or run.missing else references.judge(reference, run.outputs)
         if bad := next((each for each in found if each.reason), None):
             reason = f"at batch {bad.batch}: {bad.reason}"
+        absent = f"{run.missing} is not installed" if run.missing else ""
         if run.runtime == _OPENVINO:
-            openvino = reason or (f"{run.missing} is not installed" if run.missing else "ok")
+            openvino = reason or absent or "ok"
             continue
         for each in found:
             if each.error > batches.get(each.batch, (-1.0, 0.0))[0]:
                 batches[each.batch] = (each.error, each.allowed)
-        if verdict[0] != "ok":
-            continue
-        if run.missing:
-            verdict = "skipped", f"{run.missing} is not installed"
-        elif reason:
+        if verdict[0] == "ok" and absent:
+            verdict = "skipped", absent
+        elif verdict[0] == "ok" and reason:
             verdict = "failed", reason if run.library else f"without the library, {reason}"
     return ArtefactReport(name, *verdict, batches, openvino)

@@ -22,7 +22,7 @@ from elsa_core.errors import ArgumentError, ExportError, ModelError, Unavailable
 from elsa_core.exporting import gpu_library
 from elsa_core.exporting.accuracy import Exact, exact_outputs
 from elsa_core.exporting.archive import unpacked, write_zip
-from elsa_core.exporting.artefact_runs import INT8, ArtefactReport, judged, plain_run, run_all
+from elsa_core.exporting.artefact_runs import INT8, ArtefactReport, judged, run_all
 from elsa_core.exporting.artefacts import (
     FILES,
     Choices,
@@ -49,7 +49,7 @@ from elsa_core.exporting.reference import (
     Reference,
     make_reference,
     norms_of,
-    write_reference,
+    write_arrays,
 )
 from elsa_core.exporting.signature import SIGNATURE_NAME, sign
 from elsa_core.exporting.templates import load as template
@@ -159,9 +159,8 @@ def export(
         gpu_archs: of a model on a GPU: hold the CUDA library, with verified kernels for this GPU.
             Those for these architectures ("sm_80") are compiled and not run. Default: for this
             GPU alone, where ELSA_CUDA_LIBRARY is 1 or model.onnx has elsa's nodes; else none.
-        exact: `accuracy.exact_outputs` of the float32 model, by which the manifest says what a
-            float16 or bfloat16 model or INT8 costs. Default: of this model, where it is float32,
-            on its example inputs; else the cost is not known.
+        exact: `accuracy.exact_outputs` of the float32 model: what a float16 or bfloat16 model, or
+            INT8, is compared with. Default: this model's, where it is float32.
         zip: write one file.
         force: replace a bundle that is there.
         key: sign the bundle with this key, of `signature.read_private_key`.
@@ -170,15 +169,11 @@ def export(
         loaded: what `load_model` returned, for preprocessing, provenance and reloading.
         check: the report of `check` for this model; default: it is run now.
         seed: of generated inputs.
-        mean: one number or one a channel, on images scaled to 0..1; likewise `std`. For models that
-            do not state it, or state it wrong. What nobody states is assumed: a `UserWarning` and
-            the bundle say so.
+        mean: one number or one a channel, on images scaled to 0..1; likewise `std`. What neither
+            the model nor an argument says is assumed: a `UserWarning` and the bundle say so.
         crop_pct: the share of the resized image that the centre crop keeps.
         interpolation: how images are resized ("bicubic", ...).
         progress: called with one line before each step.
-
-    Returns:
-        The bundle.
 
     Raises:
         TypeError: `model` is no `nn.Module`, directory, formats, labels or gpu_archs no text, or
@@ -209,7 +204,15 @@ def export(
             text = assumed_text(exported.preprocess)
             warnings.warn(f"the model does not say its preprocessing: {text} assumed", stacklevel=3)
         _require(exported, chosen, target, given)
-        check = _checked(exported, check, say)
+        if check is None:
+            from elsa_core import proof
+
+            say("checking the patched model against the original")
+            first = tuple(tensor[:1] for tensor in exported.inputs)
+            check = proof.check(exported.model, first, stress=True, progress=False)
+        if not check.ok:
+            why = check.failures[0]
+            raise ExportError(f"the patched model does not agree with the original: {why}")
         if not check.shows_sites:
             text = (
                 "with these weights the output depends on no site: that the artefacts reproduce it"
@@ -220,9 +223,18 @@ def export(
         if exact is None and INT8 in chosen.formats:
             exact = exact_outputs(exported.model, {"example": exported.inputs})
         with _staged(target, zip) as staging:
-            manifest = _write(exported, chosen, reference, check, staging, say)
+            say("writing weights")
+            write_model(staging, exported.model, exported.plan, exported.loaded)
+            arrays = {"input": reference.inputs, "oracle": reference.oracle}
+            write_arrays(staging / REFERENCE_NAME, **arrays)
+            used = write_artefacts(exported, chosen, staging, say)
+            libraries = write_libraries(exported, chosen, staging, say)
+            manifest = describe(exported, chosen, reference, check, used, libraries)
+            manifest["labels"] = write_labels(exported, chosen.labels, staging)
+            shutil.copyfile(Path(template.__file__), staging / "load.py")
+            files.write_json(staging / MANIFEST_NAME, manifest)  # load.py reads it
             reports = _run(manifest, reference, exact, staging, say)
-            _describe(manifest, staging, key)
+            _finish(manifest, staging, key)
     except OSError as error:
         raise files.explained(error, given) from error
     return Bundle(given, manifest, tuple(reports))
@@ -252,19 +264,20 @@ def _choices(
         for each in (formats, gpu_archs)
     )
     unknown = [name for name in names if name not in DEFAULT_FORMATS]
-    if unknown or not names:
-        what = repr(unknown[0]) if unknown else "nothing"
-        raise ArgumentError(f"formats: {what}; choose among {', '.join(DEFAULT_FORMATS)}")
-    if onnx_mode not in ONNX_MODES:
-        raise ArgumentError(f"onnx_mode={onnx_mode!r}: choose one of {', '.join(ONNX_MODES)}")
-    if opset not in ONNX_OPSETS:
-        raise ArgumentError(f"opset={opset}: choose 18 or 23")
-    if dynamic_size and "pt2" not in names:
-        raise ArgumentError("dynamic_size concerns model.pt2: name pt2 among the formats")
-    if quantize not in (None, "int8"):
-        raise ArgumentError(f"quantize={quantize!r}: choose int8, or leave it out")
-    if quantize and "onnx" not in names:
-        raise ArgumentError("quantize concerns model.onnx: name onnx among the formats")
+    what = repr(unknown[0]) if unknown else "nothing"
+    for wrong, words in (
+        (unknown or not names, f"formats: {what}; choose among {', '.join(DEFAULT_FORMATS)}"),
+        (onnx_mode not in ONNX_MODES,
+         f"onnx_mode={onnx_mode!r}: choose one of {', '.join(ONNX_MODES)}"),
+        (opset not in ONNX_OPSETS, f"opset={opset}: choose 18 or 23"),
+        (dynamic_size and "pt2" not in names,
+         "dynamic_size concerns model.pt2: name pt2 among the formats"),
+        (quantize not in (None, "int8"), f"quantize={quantize!r}: choose int8, or leave it out"),
+        (quantize and "onnx" not in names,
+         "quantize concerns model.onnx: name onnx among the formats"),
+    ):  # fmt: skip
+        if wrong:
+            raise ArgumentError(words)
     try:
         sizes = sorted({operator.index(size) for size in batches})
     except TypeError:
@@ -322,21 +335,6 @@ def _require(exported: ExportTarget, chosen: Choices, target: Path, given: Path)
         )
 
 
-def _checked(exported: ExportTarget, given: CheckReport | None, say: Say) -> CheckReport:
-    if given is None:
-        from elsa_core.proof import check
-
-        say("checking the patched model against the original")
-        given = check(
-            exported.model, tuple(t[:1] for t in exported.inputs), stress=True, progress=False
-        )
-    if not given.ok:
-        raise ExportError(
-            f"the patched model does not agree with the original: {given.failures[0]}"
-        )
-    return given
-
-
 @contextmanager
 def _staged(target: Path, zip: bool) -> Iterator[Path]:
     """A fresh directory that becomes the target on success and vanishes otherwise."""
@@ -356,27 +354,6 @@ def _staged(target: Path, zip: bool) -> Iterator[Path]:
         packed.replace(target)
 
 
-def _write(
-    exported: ExportTarget,
-    chosen: Choices,
-    reference: Reference,
-    check: CheckReport,
-    staging: Path,
-    say: Say,
-) -> dict[str, Any]:
-    """All that runs, and the manifest without hashes, which load.py reads."""
-    say("writing weights")
-    write_model(staging, exported.model, exported.plan, exported.loaded)
-    write_reference(reference, staging / REFERENCE_NAME)
-    used = write_artefacts(exported, chosen, staging, say)
-    libraries = write_libraries(exported, chosen, staging, say)
-    manifest = describe(exported, chosen, reference, check, used, libraries)
-    manifest["labels"] = write_labels(exported, chosen.labels, staging)
-    shutil.copyfile(Path(template.__file__), staging / "load.py")
-    files.write_json(staging / MANIFEST_NAME, manifest)
-    return manifest
-
-
 def _run(
     manifest: dict[str, Any],
     reference: Reference,
@@ -385,16 +362,17 @@ def _run(
     say: Say,
 ) -> list[ArtefactReport]:
     """Run every artefact, and put into the manifest how each did and what rounding costs."""
-    artefacts, reports = manifest["artefacts"], []
+    artefacts, reports, further = manifest["artefacts"], [], None
     with files.scratch("elsa-inputs-") as folder:
-        further = None if exact is None else folder / "inputs.npz"
-        if exact is not None and further is not None:
-            exact.write(further)
+        if exact is not None:
+            further = folder / "inputs.npz"
+            write_arrays(further, input=exact.inputs)
         runs = run_all(staging, artefacts, manifest["model"]["device"], say, further)
     for name, artefact in artefacts.items():
-        plain = plain_run(runs[name])
-        if name == INT8 and plain is not None:
-            artefact["norms"] = norms_of(reference, plain.outputs)
+        if name == INT8:  # the limits of INT8 are its own errors, on standard operators
+            own = [run for run in runs[name] if run.runtime == "onnxruntime"]
+            if plain := min(own, key=lambda run: run.library).outputs:
+                artefact["norms"] = norms_of(reference, plain)
         report = judged(name, artefact, runs[name], reference)
         if report.status == "skipped":
             raise UnavailableError(
@@ -403,21 +381,21 @@ def _run(
             )
         if report.status == "failed":
             raise ExportError(f"{FILES[name]} does not reproduce the model: {report.reason}")
-        if name == INT8 and exact is not None:
-            # The limits of INT8 are its own errors: this is what no measured error may be.
-            outputs = [run.further[0] for run in runs[name] if run.runtime == "onnxruntime"]
-            if why := next(filter(None, map(exact.why_useless, outputs)), ""):
+        if name == INT8 and exact is not None:  # what no measured error may be
+            found = (run.further for run in own if run.further is not None)
+            if why := next(filter(None, map(exact.why_useless, found)), ""):
                 raise ExportError(f"{FILES[INT8]} is no approximation of the model: {why}")
         artefact["verification"] = report.to_dict()
         reports.append(report)
     if exact is not None:
-        costs = {FILES[name]: exact.cost(each[0].further[0]) for name, each in runs.items()}
+        firsts = {FILES[name]: each[0].further for name, each in runs.items()}
+        costs = {name: exact.cost(first) for name, first in firsts.items() if first is not None}
         classes = manifest["outputs"][0]["name"] == "logits"
         manifest["accuracy"] = exact.to_dict(costs, classes)
     return reports
 
 
-def _describe(manifest: dict[str, Any], staging: Path, key: Ed25519PrivateKey | None) -> None:
+def _finish(manifest: dict[str, Any], staging: Path, key: Ed25519PrivateKey | None) -> None:
     """README.md, the hashes of every file, the signature: when every other file is final."""
     (staging / "README.md").write_text(readme(manifest), encoding="utf-8")
     entries = {p.relative_to(staging).as_posix(): hashed(p) for p in files_in(staging)}

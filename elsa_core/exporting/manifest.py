@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -26,7 +25,6 @@ MAX_BYTES = 16_000_000
 MAX_FILES = 10_000
 MAX_DEPTH = 32
 FORMATS = ("torchscript", "onnx", "pt2", "aoti", "onnx-int8")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _BLOCK = 1 << 20
 
 
@@ -142,27 +140,82 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
     require(type(version) is int and version >= 1, " has no schema_version")
     words = f" has schema_version {str(version)[:20]}, this elsa reads up to {SCHEMA_VERSION}"
     require(version <= SCHEMA_VERSION, f"{words}: update elsa")
-    files = _files(content.get("files"), require)
-    _check_artefacts(content, files, require)
-    model, inputs, reference = (content.get(key) for key in ("model", "inputs", "reference"))
-    sizes = reference.get("batch_sizes") if isinstance(reference, dict) else None
-    require(
-        isinstance(model, dict)
-        and model.get("dtype") in ("float32", "float16", "bfloat16")
-        and model.get("device") in ("cpu", "cuda")
-        and all(map(_is_text, (model.get("name"), model.get("weights"))))
-        and _is_text(content.get("elsa_version"))
-        and _are_tensors(inputs)
-        and _are_tensors(content.get("outputs"))
-        and isinstance(content.get("operators"), dict)
-        and isinstance(sizes, list)
-        and sizes
-        and all(type(size) is int and 0 < size <= LARGEST_BATCH for size in sizes)
-        and isinstance(reference, dict)
-        and isinstance(reference.get("original_norms"), dict),
-        ": model, inputs, outputs, operators or reference is malformed",
-    )
+    entries: Any = content.get("files")
+    good: object = isinstance(entries, dict) and 0 < len(entries) <= MAX_FILES
+    require(good, f": files must be an object with 1 to {MAX_FILES} entries")
+    for name, entry in entries.items():
+        good = inside(name) and name not in (MANIFEST_NAME, SIGNATURE_NAME)
+        require(good, f": the path {name[:120]!r} leads outside the bundle")
+        require(_fits(entry, _FILE), f": {name[:120]!r} must have a size and a sha256")
+    files = {name: FileEntry(one["size"], one["sha256"]) for name, one in entries.items()}
+    artefacts: Any = content.get("artefacts")
+    good = isinstance(artefacts, dict) and artefacts and set(artefacts) <= set(FORMATS)
+    require(good, f": artefacts must name some of {', '.join(FORMATS)}")
+    for name, artefact in artefacts.items():
+        good = _fits(artefact, {"file": lambda given: isinstance(given, str)})
+        require(good, f": the artefact {name} names no file")
+        used, runtime = artefact.get("operators", []), artefact.get("runtime", {})
+        good = isinstance(runtime, dict) and _fits([*runtime.values()], [_is_text])
+        good = good and _fits(used, [_is_text])
+        require(good, f": the artefact {name} has malformed operators or runtime")
+    libraries: Any = content.get("artefacts_libraries")
+    good = isinstance(libraries, dict)
+    good = good and all(isinstance(libraries.get(key), list) for key in ("torch", "onnxruntime"))
+    require(good, ": artefacts_libraries must list torch's and onnxruntime's")
+    on_gpu = libraries.get("cuda", [])
+    good = isinstance(on_gpu, list) and len(on_gpu) in (0, 2)
+    require(good, ": artefacts_libraries must name a library and its plans for cuda")
+    named = [artefact["file"] for artefact in artefacts.values()]
+    for file in (*named, *libraries["torch"], *libraries["onnxruntime"], *on_gpu):
+        good = isinstance(file, str) and file in files
+        require(good, f": {str(file)[:120]!r} is used and not among the files")
+    good = _fits(content, _FACTS) and content["reference"]["batch_sizes"]
+    good = good and all(0 < len(content[key]) <= 64 for key in ("inputs", "outputs"))
+    require(good, ": model, inputs, outputs, operators or reference is malformed")
     return Manifest(content, files, raw)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value may be shown on a terminal as it is."""
+    return isinstance(value, str) and value.isprintable() and len(value) < 4096
+
+
+def _fits(value: Any, form: Any) -> bool:
+    """Whether a value has a form: an object of named forms, a list of one, or what a predicate
+    takes."""
+    if isinstance(form, dict):
+        given = value if isinstance(value, dict) else {}
+        return value is given and all(_fits(given.get(key), one) for key, one in form.items())
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(each, form[0]) for each in value)
+    return bool(form(value))
+
+
+_FILE = {
+    "size": lambda n: type(n) is int and n >= 0,
+    "sha256": lambda given: isinstance(given, str) and re.fullmatch(r"[0-9a-f]{64}", given),
+}
+_TENSOR = {
+    "name": _is_text,
+    "dtype": _is_text,
+    "shape": [lambda size: type(size) is int or _is_text(size)],
+}
+_FACTS = {
+    "elsa_version": _is_text,
+    "model": {
+        "name": _is_text,
+        "weights": _is_text,
+        "dtype": lambda given: given in ("float32", "float16", "bfloat16"),
+        "device": lambda given: given in ("cpu", "cuda"),
+    },
+    "inputs": [_TENSOR],
+    "outputs": [_TENSOR],
+    "operators": {},
+    "reference": {
+        "batch_sizes": [lambda size: type(size) is int and 0 < size <= LARGEST_BATCH],
+        "original_norms": {},
+    },
+}
 
 
 def inside(name: str) -> bool:
@@ -179,68 +232,4 @@ def inside(name: str) -> bool:
         and path.parts
         and ".." not in path.parts
         and "." not in path.parts
-    )
-
-
-def _files(given: Any, require: Callable[[object, str], None]) -> dict[str, FileEntry]:
-    good: object = isinstance(given, dict) and 0 < len(given) <= MAX_FILES
-    require(good, f": files must be an object with 1 to {MAX_FILES} entries")
-    result = {}
-    for name, entry in given.items():
-        good = inside(name) and name not in (MANIFEST_NAME, SIGNATURE_NAME)
-        require(good, f": the path {name[:120]!r} leads outside the bundle")
-        facts: dict[str, Any] = entry if isinstance(entry, dict) else {}
-        size, digest = facts.get("size", -1), facts.get("sha256", "")
-        good = type(size) is int and size >= 0 and isinstance(digest, str)
-        good = good and _SHA256.fullmatch(digest)
-        require(good, f": {name[:120]!r} must have a size and a sha256")
-        result[name] = FileEntry(size, digest)
-    return result
-
-
-def _check_artefacts(
-    content: dict[str, Any], files: dict[str, FileEntry], require: Callable[[object, str], None]
-) -> None:
-    artefacts: Any = content.get("artefacts")
-    good: object = isinstance(artefacts, dict) and artefacts and set(artefacts) <= set(FORMATS)
-    require(good, f": artefacts must name some of {', '.join(FORMATS)}")
-    named = []
-    for name, artefact in artefacts.items():
-        good = isinstance(artefact, dict) and isinstance(artefact.get("file"), str)
-        require(good, f": the artefact {name} names no file")
-        used, runtime = artefact.get("operators", []), artefact.get("runtime", {})
-        good = isinstance(used, list) and isinstance(runtime, dict)
-        good = good and all(map(_is_text, (*used, *runtime.values())))
-        require(good, f": the artefact {name} has malformed operators or runtime")
-        named.append(artefact["file"])
-    libraries: Any = content.get("artefacts_libraries")
-    good = isinstance(libraries, dict)
-    good = good and all(isinstance(libraries.get(key), list) for key in ("torch", "onnxruntime"))
-    require(good, ": artefacts_libraries must list torch's and onnxruntime's")
-    on_gpu = libraries.get("cuda", [])
-    good = isinstance(on_gpu, list) and len(on_gpu) in (0, 2)
-    require(good, ": artefacts_libraries must name a library and its plans for cuda")
-    for file in (*named, *libraries["torch"], *libraries["onnxruntime"], *on_gpu):
-        good = isinstance(file, str) and file in files
-        require(good, f": {str(file)[:120]!r} is used and not among the files")
-
-
-def _is_text(value: Any) -> bool:
-    """Whether a value may be shown on a terminal as it is."""
-    return isinstance(value, str) and value.isprintable() and len(value) < 4096
-
-
-def _are_tensors(given: Any) -> bool:
-    """Whether this describes 1 to 64 tensors: name, dtype and shape each."""
-    return (
-        isinstance(given, list)
-        and 0 < len(given) <= 64
-        and all(
-            isinstance(one, dict)
-            and _is_text(one.get("name"))
-            and _is_text(one.get("dtype"))
-            and isinstance(one.get("shape"), list)
-            and all(type(size) is int or _is_text(size) for size in one["shape"])
-            for one in given
-        )
     )

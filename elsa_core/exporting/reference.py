@@ -6,10 +6,11 @@ than twice the original's own error plus two ulp: the criterion of `check`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ FACTOR = 2.0
 # single run of a model with few outputs says little about it.
 EXTRA_RUNS = 2
 LARGEST_NORM = 1e100
+# For each batch size and output, an error as (Euclidean, maximum).
+_AllNorms = dict[int, tuple[tuple[float, float], ...]]
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,13 @@ class Reference:
     Attributes:
         inputs: the model's inputs, as many rows each as the largest batch has, or more.
         oracle: the float64 outputs of the original model, flat.
-        norms: for each batch size and output, the original's error as [Euclidean, maximum].
+        norms: the original's errors.
         eps: of the model's dtype (of TF32's significand for turbo).
     """
 
     inputs: tuple[Tensor, ...]
     oracle: tuple[Tensor, ...]
-    norms: Mapping[int, tuple[tuple[float, float], ...]]
+    norms: _AllNorms
     eps: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,7 +104,7 @@ def make_reference(
     rows = len(inputs[0])
     if any(t.ndim == 0 or t.shape[0] != rows for t in oracle):
         raise ExportError("the model's outputs do not all have the batch as their first dimension")
-    norms: dict[int, tuple[tuple[float, float], ...]] = {}
+    norms: _AllNorms = {}
     for batch in batches:
         for index, exact in enumerate(oracle):
             parts = [_norms(run[index][:batch].double() - exact[:batch]) for run in runs]
@@ -110,10 +113,10 @@ def make_reference(
     return Reference(inputs, tuple(t.cpu() for t in oracle), norms, eps)
 
 
-def write_reference(reference: Reference, path: Path) -> None:
-    """Write inputs and oracle; bfloat16 inputs as the float32 that holds them exactly."""
+def write_arrays(path: Path, **groups: Sequence[Tensor]) -> None:
+    """Write tensors as "input.0" and so on; bfloat16 as the float32 that holds it exactly."""
     arrays: dict[str, Any] = {}
-    for name, tensors in (("input", reference.inputs), ("oracle", reference.oracle)):
+    for name, tensors in groups.items():
         for index, tensor in enumerate(tensors):
             plain = tensor.detach().cpu()
             plain = plain.float() if plain.dtype == torch.bfloat16 else plain
@@ -125,49 +128,45 @@ def write_reference(reference: Reference, path: Path) -> None:
 def read_reference(path: Path, content: Mapping[str, Any]) -> Reference:
     """Read the reference.npz of a bundle that may be hostile; `content` is the manifest."""
     given = content["reference"]
-    count, outputs = len(content["inputs"]), len(content["outputs"])
     try:
         with np.load(path, allow_pickle=False) as stored:
-            inputs = tuple(torch.from_numpy(stored[f"input.{i}"]) for i in range(count))
-            oracle = tuple(torch.from_numpy(stored[f"oracle.{i}"]) for i in range(outputs))
-        errors = given["original_norms"]
-        norms = {
-            int(batch): tuple(
-                (float(errors[str(batch)][i][0]), float(errors[str(batch)][i][1]))
-                for i in range(outputs)
+            inputs, oracle = (
+                tuple(torch.from_numpy(stored[f"{name}.{i}"]) for i in range(len(content[kind])))
+                for name, kind in (("input", "inputs"), ("oracle", "outputs"))
             )
-            for batch in given["batch_sizes"]
-        }
+        norms = _norms_in(given["original_norms"], given["batch_sizes"], len(oracle))
         eps = float(given["eps"])
     # numpy and zipfile raise almost anything on a damaged file.
     except Exception as error:
         why = str(error).partition("\n")[0] or type(error).__name__
         raise ModelError(f"{path} does not hold the reference of the manifest: {why}") from None
-    rows = max(norms)
-    numbers = [eps, *(value for per in norms.values() for pair in per for value in pair)]
-    # They are squared; what float32 holds stays far below the bound.
-    if not all(0 <= n < LARGEST_NORM for n in numbers) or eps > 0.01:
+    if norms is None or not 0 <= eps <= 0.01:
         raise ModelError(f"{path}: the original's errors in the manifest are no numbers")
-    if any(t.ndim == 0 or t.shape[0] < rows for t in (*inputs, *oracle)):
+    if any(t.ndim == 0 or t.shape[0] < max(norms) for t in (*inputs, *oracle)):
         raise ModelError(f"{path} has fewer rows than the largest batch size")
     return Reference(inputs, oracle, norms, eps)
 
 
-def with_norms(reference: Reference, given: Any) -> Reference:
-    """The reference with other errors to judge by, {"1": [[Euclidean, maximum], ...], ...}."""
-    try:
-        norms = {
-            batch: tuple((float(l2), float(most)) for l2, most in given[str(batch)])
-            for batch in reference.norms
-        }
-        good = all(
-            len(pairs) == len(reference.oracle)
-            and all(0 <= number < LARGEST_NORM for pair in pairs for number in pair)
-            for pairs in norms.values()
+def _norms_in(given: Any, batches: Iterable[int], outputs: int) -> _AllNorms | None:
+    """What a manifest says, {"1": [[Euclidean, maximum], ...], ...}; None: no finite numbers."""
+    found = {
+        batch: tuple(
+            (float(l2), float(most))
+            for (l2, most), _ in zip(given[str(batch)], range(outputs), strict=True)
         )
-    except (KeyError, TypeError, ValueError, OverflowError):
-        good = False
-    if not good:
+        for batch in batches
+    }
+    # They are squared; what float32 holds stays far below the bound.
+    good = all(0 <= x < LARGEST_NORM for of in found.values() for pair in of for x in pair)
+    return found if good else None
+
+
+def with_norms(reference: Reference, given: Any) -> Reference:
+    """The reference with other errors to judge by, as `norms_of` gives them."""
+    norms = None
+    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+        norms = _norms_in(given, reference.norms, len(reference.oracle))
+    if norms is None:
         raise ModelError("the manifest does not say the errors of model.int8.onnx")
     return dataclasses.replace(reference, norms=norms)
 
@@ -176,14 +175,12 @@ def norms_of(
     reference: Reference, run: Mapping[int, Sequence[np.ndarray[Any, Any]]]
 ) -> dict[str, list[list[float]]]:
     """The errors of a run, as `with_norms` takes them; of finite values alone."""
-    found = {}
+    found: dict[str, list[list[float]]] = {}
     for batch in reference.norms:
-        errors = []
-        for index, exact in enumerate(reference.oracle):
-            values = torch.from_numpy(np.asarray(run[batch][index], dtype=np.float64))
+        for given, exact in zip(run[batch], reference.oracle, strict=True):
+            values = torch.from_numpy(np.asarray(given, dtype=np.float64))
             norms = _norms((values - exact[:batch])[values.isfinite()])
-            errors.append([norms.l2, norms.maximum])
-        found[str(batch)] = errors
+            found.setdefault(str(batch), []).append([norms.l2, norms.maximum])
     return found
 
 
@@ -199,13 +196,13 @@ def judge(
             results.append(Judgement(batch, math.inf, 0.0, reason))
             continue
         for index, whole in enumerate(reference.oracle):
-            exact, (l2, maximum) = whole[:batch], norms[index]
-            if tuple(got[index].shape) != tuple(exact.shape):
-                shape = f"{list(got[index].shape)}, expected {list(exact.shape)}"
+            exact, (l2, maximum), given = whole[:batch], norms[index], got[index]
+            if tuple(given.shape) != tuple(exact.shape):
+                shape = f"{list(given.shape)}, expected {list(exact.shape)}"
                 reason = f"output {index} has shape {shape}"
                 results.append(Judgement(batch, math.inf, 0.0, reason))
                 continue
-            values = torch.from_numpy(np.asarray(got[index], dtype=np.float64))
+            values = torch.from_numpy(np.asarray(given, dtype=np.float64))
             finite = exact.isfinite()
             usable = finite & values.isfinite()
             agrees = torch.where(finite, values.isfinite(), values == exact)

@@ -28,33 +28,28 @@ class _Block:
             raise ImportError(f"{name} is blocked: the bundle must run without it")
 
 
-def _inputs(path: Path, count: int) -> list[np.ndarray[Any, Any]]:
-    with np.load(path, allow_pickle=False) as stored:
-        return [stored[f"input.{index}"] for index in range(count)]
-
-
 def _replay(
     code: dict[str, Any], format: str, folder: str, output: str, further: str, **how: Any
 ) -> None:
-    """Write outputs for reference.npz at each of its batch sizes, and for the inputs of `further`:
-    "output.BATCH.INDEX" and "further.ROW.INDEX".
-    """
+    """Write outputs for reference.npz at each of its batch sizes, "BATCH.INDEX", and the first ones
+    for the inputs of `further`."""
     bundle = Path(folder)
     model = code["load"](format, bundle, **how)
     facts, results = code["manifest"](bundle), {}
-    sizes, count = facts["reference"]["batch_sizes"], len(facts["inputs"])
-    arrays = _inputs(bundle / "reference.npz", count)
-    batches = [(f"output.{size}", [array[:size] for array in arrays]) for size in sizes]
+    sizes, names = facts["reference"]["batch_sizes"], range(len(facts["inputs"]))
+    with np.load(bundle / "reference.npz", allow_pickle=False) as stored:
+        arrays = [stored[f"input.{index}"] for index in names]
+    for size in sizes:
+        for index, array in enumerate(model(*(each[:size] for each in arrays))):
+            results[f"{size}.{index}"] = array
     if further:
-        arrays, step = _inputs(Path(further), count), max(sizes)
-        batches += [
-            (f"further.{row}", [array[row : row + step] for array in arrays])
-            for row in range(0, len(arrays[0]), step)
-        ]
-    for name, batch in batches:
-        for index, array in enumerate(model(*batch)):
-            results[f"{name}.{index}"] = array
-    np.savez(output, **results)  # type: ignore[arg-type]
+        with np.load(further, allow_pickle=False) as stored:
+            arrays = [stored[f"input.{index}"] for index in names]
+        most = max(sizes)
+        starts = range(0, len(arrays[0]), most)
+        parts = [model(*(each[row : row + most] for each in arrays))[0] for row in starts]
+        results["further"] = np.concatenate(parts)
+    np.savez(output, **results)
 
 
 def main(blocked: list[str], script: str, runtime: str, **how: Any) -> int:

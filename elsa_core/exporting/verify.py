@@ -117,8 +117,15 @@ def verify(
         directory = stack.enter_context(unpacked(given))
         manifest = read_manifest(directory)
         say("comparing files")
-        failures = [] if key is None else _unsigned(directory, manifest, key)
-        signed, copy = key is not None and not failures, None
+        failures, copy, signature = [], None, directory / SIGNATURE_NAME
+        if key is not None and not signature.exists():
+            failures = [f"it is not signed: there is no {SIGNATURE_NAME}"]
+        elif key is not None and not matches(
+            manifest.raw, read_bounded(signature, SIGNATURE_BYTES), key
+        ):
+            words = "does not match the key: changed, or signed by another"
+            failures = [f"{SIGNATURE_NAME} {words}"]
+        signed = key is not None and not failures
         # A zip has been unpacked into a private folder.
         if run and not failures and directory == given:
             copy = stack.enter_context(files.scratch("elsa-bundle-"))
@@ -129,29 +136,19 @@ def verify(
                     f"free in {copy.parent}: set TMPDIR to another folder"
                 )
             (copy / MANIFEST_NAME).write_bytes(manifest.raw)
-        failures += compare_files(directory, manifest, copy)
+        failures += _compare_files(directory, manifest, copy)
         reports: Sequence[ArtefactReport] = ()
         if run and not failures:
             if before_run is not None:
                 before_run(signed)
-            reports = run_artefacts(copy or directory, manifest, say)
+            reports = _run_artefacts(copy or directory, manifest, say)
             failures = [f"{r.format}: {r.reason}" for r in reports if r.status == "failed"]
     return VerifyReport(
         given, len(manifest.files), tuple(reports), tuple(failures), manifest.content, signed
     )
 
 
-def _unsigned(directory: Path, manifest: Manifest, key: Ed25519PublicKey) -> list[str]:
-    """Why this manifest is not one that the owner of `key` signed; empty where it is."""
-    path = directory / SIGNATURE_NAME
-    if not path.exists():
-        return [f"it is not signed: there is no {SIGNATURE_NAME}"]
-    if not matches(manifest.raw, read_bounded(path, SIGNATURE_BYTES), key):
-        return [f"{SIGNATURE_NAME} does not match the key: changed, or signed by another"]
-    return []
-
-
-def compare_files(directory: Path, manifest: Manifest, copy: Path | None = None) -> list[str]:
+def _compare_files(directory: Path, manifest: Manifest, copy: Path | None = None) -> list[str]:
     """One line for each file that is missing, extra, or not what the manifest says; a link or a
     device is a ModelError: it may lead outside. The bytes that were compared are written to the
     folder `copy`."""
@@ -186,7 +183,7 @@ def compare_files(directory: Path, manifest: Manifest, copy: Path | None = None)
     return failures
 
 
-def run_artefacts(directory: Path, manifest: Manifest, say: Say) -> list[ArtefactReport]:
+def _run_artefacts(directory: Path, manifest: Manifest, say: Say) -> list[ArtefactReport]:
     """Run every artefact in a process of its own and judge what it computes."""
     reference = references.read_reference(directory / REFERENCE_NAME, manifest.content)
     device = str(manifest.content["model"]["device"])
