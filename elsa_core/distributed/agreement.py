@@ -144,8 +144,7 @@ def compare(
     message = torch.zeros(_BYTES, dtype=torch.uint8)
     encoded = torch.frombuffer(bytearray(_text(said).encode()), dtype=torch.uint8)
     message[: encoded.numel()] = encoded
-    with groups.watching(group, "comparing calls"):
-        gathered = groups.all_gather(group, message.to(device)).cpu()
+    gathered = groups.all_gather(group, message.to(device), "comparing calls").cpu()
     told: list[dict[str, Any]]
     told = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in gathered]
     for rank, each in enumerate(told):

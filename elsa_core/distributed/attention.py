@@ -12,7 +12,7 @@ from elsa_core import dispatch
 from elsa_core import precision as precisions
 from elsa_core.base import calls, operands
 from elsa_core.distributed import agreement, groups, operators
-from elsa_core.distributed.plan import Plan, check_method
+from elsa_core.distributed.plan import METHODS, Plan
 from elsa_core.errors import ArgumentError, UnavailableError
 
 
@@ -77,18 +77,28 @@ def attention(
         ELSA (arXiv 2604.23798), Eq. 4; ring: arXiv 2310.01889; heads: arXiv 2309.14509.
     """
     arguments = _arguments(
-        query, key, value, attn_mask, group, is_causal, scale, method, enable_gqa, lengths,
-        precision, backend,
+        query, key, value, attn_mask, group=group, is_causal=is_causal, scale=scale, method=method,
+        enable_gqa=enable_gqa, lengths=lengths, precision=precision, backend=backend,
     )  # fmt: skip
     out: Tensor = torch.ops.elsa.distributed_attention(*arguments)[0]
     return out
 
 
 def explain(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+) -> Plan:
+    """Say how `attention` would be served, and what it would move. Every rank makes this call.
+
+    Takes and raises what `attention` does; sends the small message alone.
+    """
+    return operators.agreed_call(*_arguments(query, key, value, attn_mask, **options))[1]
+
+
+def _arguments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | None,
     *,
     group: Any = None,
     is_causal: bool = False,
@@ -98,44 +108,21 @@ def explain(
     lengths: Sequence[int] | None = None,
     precision: str = "strict",
     backend: str = "auto",
-) -> Plan:
-    """Say how `attention` would be served, and what it would move. Every rank makes this call.
-
-    Takes and raises what `attention` does; sends the small message alone.
-    """
-    arguments = _arguments(
-        query, key, value, attn_mask, group, is_causal, scale, method, enable_gqa, lengths,
-        precision, backend,
-    )  # fmt: skip
-    return operators.agreed_call(*arguments)[1]
-
-
-def _arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    group: Any,
-    is_causal: bool,
-    scale: float | None,
-    method: str,
-    enable_gqa: bool,
-    lengths: Sequence[int] | None,
-    precision: str,
-    backend: str,
 ) -> tuple[Any, ...]:
     """What the operator takes; a rank whose arguments are wrong tells the others."""
     name = groups.name_of(group)
     try:
-        check_method(method)
-        if backend not in dispatch.names():
-            choices = ", ".join(dispatch.names())
-            raise ArgumentError(f"backend={backend!r} is unknown: choose one of {choices}")
-        operands.require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
+        for kind, given, choices in (
+            ("method", method, METHODS), ("backend", backend, dispatch.names()),
+        ):  # fmt: skip
+            if given not in choices:
+                some = ", ".join(choices)
+                raise ArgumentError(f"{kind}={given!r} is unknown: choose one of {some}")
+        tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+        operands.require_dense(**tensors)
         if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
             query, key, value, attn_mask = operands.autocast(query, key, value, attn_mask)
-        given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-        for argument, tensor in given.items():
+        for argument, tensor in tensors.items():
             if tensor is not None and tensor.dim() != 4:
                 raise ArgumentError(
                     f"{argument} must be of rank 4 ([B, H, N, D]), not {tensor.dim()}"
@@ -147,8 +134,8 @@ def _arguments(
         if scale is None:
             scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
         scale = float(scale)
-        kind = (calls.place(query), query.dtype, query.shape[-1], value.shape[-1], precision)
-        dispatch.choose("attention", *kind, backend)
+        of_call = (calls.place(query), query.dtype, query.shape[-1], value.shape[-1], precision)
+        dispatch.choose("attention", *of_call, backend)
     except (ArgumentError, TypeError, ValueError, UnavailableError) as error:
         if not calls.traced() and isinstance(query, Tensor):
             agreement.refuse(groups.by_name(name), error, query.device)

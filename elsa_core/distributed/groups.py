@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ArgumentError, UnavailableError
 
+_RING = "passing shards around the ring"
 _ASK = "call torch.distributed.init_process_group, or start the program with torchrun"
 
 
@@ -61,7 +62,7 @@ place._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above
 
 
 @contextmanager
-def watching(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
+def _watching(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
     """Turn what a collective raises into one line of UnavailableError: a rank has ended, hangs or
     does something else, as far as PyTorch tells."""
     try:
@@ -75,25 +76,47 @@ def watching(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
         ) from None
 
 
-def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+def packed(tensors: Iterable[Tensor]) -> Tensor:
+    """Tensors as one flat message."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unpacked(message: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
+    """The tensors of a message, as views."""
+    whole = [torch.Size(shape) for shape in shapes]
+    pieces = message.split([shape.numel() for shape in whole])
+    return [piece.view(shape) for piece, shape in zip(pieces, whole, strict=True)]
+
+
+def all_gather(group: dist.ProcessGroup, tensor: Tensor, doing: str) -> Tensor:
     """[P, *shape] of all ranks' tensors of one shape."""
     gathered = tensor.new_empty((group.size(), *tensor.shape))
     # its name until torch 2.13
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered.view(-1), tensor.contiguous().view(-1), group=group)
+    with _watching(group, doing):
+        gather(gathered.view(-1), tensor.contiguous().view(-1), group=group)
     return gathered
 
 
+def gather(
+    group: dist.ProcessGroup, tensor: Tensor, sizes: Sequence[int], doing: str
+) -> list[Tensor]:
+    """The flat tensors of all ranks, `sizes` elements each: padded to the longest on their way."""
+    message = tensor.new_zeros(max(sizes))
+    message[: tensor.numel()] = tensor
+    rows = all_gather(group, message, doing)
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+
 def exchange(
-    group: dist.ProcessGroup, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+    group: dist.ProcessGroup, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], doing: str
 ) -> list[Tensor]:
     """Send parts[r] to rank r; what comes from each rank, of the shapes given."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    packed = torch.cat([part.reshape(-1) for part in parts])
-    received = packed.new_empty(sum(sizes))
-    dist.all_to_all_single(received, packed, sizes, [part.numel() for part in parts], group=group)
-    pieces = received.split(sizes)
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    sizes, sent = [torch.Size(shape).numel() for shape in shapes], packed(parts)
+    received = sent.new_empty(sum(sizes))
+    with _watching(group, doing):
+        dist.all_to_all_single(received, sent, sizes, [each.numel() for each in parts], group=group)
+    return unpacked(received, shapes)
 
 
 def pass_on(
@@ -109,13 +132,13 @@ def pass_on(
     if received is not None and received.numel():
         behind = (rank + 1) % size
         operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=behind))
-    with watching(group, "passing shards around the ring"):
+    with _watching(group, _RING):
         works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
     return works
 
 
 def finish(group: dist.ProcessGroup, works: Sequence[dist.Work]) -> None:
     """Wait for messages; on a GPU the current stream waits, the host does not."""
-    with watching(group, "passing shards around the ring"):
+    with _watching(group, _RING):
         for work in works:
             work.wait()

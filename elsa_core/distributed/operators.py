@@ -6,7 +6,7 @@ agree and talk when the call runs, compiled or not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,73 @@ from elsa_core.distributed.shards import Rows, Saved, Wanted
 from elsa_core.errors import ArgumentError
 from elsa_core.ops.factory import Grads
 from elsa_core.ops.formulas import needed
+
+
+def define_attention(
+    name: str,
+    terms: str,
+    forward: Callable[..., tuple[Tensor, ...]],
+    backward: Callable[..., Sequence[Tensor | None]],
+    fake: Callable[..., tuple[Tensor, ...]],
+    *,
+    results: str,
+    refusal: str,
+) -> None:
+    """Define `elsa::<name>` of query, key, value, attn_mask and `terms`, and its gradients.
+
+    results: names of what it gives, out and lse first. backward: takes the gradients of these two
+    (that of lse is [0] where nothing depends on it), the operands, the results, the terms and which
+    operands want a gradient; gives those of the operands. refusal: the error of second derivatives.
+    """
+    saved = results.split()
+    operands = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
+
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return forward(*arguments)
+
+    def run_backward(*arguments: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            grads = backward(*arguments)
+        return tuple(
+            arguments[0].new_empty(0) if grad is None or t is None else grad.to(t.dtype)
+            for grad, t in zip(grads, arguments[2:6], strict=True)
+        )
+
+    def backward_fake(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(
+            grad_out.new_empty(0) if t is None or not wanted else t.new_empty(t.shape)
+            for t, wanted in zip(arguments[:4], arguments[-1], strict=True)
+        )
+
+    def context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:4], *output)
+        ctx.terms = inputs[4:]
+
+    def formula(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *rest: Tensor | None
+    ) -> Grads:
+        needs, tensors = list(ctx.needs_input_grad[:4]), ctx.saved_tensors
+        out, lse = tensors[4:6]
+        grads = getattr(torch.ops.elsa, f"{name}_backward")(
+            torch.zeros_like(out) if grad_out is None else grad_out,
+            lse.new_empty(0) if grad_lse is None else grad_lse,
+            *tensors, *ctx.terms, needs,
+        )  # fmt: skip
+        return *needed(grads, needs), *(None for _ in ctx.terms)
+
+    def once(ctx: Any, *grads: Tensor) -> Grads:
+        raise ArgumentError(refusal)
+
+    several = ", ".join("Tensor" for _ in saved)
+    define(f"{name}({operands}, {terms}) -> ({several})", run, fake, formula, context)
+    define(
+        f"{name}_backward(Tensor grad_out, Tensor grad_lse, {operands}, "
+        f"{', '.join(f'Tensor {each}' for each in saved)}, {terms}, bool[] needs) "
+        "-> (Tensor, Tensor, Tensor, Tensor)",
+        run_backward, backward_fake, once,
+    )  # fmt: skip
 
 
 def agreed_call(
@@ -44,16 +111,13 @@ def agreed_call(
     return ways.Call(rows, key, value, agreed, process_group), plan.plan(agreed)
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     call, how = agreed_call(*arguments)
-    with torch.no_grad():
-        out, lse = ways.forward(call, how.method)
+    out, lse = ways.forward(call, how.method)
     return out, lse.double(), torch.tensor([how.queries, how.keys])
 
 
-def _forward_fake(
-    query: Tensor, key: Tensor, value: Tensor, *terms: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(query: Tensor, key: Tensor, value: Tensor, *terms: Any) -> tuple[Tensor, ...]:
     batch, heads, length, _ = query.shape
     out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
     world = groups.by_name(terms[-1]).size()
@@ -61,59 +125,21 @@ def _forward_fake(
     return out, query.new_empty((batch, heads, length), dtype=torch.float64), tokens
 
 
-def _backward(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor | None]:
     *inputs, out, lse, tokens = arguments[:7]
     *terms, needs = arguments[7:]
     call, how = agreed_call(*inputs, *terms, tokens=tokens)
-    with torch.no_grad():
-        grads = ways.backward(call, how.method, Saved(grad_out, out, lse), Wanted(*needs))
-    return tuple(
-        grad_out.new_empty(0) if grad is None or t is None else grad.to(t.dtype).contiguous()
-        for grad, t in zip(grads, inputs, strict=True)
-    )
+    grads = ways.backward(call, how.method, Saved(grad_out, out, lse), Wanted(*needs))
+    return [None if grad is None else grad.contiguous() for grad in grads]
 
 
-def _backward_fake(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(
-        grad_out.new_empty(0) if t is None or not wanted else t.new_empty(t.shape)
-        for t, wanted in zip(arguments[:4], arguments[-1], strict=True)
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:4], *output)
-    ctx.terms = inputs[4:]
-
-
-def _formula(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) -> Grads:
-    """The gradients. lse and the lengths are saved for them and not given to callers."""
-    *inputs, out, lse, tokens = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:4])
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    backward = torch.ops.elsa.distributed_attention_backward
-    grads = backward(grad_out, *inputs, out, lse, tokens, *ctx.terms, needs)
-    return *needed(grads, needs), *(None for _ in ctx.terms)
-
-
-def _once(ctx: Any, *grads: Tensor) -> Grads:
-    raise ArgumentError("elsa.distributed.attention is differentiable once")
-
-
-_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
-_TERMS = (
+# lse and the lengths are saved for the gradients, and not given to callers
+define_attention(
+    "distributed_attention",
     "bool is_causal, float scale, str precision, str backend, str method, str gradients, "
-    "int[] lengths, str group"
-)
-define(
-    f"distributed_attention({_OPERANDS}, {_TERMS}) -> (Tensor, Tensor, Tensor)",
-    _forward, _forward_fake, _formula, _setup_context,
-)  # fmt: skip
-define(
-    f"distributed_attention_backward(Tensor grad_out, {_OPERANDS}, Tensor out, Tensor lse, "
-    f"Tensor tokens, {_TERMS}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
-    _backward, _backward_fake, _once,
+    "int[] lengths, str group",
+    _forward, _backward, _fake, results="out lse tokens",
+    refusal="elsa.distributed.attention is differentiable once",
 )  # fmt: skip
 
 
@@ -123,11 +149,10 @@ def _gather(tokens: Tensor, lengths: Sequence[int], group: str) -> Tensor:
     batch, _, width = tokens.shape
     if process_group.size() == 1:
         return tokens.clone()
-    message = tokens.new_zeros((batch, max(lengths), width))
-    message[:, : tokens.shape[1]] = tokens
-    with groups.watching(process_group, "gathering tokens"):
-        rows = groups.all_gather(process_group, message)
-    return torch.cat([row[:, :length] for row, length in zip(rows, lengths, strict=True)], 1)
+    sizes = [batch * length * width for length in lengths]
+    rows = groups.gather(process_group, tokens.reshape(-1), sizes, "gathering tokens")
+    pieces = zip(rows, lengths, strict=True)
+    return torch.cat([row.view(batch, length, width) for row, length in pieces], 1)
 
 
 def _gather_backward(grad: Tensor, lengths: Sequence[int], group: str) -> Tensor:
@@ -136,11 +161,9 @@ def _gather_backward(grad: Tensor, lengths: Sequence[int], group: str) -> Tensor
     world, own = process_group.size(), lengths[process_group.rank()]
     if world == 1:
         return grad.clone()
-    shape = (grad.shape[0], own, grad.shape[2])
-    with groups.watching(process_group, "returning gradients of tokens"):
-        first, *others = groups.exchange(
-            process_group, grad.split(list(lengths), 1), [shape] * world
-        )
+    shapes, parts = [(grad.shape[0], own, grad.shape[2])] * world, grad.split(list(lengths), 1)
+    doing = "returning gradients of tokens"
+    first, *others = groups.exchange(process_group, parts, shapes, doing)
     return sum(others, first)
 
 
@@ -152,19 +175,18 @@ def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.terms = inputs[1:]
 
 
-def _gather_fake(tokens: Tensor, lengths: Sequence[int], group: str) -> Tensor:
-    return tokens.new_empty((tokens.shape[0], sum(lengths), tokens.shape[2]))
-
-
-def _gather_backward_fake(grad: Tensor, lengths: Sequence[int], group: str) -> Tensor:
-    return grad.new_empty((grad.shape[0], lengths[groups.by_name(group).rank()], grad.shape[2]))
-
-
 define(
     "gather_shards(Tensor tokens, int[] lengths, str group) -> Tensor",
-    _gather, _gather_fake, _gather_formula, _gather_context,
+    _gather,
+    lambda tokens, lengths, group: tokens.new_empty(
+        (tokens.shape[0], sum(lengths), tokens.shape[2])
+    ),
+    _gather_formula, _gather_context,
 )  # fmt: skip
 define(
     "gather_shards_backward(Tensor grad, int[] lengths, str group) -> Tensor",
-    _gather_backward, _gather_backward_fake,
-)  # fmt: skip
+    _gather_backward,
+    lambda grad, lengths, group: grad.new_empty(
+        (grad.shape[0], lengths[groups.by_name(group).rank()], grad.shape[2])
+    ),
+)

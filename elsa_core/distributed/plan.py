@@ -66,12 +66,6 @@ def shard_lengths(tokens: int, world: int) -> tuple[int, ...]:
     return tuple(least + (rank < more) for rank in range(world))
 
 
-def check_method(method: str) -> None:
-    """Refuse a method that there is not."""
-    if method not in METHODS:
-        raise ArgumentError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}")
-
-
 def plan(agreed: Agreement) -> Plan:
     """The method for a call that all ranks make; the same on every rank."""
     asked, world = agreed.common["method"], agreed.world

@@ -19,7 +19,7 @@ row do not sum to one. Such calls compute both in float64 (`doubled`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -101,25 +101,24 @@ def _mask_of(rows: Rows, block: _Block, run: Run) -> Tensor | None:
     return mask[..., columns] if mask.shape[3] > 1 else mask
 
 
-def state(rows: Rows, runs: Iterable[Run], total: State | None = None) -> State | None:
-    """The state of a rank's rows over some runs, merged in their order; None of no key at all.
+def state(rows: Rows, run: Run, total: State | None = None) -> State | None:
+    """The state of a rank's rows over a run; None of no key at all.
 
-    `total`: of earlier runs, which is used up.
+    `total`: of the runs before, which is used up: states are merged in the order of the columns.
     """
-    for run in runs:
-        stop = rows.start + rows.query.shape[2]
-        for block in _blocks(rows.start, stop, run.start, run.stop, rows.is_causal):
-            found = _of_block(rows, run, block)
-            if total is None and block.rows.start == 0:
-                total = found
-                continue
-            if total is None:  # no key yet, of any row
-                shape, device = rows.query.shape[:3], found.m.device
-                sums = State.identity(shape, 1, dtype=found.m.dtype, device=device)
-                width, dtype = found.W.shape[3], found.W.dtype
-                weighted = State.identity(shape, width, dtype=dtype, device=device)
-                total = State(sums.m, sums.S, weighted.W)
-            monoid.merge_(State(*(part[:, :, block.rows] for part in total)), found)
+    stop = rows.start + rows.query.shape[2]
+    for block in _blocks(rows.start, stop, run.start, run.stop, rows.is_causal):
+        found = _of_block(rows, run, block)
+        if total is None and block.rows.start == 0:
+            total = found
+            continue
+        if total is None:  # no key yet, of any row
+            shape, device = rows.query.shape[:3], found.m.device
+            sums = State.identity(shape, 1, dtype=found.m.dtype, device=device)
+            width, dtype = found.W.shape[3], found.W.dtype
+            weighted = State.identity(shape, width, dtype=dtype, device=device)
+            total = State(sums.m, sums.S, weighted.W)
+        monoid.merge_(State(*(part[:, :, block.rows] for part in total)), found)
     return total
 
 

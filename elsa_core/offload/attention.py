@@ -14,14 +14,12 @@ from torch import Tensor
 from elsa_core import dispatch
 from elsa_core import precision as precisions
 from elsa_core.base import calls, operands
-from elsa_core.base.opaque import define
 from elsa_core.base.operands import leading_dims
+from elsa_core.distributed.operators import define_attention
 from elsa_core.distributed.shards import Saved, Wanted
 from elsa_core.errors import ArgumentError
 from elsa_core.monoid import state_dtype
 from elsa_core.offload import passes
-from elsa_core.ops.factory import Grads
-from elsa_core.ops.formulas import needed
 
 
 def attention(
@@ -203,69 +201,23 @@ def _call(
     )  # fmt: skip
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    with torch.no_grad():
-        return passes.forward(_call(*arguments))
+def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = arguments[:6]
+    *terms, needs = arguments[6:]
+    saved = Saved(grad_out, out, lse, grad_lse if grad_lse.numel() else None)
+    return *passes.backward(_call(*inputs, *terms), saved, Wanted(*needs)), None
 
 
-def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+def _fake(query: Tensor, key: Tensor, value: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = query.shape
     out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
     return out, query.new_empty((batch, heads, length), dtype=state_dtype(query.dtype))
 
 
-def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *inputs, out, lse = arguments[:6]
-    *terms, needs = arguments[6:]
-    saved = Saved(grad_out, out, lse, grad_lse if grad_lse.numel() else None)
-    with torch.no_grad():
-        grads = passes.backward(
-            _call(*inputs, *terms), saved, Wanted(needs[0], needs[1], needs[2], False)
-        )
-    return tuple(
-        t.new_empty(0) if grad is None else grad for grad, t in zip(grads, inputs[:3], strict=True)
-    )
-
-
-def _backward_fake(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(
-        t.new_empty(t.shape if wanted else 0)
-        for t, wanted in zip(arguments[:3], arguments[-1], strict=True)
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:4], *output)
-    ctx.terms = inputs[4:]
-
-
-def _formula(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
-    *inputs, out, lse = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
-    grads = torch.ops.elsa.offloaded_attention_backward(
-        torch.zeros_like(out) if grad_out is None else grad_out,
-        lse.new_empty(0) if grad_lse is None else grad_lse,
-        *inputs, out, lse, *ctx.terms, needs,
-    )  # fmt: skip
-    return *needed(grads, needs), None, *(None for _ in ctx.terms)
-
-
-def _once(ctx: Any, *grads: Tensor) -> Grads:
-    raise ArgumentError("attention with offload='host' is differentiable once")
-
-
-_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
-_TERMS = (
+define_attention(
+    "offloaded_attention",
     "bool is_causal, float scale, str precision, str backend, str device, int block, "
-    "int query_block"
-)
-define(
-    f"offloaded_attention({_OPERANDS}, {_TERMS}) -> (Tensor, Tensor)",
-    _forward, _forward_fake, _formula, _setup_context,
-)  # fmt: skip
-define(
-    f"offloaded_attention_backward(Tensor grad_out, Tensor grad_lse, {_OPERANDS}, Tensor out, "
-    f"Tensor lse, {_TERMS}, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    _backward, _backward_fake, _once,
+    "int query_block",
+    lambda *arguments: passes.forward(_call(*arguments)), _backward, _fake, results="out lse",
+    refusal="attention with offload='host' is differentiable once",
 )  # fmt: skip

@@ -78,7 +78,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         for bounds, (query,) in pass_.queries(call.query):
             total = None
             for block in pass_.keys(query, bounds):
-                total = shards.state(block.rows, [block.run], total)
+                total = shards.state(block.rows, block.run, total)
             found = shards.finished(total, pass_.rows(query, bounds), width)
             found = found[0], found[1].to(state_dtype(query.dtype))
             _require_count(found[1], call.attn_mask)
@@ -202,7 +202,7 @@ class _Pass:
         """What the gradients of a block of queries read, in float64: their keys come once more."""
         total = None
         for block in self.keys(query, bounds):
-            total = shards.state(block.rows.doubled(), [block.run.doubled()], total)
+            total = shards.state(block.rows.doubled(), block.run.doubled(), total)
         rows = self.rows(query, bounds).doubled()
         found = shards.finished(total, rows, self.call.value.shape[3])
         return saved._replace(grad_out=saved.grad_out.double(), out=found[0], lse=found[1])

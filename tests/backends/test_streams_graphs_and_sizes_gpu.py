@@ -302,7 +302,9 @@ def test_states_of_parts_of_the_keys_merge_without_a_loss() -> None:
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     rows = shards.Rows(q, None, 0, is_causal=False, scale=1 / 8, precision="strict", backend="auto")
     cuts = [(i, min(i + 100_003, 262144)) for i in range(0, 262144, 100_003)]
-    total = shards.state(rows, [shards.Run(i, j, k[:, :, i:j], v[:, :, i:j]) for i, j in cuts])
+    total = None
+    for i, j in cuts:
+        total = shards.state(rows, shards.Run(i, j, k[:, :, i:j], v[:, :, i:j]), total)
     assert total is not None and total.m.dtype == torch.float64
     out, _ = shards.finished(total, rows, 64)
     whole = elsa.attention(q, k, v, backend="triton")

@@ -296,9 +296,9 @@ def lengths_are_kept(rank: int) -> dict[str, Any]:
     gathered = []
     before = agreement.groups.all_gather
 
-    def counted(group: Any, tensor: Tensor) -> Tensor:
+    def counted(group: Any, tensor: Tensor, doing: str) -> Tensor:
         gathered.append(tensor.numel())
-        return before(group, tensor)
+        return before(group, tensor, doing)
 
     x = torch.randn(1, 1, 4 + rank, 8)
     agreement.groups.all_gather = counted
