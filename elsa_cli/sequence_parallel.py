@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,17 +39,31 @@ def profile(session: Session, model: str, options: Options) -> None:
             from elsa_core.measuring import environment
         import torch.distributed as dist
 
-        device = _joined(options.device)
-        try:
-            with session.stage("profiling") as update:
-                found, about = _measured(model, options, device, lambda what: update(what, 0, 0))
-        finally:
-            dist.destroy_process_group()
+        with _results_alone_on_stdout():
+            device = _joined(options.device)
+            try:
+                with session.stage("profiling") as update:
+                    found, about = _measured(model, options, device, lambda on: update(on, 0, 0))
+            finally:
+                dist.destroy_process_group()
         if rank == 0:
             results = {**about, "scaling": found.to_dict()}
             place = environment.describe(device)
             session.document("profile --sequence-parallel", results, place)
             _show(session, about, found)
+
+
+@contextmanager
+def _results_alone_on_stdout() -> Iterator[None]:
+    """Send to stderr what Gloo prints where ranks meet, as PyTorch 2.10 has it."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextmanager

@@ -171,7 +171,8 @@ def of(schema_name: str) -> Operator | None:
 
 def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
     """Give `elsa::<name>` a kernel of one dispatch key ("CUDA", "CompositeExplicitAutograd")."""
-    _LIBRARY.impl(name, kernel, key)
+    # a bundle that was loaded before may have registered kernels of its own
+    _LIBRARY.impl(name, kernel, key, allow_override=True)
 
 
 # Kernels in Python for CUDA tensors which a compiled library may take the place of at the first

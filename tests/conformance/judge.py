@@ -308,19 +308,20 @@ def memory_of(arguments: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
 
 
 def faults(
-    case: Case, found: Results, exact: Results, peers: Results, known: dict[str, float]
-) -> list[str]:
-    """What is wrong with results, as lines. known: losses, as `losses.factors` gives them."""
+    case: Case, found: Results, exact: Results, peers: Results, known: dict[str, float],
+    of_scores: float,
+) -> list[str]:  # fmt: skip
+    """What is wrong with results, as lines. known, of_scores: losses, as `losses` gives them."""
     dtype, precision, left_out = dtype_of(case), case.precision, 0.0
     if case.operator == "sparsity" and case.sparsity != "exact":
         left_out = 2 * case.sparsity * (case.keys or case.queries)
     said = []
     largest = max((_norm(t) for name, t in exact.items() if name != "lse"), default=0.0)
     lse = exact.get("lse")
-    of_scores = 0.0
+    scores = 0.0
     if lse is not None and bool(lse.isfinite().any()):  # large scores are rounded more coarsely
         scores = torch.where(lse.isfinite(), lse, 0.0).abs().max().item()
-        of_scores = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * scores / 16
+        scores *= torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     for name, right in exact.items():
         got = found.get(name)
         if got is None:
@@ -346,8 +347,8 @@ def faults(
         size = _norm(right)
         if name != "out" and size < 1e-3 * largest:
             size = largest  # what is left of sums that cancel
-        rounding = ULPS * (torch.finfo(dtype).eps + of_scores) if precision != "turbo" else TURBO
-        rounding += left_out
+        rounding = ULPS * torch.finfo(dtype).eps + of_scores * scores
+        rounding = (TURBO if precision == "turbo" else rounding) + left_out
         if case.operator.startswith("entmax") and case.alpha not in (1.0, 1.01, 1.25, 1.5, 2.0):
             rounding *= 8  # weights are roots of what may be next to 0
         error, of_peer = _norm(got - right), _norm(other - right)
@@ -437,7 +438,8 @@ def judge(case: Case, backend: str, mode: str, device: str = "cpu", seed: int = 
         return [f"refused: {error}"]
     except Exception as error:
         return [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
-    said = faults(case, found, exact, peers, losses.factors(case, backend, mode, device))
+    known = losses.factors(case, backend, mode, device)
+    said = faults(case, found, exact, peers, known, losses.of_scores(case, mode))
     if not all(torch.equal(now, then) for now, then in before):
         said.append("an operand, or what lies around it, was written")
     return said

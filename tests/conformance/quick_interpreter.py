@@ -180,7 +180,21 @@ def _tensors_are_no_constants() -> None:
                 setattr(constexpr, each, unwrapped(vars(constexpr)[each]))
 
 
+def _index_by_one_number() -> None:
+    """NumPy 2.4 makes no number of an array with one axis, as Triton up to 3.6 asks it to."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
+    _index_by_one_number()
     _tensors_are_no_constants()
     _patch_once_a_launch()
     _leave_out_what_is_not_asserted()

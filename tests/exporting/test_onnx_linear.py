@@ -172,6 +172,11 @@ def test_derivatives_within_a_model_are_of_pytorchs_operators() -> None:
         return torch.func.jvp(layer, (x,), (x,))[1]
 
     model, (x, _) = Through(pushed).eval(), operands((2, 3), torch.float32)
+    try:
+        with torch.no_grad():
+            torch.export.export(model, (x,), strict=False)
+    except AssertionError:
+        pytest.skip("this PyTorch exports no forward derivative of a layer of its own")
     elsa.patch(model, scope="model")
     with calls.Products(kept=True), torch.no_grad():
         program = torch.export.export(model, (x,), strict=False)

@@ -99,6 +99,8 @@ def load_torch(format: str, bundle: Path = HERE) -> Any:
         if format == "torchscript":
             return torch.jit.load(str(file), map_location=facts["model"]["device"])
         if format == "aoti":
+            import torch._inductor.codecache  # which PyTorch 2.10 uses and does not import
+
             return torch._inductor.aoti_load_package(str(file))
         return torch.export.load(str(file)).module()
 

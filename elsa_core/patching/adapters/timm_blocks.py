@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from timm.layers.drop import DropPath
-from timm.layers.layer_scale import LayerScale
-from timm.models.vision_transformer import Block
+from timm.models.vision_transformer import Block, LayerScale
 from torch import Tensor, nn
 
 from elsa_core.base import calls

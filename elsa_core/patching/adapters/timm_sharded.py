@@ -78,7 +78,8 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
             attn_mask = attn_mask[..., start:stop, :]
         for block in self.blocks:
             if attn_mask is not None or is_causal:
-                x = _called(block, lengths, x, attn_mask=attn_mask, is_causal=is_causal)
+                more = {"is_causal": True} if is_causal else {}  # which timm has from 1.0.21 on
+                x = _called(block, lengths, x, attn_mask=attn_mask, **more)
             elif self.grad_checkpointing and torch.is_grad_enabled():
                 x = torch.utils.checkpoint.checkpoint(
                     _called, block, lengths, x, use_reentrant=False
