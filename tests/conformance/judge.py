@@ -347,7 +347,7 @@ def faults(
         size = _norm(right)
         if name != "out" and size < 1e-3 * largest:
             size = largest  # what is left of sums that cancel
-        rounding = ULPS * torch.finfo(dtype).eps + of_scores * scores
+        rounding = ULPS * torch.finfo(dtype).eps + (0.25 if name == "out" else of_scores) * scores
         rounding = (TURBO if precision == "turbo" else rounding) + left_out
         if case.operator.startswith("entmax") and case.alpha not in (1.0, 1.01, 1.25, 1.5, 2.0):
             rounding *= 8  # weights are roots of what may be next to 0
