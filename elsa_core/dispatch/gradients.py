@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from elsa_core import ops
-from elsa_core.backends import cuda, eager, native_backward
+from elsa_core.backends import cuda, eager, eager_entmax, native_backward
 from elsa_core.backends.support import Request
 from elsa_core.base import packing
 from elsa_core.dispatch import measured
@@ -30,6 +30,8 @@ Named = Mapping[str, Any]
 def _by_the_table(record: ops.Operator) -> Callable[..., Any]:
     """`elsa::<name>_backward`: the first backend of the table that serves a call, else plain
     PyTorch."""
+    assert record.backward is not None
+    plain = record.backward.reference
 
     def backward(*arguments: Any) -> Any:
         named = _named(record, arguments)
@@ -41,14 +43,14 @@ def _by_the_table(record: ops.Operator) -> Callable[..., Any]:
             return _with_mask(grads, arguments) if entmax else grads
         if record is ops.VARLEN_ATTENTION and request.device_type == "cuda":
             return padded_backward(*arguments)
-        return record.recomputed(*arguments)
+        return plain(*arguments)
 
     return backward
 
 
 def _named(record: ops.Operator, arguments: tuple[Any, ...]) -> Named:
-    assert record.gradients is not None and record.gradients.backward is not None
-    return dict(zip(names_of(record.gradients.backward.schema), arguments, strict=True))
+    assert record.backward is not None
+    return dict(zip(names_of(record.backward.schema), arguments, strict=True))
 
 
 def _request_of(record: ops.Operator, named: Named) -> Request:
@@ -164,7 +166,7 @@ def _with_mask(grads: Sequence[Tensor], arguments: tuple[Any, ...]) -> tuple[Ten
     if not needs[3] or attn_mask is None or attn_mask.dtype == torch.bool or grads[3].numel():
         return tuple(grads)
     of_mask = [False, False, False, True, False]
-    return *grads[:3], ops.ENTMAX_ATTENTION.recomputed(*terms, of_mask)[3], grads[4]
+    return *grads[:3], eager_entmax.backward(*(*terms, of_mask))[3], grads[4]
 
 
 def recorded(operator: str, direct: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -16,7 +16,7 @@ from elsa_core.backends import cuda, onednn, portable, sdpa, sdpa_cudnn, sdpa_va
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.base import calls
 from elsa_core.dispatch import measured
-from elsa_core.ops.factory import has_kernel, implement, implement_on_cuda, variant
+from elsa_core.ops.factory import implement, implement_on_cuda, variant
 from elsa_core.precision import dtype_name
 
 PLAIN = "eager"  # plain PyTorch, which serves every operator that has a record
@@ -72,14 +72,14 @@ _PLAIN_SCHEDULES = {
 
 def reference(record: ops.Operator) -> Implementation:
     """Plain PyTorch, which serves every operator that has a record."""
-    gradients = record.gradients and record.gradients.backward
+    backward = record.backward
     return Implementation(
         support=_late("eager", "support"),
         run=record.eager,
         schedule=_PLAIN_SCHEDULES.get(record.kind, _as_written),
         arithmetic=_of_pytorch,
-        gradient=_late("eager", "support") if gradients else None,
-        backward=gradients.reference if gradients else None,
+        gradient=_late("eager", "support") if backward else None,
+        backward=backward.reference if backward else None,
         partition=_late("eager", "partition") if record.name == "attention" else None,
     )
 
@@ -165,7 +165,7 @@ def _native_gradient(request: Request) -> Support:
 
 def _native(record: ops.Operator, schedule: str = "schedule", **more: Any) -> Implementation:
     words = _whole_windows if record.kind == "window" else _late("native", schedule)
-    if record.gradients and record.gradients.backward:
+    if record.backward:
         backward = _late("native_backward", f"{record.name}_backward")
         more = {"gradient": _native_gradient, "backward": backward} | more
     return Implementation(_late("native", "support"), record.overload, words, _fma, **more)
@@ -348,7 +348,8 @@ SHIPPED = frozenset(each.name for each in BACKENDS)  # whom the shipped table wa
 
 for _operator, _kernel in KERNELS_ON_CUDA.items():
     # a bundle that was loaded before may have taken the key, for the layouts of its file alone
-    if _operator in BY_LIBRARY and not has_kernel(_operator, "CUDA"):
+    taken = torch._C._dispatch_has_kernel_for_dispatch_key(f"elsa::{_operator}", "CUDA")
+    if _operator in BY_LIBRARY and not taken:
         implement_on_cuda(_operator, cuda.until_ready(_kernel))
     else:
         implement(_operator, _kernel, "CUDA")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elsa_core.ops.attention.record import ATTENTION, ATTENTION_DROPOUT
 from elsa_core.ops.entmax.record import ENTMAX_ATTENTION, ENTMAX_VARLEN_ATTENTION
-from elsa_core.ops.factory import Backward, Gradients, Operator, of, record, records, register
+from elsa_core.ops.factory import Backward, Operator, of, record, records, register
 from elsa_core.ops.linear.gated_record import GATED_LINEAR
 from elsa_core.ops.linear.record import LINEAR
 from elsa_core.ops.sparse.record import SPARSE_ATTENTION
@@ -22,7 +22,6 @@ __all__ = [
     "VARLEN_ATTENTION",
     "WINDOW_ATTENTION",
     "Backward",
-    "Gradients",
     "Operator",
     "of",
     "record",

@@ -49,21 +49,6 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """How an operator is differentiated.
-
-    Attributes:
-        setup_context, formula: as `torch.library.register_autograd` takes them. With `backward` the
-            formula's first argument is the overload of that operator.
-        backward: the operator that the formula calls; without one it calls PyTorch's.
-    """
-
-    setup_context: Callable[..., None]
-    formula: Callable[..., Grads]
-    backward: Backward | None = None
-
-
-@dataclass(frozen=True)
 class Operator:
     """What is known of one operator.
 
@@ -74,7 +59,10 @@ class Operator:
         portable: the same in operations that `torch.onnx` translates, for any length; without one
             the reference.
         fake: what it returns, on fake tensors; without one the reference is traced through.
-        gradients: the operators of its gradients; without them autograd records the reference.
+        setup_context, formula: of its gradients, as `torch.library.register_autograd` takes them;
+            without them autograd records the reference.
+        backward: the operator of its gradients, whose overload is then the formula's first
+            argument; without one the formula calls PyTorch's.
         kind: "attention", "window" or "linear": what proofs, profiles and exporters may ask of its
             arguments; any other word makes them leave it alone.
         terms: the tensor arguments that a gradient may be wanted of, in the order of `needs`.
@@ -93,7 +81,9 @@ class Operator:
     reference: Callable[..., Any]
     portable: Callable[..., Any] | None = None
     fake: Callable[..., Any] | None = None
-    gradients: Gradients | None = None
+    setup_context: Callable[..., None] | None = None
+    formula: Callable[..., Grads] | None = None
+    backward: Backward | None = None
     kind: str = ""
     terms: tuple[str, ...] = ()
     twin: bool = False
@@ -119,11 +109,6 @@ class Operator:
         module, _, attribute = given.partition(":")
         return getattr(importlib.import_module(module), attribute)
 
-    def recomputed(self, *arguments: Any) -> Any:
-        """The gradients in plain PyTorch, for the arguments of `elsa::<name>_backward`."""
-        assert self.gradients is not None and self.gradients.backward is not None
-        return self.gradients.backward.reference(*arguments)
-
     @property
     def overload(self) -> Any:
         """`torch.ops.elsa.<name>.default`."""
@@ -143,10 +128,21 @@ def register(record: Operator) -> Operator:
     """
     if record.name in _RECORDS:
         raise ValueError(f"the operator {record.name!r} is registered already")
-    for name in record.names:
-        _define(name.removeprefix("elsa::"), record)
+    for full in record.names:
+        name, backward = full.removeprefix("elsa::"), record.backward
+        _BY_SCHEMA[full] = record
+        _define(name, record.schema, record.reference, record)
+        if record.fake is None:
+            continue
+        if backward is not None:
+            _define(f"{name}_backward", backward.schema, backward.reference, record)
+            torch.library.register_fake(f"{full}_backward", backward.fake, lib=_LIBRARY)
+            torch.library.register_autograd(
+                f"{full}_backward", backward.formula, setup_context=backward.setup_context,
+                lib=_LIBRARY,
+            )  # fmt: skip
+        _describe(name, record, f"{name}_backward")
     _RECORDS[record.name] = record
-    _BY_SCHEMA.update(dict.fromkeys(record.names, record))
     return record
 
 
@@ -188,11 +184,6 @@ def implement_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
         _LIBRARY.impl(name, _by_device(name, None), "CompositeExplicitAutograd")
 
 
-def has_kernel(name: str, key: str) -> bool:
-    """Whether `elsa::<name>` has a kernel of its own for a dispatch key."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"elsa::{name}", key)
-
-
 def _by_device(name: str, reference: Callable[..., Any] | None) -> Callable[..., Any]:
     """What serves `elsa::<name>` on devices without a kernel of their own."""
 
@@ -213,42 +204,14 @@ def variant(record: Operator, name: str, kernel: Callable[..., Any], key: str) -
     Returns:
         Its overload.
     """
-    assert record.fake is not None and record.gradients is not None
     _LIBRARY.define(name + record.schema)
     _LIBRARY.impl(name, kernel, key)
-    torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
-    _differentiate(name, record.gradients, f"{record.name}_backward")
-    _translate(name, record)
     _BY_SCHEMA[f"elsa::{name}"] = record
+    _describe(name, record, f"{record.name}_backward")
     return getattr(torch.ops.elsa, name).default
 
 
-def _define(name: str, record: Operator) -> None:
-    schema, reference = record.schema, record.reference
-    _implement_reference(name, schema, reference, record)
-    if record.fake is None:
-        return
-    torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
-    _translate(name, record)
-    gradients = record.gradients
-    if gradients is None:
-        return
-    backward = gradients.backward
-    if backward is None:
-        _differentiate(name, gradients, "")
-        return
-    full = f"{name}_backward"
-    _implement_reference(full, backward.schema, backward.reference, record)
-    torch.library.register_fake(f"elsa::{full}", backward.fake, lib=_LIBRARY)
-    torch.library.register_autograd(
-        f"elsa::{full}", backward.formula, setup_context=backward.setup_context, lib=_LIBRARY
-    )
-    _differentiate(name, gradients, full)
-
-
-def _implement_reference(
-    name: str, schema: str, reference: Callable[..., Any], record: Operator
-) -> None:
+def _define(name: str, schema: str, reference: Callable[..., Any], record: Operator) -> None:
     """Define `elsa::<name>`, where no native library that was loaded first has, by plain PyTorch
     on the devices that get no kernel of their own."""
     if not hasattr(torch.ops.elsa, name):
@@ -261,13 +224,19 @@ def _implement_reference(
         _LIBRARY.impl(name, _by_device(name, reference), "CompositeExplicitAutograd")
 
 
-def _differentiate(name: str, gradients: Gradients, backward: str) -> None:
-    """Register the formula of `name`, which calls the operator `backward` if there is one."""
-    formula = gradients.formula
-    if backward:
+def _describe(name: str, record: Operator, backward: str) -> None:
+    """Register fake, formula and translation of `name`; backward: the operator that the formula
+    calls, if the record has one."""
+    assert record.fake is not None
+    torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
+    _translate(name, record)
+    formula = record.formula
+    if formula is None:
+        return
+    if record.backward is not None:
         formula = partial(formula, getattr(torch.ops.elsa, backward).default)
     torch.library.register_autograd(
-        f"elsa::{name}", formula, setup_context=gradients.setup_context, lib=_LIBRARY
+        f"elsa::{name}", formula, setup_context=record.setup_context, lib=_LIBRARY
     )
 
 

@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from elsa_core.base import calls
-from elsa_core.ops.factory import Backward, Gradients, Grads, Operator, register
-
-
-def _arguments(schema: str) -> list[str]:
-    return schema[1 : schema.index(") ->")].split(", ")
+from elsa_core.ops.factory import Backward, Grads, Operator, register
 
 
 def names_of(schema: str) -> list[str]:
     """The names of an operator's arguments."""
-    return [one.split()[-1] for one in _arguments(schema)]
+    return [one.split()[-1] for one in schema[1 : schema.index(") ->")].split(", ")]
 
 
 class Formulas:
@@ -44,7 +40,7 @@ class Formulas:
         self, name: str, schema: str, terms: tuple[str, ...], reference: Callable[..., Any], *,
         saved: tuple[str, ...], like: int, again: Callable[..., Sequence[Tensor]] | None = None,
     ):  # fmt: skip
-        given, names = _arguments(schema), names_of(schema)
+        given, names = schema[1 : schema.index(") ->")].split(", "), names_of(schema)
         self.name, self.terms, self.again, self.like = name, terms, again, like
         self.leading = next(i for i, one in enumerate(given) if not one.startswith("Tensor"))
         rest = given[self.leading :]
@@ -59,11 +55,10 @@ class Formulas:
             *(f"Tensor {one}" for one in saved), *rest, "bool[] needs",
         )  # fmt: skip
         results = ", ".join("Tensor" for _ in terms)
-        backward = Backward(
+        self.backward = Backward(
             f"({', '.join(arguments)}) -> ({results})", self.fake, reference, self.twice,
             self.setup_twice if again else None,
         )  # fmt: skip
-        self.gradients = Gradients(self.setup, self.formula, backward)
 
     def setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         results = output if isinstance(output, tuple) else (output,)
@@ -131,21 +126,7 @@ class Formulas:
                 "come from torch.func (torch.func.hessian, or torch.func.grad of torch.func.grad)"
             )
         given, terms = self._kept(ctx, self.operands)
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[: self.operands]) if needed]
-        create_graph = torch.is_grad_enabled()
-        with torch.enable_grad():
-            # Aliases, so that what is differentiated ends here and yet hangs on the caller's graph.
-            operands = [t.view_as(t) if i in wanted else t for i, t in enumerate(given)]
-            results = again(*operands, *terms)
-        ends = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
-        second = torch.autograd.grad(
-            [r for r, _ in ends], [operands[i] for i in wanted], [g for _, g in ends],
-            create_graph=create_graph, allow_unused=True,
-        )  # fmt: skip
-        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for i, grad in zip(wanted, second, strict=True):
-            found[i] = grad
-        return tuple(found)
+        return second(again, given, terms, ctx.needs_input_grad, grads)
 
     def recorded(self) -> Any:
         """A function of autograd for eager calls: by its first argument, its gradients by the
@@ -181,10 +162,32 @@ def differentiable(
     reference; more: other fields of the record."""
     formulas = Formulas(name, schema, terms, gradients, saved=saved, like=like, again=again)
     record = Operator(
-        name, schema, reference, fake=fake, gradients=formulas.gradients, terms=terms, twin=True,
-        **more,
+        name, schema, reference, fake=fake, setup_context=formulas.setup, formula=formulas.formula,
+        backward=formulas.backward, terms=terms, twin=True, **more,
     )  # fmt: skip
     return register(record), formulas
+
+
+def second(
+    again: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], terms: Sequence[Any],
+    needs: Sequence[bool], grads: Sequence[Tensor],
+) -> Grads:  # fmt: skip
+    """Second derivatives: the gradients `again` of tensors and terms, recorded."""
+    wanted = [i for i, needed in enumerate(needs[: len(given)]) if needed]
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases, so that what is differentiated ends here and yet hangs on the caller's graph.
+        operands = [t.view_as(t) if i in wanted else t for i, t in enumerate(given)]
+        results = again(*operands, *terms)
+    ends = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
+    found: list[Tensor | None] = [None] * len(needs)
+    slopes = torch.autograd.grad(
+        [r for r, _ in ends], [operands[i] for i in wanted], [g for _, g in ends],
+        create_graph=create_graph, allow_unused=True,
+    )  # fmt: skip
+    for i, grad in zip(wanted, slopes, strict=True):
+        found[i] = grad
+    return tuple(found)
 
 
 def slopes_of(

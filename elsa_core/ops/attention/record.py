@@ -11,17 +11,16 @@ key's and value's are laid out as `torch.empty_like` of them, the mask's is cont
 is [B, Hq, Nq], or [0] on CUDA devices where nothing depends on lse (its backends in
 `elsa_core.dispatch` are given zeros [B, Hq, Nq] of stride 0 for it).
 
-What is saved is (out, lse), O(N) beside the output, not (m, log S): P = exp(score - lse), and the
-rounding of lse, 2**-24 |lse| at most, is a relative error of P. For |lse| <= 2**11 that is below
-2**-13 in float32, no more than what half precision rounds, and for the |lse| < 2**5 of trained
-models below 2**-19. Of larger ones the formulas in plain PyTorch compute (m, S) again in a first
-pass over the keys; at |lse| >= 2**24 lse has lost all of log S.
+What is saved is (out, lse): P = exp(score - lse), and the rounding of lse, 2**-24 |lse| at most, is
+a relative error of P. For |lse| <= 2**11 that is below 2**-13 in float32, no more than what half
+precision rounds. Of larger ones the formulas in plain PyTorch compute (m, S) again in a first pass
+over the keys.
 
 Dropout is an operator of its own, `elsa::attention_dropout`, so that programs and bundles never
 hold it. It has two terms more: `dropout_p` in [0, 1], and `seed`, int64 [2], the seed and the
-offset of the keep mask that `elsa_core.backends.philox` defines, drawn outside (`philox.draw`). The
-weights after softmax are multiplied by keep / (1 - p), all by 0 for p = 1; lse is that without
-dropout. The gradients compute the mask again: nothing of size Nq x Nk is saved.
+offset of the keep mask that `elsa_core.backends.philox` defines. The weights after softmax are
+multiplied by keep / (1 - p), all by 0 for p = 1; lse is that without dropout. The gradients compute
+the mask again.
 
 A native library that is loaded without this package (a bundle, a program) defines
 `elsa::attention` itself; loaded by this package it leaves that to this file.
@@ -66,14 +65,8 @@ ATTENTION, _FORMULAS = differentiable(
 Eager = _FORMULAS.recorded()
 
 
-def _dropped(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
-    scale: float, precision: str, dropout_p: float, seed: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dropout = Dropout(dropout_p, seed)
-    return eager.attention(
-        query, key, value, attn_mask, is_causal, scale, precision, dropout=dropout
-    )
+def _dropped(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return eager.attention(*arguments[:7], dropout=Dropout(*arguments[7:]))
 
 
 def _dropped_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

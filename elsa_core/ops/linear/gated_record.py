@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from elsa_core.ops.factory import Gradients, Grads, Operator, register
+from elsa_core.ops.factory import Grads, Operator, register
 from elsa_core.ops.linear import record as linear
 
 _SCHEMA = (
@@ -75,7 +75,8 @@ GATED_LINEAR = register(
         schema=_SCHEMA,
         reference=plain,
         fake=_fake,
-        gradients=Gradients(setup_context=_setup_context, formula=_backward),
+        setup_context=_setup_context,
+        formula=_backward,
         kind="linear",
         terms=("input", "weight", "bias", "value", "value_bias"),
     )

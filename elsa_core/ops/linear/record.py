@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from elsa_core.base import calls
-from elsa_core.ops.factory import Backward, Gradients, Grads, Operator, register
-from elsa_core.ops.formulas import needed
+from elsa_core.ops.factory import Backward, Grads, Operator, register
+from elsa_core.ops.formulas import needed, second
 
 _SCHEMA = (
     '(Tensor input, Tensor weight, Tensor? bias, str activation="none", Tensor? residual=None, '
@@ -232,26 +232,12 @@ class Eager(torch.autograd.Function):
 
 
 def _twice_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, input, weight, _, needs = inputs
-    ctx.save_for_backward(grad_out, input, weight)
-    ctx.needs = needs
+    ctx.save_for_backward(*inputs[:3])
+    ctx.terms = inputs[3:]
 
 
 def _twice(ctx: Any, *grads: Tensor) -> Grads:
-    """Second derivatives, of PyTorch's own products, which autograd records."""
-    grad_out, input, weight = ctx.saved_tensors
-    of_input, of_weight, of_bias = grads
-    found: list[Tensor | None] = [None] * 3
-    if ctx.needs_input_grad[0]:
-        terms = [functional.linear(of_input, weight)] if ctx.needs[0] else []
-        terms += [functional.linear(input, of_weight)] if ctx.needs[1] else []
-        terms += [of_bias.expand_as(grad_out)] if ctx.needs[2] else []
-        found[0] = sum(terms[1:], terms[0]) if terms else None
-    if ctx.needs_input_grad[1] and ctx.needs[1]:
-        found[1] = grad_out @ of_weight
-    if ctx.needs_input_grad[2] and ctx.needs[0]:
-        found[2] = _rows(grad_out).t() @ _rows(of_input)
-    return *found, None, None
+    return second(plain_backward, ctx.saved_tensors, ctx.terms, ctx.needs_input_grad, grads)
 
 
 LINEAR = register(
@@ -260,16 +246,10 @@ LINEAR = register(
         schema=_SCHEMA,
         reference=plain,
         fake=fake,
-        gradients=Gradients(
-            setup_context=_setup_context,
-            formula=_backward,
-            backward=Backward(
-                schema=_BACKWARD_SCHEMA,
-                fake=_backward_fake,
-                reference=plain_backward,
-                formula=_twice,
-                setup_context=_twice_setup_context,
-            ),
+        setup_context=_setup_context,
+        formula=_backward,
+        backward=Backward(
+            _BACKWARD_SCHEMA, _backward_fake, plain_backward, _twice, _twice_setup_context
         ),
         kind="linear",
         terms=("input", "weight", "bias"),

@@ -30,7 +30,7 @@ from torch import Tensor
 from elsa_core.backends import eager_sparse
 from elsa_core.base import skipping
 from elsa_core.ops.attention import record as plain
-from elsa_core.ops.factory import Gradients, Grads, Operator, implement, register
+from elsa_core.ops.factory import Grads, Operator, implement, register
 from elsa_core.ops.formulas import needed, slopes_of
 
 SUMMARIES, ORDER, FROZEN = 1, 2, 4
@@ -72,7 +72,8 @@ SPARSE_ATTENTION = register(
         schema=_SCHEMA,
         reference=eager_sparse.attention,
         fake=_fake,
-        gradients=Gradients(setup_context=_setup_context, formula=_backward),
+        setup_context=_setup_context,
+        formula=_backward,
         kind="sparse",
         terms=plain.ATTENTION.terms,
         twin=True,
