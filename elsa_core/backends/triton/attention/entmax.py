@@ -12,8 +12,7 @@ Source: AdaSplash, arXiv 2502.12082 (passes over tiles, tiles that are skipped).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -91,28 +90,24 @@ def support(request: Request) -> Support:
     """Whether the kernels serve such calls; whether a GPU is there is asked elsewhere."""
     if request.precision not in MODES:
         return Support(False, f"entmax has no Triton kernel for precision={request.precision!r}")
-    dim = max(request.head_dim, request.value_dim)
-    largest = LARGEST_WIDE if request.dtype == torch.float32 else LARGEST_HALF
+    dim, single = max(request.head_dim, request.value_dim), request.dtype == torch.float32
+    largest = LARGEST_WIDE if single else LARGEST_HALF
     if dim > largest:
         kind = str(request.dtype).removeprefix("torch.")
         return Support(False, f"head dimension {dim} is above {largest}, entmax's for {kind}")
-    if request.dtype == torch.float32 and MODES[request.precision] == 1 and torch.version.hip:
+    if single and MODES[request.precision] == 1 and torch.version.hip:
         return Support(False, "AMD's GPUs have no products of three TF32 ones: ask for 'ieee'")
-    if request.dtype == torch.float32 and dim > 32 and _takes_more(request.device):
+    # gradients take 112 KiB, where others compile them to 96, and a program has 99
+    wide = single and dim > 32 and (described() is not None or torch.cuda.is_available())
+    if wide and capability_of(request.device) in _SMALL and triton_version() == (3, 8):
         more = "takes more shared memory than this GPU has, as Triton 3.8 compiles it"
         return Support(False, f"head dimension {dim} in float32 {more}")
     return Support(True)
 
 
-def _takes_more(gpu: torch.device) -> bool:
-    """Whether gradients take 112 KiB, where others compile them to 96, and a program has 99."""
-    there = described() is not None or torch.cuda.is_available()
-    return there and capability_of(gpu) in _SMALL and triton_version() == (3, 8)
-
-
 def entmax_forward(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, head_alpha: Tensor | None,
-    alpha: float, is_causal: bool, scale: float, precision: str,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
+    head_alpha: Tensor | None, *terms: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The CUDA kernel of `elsa::entmax_attention`; arguments and results are the operator's.
 
@@ -121,18 +116,17 @@ def entmax_forward(
     batch, heads, queries, _ = query.shape
     out = query.new_empty((batch, queries, heads, value.shape[3])).transpose(1, 2)
     rows = query.new_empty((3, batch, heads, queries), dtype=torch.float32)
-    sizes = (batch, heads, _tiles(queries), _tiles(key.shape[2]))
-    tiles = query.new_zeros(sizes, dtype=torch.uint8)
-    options = Options(0.0 if head_alpha is not None else alpha, is_causal, scale, precision)
+    tiles = query.new_zeros(
+        (batch, heads, _tiles(queries), _tiles(key.shape[2])), dtype=torch.uint8
+    )
     operands = {"q": query, "k": key, "v": value, "o": out}
-    _forward(operands, attn_mask, head_alpha, rows, tiles, options)
+    _forward(operands, attn_mask, head_alpha, rows, tiles, Options(*terms))
     return out, rows, tiles
 
 
 def entmax_varlen_forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    head_alpha: Tensor | None, longest_q: int, longest_k: int, alpha: float, is_causal: bool,
-    scale: float, precision: str,
+    head_alpha: Tensor | None, longest_q: int, longest_k: int, *terms: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The CUDA kernel of `elsa::entmax_varlen_attention`; arguments and results are the operator's.
 
@@ -145,10 +139,9 @@ def entmax_varlen_forward(
     rows = query.new_empty((3, heads, tokens), dtype=torch.float32)
     sizes = (heads, tokens // TILE + packing.sequences, _tiles(longest_k))
     tiles = query.new_zeros(sizes, dtype=torch.uint8)
-    alpha = 0.0 if head_alpha is not None else alpha
-    options = Options(alpha, is_causal, scale, precision, packing=packing)
-    bounds = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    options = Options(*terms, packing=packing)
     operands = _of_one_batch(q=query, k=key, v=value, o=out)
+    bounds = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     _forward(operands, None, head_alpha, rows, tiles, options, *bounds)
     return out, rows, tiles
 
@@ -174,113 +167,91 @@ def _forward(
 
 def entmax_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
-    head_alpha: Tensor | None, out: Tensor, rows: Tensor, tiles: Tensor, alpha: float,
-    is_causal: bool, scale: float, precision: str, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    head_alpha: Tensor | None, out: Tensor, rows: Tensor, tiles: Tensor, *terms: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of query, key, value and head_alpha; that of a mask comes back empty.
 
     Arguments and results are those of `elsa::entmax_attention_backward`.
     """
-    alpha = 0.0 if head_alpha is not None else alpha
-    options = Options(alpha, is_causal, scale, precision, tuple(bool(x) for x in needs))
-    grads = _empty((query, key, value), options.needs)
     operands = {"q": query, "k": key, "v": value, "g": grad_out, "o": out}
-    of_alpha = _backward(operands, grads, attn_mask, head_alpha, rows, tiles, options)
-    return grads[0], grads[1], grads[2], query.new_empty(0), of_alpha
+    options = Options(*terms[:-1], needs=tuple(map(bool, terms[-1])))
+    *grads, of_alpha = _backward(operands, attn_mask, head_alpha, rows, tiles, options)
+    return *grads, query.new_empty(0), of_alpha
 
 
 def entmax_varlen_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor, head_alpha: Tensor | None, out: Tensor, rows: Tensor, tiles: Tensor,
-    longest_q: int, longest_k: int, alpha: float, is_causal: bool, scale: float, precision: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    longest_q: int, longest_k: int, *terms: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of query, key, value and head_alpha.
 
     Arguments and results are those of `elsa::entmax_varlen_attention_backward`; gradients of tokens
     that no sequence has are not written.
     """
-    *wants, wants_alpha = (bool(x) for x in needs)
+    *wants, wants_alpha = map(bool, terms[-1])
     packing = Packing(cu_seqlens_q.shape[0] - 1, longest_q, longest_k)
-    alpha = 0.0 if head_alpha is not None else alpha
-    dense = (*wants, False, wants_alpha)  # of a mask there is no gradient
-    options = Options(alpha, is_causal, scale, precision, dense, packing)
-    bounds = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    grads = _empty((query, key, value), options.needs)
+    # of a mask there is no gradient
+    options = Options(*terms[:-1], needs=(*wants, False, wants_alpha), packing=packing)
     operands = _of_one_batch(q=query, k=key, v=value, g=grad_out, o=out)
-    of_alpha = _backward(operands, grads, None, head_alpha, rows, tiles, options, *bounds)
-    return grads[0], grads[1], grads[2], of_alpha
+    bounds = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    *grads, of_alpha = _backward(operands, None, head_alpha, rows, tiles, options, *bounds)
+    return *(g.transpose(1, 2)[0] if g.dim() == 4 else g for g in grads), of_alpha
 
 
 def _backward(
-    operands: dict[str, Tensor], grads: list[Tensor], mask: Tensor | None,
-    head_alpha: Tensor | None, rows: Tensor, tiles: Tensor, options: Options, *bounds: Tensor,
-) -> Tensor:  # fmt: skip
-    """Write `grads`, empty where none is wanted; returns the gradient of head_alpha, or nothing."""
-    q, k, v, g, _ = operands.values()
+    operands: dict[str, Tensor], mask: Tensor | None, head_alpha: Tensor | None, rows: Tensor,
+    tiles: Tensor, options: Options, *bounds: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of `q`, `k` and `v`, [0] where none is wanted, and of head_alpha."""
+    q, k, v, g, out = operands.values()
     packing, wants_alpha = options.packing, options.needs[4] and head_alpha is not None
+    grads = [
+        torch.empty_like(t) if wanted else t.new_empty(0)
+        for t, wanted in zip((q, k, v), options.needs[:3], strict=True)
+    ]
     grad_alpha = q.new_empty(0)
     if head_alpha is not None and wants_alpha:
         grad_alpha = torch.zeros_like(head_alpha, memory_format=torch.contiguous_format)
     sequences = packing is None or (packing.sequences and packing.longest_q)
     if not (g.numel() and k.shape[2] and sequences and tiles.numel()):
-        for grad in grads:
-            grad.zero_()
-        return grad_alpha
+        return *(grad.zero_() for grad in grads), grad_alpha
     if not (any(options.needs[:3]) or options.needs[4]):
-        return grad_alpha
-    written = [w.transpose(0, 1)[None] if w.dim() == 3 else w for w in grads]
-    names = zip(("dq", "dk", "dv"), written, (q, k, v), strict=True)
-    operands = operands | {name: t if w.dim() == 1 else w for name, w, t in names}
+        return *grads, grad_alpha
+    dq, dk, dv = (t if w.dim() == 1 else w for w, t in zip(grads, (q, k, v), strict=True))
+    operands = operands | {"dq": dq, "dk": dk, "dv": dv}
     launches = _planned(operands, mask, head_alpha, options, bounds)
     by_row = torch.empty_like(rows[0]) if options.needs[4] else q
-    with layout.on_device(q):
-        _launch_gradients(
-            launches, operands, mask, head_alpha, rows, tiles, by_row, packing, bounds
-        )
-        if head_alpha is None or not wants_alpha:
-            return grad_alpha
-        if packing is None:
-            sums = by_row.sum(-1)
-        else:
-            sums = rows.new_empty((packing.sequences, rows.shape[1]))
-            launches["alpha"](by_row, sums, bounds[0])
-        return sums[..., None, None].sum_to_size(head_alpha.shape).to(head_alpha.dtype)
-
-
-def _launch_gradients(
-    launches: dict[str, Launch], operands: dict[str, Tensor], attn_mask: Tensor | None,
-    head_alpha: Tensor | None, rows: Tensor, tiles: Tensor, by_row: Tensor,
-    packing: Packing | None, bounds: tuple[Tensor, ...],
-) -> None:  # fmt: skip
-    q, k, v, g, out, dq, dk, dv = operands.values()
     q_tiles, k_tiles = tiles.shape[-2:]
     heads = tiles.numel() // (q_tiles * k_tiles)
     columns, per_column = k_tiles, q_tiles
     if packing is not None:
         columns, per_column = k.shape[2] // TILE + packing.sequences, _tiles(packing.longest_q)
-    mask, of_heads = layout.mask_pointer(attn_mask, q), q if head_alpha is None else head_alpha
-    delta = rows.new_empty((4, *rows.shape[1:]))
-    # as many lists as blocks of one tile would have
-    by_rows = q.new_empty((heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
-    by_columns, norms = by_rows, rows  # where nothing reads them
-    if "by_columns" in launches:
-        by_columns = q.new_empty((heads * columns, 1 + per_column), dtype=torch.int32)
-        norms = rows.new_empty((heads, columns))
-        launches["by_columns"](tiles, by_columns, v, norms, *bounds)
-    launches["by_rows"](tiles, by_rows, v, norms)
-    launches["query"](
-        q, k, v, g, out, mask, of_heads, rows, by_rows, norms, delta, dq, by_row, *bounds
-    )
-    if "key" in launches:
-        launches["key"](q, k, v, g, mask, of_heads, rows, by_columns, delta, dk, dv, *bounds)
-
-
-def _empty(inputs: Sequence[Tensor], wants: Sequence[bool]) -> list[Tensor]:
-    return [
-        torch.empty_like(t) if wanted else t.new_empty(0)
-        for t, wanted in zip(inputs, wants[:3], strict=True)
-    ]
+    with layout.on_device(q):
+        pointer, of_heads = layout.mask_pointer(mask, q), q if head_alpha is None else head_alpha
+        delta = rows.new_empty((4, *rows.shape[1:]))
+        # as many lists as blocks of one tile would have
+        by_rows = q.new_empty((heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
+        by_columns, norms = by_rows, rows  # where nothing reads them
+        if "by_columns" in launches:
+            by_columns = q.new_empty((heads * columns, 1 + per_column), dtype=torch.int32)
+            norms = rows.new_empty((heads, columns))
+            launches["by_columns"](tiles, by_columns, v, norms, *bounds)
+        launches["by_rows"](tiles, by_rows, v, norms)
+        launches["query"](
+            q, k, v, g, out, pointer, of_heads, rows, by_rows, norms, delta, dq, by_row, *bounds
+        )
+        if "key" in launches:
+            launches["key"](q, k, v, g, pointer, of_heads, rows, by_columns, delta, dk, dv, *bounds)
+        if head_alpha is None or not wants_alpha:
+            return *grads, grad_alpha
+        if packing is None:
+            sums = by_row.sum(-1)
+        else:
+            sums = rows.new_empty((packing.sequences, rows.shape[1]))
+            launches["alpha"](by_row, sums, bounds[0])
+        summed = sums[..., None, None].sum_to_size(head_alpha.shape).to(head_alpha.dtype)
+        return *grads, summed
 
 
 def _of_one_batch(**packed: Tensor) -> dict[str, Tensor]:
@@ -297,6 +268,8 @@ def _planned(
     bounds: tuple[Tensor, ...],
 ) -> dict[str, Launch]:  # fmt: skip
     """The plan of a call, cached by layout."""
+    if head_alpha is not None:
+        options = replace(options, alpha=0.0)
     layouts = tuple(layout.key_of(t) for t in (mask, head_alpha, *bounds, *operands.values()))
     key = ("entmax", operands["q"].get_device(), options, layouts)
     found: dict[str, Launch] = PLANS.get(key, plan_call, operands, mask, head_alpha, options)
@@ -325,8 +298,14 @@ def plan_call(
         return -(-length // block) if packing is None else length // block + packing.sequences
 
     if not options.needs:
-        tuning = FORWARD[kind]
-        tail |= _forward_tail(tuning, options)
+        tuning, halves = FORWARD[kind], options.alpha == 1.5
+        top, step, out = tuning.stages
+        tail |= {
+            "BM": tuning.rows, "BN": tuning.keys, "GROUPS": tuning.groups, "TOP_STAGES": top,
+            "STEP_STAGES": step, "OUT_STAGES": out, "STEPS": STEPS,
+            "COUNT": halves and tuning.count, "CLOSE": tuning.close if halves else 0.0,
+            "WITHIN": tuning.within,
+        }  # fmt: skip
         grid = (heads * blocks(queries, tuning.rows),)
         return {"forward": _launch(entmax_forward.forward, grid, tail, tuning.warps)}
     warps, tail["STAGES"] = GRADIENTS[kind]
@@ -355,17 +334,6 @@ def plan_call(
         summed = tail | {"CHUNK": TOKENS}
         launches["alpha"] = _launch(entmax_gradients.sum_of_sequences, grid, summed, 4)
     return launches
-
-
-def _forward_tail(tuning: Tuning, options: Options) -> dict[str, Any]:
-    """What the forward takes beside the arguments that the launches share."""
-    top, step, out = tuning.stages
-    halves = options.alpha == 1.5
-    return {
-        "BM": tuning.rows, "BN": tuning.keys, "GROUPS": tuning.groups, "TOP_STAGES": top,
-        "STEP_STAGES": step, "OUT_STAGES": out, "STEPS": STEPS, "COUNT": halves and tuning.count,
-        "CLOSE": tuning.close if halves else 0.0, "WITHIN": tuning.within,
-    }  # fmt: skip
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], warps: int) -> Launch:
