@@ -4,8 +4,7 @@ Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011). Th
 entry b, query head h of H, query i and key j is kept where the upper 31 bits of one word are at
 least p * 2**31: word j % 4 of the counter (j // 4, i, b * H + h, offset) under the 64-bit key seed.
 So tiles, schedules, backends and devices agree bit by bit, and a backward pass needs the seed
-alone. The offset counts modulo 2**32. The same in C++: csrc/elsa/philox.h; in Triton:
-triton/attention/dropout.py.
+alone. The offset counts modulo 2**32. The same in C++: csrc/elsa/philox.h.
 """
 
 from __future__ import annotations

@@ -111,11 +111,11 @@ def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
     return attention_backward(grad_out, grad_lse, *rest)
 
 
-def _on_triton(module: str, name: str = "support") -> Callable[[Request], Support]:
+def _on_triton(module: str) -> Callable[[Request], Support]:
     """What a module of kernels answers, and then Triton."""
 
     def support(request: Request) -> Support:
-        answer: Support = _late(module, name)(request)
+        answer: Support = _late(module, "support")(request)
         return _late("triton", "support")(request) if answer.ok else answer
 
     return support
@@ -187,7 +187,6 @@ _NATIVE = {
 # What computes an operator on CUDA devices: modules that are imported at the first call.
 KERNELS_ON_CUDA = {
     "attention": _late("triton", "attention_forward"),
-    "attention_dropout": _late("triton.attention.dropout", "attention_dropout"),
     "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
     "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
     "entmax_varlen_attention": _late("triton.attention.entmax", "entmax_varlen_forward"),
@@ -207,15 +206,6 @@ def _triton_schedule(*arguments: Any) -> str:
 
 
 _TRITON = {
-    "attention_dropout": Implementation(
-        support=_late("triton", "support"),
-        run=ops.ATTENTION_DROPOUT.overload,
-        schedule=_late("triton.attention.dropout", "schedule"),
-        arithmetic=_split,
-        gradient=_on_triton("triton.attention.dropout", "support_gradient"),
-        backward=_late("triton.attention.dropout", "attention_dropout_backward"),
-        asked=True,
-    ),
     "attention": Implementation(
         support=_late("triton", "support"),
         run=ops.ATTENTION.overload,

@@ -20,7 +20,6 @@ from triton_compile import compile_launch, planned_call
 
 from elsa_core.backends.triton.attention import (
     backward,
-    dropout,
     entmax,
     sparse,
     varlen,
@@ -38,7 +37,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SHARED = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 KINDS = {
     "Lse": "fp32", "GradLse": "fp32", "Rows": "fp32", "Guards": "i32", "Factors": "fp32",
-    "Halves": "fp16", "Seed": "i64", "Alpha": "fp32", "Tiles": "u8", "Lists": "i32",
+    "Halves": "fp16", "Alpha": "fp32", "Tiles": "u8", "Lists": "i32",
     "Delta": "fp32", "DAlpha": "fp32", "Norms": "fp32", "Flags": "i32", "Partial": "fp32",
     "DBias": "fp32", "DLogit": "fp32", "Dense": "fp32", "Counts": "i64",
 }  # fmt: skip
@@ -53,15 +52,15 @@ def attention(dtype: torch.dtype, precision: str = "strict", **more: Any) -> lis
 
 
 def gradients(
-    dtype: torch.dtype, precision: str = "strict", tiles: str = "h200", drop: float = 0.0,
-    masked: bool = False, causal: bool = False,
+    dtype: torch.dtype, precision: str = "strict", tiles: str = "h200", masked: bool = False,
+    causal: bool = False,
 ) -> list[Any]:  # fmt: skip
     """Of 4 heads, 300 queries and 333 keys."""
     q, k, lse = meta(1, 4, 300, 64, dtype=dtype), meta(1, 4, 333, 64, dtype=dtype), meta(1, 4, 300)
     mask = meta(1, 4, 300, 333, dtype=dtype) if masked else None
     mode = "half" if dtype != F32 else backward.PRECISIONS[precision]
     needs = (True, True, True, masked)
-    options = backward.Options(causal, 0.125, mode, needs, mode == "half", tiles, drop)
+    options = backward.Options(causal, 0.125, mode, needs, mode == "half", tiles)
     operands = {"q": q, "k": k, "v": k, "g": q, "o": q, "l": lse, "dq": q, "dk": k, "dv": k}
     call = backward.plan_call(operands, mask, options)
     return [x for x in (call.prepare, *call.sides, call.fallback, call.mask) if x is not None]
@@ -144,11 +143,6 @@ def tiles_left_out(dtype: torch.dtype) -> list[Any]:
     return [sparse.plan_call(q, k, k, None, sparse.Options(True, 0.1, "strict", -20.0, 7))]
 
 
-def dropped(dtype: torch.dtype) -> list[Any]:
-    q = meta(1, 4, 300, 64, dtype=dtype)
-    return [dropout.plan_call(q, q, q, None, False, 0.125, "strict", 0.1).fold]
-
-
 # what, for which GPU, in which dtype; "hip" for AMD's
 ROWS: list[tuple[str, Callable[[], list[Any]], int | str, torch.dtype]] = [
     ("attention", lambda: attention(F32), 90, F32),
@@ -157,8 +151,7 @@ ROWS: list[tuple[str, Callable[[], list[Any]], int | str, torch.dtype]] = [
     ("one query", lambda: attention(F32, keys=5000), 90, F32),
     ("gradients", lambda: gradients(F32, masked=True, causal=True), 90, F32),
     ("gradients", lambda: gradients(BF16, tiles="default"), 120, BF16),
-    ("gradients with dropout", lambda: gradients(F16, tiles="default", drop=0.1), 80, F16),
-    ("dropout", lambda: dropped(BF16), 120, BF16),
+    ("gradients", lambda: gradients(F16, tiles="default"), 80, F16),
     ("packed", lambda: packed(F32, 80), 80, F32),
     ("entmax", lambda: alpha_entmax(F16), 80, F16),
     ("packed entmax", lambda: alpha_entmax(BF16, packed=True), 90, BF16),
@@ -225,13 +218,6 @@ def test_products_are_what_the_precision_says(name: str) -> None:
         assert instruction in ptx
     else:
         assert "mma" not in ptx and "fma.rn.f32" in ptx
-
-
-def test_kernels_without_dropout_hold_none_of_it() -> None:
-    (fold,) = (x for x in attention(F16) if "Seed" in x.tail)
-    assert fold.tail["Seed"] is None
-    assert "mul.hi.u32" not in compiled(fold, 80, F16).asm["ptx"]
-    assert "mul.hi.u32" in compiled(dropped(F16)[0], 80, F16).asm["ptx"]
 
 
 def test_threads_of_window_gradients_spill_next_to_nothing() -> None:

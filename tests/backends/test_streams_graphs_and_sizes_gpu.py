@@ -220,12 +220,12 @@ def test_new_lengths_in_a_recorded_graph(name: str) -> None:
 def test_a_captured_step_drops_anew_in_each_replay() -> None:
     x = make(2, 4, 197, 64, dtype=F16).requires_grad_()
     for _ in range(2):
-        elsa.attention(x, x, x, dropout_p=0.2, backend="triton").sum().backward()
+        elsa.attention(x, x, x, dropout_p=0.2, backend="eager").sum().backward()
     torch.cuda.synchronize()
     x.grad = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = elsa.attention(x, x, x, dropout_p=0.2, backend="triton")
+        out = elsa.attention(x, x, x, dropout_p=0.2, backend="eager")
         out.sum().backward()
     outs = []
     for _ in range(2):

@@ -23,7 +23,7 @@ HAS = {
     "entmax_attention": _OURS,
     "entmax_varlen_attention": _OURS,
     "sparsity": _OURS,
-    "dropout": _OURS,
+    "dropout": {"eager": "any", "native": "cpu"},
 }
 MODES = ("infer", "train", "infer lse", "train lse")
 # What takes longer, of some cases: compiled as one graph, exported, and by `torch.func`.

@@ -26,14 +26,13 @@ from .cases import CASES, Case
 BACKENDS = ("triton", "portable")
 MODES = ("infer", "train")
 # Operators whose gradients are Triton's kernels.
-_TRAINED = ("attention", "window_attention", "dropout", "entmax_attention",
-            "entmax_varlen_attention")  # fmt: skip
+_TRAINED = ("attention", "window_attention", "entmax_attention", "entmax_varlen_attention")
 
 
 def serves(backend: str, case: Case, mode: str) -> bool:
     """Whether the kernels of a GPU must serve a case on the CPU."""
     operator, dtype, precision = case.operator, case.dtype, case.precision
-    if mode not in MODES or case.name.startswith("many"):
+    if mode not in MODES or operator == "dropout" or case.name.startswith("many"):
         return False
     if backend == "portable":
         own = operator == "attention" and (dtype, mode) == ("float32", "infer")
@@ -91,7 +90,7 @@ def _direct(name: str) -> Callable[..., Any] | None:
 
 def _triton() -> dict[str, Callable[..., Any]]:
     assert os.environ.get("TRITON_INTERPRET") == "1"
-    from elsa_core.backends.triton.attention import backward, dropout, entmax
+    from elsa_core.backends.triton.attention import backward, entmax
     from elsa_core.backends.triton.attention.schedules import forward as chains
     from elsa_core.backends.triton.window import backward as windows
     from elsa_core.dispatch import table
@@ -100,7 +99,6 @@ def _triton() -> dict[str, Callable[..., Any]]:
     chains.CHAIN_TILES = 1  # a fresh state after each tile: no row here has 1024 of them
     forward = (
         "attention",
-        "attention_dropout",
         "varlen_attention",
         "entmax_attention",
         "entmax_varlen_attention",
@@ -111,7 +109,6 @@ def _triton() -> dict[str, Callable[..., Any]]:
     return {name: table.KERNELS_ON_CUDA[name] for name in forward} | {
         "gated_linear": _gated,
         "attention_backward": _with_slope(backward.attention_backward),
-        "attention_dropout_backward": _with_slope(dropout.attention_dropout_backward),
         "window_attention_backward": windows.window_attention_backward,
         "entmax_attention_backward": lambda *a: _with_mask(entmax.entmax_backward(*a), a),
         "entmax_varlen_attention_backward": entmax.entmax_varlen_backward,

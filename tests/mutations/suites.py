@@ -65,7 +65,6 @@ def _interpreted(*operators: str) -> tuple[str, ...]:
 
 
 _FORWARD = _interpreted("attention")
-_DROPOUT = _interpreted("dropout")
 _WINDOWS = _interpreted("window_attention")
 _LINEAR = ("tests/backends/test_products_of_linear.py", *_interpreted("linear"))
 
@@ -116,14 +115,15 @@ SUITES = (
         "attention/fma_fallback",
         "tests/backends/test_code_of_specialised_kernels.py::test_flagged_blocks_are_folded_again",
     ),
-    _triton("attention/backward_*", *_FORWARD, *_DROPOUT, lines=80),
+    _triton("attention/backward_*", *_FORWARD, lines=80),
     _triton("attention/decode", *_FORWARD),
-    *(_triton(f"attention/{name}", *_FORWARD, *_DROPOUT) for name in ("exact", "fold", "forward")),
-    *(_triton(f"attention/{name}", *_FORWARD) for name in ("merge", "split")),
+    *(
+        _triton(f"attention/{name}", *_FORWARD)
+        for name in ("exact", "fold", "forward", "merge", "split")
+    ),
     _triton("window/*", *_WINDOWS),
     _triton("linear/usertable", "tests/bench/test_bench_linear.py"),
     _triton("linear/*", *_LINEAR),
-    _triton("shared/philox", *_DROPOUT),
     _triton("attention/varlen_forward", *_interpreted("varlen_attention")),
     _triton("attention/sparse_kernels", *_interpreted("sparsity")),
     _triton("attention/entmax_*", *_interpreted("entmax_attention", "entmax_varlen_attention")),

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core.backends import philox
 from elsa_core.backends.triton.attention.backward_tiling import Tile, tile_for, tiles_name
 from elsa_core.backends.triton.attention.schedules.forward import FRESH_KEYS
 from elsa_core.backends.triton.shared import layout
@@ -59,7 +58,6 @@ class Options:
     needs: Needs
     refine: bool
     tiles: str
-    dropout_p: float = 0.0
 
 
 def _scales(scale: float, split: bool) -> dict[str, float]:
@@ -88,9 +86,6 @@ def _tail(operands: dict[str, Tensor], mask: Tensor | None, options: Options) ->
         "STEP": step, "UNIT_D": unit_d,
         "UNIT_OUT": all(operands[name].stride(3) == 1 for name in ("dq", "dk", "dv")),
         "UNIT_K": mask is not None and mask.stride(3) == 1 and mask.shape[3] != 1,
-        "threshold": philox.threshold(options.dropout_p),
-        "kept": philox.kept_factor(options.dropout_p),
-        **({} if options.dropout_p else {"Seed": None}),
     }  # fmt: skip
     for name in ("q", "k", "v", "g", "o"):
         tail |= layout.strides(name, operands[name], step)
@@ -211,7 +206,7 @@ def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options
 def attention_backward(
     grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
     attn_mask: Tensor | None, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
-    precision: str, needs: Needs, *, dropout: philox.Dropout | None = None,
+    precision: str, needs: Needs,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of softmax attention, weights computed again from lse (FlashAttention, 2205.14135).
 
@@ -225,7 +220,6 @@ def attention_backward(
         precision: strict and turbo take three float16 products for float32, lean three TF32
             products without split operands in the workspace; ieee is not served.
         needs: which of query, key, value and mask get a gradient.
-        dropout: what the forward dropped, with a probability above 0.
 
     Returns:
         Gradients of query, key, value (strides as `empty_like` gives them) and mask (contiguous);
@@ -246,11 +240,7 @@ def attention_backward(
         grad_mask = torch.empty_like(attn_mask, memory_format=torch.contiguous_format)
     if not (query.numel() and key.numel() and value.numel()):
         return grads[0].zero_(), grads[1].zero_(), grads[2].zero_(), grad_mask.zero_()
-    drawn = () if dropout is None else (dropout.seed,)
-    options = Options(
-        is_causal, scale, mode, needs, refine, tiles_name(query.device),
-        0.0 if dropout is None else dropout.p,
-    )  # fmt: skip
+    options = Options(is_causal, scale, mode, needs, refine, tiles_name(query.device))
     written = [g if g.dim() == 4 else t for g, t in zip(grads, (query, key, value), strict=True)]
     if refine and not needs[0]:
         written[0] = torch.empty_like(query)
@@ -262,14 +252,14 @@ def attention_backward(
     cached = ("backward", query.get_device(), options, layouts)
     call = PLANS.get(cached, plan_call, operands, attn_mask, options)
     with layout.on_device(query):
-        _execute(call, operands, attn_mask, grad_mask, *drawn)
+        _execute(call, operands, attn_mask, grad_mask)
     return grads[0], grads[1], grads[2], grad_mask
 
 
 def _execute(
-    call: Call, operands: dict[str, Tensor], mask: Tensor | None, grad_mask: Tensor, *drawn: Tensor
+    call: Call, operands: dict[str, Tensor], mask: Tensor | None, grad_mask: Tensor
 ) -> None:
-    """Allocate the workspace and launch; `drawn`: the seed of dropout, if there is any."""
+    """Allocate the workspace and launch."""
     q, k, v, g = (operands[name] for name in "qkvg")
     m = layout.mask_pointer(mask, q)
     rows = q.new_empty(call.rows, dtype=torch.float32)
@@ -287,9 +277,9 @@ def _execute(
     if call.fallback is None:
         call.normalise(*again)
     for side in call.sides:
-        side(of_q, of_k, of_v, of_g, m, grad_lse, rows, guards, factors, *grads, *drawn)
+        side(of_q, of_k, of_v, of_g, m, grad_lse, rows, guards, factors, *grads)
     if call.fallback is not None:
         call.normalise(*again)
-        call.fallback(q, k, v, g, m, grad_lse, rows, guards, factors, *grads, *drawn)
+        call.fallback(q, k, v, g, m, grad_lse, rows, guards, factors, *grads)
     if call.mask is not None:
-        call.mask(q, k, v, g, m, rows, grad_mask, *drawn)
+        call.mask(q, k, v, g, m, rows, grad_mask)

@@ -19,12 +19,11 @@ from elsa_core.backends.triton.attention.backward_tiles import (
     weights,
 )
 from elsa_core.backends.triton.shared.helpers import load_part, wide
-from elsa_core.backends.triton.shared.philox import drawn, keep
 
 
 @triton.jit
 def one_program(
-    pid, Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_, drop,
+    pid, Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_,
     heads, group, n_q, n_k, batch, key_programs, scale, scale_q, scale_k,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
@@ -54,7 +53,7 @@ def one_program(
         if of_keys:
             if WANT_K or WANT_V:
                 key_side(
-                    pid, Q, K, V, G, Mask, Rows, Factors, DK, DV_, drop,
+                    pid, Q, K, V, G, Mask, Rows, Factors, DK, DV_,
                     heads, group, n_q, n_k, batch,
                     scale, scale_k, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
                     g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
@@ -63,7 +62,7 @@ def one_program(
                 )  # fmt: skip
         elif WANT_Q:
             query_side(
-                pid - key_programs, Q, K, V, G, Mask, Rows, GradLse, Factors, DQ, drop,
+                pid - key_programs, Q, K, V, G, Mask, Rows, GradLse, Factors, DQ,
                 heads, group,
                 n_q, n_k, batch, scale, scale_q, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
                 v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, dq_d, l_b, l_h, l_n,
@@ -74,10 +73,10 @@ def one_program(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def gradients(
-    Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_, Seed,
+    Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
     key_programs: tl.int32, programs: tl.int32, scale: tl.float32, scale_q: tl.float32,
-    scale_k: tl.float32, threshold: tl.int32, kept: tl.float32,
+    scale_k: tl.float32,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
@@ -101,9 +100,8 @@ def gradients(
     Terms of rows, guards, factors: as `backward_prepare.prepare` wrote them; MODE 1: Q, K, V and G
     are its halves. Strides q, k, v, g in units of STEP elements. scale: of the products that give
     scores in base 2; scale_q, scale_k: of the sums that give dQ and dK. WHERE: as `one_program` has
-    it; REFINE: as `query_side` has it. Seed: None, or of dropout, as `forward.forward` has it.
+    it; REFINE: as `query_side` has it.
     """
-    drop = drawn(Seed, threshold, kept)
     q_b, q_h, q_n = q_b * STEP, q_h * STEP, q_n * STEP
     k_b, k_h, k_n = k_b * STEP, k_h * STEP, k_n * STEP
     v_b, v_h, v_n = v_b * STEP, v_h * STEP, v_n * STEP
@@ -116,7 +114,7 @@ def gradients(
         programs = tl.where(verdict(Guards, count) != 0, programs, 0)
         for pid in range(tl.program_id(0), programs, tl.num_programs(0)):
             one_program(
-                pid, Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_, drop,
+                pid, Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_,
                 heads, group, n_q, n_k, batch, key_programs, scale, scale_q, scale_k,
                 q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
                 dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
@@ -126,7 +124,7 @@ def gradients(
             )  # fmt: skip
     else:
         one_program(
-            tl.program_id(0), Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_, drop,
+            tl.program_id(0), Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_,
             heads, group, n_q, n_k, batch, key_programs, scale, scale_q, scale_k,
             q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
             dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
@@ -138,10 +136,9 @@ def gradients(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def mask_gradient(
-    Q, K, V, G, Mask, Rows, DMask, Seed,
+    Q, K, V, G, Mask, Rows, DMask,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
     m_b: tl.int32, m_h: tl.int32, q_blocks: tl.int32, k_blocks: tl.int32, scale: tl.float32,
-    threshold: tl.int32, kept: tl.float32,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
@@ -157,7 +154,6 @@ def mask_gradient(
     It sums dS over the batches and heads (m_b, m_h = 1), query tiles (ALL_Q) and key tiles (ALL_K)
     that share its tile, in one order. DMask is contiguous. Operands as they are, never split.
     """
-    drop = drawn(Seed, threshold, kept)
     pid = tl.program_id(0)
     own_q = 1 if ALL_Q else q_blocks
     own_k = 1 if ALL_K else k_blocks
@@ -205,8 +201,6 @@ def mask_gradient(
             mask_q, mask_k, MODE, 2, CAUSAL, True, True, False,
         )  # fmt: skip
         t = product(g, g, v.T, v.T, MODE, False) * (UNSHIFT if MODE == 0 else 1.0)
-        if drop is not None:
-            t = t * (keep(drop, i_b * heads + i_h, row0, n0, BM, BN) * kept)
         acc += p * (t - delta[:, None])
     i_m = (i_mb * m_h + i_mh).to(tl.int64)
     size_q = 1 if ALL_Q else n_q

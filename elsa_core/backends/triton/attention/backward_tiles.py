@@ -7,9 +7,6 @@ MODE: 0 half (operands as they are; dS and P are rounded to their dtype), always
 (three float16 products of hi + lo; each row of P and dS gets a power of two of its own, so that
 weights of 1 / N keep their low halves), 2 three TF32 products. All but half sum tiles with
 float32 adds.
-
-With dropout (`drop`, as `shared.philox.drawn` gives it) dV takes the kept weights, and dO V^T is
-multiplied by keep / (1 - p); delta, from a dropped out, needs nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from elsa_core.backends.triton.shared.helpers import (
     power,
     wide,
 )
-from elsa_core.backends.triton.shared.philox import keep
 
 
 @triton.jit
@@ -103,7 +99,6 @@ def weights(
 def fold_queries(
     i0, dk, dv, kh, kl, vh, vl, p_q, p_g, p_mask, p_rows, p_factors, region_q, region_g, row_count,
     f_k, f_v, n_q, columns, first_key, q_n, q_d, g_n, g_d, mask_q, mask_k,
-    drop, head,
     MODE: tl.constexpr, FRESH: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, TEST: tl.constexpr, SAFE: tl.constexpr,
     WANT_K: tl.constexpr, WANT_V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -130,19 +125,11 @@ def fold_queries(
         t, f_k * f_q, m[None, :], s[None, :], p_mask + i0 * mask_q, o_m, o_n, rows, columns,
         i0 - first_key, mask_q, mask_k, MODE, MASK, CAUSAL, TEST, SAFE, True,
     )  # fmt: skip
-    kept = p
-    if drop is not None:
-        kept = tl.trans(keep(drop, head, i0, first_key, BM, BN))
     if WANT_V:
-        if drop is not None:
-            dv = accumulate(dv, p * kept, gh, gl, f_g, MODE, FRESH)
-        else:
-            dv = accumulate(dv, p, gh, gl, f_g, MODE, FRESH)
+        dv = accumulate(dv, p, gh, gl, f_g, MODE, FRESH)
     if WANT_K:
         delta = tl.load(p_rows + 2 * row_count + i0 + o_m)
         g = product(vh, vl, gh.T, gl.T, MODE, True) * (f_v * f_g)
-        if drop is not None:
-            g = g * (kept * drop[3])
         ds = p * (g - delta[None, :])
         dk = accumulate(dk, ds, qh, ql, f_q, MODE, FRESH)
     return dk, dv
@@ -150,7 +137,7 @@ def fold_queries(
 
 @triton.jit
 def key_side(
-    program, Q, K, V, G, Mask, Rows, Factors, DK, DV_, drop,
+    program, Q, K, V, G, Mask, Rows, Factors, DK, DV_,
     heads, group, n_q, n_k, batch, scale, out_scale,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d, mask_b, mask_h, mask_q, mask_k,
@@ -221,7 +208,7 @@ def key_side(
                 dk, dv = fold_queries(
                     i0, dk, dv, kh, kl, vh, vl, p_q, p_g, p_mask, p_rows, p_f, row_count * D0,
                     row_count * V0, row_count, f_k, f_v, n_q, columns, first,
-                    q_n, q_d, g_n, g_d, mask_q, mask_k, drop, i_bh,
+                    q_n, q_d, g_n, g_d, mask_q, mask_k,
                     MODE, FRESH, MASK, CAUSAL, True,
                     SAFE, WANT_K, WANT_V, BM, BN, D, D0, DV, V0, UNIT_D,
                 )  # fmt: skip
@@ -231,7 +218,7 @@ def key_side(
                 dk, dv = fold_queries(
                     i0, dk, dv, kh, kl, vh, vl, p_q, p_g, p_mask, p_rows, p_f, row_count * D0,
                     row_count * V0, row_count, f_k, f_v, n_q, columns, first,
-                    q_n, q_d, g_n, g_d, mask_q, mask_k, drop, i_bh,
+                    q_n, q_d, g_n, g_d, mask_q, mask_k,
                     MODE, FRESH, 0, False, False,
                     False, WANT_K, WANT_V, BM, BN, D, D0, DV, V0, UNIT_D,
                 )  # fmt: skip
@@ -246,8 +233,6 @@ def key_side(
         o_v = tl.arange(0, V0)
         p = DV_ + i_b * dv_b + i_h * dv_h + (wide(first) + o_n)[:, None] * dv_n
         p += (o_v if UNIT_OUT else o_v * dv_d)[None, :]
-        if drop is not None:
-            dv = dv * drop[3]
         x = (dv * (UNSHIFT if MODE == 0 else 1.0)).to(DV_.dtype.element_ty)
         tl.store(p, x, mask=inside & (o_v < DV)[None, :])
 
@@ -256,7 +241,6 @@ def key_side(
 def fold_keys(
     n0, dq, pk, total, qh, ql, gh, gl, m, s, delta, p_k, p_v, p_mask, p_factors, region_k, region_v,
     f_q, f_g, n_k, rows, row0, k_n, k_d, v_n, v_d, mask_q, mask_k,
-    drop, head,
     MODE: tl.constexpr, FRESH: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     TEST: tl.constexpr, SAFE: tl.constexpr, REFINE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
@@ -280,8 +264,6 @@ def fold_keys(
         row0 - n0, mask_q, mask_k, MODE, MASK, CAUSAL, TEST, SAFE, False,
     )  # fmt: skip
     g = product(gh, gl, vh.T, vl.T, MODE, False) * (f_g * f_v)
-    if drop is not None:
-        g = g * (keep(drop, head, row0, n0, BM, BN) * drop[3])
     ds = p * (g - delta[:, None])
     dq = accumulate(dq, ds, kh, kl, f_k, MODE, FRESH)
     if REFINE:
@@ -292,7 +274,7 @@ def fold_keys(
 
 @triton.jit
 def query_side(
-    program, Q, K, V, G, Mask, Rows, GradLse, Factors, DQ, drop,
+    program, Q, K, V, G, Mask, Rows, GradLse, Factors, DQ,
     heads, group, n_q, n_k, batch, scale, out_scale,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, dq_d, l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k,
@@ -370,14 +352,14 @@ def query_side(
             dq, pk, total = fold_keys(
                 n0, dq, pk, total, qh, ql, gh, gl, m, s, delta, p_k, p_v, p_mask, p_f,
                 size_k * D0, size_k * V0, f_q, f_g, n_k, rows, row0, k_n, k_d, v_n, v_d, mask_q,
-                mask_k, drop, i_bh, MODE, FRESH, 0, False, False, False, REFINE, BM, BN,
+                mask_k, MODE, FRESH, 0, False, False, False, REFINE, BM, BN,
                 D, D0, DV, V0, UNIT_D,
             )  # fmt: skip
     for n0 in tl.range(full, hi, BN, num_stages=STAGES if TESTED else 1):
         dq, pk, total = fold_keys(
             n0, dq, pk, total, qh, ql, gh, gl, m, s, delta, p_k, p_v, p_mask, p_f,
             size_k * D0, size_k * V0, f_q, f_g, n_k, rows, row0, k_n, k_d, v_n, v_d, mask_q,
-            mask_k, drop, i_bh, MODE, FRESH, MASK, CAUSAL, True, SAFE, REFINE, BM, BN,
+            mask_k, MODE, FRESH, MASK, CAUSAL, True, SAFE, REFINE, BM, BN,
             D, D0, DV, V0, UNIT_D,
         )  # fmt: skip
     inside = o_m < rows

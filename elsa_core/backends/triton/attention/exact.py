@@ -17,14 +17,12 @@ from elsa_core.backends.triton.shared.helpers import (
     power,
     wide,
 )
-from elsa_core.backends.triton.shared.philox import keep
 
 
 @triton.jit
 def fold_exact(
     p_q, p_k, p_v, p_mask, lo, hi, n_k, q_n, q_d, k_n, k_d, v_n, v_d, mask_q, mask_k,
     row0, rows, scale, scale_exp, weight,
-    drop, head,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr, BX: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, UNIT_D: tl.constexpr,
@@ -73,8 +71,6 @@ def fold_exact(
         )  # fmt: skip
         m, z, a, p = advance(s, 1.0, m, z, 0.0, True)
         p = p * weight
-        if drop is not None:
-            p = p * keep(drop, head, row0, n0, BM, BX)
         v0 = load_part(p_v + n0_wide * v_n, o_x, columns, v_n, v_d, 0, V0, DV, UNIT_D, True)
         o = tl.dot(p, v0, input_precision="ieee")
         acc0 = add_scaled(acc0, a, o)

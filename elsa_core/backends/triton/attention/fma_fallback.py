@@ -64,7 +64,7 @@ def fma_fallback(
                         K + (i_b * k_b + i_h // group * k_h) * UNIT,
                         V + (i_b * v_b + i_h // group * v_h) * UNIT,
                         Q, lo, hi, n_k, q_n * UNIT, q_d, k_n * UNIT, k_d, v_n * UNIT, v_d, 0, 0,
-                        row0, rows, scale * flip, scale_exp, power(-shift), None, 0,
+                        row0, rows, scale * flip, scale_exp, power(-shift),
                         0, CAUSAL, ROWS, BX, D, D0, 0, DV, V0, 0, UNIT_D,
                     )  # fmt: skip
                     z = tl.sum(z, 1)
@@ -73,11 +73,11 @@ def fma_fallback(
                         row = i_state.to(tl.int64) * n_q + row0
                         store_rows(
                             acc, acc1, z, m, offset, Out, LSE, row * DV, DV, row, rows,
-                            1.0, ROWS, DV, V0, 0, True,
+                            ROWS, DV, V0, 0, True,
                         )  # fmt: skip
                     else:
                         store_rows(
                             acc, acc1, z, m, offset, Out, LSE,
                             ((i_b * n_q + row0) * heads + i_h) * DV, heads.to(tl.int64) * DV,
-                            i_bh.to(tl.int64) * n_q + row0, rows, 1.0, ROWS, DV, V0, 0, False,
+                            i_bh.to(tl.int64) * n_q + row0, rows, ROWS, DV, V0, 0, False,
                         )  # fmt: skip

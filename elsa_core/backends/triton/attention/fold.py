@@ -20,7 +20,6 @@ from elsa_core.backends.triton.shared.helpers import (
     row_before,
     wide,
 )
-from elsa_core.backends.triton.shared.philox import keep
 
 
 @triton.jit
@@ -126,7 +125,6 @@ def fold_tile(
     qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
     p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, n0, columns,
     k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-    drop, head,
     MODE: tl.constexpr, PRE: tl.constexpr, FRESH: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, TEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
@@ -137,7 +135,7 @@ def fold_tile(
     exponents).
 
     TEST: 0 every key is there and seen by every row, 1 scores are tested for length and causality,
-    2 they are tested in the tiles that need it. drop: as `shared.philox.drawn` gives it.
+    2 they are tested in the tiles that need it.
     """
     BOUNDED: tl.constexpr = TEST != 0
     o_m = tl.arange(0, BM)
@@ -188,8 +186,6 @@ def fold_tile(
                 s, p_mask, o_m, o_n, rows, columns, mask_q, mask_k, row0, n0, 0, CAUSAL, True
             )
     m, z, a, p = advance(s, f, m, z, SHIFT, MASK != 0)
-    if drop is not None:
-        p = p * keep(drop, head, row0, n0, BM, BN)
 
     if PRE:
         vh0, vl0, vh1, vl1 = load_split(
@@ -250,7 +246,6 @@ def fold_range(
     qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
     p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, lo, full, hi, n_k,
     k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-    drop, head,
     MODE: tl.constexpr, PRE: tl.constexpr, FRESH: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
@@ -270,7 +265,6 @@ def fold_range(
                 qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
                 p_k, p_v, p_mask, WK, WV, p_e + n0 // BN * 2, region_k, region_v,
                 wide(n0), n_k - n0, k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-                drop, head,
                 MODE, PRE, FRESH, MASK, False, 0, BM, BN,
                 D, D0, D1, DV, V0, V1, UNIT_D, SHIFT, LIMIT,
             )  # fmt: skip
@@ -279,7 +273,6 @@ def fold_range(
             qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
             p_k, p_v, p_mask, WK, WV, p_e + n0 // BN * 2, region_k, region_v,
             wide(n0), n_k - n0, k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-            drop, head,
             MODE, PRE, FRESH, MASK, CAUSAL, 2 if ONE_LOOP else 1, BM, BN,
             D, D0, D1, DV, V0, V1, UNIT_D, SHIFT, LIMIT,
         )  # fmt: skip

@@ -26,21 +26,20 @@ from elsa_core.backends.triton.shared.helpers import (
     row_before,
     store_tile,
 )
-from elsa_core.backends.triton.shared.philox import drawn
 
 
 @triton.jit
 def store_rows(
-    acc0, acc1, z, m, offset, Out, LSE, o_row, o_step, lse_row, rows, kept,
+    acc0, acc1, z, m, offset, Out, LSE, o_row, o_step, lse_row, rows,
     BM: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """out = kept * acc / z, zeros where no key was seen; lse natural, or base 2 for a partial
+    """out = acc / z, zeros where no key was seen; lse natural, or base 2 for a partial
     state, in the dtype of LSE: float64 for states that are merged.
     """
     o_m = tl.arange(0, BM)
     inside = o_m < rows
     empty = z == 0.0
-    inverse = kept / tl.where(empty, 1.0, z)
+    inverse = 1.0 / tl.where(empty, 1.0, z)
     if LSE.dtype.element_ty == tl.float64:
         lse = m.to(tl.float64) + offset.to(tl.float64) + tl.log2(z.to(tl.float64))
     else:
@@ -61,7 +60,7 @@ def store_rows(
 @triton.jit
 def fold_rows(
     p_q, p_k, p_v, p_mask, W, key_rows, row, tiles, lo, chunk, n_k, row0, rows,
-    q_n, q_d, k_n, k_d, v_n, v_d, mask_q, mask_k, shift, scale_exp, scale, flip, once, drop, head,
+    q_n, q_d, k_n, k_d, v_n, v_d, mask_q, mask_k, shift, scale_exp, scale, flip, once,
     MODE: tl.constexpr, PRE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, FLIP: tl.constexpr, OVERLAP: tl.constexpr,
     UNIT_D: tl.constexpr,
@@ -143,7 +142,6 @@ def fold_rows(
                 qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
                 p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, lo, full, hi, n_k,
                 k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-                drop, head,
                 MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
                 UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES,
             )  # fmt: skip
@@ -159,7 +157,6 @@ def fold_rows(
                     p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v,
                     c0, tl.maximum(c0, tl.minimum(full, end)), end, n_k,
                     k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-                    drop, head,
                     MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
                     UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES,
                 )  # fmt: skip
@@ -172,7 +169,6 @@ def fold_rows(
                     qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
                     p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, lo, full, hi, n_k,
                     k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-                    drop, head,
                     MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
                     UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES,
                 )  # fmt: skip
@@ -198,7 +194,6 @@ def fold_rows(
             m, z, acc0, acc1 = fold_exact(
                 p_q, p_k, p_v, p_mask, lo, hi, n_k, q_n, q_d, k_n, k_d, v_n, v_d,
                 mask_q, mask_k, row0, rows, scale * flip, scale_exp, power(-shift),
-                drop, head,
                 MASK, CAUSAL, BM, BX, D, D0, D1, DV, V0, V1, UNIT_D,
             )  # fmt: skip
             offset = shift.to(tl.float32)
@@ -207,14 +202,13 @@ def fold_rows(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def forward(
-    Q, K, V, Mask, W, Out, LSE, Seed,
+    Q, K, V, Mask, W, Out, LSE,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, chunk: tl.int32,
     tiles: tl.int32, shift: tl.int32, scale_exp: tl.int32, scale: tl.float32, flip: tl.float32,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
     mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64, batch: tl.int32,
-    threshold: tl.int32, kept: tl.float32,
     MODE: tl.constexpr, PRE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, FLIP: tl.constexpr,
     OVERLAP: tl.constexpr, UNIT: tl.constexpr, UNIT_D: tl.constexpr, UNIT_K: tl.constexpr,
@@ -230,10 +224,7 @@ def forward(
     `scale_exp`: |scale| * log2(e) = scale * 2**scale_exp with scale in [1, 2) (MODE 0: scale
     alone). FLIP: queries are multiplied by `flip` (-1 for a negative scale, 0 for scale 0). CHAIN:
     a multiple of BN, after which keys are folded into a fresh state, merged later; 0: one state.
-    Seed: None, or int64 [2] of dropout, with its `threshold` and the factor `kept`
-    (`elsa_core.backends.philox`).
     """
-    drop = drawn(Seed, threshold, kept)
     q_tiles = tl.cdiv(n_q, BM)
     if PARTIAL and OVERLAP:
         gdc_launch_dependents()
@@ -266,21 +257,19 @@ def forward(
     m, offset, z, acc0, acc1 = fold_rows(
         p_q, p_k, p_v, p_mask, W, key_rows, (i_b * heads_k + i_kv) * tiles, tiles,
         i_part * chunk, chunk, n_k, row0, rows, q_n, q_d, k_n, k_d, v_n, v_d, mask_q, mask_k,
-        shift, scale_exp, scale, flip, tl.minimum(heads, 1), drop, i_bh,
+        shift, scale_exp, scale, flip, tl.minimum(heads, 1),
         MODE, PRE, ONE_LOOP, FRESH, MASK, CAUSAL, FLIP, OVERLAP, UNIT_D, BM, BN, BX, CHAIN, SHIFT,
         STAGES, TAIL_STAGES, D, D0, D1, DV, V0, V1,
     )  # fmt: skip
-    if Seed is None:
-        kept = 1.0
     if PARTIAL:
         i_state = i_part.to(tl.int64) * batch * heads + i_bh
         store_rows(
             acc0, acc1, z, m, offset, Out, LSE, (i_state * n_q + row0) * DV, DV,
-            i_state * n_q + row0, rows, kept, BM, DV, V0, V1, True,
+            i_state * n_q + row0, rows, BM, DV, V0, V1, True,
         )  # fmt: skip
     else:
         store_rows(
             acc0, acc1, z, m, offset, Out, LSE,
             ((i_b * n_q + row0) * heads + i_h) * DV, heads.to(tl.int64) * DV,
-            i_bh.to(tl.int64) * n_q + row0, rows, kept, BM, DV, V0, V1, False,
+            i_bh.to(tl.int64) * n_q + row0, rows, BM, DV, V0, V1, False,
         )  # fmt: skip

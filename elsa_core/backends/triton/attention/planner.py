@@ -119,21 +119,19 @@ def planned(
 
 
 def execute(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *drawn: Tensor
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Allocate the results, out [B, H, N, Dv] in the memory of [B, N, H, Dv] and lse, and launch;
-    drawn: the seed of a call that was planned with dropout.
-    """
+    """Launch, into out [B, H, N, Dv] in the memory of [B, N, H, Dv] and lse."""
     m = layout.mask_pointer(mask, q)
     _, h, n, d = shape = call.out_shape
     out = q.new_empty_strided(shape, (n * h * d, d, h * d, 1))
     lse = q.new_empty(shape[:3], dtype=call.lse_dtype)
     if call.states is None:
-        call.schedule.run(call, q, k, v, m, out, lse, *drawn)
+        call.schedule.run(call, q, k, v, m, out, lse)
         return out, lse
     # outputs and base 2 log-sum-exp of each partition
     outputs = q.new_empty(call.states, dtype=torch.float32)
     logs = q.new_empty(call.states[:2], dtype=call.lse_dtype)
-    call.schedule.run(call, q, k, v, m, outputs, logs, *drawn)
+    call.schedule.run(call, q, k, v, m, outputs, logs)
     call.launches["merge"](outputs, logs, out, lse)
     return out, lse

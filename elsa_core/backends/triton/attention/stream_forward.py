@@ -74,7 +74,7 @@ def stream_forward(
             p_q, K + (i_kv * k_h + first_k * k_n) * UNIT, V + (i_kv * v_h + first_k * v_n) * UNIT,
             Q, Q, 0, 0, 0, (tile * BN).to(tl.int32), ((stop - tile) * BN).to(tl.int32), seen,
             0, group, q_h * UNIT, q_d, k_n * UNIT, k_d, v_n * UNIT, v_d, 0, 0,
-            shift, scale_exp, scale, flip, tl.minimum(heads, 1), None, 0,
+            shift, scale_exp, scale, flip, tl.minimum(heads, 1),
             MODE, False, ONE_LOOP, FRESH, 0, False, FLIP, False, UNIT_D,
             BM, BN, BX, CHAIN, SHIFT, STAGES, TAIL_STAGES, D, D0, D1, DV, V0, V1,
         )  # fmt: skip

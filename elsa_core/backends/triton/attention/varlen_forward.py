@@ -76,12 +76,12 @@ def varlen_forward(
     p_v = V + i_kv * v_h * UNIT + first_k * v_n
     m, offset, z, acc0, acc1 = fold_rows(
         p_q, p_k, p_v, Q, Q, 0, 0, 0, 0, len_k, len_k, row0, rows, q_n, q_d, k_n, k_d, v_n, v_d,
-        0, 0, shift, scale_exp, scale, flip, None, None, 0,
+        0, 0, shift, scale_exp, scale, flip, None,
         MODE, False, ONE_LOOP, FRESH, 0, CAUSAL, FLIP, False, UNIT_D, BM, BN, BX, CHAIN, SHIFT,
         STAGES, TAIL_STAGES, D, D0, D1, DV, V0, V1,
     )  # fmt: skip
     token = first_q + row0
     store_rows(
         acc0, acc1, z, m, offset, Out, LSE, (token * heads + i_h) * DV,
-        heads.to(tl.int64) * DV, i_h * n_q + token, rows, 1.0, BM, DV, V0, V1, False,
+        heads.to(tl.int64) * DV, i_h * n_q + token, rows, BM, DV, V0, V1, False,
     )  # fmt: skip

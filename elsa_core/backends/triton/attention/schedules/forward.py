@@ -36,7 +36,6 @@ def fold_tail(problem: Problem) -> dict[str, Any]:
     if mode == "half" or t.ahead:
         tail_stages = t.stages if t.one_loop else 2
     return {
-        "Seed": None, "threshold": 0, "kept": 1.0,
         "heads": shape.heads, "group": shape.heads // shape.key_heads, "n_q": shape.queries,
         "n_k": shape.keys, "chunk": p.chunk, "tiles": -(-shape.keys // t.block_n),
         "shift": max(0, shape.keys - 1).bit_length(), **layout.score_scale(problem.scale, mode),
@@ -123,14 +122,13 @@ def _plan(problem: Problem) -> tuple[dict[str, Launch], int]:
 
 
 def _run(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, out: Tensor, lse: Tensor,
-    *drawn: Tensor,
-) -> None:  # fmt: skip
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, out: Tensor, lse: Tensor
+) -> None:
     halves = out  # without a workspace the kernel does not read its pointer
     if call.workspace:
         halves = q.new_empty(call.workspace, dtype=torch.float16)
         call.launches["ahead"](k, v, halves)
-    call.launches["fold"](q, k, v, mask, halves, out, lse, *drawn)
+    call.launches["fold"](q, k, v, mask, halves, out, lse)
 
 
 def _plan_hopper(problem: Problem) -> tuple[dict[str, Launch], int]:

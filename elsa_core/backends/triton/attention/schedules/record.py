@@ -79,10 +79,10 @@ class Schedule:
     """One way to serve a call.
 
     name: unique among schedules. serves: whether it takes a problem. plan: its launches, and the
-    float16 elements of its workspace. run: launch for (call, query, key, value, mask, out, lse, and
-    where there is dropout its seed); without a mask it is the query again, which kernels then do
-    not read, and a boolean one comes as uint8; where keys are split, out and lse are of their
-    states. words: the schedule in the words of `explain`.
+    float16 elements of its workspace. run: launch for (call, query, key, value, mask, out, lse);
+    without a mask it is the query again, which kernels then do not read, and a boolean one comes as
+    uint8; where keys are split, out and lse are of their states. words: the schedule in the words
+    of `explain`.
     """
 
     name: str
