@@ -15,9 +15,8 @@ import torch
 from conformance import quick_interpreter  # noqa: F401
 
 from elsa_core import reference
-from elsa_core.backends.triton.attention import fma_fallback, tiling
-from elsa_core.backends.triton.attention.schedules import forward
-from elsa_core.backends.triton.attention.schedules.record import Problem
+from elsa_core.backends.triton.attention import fma_fallback, schedules, tiling
+from elsa_core.backends.triton.attention.schedules import Problem
 
 fma_fallback.PROGRAMS = 2  # so that one looks after more blocks than it reads flags of at once
 
@@ -39,7 +38,7 @@ def run(shape: tuple[int, ...], parts: int, causal: bool) -> dict[str, object]:
     tile = tiling.Tile("split", 64, None, None, 64, 16, 4, 2, True)
     plan = tiling.Plan(tile, parts, -(-m // 16 // parts) * 16)
     problem = Problem(q, k, v, None, causal, -0.3, "strict", "split", sizes, plan)
-    again = forward.fallback_launch(problem, forward.fold_tail(problem))
+    again = schedules.fallback_launch(problem, schedules.fold_tail(problem))
     flags = torch.arange(again.tail["blocks"], dtype=torch.int32) % 3 == 1
     states = (parts, b * h, n)
     if parts > 1:

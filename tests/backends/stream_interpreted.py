@@ -23,7 +23,6 @@ from conformance import oracle  # noqa: E402
 from conformance.fence import fenced  # noqa: E402
 
 from elsa_core.backends.triton.attention import schedules, varlen  # noqa: E402
-from elsa_core.backends.triton.attention.schedules import stream  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 MIXED = ([5, 0, 9, 1, 4, 0], [5, 0, 130, 1, 64, 0])
@@ -82,7 +81,7 @@ def ragged(lengths, sizes, dtype, precision, options, programs):
         problem = varlen.problem_of(q, k, v, causal, scale, precision)
         out = q.new_empty((*q.shape[:2], v.shape[2]))
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-        stream.streamed(problem, len(starts) - 1, programs, 1)(q, k, v, starts, others, out, lse)
+        varlen.streamed(problem, len(starts) - 1, programs, 1)(q, k, v, starts, others, out, lse)
         return out.transpose(0, 1)[None], lse[None]
 
     return run, expected, peer_lse
@@ -90,7 +89,7 @@ def ragged(lengths, sizes, dtype, precision, options, programs):
 
 def measured(name):
     *case, programs, options = CASES[name]
-    schedules.forward.CHAIN_TILES = options.get("chain", 1024)
+    schedules.CHAIN_TILES = options.get("chain", 1024)
     orders = (FORWARDS, BACKWARDS, STRIDED) if options.get("mixed") else (FORWARDS, BACKWARDS)
     run, (expected, expected_lse), peer_lse = ragged(*case, options, programs)
     visible = expected_lse.isfinite()
@@ -135,13 +134,13 @@ def watch() -> None:
 
     from elsa_core.backends.triton.attention import stream_decode, stream_forward
 
-    made = stream.tickets
+    made = varlen.tickets
 
     def tickets(count, device):
         counts.append(made(count, device))
         return counts[-1]
 
-    stream.tickets = tickets
+    varlen.tickets = tickets
     for module in (stream_decode, stream_forward):
         module.join_logs = counted(module.join_logs)
     place = interpreter.InterpreterBuilder.set_grid_idx

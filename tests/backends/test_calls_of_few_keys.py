@@ -15,7 +15,7 @@ pytest.importorskip("triton.experimental.gluon")
 from triton_compile import compile_launch
 
 from elsa_core.backends.triton.attention import planner, schedules, tiling
-from elsa_core.backends.triton.attention.schedules.record import Call
+from elsa_core.backends.triton.attention.schedules import Call
 from elsa_core.backends.triton.shared import device
 
 TABLE = tiling.load_table("h200")

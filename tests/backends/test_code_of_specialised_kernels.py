@@ -17,7 +17,7 @@ from interpreted import run
 from triton_compile import compile_launch
 
 from elsa_core.backends.triton.attention import planner, tiling
-from elsa_core.backends.triton.attention.schedules.record import Call
+from elsa_core.backends.triton.attention.schedules import Call
 from elsa_core.backends.triton.shared import device
 
 # three products each for Q K^T and P V, 64 / 16 instructions a product

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elsa_core.backends.triton.attention import planner, schedules, tiling
-from elsa_core.backends.triton.attention.schedules.record import Call
+from elsa_core.backends.triton.attention.schedules import Call
 from elsa_core.backends.triton.attention.tiling import Shape, Tile
 from elsa_core.backends.triton.shared import layout, usertable
 from elsa_core.backends.triton.shared.plans import PlanCache

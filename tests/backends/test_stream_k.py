@@ -18,7 +18,6 @@ from stream_interpreted import CASES
 from triton_compile import compile_launch
 
 from elsa_core.backends.triton.attention import varlen
-from elsa_core.backends.triton.attention.schedules import stream
 from elsa_core.backends.triton.shared.launch import Launch
 
 
@@ -69,7 +68,7 @@ def test_shares_are_equal(units: int, programs: int) -> None:
 def packed(dtype: torch.dtype, heads: int, kv_heads: int) -> Launch:
     q = torch.empty(32, heads, 128, dtype=dtype, device="meta")
     k = torch.empty(500_000, kv_heads, 128, dtype=dtype, device="meta")
-    return stream.streamed(varlen.problem_of(q, k, k, False, 0.1, "strict"), 32).fold
+    return varlen.streamed(varlen.problem_of(q, k, k, False, 0.1, "strict"), 32).fold
 
 
 @pytest.mark.parametrize(

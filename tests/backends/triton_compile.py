@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from elsa_core.backends.triton.attention.planner import plan_call
-from elsa_core.backends.triton.attention.schedules.record import Call
+from elsa_core.backends.triton.attention.schedules import Call
 from elsa_core.backends.triton.shared.launch import Launch
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -91,7 +91,7 @@ def _direct(name: str) -> Callable[..., Any] | None:
 def _triton() -> dict[str, Callable[..., Any]]:
     assert os.environ.get("TRITON_INTERPRET") == "1"
     from elsa_core.backends.triton.attention import backward, entmax
-    from elsa_core.backends.triton.attention.schedules import forward as chains
+    from elsa_core.backends.triton.attention import schedules as chains
     from elsa_core.backends.triton.window import backward as windows
     from elsa_core.dispatch import table
     from elsa_core.dispatch.gradients import _with_mask

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.attention import planner
-from elsa_core.backends.triton.attention.schedules.record import Call
+from elsa_core.backends.triton.attention.schedules import Call
 from elsa_core.backends.triton.pack import lookup
 from elsa_core.backends.triton.shared import device, layout
 from elsa_core.base.limits import LARGEST_HEAD_DIM

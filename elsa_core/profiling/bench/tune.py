@@ -18,7 +18,7 @@ import torch
 
 from elsa_core import reference
 from elsa_core.backends.triton.attention import planner, tiling
-from elsa_core.backends.triton.attention.schedules.record import Call
+from elsa_core.backends.triton.attention.schedules import Call
 from elsa_core.backends.triton.attention.tiling import Plan, Shape, Table, Tile
 from elsa_core.backends.triton.shared import device as gpu
 from elsa_core.backends.triton.shared import usertable

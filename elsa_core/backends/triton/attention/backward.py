@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends.triton.attention.backward_tiling import Tile, tile_for, tiles_name
-from elsa_core.backends.triton.attention.schedules.forward import FRESH_KEYS
+from elsa_core.backends.triton.attention.schedules import FRESH_KEYS
 from elsa_core.backends.triton.shared import layout
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS

@@ -4,6 +4,7 @@ warm call costs the host little.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,15 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends.triton.attention import schedules, tiling
-from elsa_core.backends.triton.attention.schedules import EMPTY, FORWARD, HOPPER, SPLIT_AHEAD
-from elsa_core.backends.triton.attention.schedules.forward import CHAIN_TILES
-from elsa_core.backends.triton.attention.schedules.record import Call, Problem, Schedule
+from elsa_core.backends.triton.attention.schedules import (
+    CHAIN_TILES,
+    EMPTY,
+    FORWARD,
+    HOPPER,
+    SPLIT_AHEAD,
+    Call,
+    Problem,
+)
 from elsa_core.backends.triton.attention.tiling import Plan
 from elsa_core.backends.triton.shared import device, layout
 from elsa_core.backends.triton.shared.launch import Launch
@@ -39,7 +46,15 @@ def plan_call(
     if not (shape.queries == 1 or EMPTY.serves(problem)):
         problem = replace(problem, tiles=tiles or tiles_of(problem, specialized))
     schedule = next(each for each in schedules.SCHEDULES if each.serves(problem))
-    return planned_by(schedule, problem)
+    b, heads, n_q, _ = q.shape
+    launches, workspace = schedule.plan(problem)
+    states = None
+    if launches and launches["fold"].grid[1] > 1:
+        fold = launches["fold"]
+        states = fold.grid[1], b * heads * n_q, v.shape[3]
+        launches["merge"] = _merge(heads, n_q, *states, overlap=fold.tail["OVERLAP"])
+    out_shape = (b, heads, n_q, v.shape[3])
+    return Call(schedule, out_shape, schedule.words(problem), launches, workspace, states)
 
 
 def plan_state(*arguments: Any) -> Call:
@@ -47,21 +62,6 @@ def plan_state(*arguments: Any) -> Call:
     call = plan_call(*arguments)
     folded = call.schedule in (HOPPER, SPLIT_AHEAD, FORWARD)
     return replace(call, lse_dtype=torch.float64) if folded else call
-
-
-def planned_by(schedule: Schedule, problem: Problem) -> Call:
-    """The call as one schedule plans it, whether or not it is the first that serves it."""
-    b, heads, n_q, _ = problem.query.shape
-    launches, workspace = schedule.plan(problem)
-    states = None
-    if launches and launches["fold"].grid[1] > 1:
-        fold = launches["fold"]
-        states = fold.grid[1], b * heads * n_q, problem.value.shape[3]
-        launches["merge"] = _merge(heads, n_q, *states, overlap=fold.tail["OVERLAP"])
-    return Call(
-        schedule, (b, heads, n_q, problem.value.shape[3]), schedule.words(problem), launches,
-        workspace, states,
-    )  # fmt: skip
 
 
 def _merge(
@@ -122,16 +122,27 @@ def execute(
     call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Launch, into out [B, H, N, Dv] in the memory of [B, N, H, Dv] and lse."""
-    m = layout.mask_pointer(mask, q)
     _, h, n, d = shape = call.out_shape
     out = q.new_empty_strided(shape, (n * h * d, d, h * d, 1))
     lse = q.new_empty(shape[:3], dtype=call.lse_dtype)
-    if call.states is None:
-        call.schedule.run(call, q, k, v, m, out, lse)
-        return out, lse
-    # outputs and base 2 log-sum-exp of each partition
-    outputs = q.new_empty(call.states, dtype=torch.float32)
-    logs = q.new_empty(call.states[:2], dtype=call.lse_dtype)
-    call.schedule.run(call, q, k, v, m, outputs, logs)
-    call.launches["merge"](outputs, logs, out, lse)
+    launches, outputs, logs = call.launches, out, lse
+    if not launches:
+        return out.zero_(), lse.fill_(-math.inf)
+    if call.states is not None:  # outputs and base 2 log-sum-exp of each partition
+        outputs = q.new_empty(call.states, dtype=torch.float32)
+        logs = q.new_empty(call.states[:2], dtype=call.lse_dtype)
+    # without a mask or a workspace the kernel does not read their pointers
+    given = {"q": q, "k": k, "v": v, "mask": layout.mask_pointer(mask, q), "out": outputs}
+    given |= {"lse": logs, "halves": outputs}
+    if call.workspace:
+        given["halves"] = q.new_empty(call.workspace, dtype=torch.float16)
+        launches["ahead"](k, v, given["halves"])
+    again = launches.get("fma_fallback")
+    if again is not None:
+        given["flags"] = q.new_empty(again.tail["blocks"], dtype=torch.int32)
+    launches["fold"](*(given[name] for name in call.schedule.takes))
+    if again is not None:
+        again(q, k, v, given["flags"], outputs, logs)
+    if call.states is not None:
+        launches["merge"](outputs, logs, out, lse)
     return out, lse
