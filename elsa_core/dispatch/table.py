@@ -84,33 +84,6 @@ def reference(record: ops.Operator) -> Implementation:
     )
 
 
-def _triton_gradient(request: Request) -> Support:
-    from elsa_core.backends.triton.attention.backward_tiling import measured_faster
-
-    # the same kernels serve both; the other precisions' were not measured
-    named = request.precision in ("strict", "turbo")
-    dims = (request.head_dim, request.value_dim)
-    if not named or not measured_faster(request.dtype, dims, request.device_type):
-        return Support(False, "was not measured to be faster than PyTorch for such gradients")
-    return _late("triton", "support")(request)  # type: ignore[no-any-return]
-
-
-def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
-    """Attention's gradients where the kernels were measured to be faster than PyTorch's."""
-    from elsa_core.backends.triton.attention.backward import attention_backward
-    from elsa_core.backends.triton.attention.backward_tiling import mask_kind, serves
-    from elsa_core.backends.triton.attention.tiling import Shape
-
-    query, key, value, attn_mask, _, lse, is_causal = rest[:7]
-    batch, heads, queries, head_dim = query.shape
-    shape = Shape(batch, heads, key.shape[1], queries, key.shape[2], head_dim, value.shape[3])
-    if not serves(shape, query.dtype, mask_kind(attn_mask, is_causal), query.device):
-        return None
-    if not grad_lse.numel():
-        grad_lse = lse.new_zeros(()).expand(lse.shape)
-    return attention_backward(grad_out, grad_lse, *rest)
-
-
 def _on_triton(module: str) -> Callable[[Request], Support]:
     """What a module of kernels answers, and then Triton."""
 
@@ -212,8 +185,8 @@ _TRITON = {
         schedule=_triton_schedule,
         arithmetic=_split,
         direct=cuda.direct(ops.ATTENTION.overload, KERNELS_ON_CUDA["attention"]),
-        gradient=_triton_gradient,
-        backward=_by_triton_backward,
+        gradient=_on_triton("triton.attention.backward_tiling"),
+        backward=_late("triton.attention.backward", "measured_backward"),
         partition=_late("triton.attention.partition", "partition"),
         state=_late("triton", "attention_state"),
     ),

@@ -108,7 +108,7 @@ def _triton() -> dict[str, Callable[..., Any]]:
     )
     return {name: table.KERNELS_ON_CUDA[name] for name in forward} | {
         "gated_linear": _gated,
-        "attention_backward": _with_slope(backward.attention_backward),
+        "attention_backward": backward.attention_backward,
         "window_attention_backward": windows.window_attention_backward,
         "entmax_attention_backward": lambda *a: _with_mask(entmax.entmax_backward(*a), a),
         "entmax_varlen_attention_backward": entmax.entmax_varlen_backward,
@@ -121,17 +121,6 @@ def _gated(input: Tensor, *rest: Any) -> Tensor:
 
     found = gated.gated_linear(input, *rest) if input.dtype == torch.float32 else None
     return plain(input, *rest[:5]) if found is None else found
-
-
-def _with_slope(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a call whose lse nobody differentiates."""
-
-    def call(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
-        if not grad_lse.numel():
-            grad_lse = rest[5].new_zeros(()).expand(rest[5].shape)
-        return kernel(grad_out, grad_lse, *rest)
-
-    return call
 
 
 def _fenced(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,9 +8,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from elsa_core.backends.triton.attention.tiling import TABLES, Shape
+from elsa_core.backends.support import Request, Support
+from elsa_core.backends.triton.attention.tiling import TABLES
 from elsa_core.backends.triton.shared.device import described
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,6 @@ class Tile:
     query_m: int = 0
     query_n: int = 0
 
-    def serves(self, mode: str, side: str, dim: int, keys: int) -> bool:
-        """Whether this row takes a side of a call; the first of a table that does is taken."""
-        fits = dim <= self.dim and (self.keys is None or keys <= self.keys)
-        return fits and (mode, side) == (self.mode, self.side)
-
 
 class Faster(NamedTuple):
     """Calls whose gradients these kernels were measured to give sooner than PyTorch's.
@@ -51,20 +50,6 @@ class Faster(NamedTuple):
     dims: tuple[int, int]
     keys: tuple[int, int | None]
     queries: int
-
-    def holds(self, shape: Shape, half: bool, mask: str) -> bool:
-        """Whether a call is one of them."""
-        least, most = self.dims
-        first, last = self.keys
-        dims = (shape.head_dim, shape.value_dim)
-        return (
-            (half, mask) == (self.half, self.mask)
-            and least <= min(dims)
-            and max(dims) <= most
-            and first <= shape.keys
-            and (last is None or shape.keys <= last)
-            and shape.queries >= self.queries
-        )
 
 
 class Table(NamedTuple):
@@ -102,36 +87,44 @@ def tile_for(table: str, mode: str, side: str, dim: int, keys: int) -> Tile:
         LookupError: no row does.
     """
     for tile in load_table(table).tiles:
-        if tile.serves(mode, side, dim, keys):
+        fits = dim <= tile.dim and (tile.keys is None or keys <= tile.keys)
+        if fits and (mode, side) == (tile.mode, tile.side):
             return tile
     raise LookupError(f"table {table} has no {side} tile for {mode}, head dimension {dim}")
 
 
-def mask_kind(mask: torch.Tensor | None, is_causal: bool) -> str:
-    """What `serves` calls a mask: none, causal, bool, bias, or both of two."""
+def _faster(dtype: torch.dtype, dims: tuple[int, ...], device: torch.device) -> list[Faster]:
+    """The rows of calls of a dtype and of these head and value dimensions."""
+    if dtype not in (torch.float32, *_HALF):
+        return []
+    return [
+        row
+        for row in load_table(tiles_name(device)).faster
+        if row.half == (dtype in _HALF) and row.dims[0] <= min(dims) and max(dims) <= row.dims[1]
+    ]
+
+
+def support(request: Request) -> Support:
+    """Whether any gradients of this kind were measured to be faster than PyTorch's."""
+    named = request.precision in ("strict", "turbo")  # the others' kernels were not measured
+    if named and request.device_type == "cuda" and torch.cuda.is_available():
+        dims = (request.head_dim, request.value_dim)
+        if _faster(request.dtype, dims, torch.device("cuda")):
+            return Support(True)
+    return Support(False, "was not measured to be faster than PyTorch for such gradients")
+
+
+def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    """Whether `backward.attention_backward` was measured to be faster than PyTorch's kernels for
+    such a call."""
     kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
-    if not is_causal:
-        return kind
-    return "causal" if mask is None else f"causal {kind}"
-
-
-def measured_faster(dtype: torch.dtype, dims: tuple[int, int], device_type: str) -> bool:
-    """Whether any calls of this dtype, and of these head and value dimensions, are such calls."""
-    if device_type != "cuda" or not torch.cuda.is_available():
-        return False
-    half = dtype in (torch.float16, torch.bfloat16)
-    return (half or dtype == torch.float32) and any(
-        row.half == half and row.dims[0] <= min(dims) and max(dims) <= row.dims[1]
-        for row in load_table(tiles_name(torch.device("cuda"))).faster
+    if is_causal:
+        kind = "causal" if mask is None else f"causal {kind}"
+    queries, keys = query.shape[2], key.shape[2]
+    return any(
+        row.mask == kind
+        and row.keys[0] <= keys
+        and (row.keys[1] is None or keys <= row.keys[1])
+        and queries >= row.queries
+        for row in _faster(query.dtype, (query.shape[3], value.shape[3]), query.device)
     )
-
-
-def serves(shape: Shape, dtype: torch.dtype, mask: str, device: torch.device) -> bool:
-    """Whether `backward.attention_backward` was measured to be faster than PyTorch's kernels.
-
-    mask: as `mask_kind` calls it. False for float64, and on every GPU without measurements.
-    """
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return False
-    half = dtype != torch.float32
-    return any(row.holds(shape, half, mask) for row in load_table(tiles_name(device)).faster)

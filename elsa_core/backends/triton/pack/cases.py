@@ -21,7 +21,6 @@ from torch import Tensor
 
 from elsa_core.backends.triton.attention import backward as attention_backward
 from elsa_core.backends.triton.attention import backward_tiling
-from elsa_core.backends.triton.attention.tiling import Shape
 from elsa_core.backends.triton.pack.specialize import Compiler, Job
 from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.shared.device import Described, describing
@@ -141,11 +140,8 @@ def _attention(case: Case) -> None:
     if not case.training:
         triton.attention_forward(q, k, v, mask, causal, scale, "strict")
         return
-    shape = Shape(b, h, row["key_heads"], n, row["keys"], d, dv)
-    kind = backward_tiling.mask_kind(mask, causal)
-    if q.dtype != torch.float32:  # PyTorch's own kernels train
-        return
-    if not backward_tiling.serves(shape, q.dtype, kind, q.device):
+    # in half precision PyTorch's own kernels train
+    if q.dtype != torch.float32 or not backward_tiling.serves(q, k, v, mask, causal):
         return
     needs = (True, True, True, mask is not None and mask.is_floating_point())
     lse = torch.empty((b, h, n), dtype=torch.float32, device="meta")
