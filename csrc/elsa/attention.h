@@ -32,19 +32,16 @@ struct Dropout {
   float kept = 1.0f;
 };
 
-// Which tiles of keys are left out, and how the maxima of rows are found.
+// Which tiles of keys are left out. The first block of keys is folded first, then the one around
+// the rows, then the rest: rows meet their largest scores sooner.
 struct Sparse {
   // log2 of the largest weight, relative to the row's maximum so far, that may be left out; a tile
   // is left out where that holds for each of its weights. -inf for none.
   float threshold = -__builtin_inff();
-  bool summaries = false;  // maxima begin at the scores of one key of each span of keys
-  bool order = false;      // the first block of keys, then the one around the rows, then the rest
-  bool frozen = false;     // then maxima stay as they are; where weights outgrow that, the rows
-                           // are folded again
   int64_t* counts = nullptr;  // [batch, heads, kCounts], added to
 };
 // Tiles of keys seen, and left out; those of which the maxima of rows were found; states that were
-// rescaled; tiles of rows that were folded again.
+// rescaled; tiles of rows that were folded again, which these kernels never do.
 enum Count { kSeen, kLeftOut, kMaxima, kRescaled, kAgain, kCounts };
 
 struct Attention {

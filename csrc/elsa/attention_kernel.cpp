@@ -1,10 +1,8 @@
 // The kernels of one instruction set. Compiled once per set with that set's flags and ELSA_KERNEL
 // naming the table it defines.
+#include "blocks.h"
 #include "kernel.h"
-#include "pack.h"
 #include "philox.h"
-#include "simd.h"
-#include "tiles.h"
 
 #ifndef ELSA_KERNEL
 #error "define ELSA_KERNEL (the table) and ELSA_KERNEL_NAME (its name)"
@@ -13,33 +11,17 @@
 namespace elsa {
 namespace {
 
-// Register tiles whose scores exist together: at most these, and no more than kCachedScores unless
-// that were fewer than two.
-constexpr int64_t kBlockTiles = 48 / kTileRows;
-constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
-constexpr int64_t kCachedScores = 6144;  // 24 KiB: weights are read once for each panel of values
 // Above this many query rows, reading values in place costs more than packing them first.
 constexpr int64_t kDirectRows = 64;
 
-int64_t block_tiles(int64_t keys) {
-  const int64_t cached = kCachedScores / (kTileRows * round_up(keys, kLanes));
-  return cached < 2 ? 2 : smaller(cached, kBlockTiles);
-}
-
-// Of sparse problems: keys of a tile, and of sums that a frozen maximum may leave behind those that
-// are kept. Outside, the rows are folded again.
-constexpr int64_t kSpan = 64;
-static_assert(kSpan % kPanel == 0 && kSpan <= kSumChunk, "a tile is whole panels and one chain");
 constexpr int64_t kSpanRows = (kBlockRows + kLanes - 1) / kLanes * kLanes;
-constexpr float kLeastSum = 0x1p-20f, kMostSum = 0x1p+32f;
 int64_t spans_of(int64_t keys) { return (keys + kSpan - 1) / kSpan; }
-
 int64_t sum_chunks(int64_t keys) { return (keys + kSumChunk - 1) / kSumChunk; }
 
 // Offsets of a thread's arrays in its workspace, in floats.
 struct Layout {
   int64_t keys, values, query, scores, block_out, row_max, reference, rescale, bias, rows, out,
-      maximum, sum, span_max, span_top, first_max, summary, panels, total;
+      maximum, sum, span_max, span_top, total;
 };
 
 int64_t value_width(const Attention& a) { return round_up(a.value_dim, kLanes); }
@@ -86,23 +68,11 @@ Layout layout(const Attention& a, const Plan& plan) {
   const int64_t spans = a.sparse ? spans_of(plan.key_block) : 0;
   l.span_max = carve.take(spans * kSpanRows * kLanes);
   l.span_top = carve.take(spans * kSpanRows);
-  l.first_max = carve.take(a.sparse ? kSpanRows : 0);
-  const int64_t summaries =
-      a.sparse && a.sparse->summaries ? round_up(spans_of(a.keys), kPanel) : 0;
-  l.summary = carve.take(summaries * round_up(a.head_dim, kLanes));
-  l.panels = carve.take(summaries * a.head_dim);
   l.total = carve.total();
   return l;
 }
 
 int64_t workspace(const Attention& a, const Plan& plan) { return layout(a, plan).total; }
-
-// One register tile of a row block, against the current key block.
-struct Tile {
-  int64_t local;  // first row, counted from the row block's
-  int64_t rows;
-  int64_t keys;  // keys of the block that some row of the tile sees; may be negative
-};
 
 // One item: a range of query rows of one head against all keys, in row blocks of a few register
 // tiles.
@@ -143,52 +113,35 @@ class Item {
   }
 
   void run() {
-    if (a_.sparse) {
-      relief_ = *a_.sparse;
-      relief_.summaries &= a_.mask.data == nullptr;  // a mask may hide the keys of summaries
-      skips_ = relief_.threshold > -kInf;
-      if (relief_.summaries) summarise();
-    }
-    fold();
-    if (again_) {
-      relief_.summaries = relief_.order = relief_.frozen = false;
-      count_[kAgain] += (rows_ + kTileRows - 1) / kTileRows;
-      fold();
-    }
-    if (a_.sparse && a_.sparse->counts) {
-      int64_t* const counts = a_.sparse->counts + (batch_ * a_.heads + head_) * kCounts;
-      for (int i = 0; i < kCounts; ++i) __atomic_fetch_add(counts + i, count_[i], __ATOMIC_RELAXED);
-    }
-  }
-
- private:
-  void fold() {
     const int64_t blocks = blocks_for(first_row_ + rows_ - 1);
-    // Register tiles of nearly equal height: 197 rows are 10 x 12 + 7 x 11, not 16 x 12 + 5.
     const int64_t tiles = (rows_ + kTileRows - 1) / kTileRows;
     const int64_t middle = (first_row_ + rows_ / 2) * a_.keys / a_.queries / plan_.key_block;
-    local_ = !relief_.order ? 0 : a_.causal ? blocks - 1 : smaller(blocks - 1, middle);
+    local_ = !a_.sparse ? 0 : a_.causal ? blocks - 1 : smaller(blocks - 1, middle);
     for (int64_t position = 0; position < blocks; ++position) {
       // 0, then the local one, then the others
       block_ = local_ == 0          ? position
                : position <= 1      ? position * local_
                : position <= local_ ? position - 1
                                     : position;
-      is_frozen_ = relief_.frozen && position > (local_ > 0 ? 1 : 0);
       first_key_ = block_ * plan_.key_block;
       keys_ = smaller(plan_.key_block, a_.keys - first_key_);
       pack();
       // The same in every block, a shorter last one too: a row block is finished in the last block
       // that its last row sees, and no other row block may hold its rows there.
       const int64_t together = block_tiles(smaller(plan_.key_block, a_.keys));
-      int64_t row = 0;
       for (int64_t tile = 0; tile < tiles; tile += together) {
-        row = row_block(row, tile, smaller(together, tiles - tile), tiles);
+        rows_of_.cut(first_row_, rows_, tiles, tile, smaller(together, tiles - tile));
+        row_block();
       }
     }
     if (plan_.keep_packed && blocks == plan_.key_blocks) workspace_.packed_head = packed_index();
+    if (a_.sparse) {
+      int64_t* const counts = a_.sparse->counts + (batch_ * a_.heads + head_) * kCounts;
+      for (int i = 0; i < kCounts; ++i) __atomic_fetch_add(counts + i, count_[i], __ATOMIC_RELAXED);
+    }
   }
 
+ private:
   int64_t packed_index() const { return batch_ * a_.kv_heads + kv_head_; }
   // Key blocks that `row` sees at least a part of.
   int64_t blocks_for(int64_t row) const {
@@ -196,7 +149,7 @@ class Item {
   }
   // Whether the current block is the last one that is folded into the row block.
   bool is_last() const {
-    const int64_t last = blocks_for(block_row_ + block_rows_ - 1) - 1;
+    const int64_t last = blocks_for(rows_of_.row + rows_of_.rows - 1) - 1;
     return block_ == (last > 1 && last == local_ ? last - 1 : last);
   }
   float* packed_keys() const {
@@ -214,26 +167,18 @@ class Item {
     pack_values(MatrixRows{value_}, first_key_, keys_, a_.value_dim, packed_values());
   }
 
-  // Folds the key block into rows [row, ...) of the item; returns the row after them.
-  int64_t row_block(int64_t row, int64_t tile, int64_t count, int64_t tiles) {
-    tile_count_ = count;
-    int64_t next = row;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t start = next;
-      next = (tile + i + 1) * rows_ / tiles;
-      tiles_[i].local = start - row;
-      tiles_[i].rows = next - start;
-      tiles_[i].keys = a_.causal ? smaller(keys_, first_row_ + next - first_key_) : keys_;
-    }
-    block_rows_ = next - row;
-    block_row_ = first_row_ + row;
-    most_keys_ = tiles_[count - 1].keys;
+  // Keys of the block that some row of the tile sees; may be negative.
+  int64_t keys_of(const Tile& tile) const {
+    return a_.causal ? smaller(keys_, rows_of_.row + tile.local + tile.rows - first_key_) : keys_;
+  }
+
+  // Folds the key block into a block of rows.
+  void row_block() {
+    most_keys_ = keys_of(rows_of_.tiles[rows_of_.count - 1]);
     // State rows are kept for the whole item when several key blocks pass over it.
-    state_ = plan_.key_blocks > 1 ? row : 0;
-    if (most_keys_ <= 0) return next;
+    state_ = plan_.key_blocks > 1 ? rows_of_.row - first_row_ : 0;
+    if (most_keys_ <= 0) return;
     const bool last = is_last();
-    if (!queries_in_place_) copy_queries();
-    if (block_ == 0 && relief_.summaries) first_maxima();
     scores();
     if (a_.sparse) {
       softmax_of_spans();
@@ -249,9 +194,8 @@ class Item {
     } else {
       weigh_values(direct);
     }
-    if (block_ > 0 && !is_frozen_) merge();
+    if (block_ > 0) merge();
     if (last && !direct) write_out();
-    return next;
   }
 
   void prefetch() {
@@ -260,87 +204,40 @@ class Item {
     for (Prefetch& p : next_) lines = p.step(lines);
   }
 
-  void copy_queries() {
-    float* q = memory_ + at_.query;
-    const int64_t padded = round_up(a_.head_dim, 4);
-    for (int64_t i = 0; i < block_rows_; ++i, q += query_stride_) {
-      copy_padded(query_, block_row_ + i, a_.head_dim, padded, q);
+  ELSA_NOINLINE void scores() {
+    const int64_t row = rows_of_.row, rows = rows_of_.rows;
+    float* const row_max = memory_ + (a_.sparse ? at_.span_max : at_.row_max);
+    for (int64_t span = 0; span < (a_.sparse ? spans_of(most_keys_) : 1); ++span) {
+      forget_maxima(row_max + span * kSpanRows * kLanes, rows);
     }
-  }
-
-  ScoreTile score_tile_of() const {
     ScoreTile t = {};
-    t.depth = a_.head_dim;
+    t.query = reinterpret_cast<const float*>(query_.at(row, 0));
+    if (!queries_in_place_) {
+      float* const copy = memory_ + at_.query;
+      t.query = copy;
+      for (int64_t i = 0; i < rows; ++i) {
+        copy_padded(query_, row + i, a_.head_dim, round_up(a_.head_dim, 4),
+                    copy + i * query_stride_);
+      }
+    }
     t.query_stride = query_stride_;
+    t.depth = a_.head_dim;
+    t.scores = memory_ + at_.scores;
     t.score_stride = score_stride_;
+    t.row_max = row_max;
     t.few = few_;
     t.scaled = scaled_;
     t.scale = a_.scale;
-    return t;
-  }
-  const float* queries_at() const {
-    return queries_in_place_ ? reinterpret_cast<const float*>(query_.at(block_row_, 0))
-                             : memory_ + at_.query;
-  }
-
-  ELSA_NOINLINE void scores() {
-    const bool asks = !is_frozen_ || skips_;  // whether maxima are needed
-    const int64_t spans = a_.sparse ? spans_of(most_keys_) : 1;
-    float* const row_max = memory_ + (a_.sparse ? at_.span_max : at_.row_max);
-    for (int64_t span = 0; asks && span < spans; ++span) {
-      for (int64_t i = 0; i < round_up(block_rows_, kLanes); ++i) {
-        store(row_max + (span * kSpanRows + i) * kLanes, splat(-kInf));
-      }
+    if (a_.mask.data) {
+      read_mask(matrix(a_.mask, batch_, head_), row, rows, first_key_, most_keys_,
+                memory_ + at_.bias, score_stride_, t);
     }
-    ScoreTile t = score_tile_of();
-    const float* const queries = queries_at();
-    if (a_.mask.data) prepare_bias(t);
-    const float* bias = t.bias;
-    const int64_t wide = wide_keys(keys_);
-    for (int64_t panel = 0; panel < most_keys_;) {
-      const bool narrow = panel == wide;
-      t.panel = packed_keys() + round_up(panel, kPanel) * a_.head_dim;
-      for (int64_t i = 0; i < tile_count_; ++i) {
-        const Tile& tile = tiles_[i];
-        t.valid = (narrow ? tile.keys : smaller(tile.keys, wide)) - panel;
-        if (t.valid <= 0) continue;
-        t.visible = a_.causal ? block_row_ + tile.local + 1 - first_key_ - panel : kPanel;
-        t.query = queries + tile.local * query_stride_;
-        t.scores = memory_ + at_.scores + tile.local * score_stride_ + panel;
-        const int64_t span = a_.sparse ? panel / kSpan : 0;
-        t.row_max = asks ? row_max + (span * kSpanRows + tile.local) * kLanes : nullptr;
-        if (bias) t.bias = bias + tile.local * t.bias_stride + panel;
-        if (narrow) {
-          Tiles::narrow[tile.rows - 1](t);
-        } else {
-          Tiles::score[t.valid > kLanes][tile.rows - 1](t);
-        }
-        prefetch();
-      }
-      panel = panel < wide ? smaller(panel + kPanel, wide) : keys_;
-    }
-  }
-
-  // The mask itself where it is dense floats, else a converted copy of this block's part.
-  void prepare_bias(ScoreTile& t) {
-    const Matrix mask = matrix(a_.mask, batch_, head_);
-    t.hides = mask.dtype == DType::kBool;
-    if (mask.dense_floats()) {
-      const View& v = a_.mask;
-      t.bias = reinterpret_cast<const float*>(mask.at(block_row_, first_key_));
-      t.bias_stride = mask.row_stride;
-      t.bias_end = static_cast<const float*>(v.data) + (a_.batch - 1) * v.stride[0] +
-                   (a_.heads - 1) * v.stride[1] + (a_.queries - 1) * v.stride[2] + a_.keys;
-      return;
-    }
-    float* copy = memory_ + at_.bias;
-    const int64_t rows = mask.row_stride == 0 ? 1 : block_rows_;
-    for (int64_t i = 0; i < rows; ++i) {
-      copy_row(mask, block_row_ + i, first_key_, most_keys_, copy + i * score_stride_);
-    }
-    t.bias = copy;
-    t.bias_stride = mask.row_stride == 0 ? 0 : score_stride_;
-    t.bias_end = copy + kBlockRows * score_stride_;
+    const int64_t visible = a_.causal ? row + 1 - first_key_ : kAllVisible;
+    const Panels panels = {packed_keys(), keys_, most_keys_, visible,
+                           a_.sparse ? kSpanRows * kLanes : 0};
+    each_score_tile(
+        t, rows_of_, panels, [this](const Tile& tile, int64_t) { return keys_of(tile); },
+        [this] { prefetch(); });
   }
 
   // Makes m the maxima of rows [i, ...), and rescale what carries the state over from `previous`.
@@ -348,16 +245,16 @@ class Item {
     const Floats base = m == splat(-kInf) ? Floats{} : m;
     store(memory_ + at_.reference + i, base);
     store(memory_ + at_.rescale + i, exp2_nonpositive((previous - base) * to_log2));
-    store_first(memory_ + at_.maximum + state_ + i, m, block_rows_ - i);
+    store_first(memory_ + at_.maximum + state_ + i, m, rows_of_.rows - i);
   }
 
   // Adds the sums of the lanes that stand in the place of the rows' maxima.
   ELSA_INLINE void add_sums() {
-    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+    for (int64_t i = 0; i < rows_of_.rows; i += kLanes) {
       float* const sum = memory_ + at_.sum + state_ + i;
       const Floats added = row_sums(memory_ + at_.row_max + i * kLanes);
       const Floats rescale = load(memory_ + at_.rescale + i);
-      store_first(sum, block_ == 0 ? added : load(sum) * rescale + added, block_rows_ - i);
+      store_first(sum, block_ == 0 ? added : load(sum) * rescale + added, rows_of_.rows - i);
     }
   }
 
@@ -367,15 +264,14 @@ class Item {
     const float to_log2 = scaled_ ? kLog2E : a_.scale * kLog2E;
     float* const lanes = memory_ + at_.row_max;  // [rows][kLanes]: maxima, then sums
     float* const reference = memory_ + at_.reference;
-    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+    for (int64_t i = 0; i < rows_of_.rows; i += kLanes) {
       const float* const maximum = memory_ + at_.maximum + state_ + i;
       const Floats previous = block_ == 0 ? splat(-kInf) : load(maximum);
       const Floats m = max(row_maxima(lanes + i * kLanes), previous);
       move_to(m, previous, i, to_log2);
     }
-    for (int64_t t = 0; t < tile_count_; ++t) {
-      const Tile& tile = tiles_[t];
-      const int64_t count = round_up(tile.keys, kLanes);
+    for (const Tile& tile : rows_of_) {
+      const int64_t count = round_up(keys_of(tile), kLanes);
       for (int64_t i = tile.local; i < tile.local + tile.rows; ++i) {
         float* row = memory_ + at_.scores + i * score_stride_;
         store(lanes + i * kLanes, exponentiate(row, count, reference[i], to_log2));
@@ -384,100 +280,34 @@ class Item {
     add_sums();
   }
 
-  // One key of each span, that of the largest norm, packed like the keys themselves.
-  ELSA_NOINLINE void summarise() {
-    const int64_t spans = spans_of(a_.keys), padded = round_up(a_.head_dim, kLanes);
-    float* const rows = memory_ + at_.summary;
-    float* const row = memory_ + at_.rows;
-    for (int64_t span = 0; span < spans; ++span) {
-      float most = -1.0f;
-      for (int64_t j = span * kSpan; j < smaller(a_.keys, (span + 1) * kSpan); ++j) {
-        copy_row(key_, j, 0, a_.head_dim, row);
-        float norm = 0.0f;
-        for (int64_t d = 0; d < a_.head_dim; ++d) norm += row[d] * row[d];
-        if (!(norm > most)) continue;
-        most = norm;
-        for (int64_t d = 0; d < a_.head_dim; ++d) rows[span * padded + d] = row[d];
-      }
-      if (most < 0.0f) {  // NaN: any key of the span
-        copy_row(key_, span * kSpan, 0, a_.head_dim, rows + span * padded);
-      }
-    }
-    // Whole panels, so that none is narrow.
-    for (int64_t span = spans; span < round_up(spans, kPanel); ++span) {
-      for (int64_t d = 0; d < a_.head_dim; ++d) {
-        rows[span * padded + d] = rows[(spans - 1) * padded + d];
-      }
-    }
-    const Matrix summary = {reinterpret_cast<const char*>(rows), padded, 1, DType::kFloat32};
-    pack_keys(MatrixRows{summary}, 0, round_up(spans, kPanel), a_.head_dim, row,
-              memory_ + at_.panels);
-  }
-
-  // The largest score of each row with the keys of summaries that it sees. These are keys of the
-  // problem, so that no maximum begins above the true one.
-  ELSA_NOINLINE void first_maxima() {
-    float* const lanes = memory_ + at_.row_max;
-    for (int64_t i = 0; i < round_up(block_rows_, kLanes); ++i) {
-      store(lanes + i * kLanes, splat(-kInf));
-    }
-    ScoreTile t = score_tile_of();
-    t.visible = kPanel;
-    const float* const queries = queries_at();
-    for (int64_t i = 0; i < tile_count_; ++i) {
-      const Tile& tile = tiles_[i];
-      // spans that every row of the tile sees whole
-      const int64_t seen =
-          a_.causal ? smaller(a_.keys, block_row_ + tile.local + 1) / kSpan : spans_of(a_.keys);
-      for (int64_t panel = 0; panel < seen; panel += kPanel) {
-        t.valid = seen - panel;
-        t.panel = memory_ + at_.panels + panel * a_.head_dim;
-        t.query = queries + tile.local * query_stride_;
-        t.scores = memory_ + at_.scores + tile.local * score_stride_;
-        t.row_max = lanes + tile.local * kLanes;
-        Tiles::score[t.valid > kLanes][tile.rows - 1](t);
-      }
-    }
-    for (int64_t i = 0; i < block_rows_; i += kLanes) {
-      store(memory_ + at_.first_max + i, row_maxima(lanes + i * kLanes));
-    }
-  }
-
   // As softmax(), span by span: those that may be left out are, of weights and sums alike.
   ELSA_NOINLINE void softmax_of_spans() {
     const float to_log2 = scaled_ ? kLog2E : a_.scale * kLog2E;
-    const float limit = skips_ ? relief_.threshold / to_log2 : -kInf;
+    const bool skips = a_.sparse->threshold > -kInf;
+    const float limit = a_.sparse->threshold / to_log2;
     float* const lanes = memory_ + at_.row_max;
     float* const reference = memory_ + at_.reference;
     float* const tops = memory_ + at_.span_top;  // [spans][kSpanRows]
-    const int64_t spans = spans_of(most_keys_);
-    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+    for (int64_t i = 0; i < rows_of_.rows; i += kLanes) {
       float* const maximum = memory_ + at_.maximum + state_ + i;
-      const Floats first = relief_.summaries ? load(memory_ + at_.first_max + i) : splat(-kInf);
-      const Floats previous = block_ == 0 ? first : load(maximum);
+      const Floats previous = block_ == 0 ? splat(-kInf) : load(maximum);
       Floats m = previous;
-      for (int64_t span = 0; span < spans && (skips_ || !is_frozen_); ++span) {
+      for (int64_t span = 0; span < spans_of(most_keys_); ++span) {
         const int64_t at = span * kSpanRows + i;
         const Floats top = row_maxima(memory_ + at_.span_max + at * kLanes);
         store(tops + at, top);
-        if (!is_frozen_) m = max(top, m);
+        m = max(top, m);
       }
       move_to(m, previous, i, to_log2);
     }
-    for (int64_t t = 0; t < tile_count_; ++t) {
-      const Tile& tile = tiles_[t];
+    for (int64_t t = 0; t < rows_of_.count; ++t) {
+      const Tile& tile = rows_of_.tiles[t];
+      const int64_t keys = keys_of(tile), seen = keys > 0 ? spans_of(keys) : 0;
       kept_[t] = 0;
-      if (tile.keys <= 0) {
-        for (int64_t i = tile.local; i < tile.local + tile.rows; ++i) {
-          store(lanes + i * kLanes, Floats{});
-        }
-        continue;
-      }
-      const int64_t seen = spans_of(tile.keys);
       count_[kSeen] += seen;
-      count_[kMaxima] += skips_ || !is_frozen_ ? seen : 0;
+      count_[kMaxima] += seen;
       for (int64_t span = 0; span < seen; ++span) {
-        bool kept = !skips_;
+        bool kept = !skips;
         for (int64_t i = tile.local; i < tile.local + tile.rows && !kept; ++i) {
           // the difference: of large scores reference + limit would be the reference itself
           kept = !(tops[span * kSpanRows + i] - reference[i] <= limit);
@@ -491,9 +321,8 @@ class Item {
         for (int64_t span = 0; span < seen; ++span) {
           if (!(kept_[t] >> span & 1)) continue;
           const int64_t first = span * kSpan;
-          const int64_t count = round_up(smaller(kSpan, tile.keys - first), kLanes);
-          sum += is_frozen_ ? exponentiate<true>(row + first, count, reference[i], to_log2)
-                            : exponentiate(row + first, count, reference[i], to_log2);
+          const int64_t count = round_up(smaller(kSpan, keys - first), kLanes);
+          sum += exponentiate(row + first, count, reference[i], to_log2);
         }
         store(lanes + i * kLanes, sum);
       }
@@ -510,23 +339,21 @@ class Item {
       t.value_stride = values_in_place_ ? value_.row_stride : columns;
       t.values = panel + key * t.value_stride;
       t.out = out + tile.local * t.out_stride + c;
-      Tiles::value[columns > kLanes][tile.rows - 1](t);
+      Tiles::value<false>[columns > kLanes][tile.rows - 1](t);
       prefetch();
       panel += values_in_place_ ? columns : keys_ * columns;
     }
   }
 
-  // As weigh_values(), of the spans that are kept. Where the maximum is frozen the products go into
-  // the state itself.
+  // As weigh_values(), of the spans that are kept.
   ELSA_NOINLINE void weigh_spans() {
     ValueTile t = {};
     t.weight_stride = score_stride_;
     t.few = a_.queries <= kFewQueries;
-    float* const out =
-        memory_ + (block_ == 0 || is_frozen_ ? at_.out + state_ * width_ : at_.block_out);
+    float* const out = memory_ + (block_ == 0 ? at_.out + state_ * width_ : at_.block_out);
     t.out_stride = width_;
-    for (int64_t i = 0; i < tile_count_; ++i) {
-      const Tile& tile = tiles_[i];
+    for (int64_t i = 0; i < rows_of_.count; ++i) {
+      const Tile& tile = rows_of_.tiles[i];
       if (block_ > 0 || kept_[i] != 0) continue;
       for (int64_t j = 0; j < tile.rows * width_; j += kLanes) {
         store(out + tile.local * width_ + j, Floats{});
@@ -534,11 +361,11 @@ class Item {
     }
     for (int64_t span = 0; span < spans_of(most_keys_); ++span) {
       const int64_t key = span * kSpan;
-      for (int64_t i = 0; i < tile_count_; ++i) {
-        const Tile& tile = tiles_[i];
+      for (int64_t i = 0; i < rows_of_.count; ++i) {
+        const Tile& tile = rows_of_.tiles[i];
         if (!(kept_[i] >> span & 1)) continue;
-        t.accumulate = is_frozen_ || (kept_[i] & ((1u << span) - 1)) != 0;
-        t.count = smaller(kSpan, tile.keys - key);
+        t.accumulate = (kept_[i] & ((1u << span) - 1)) != 0;
+        t.count = smaller(kSpan, keys_of(tile) - key);
         t.weights = memory_ + at_.scores + tile.local * score_stride_ + key;
         weigh(t, tile, key, out);
       }
@@ -546,12 +373,11 @@ class Item {
   }
 
   ELSA_NOINLINE void drop() {
-    for (int64_t t = 0; t < tile_count_; ++t) {
-      const Tile& tile = tiles_[t];
-      const int64_t count = round_up(tile.keys, kLanes);
+    for (const Tile& tile : rows_of_) {
+      const int64_t count = round_up(keys_of(tile), kLanes);
       for (int64_t i = tile.local; i < tile.local + tile.rows; ++i) {
         float* const row = memory_ + at_.scores + i * score_stride_;
-        each_factor(*a_.dropout, batch_ * a_.heads + head_, block_row_ + i, first_key_, count,
+        each_factor(*a_.dropout, batch_ * a_.heads + head_, rows_of_.row + i, first_key_, count,
                     [row](int64_t j, Floats keep) { store(row + j, load(row + j) * keep); });
       }
     }
@@ -560,30 +386,25 @@ class Item {
   // lse of each row, and in place of its sum the factor that normalises it. Whether some row sees
   // no key.
   bool finish_rows() {
-    const int64_t first = lse_offset(a_, batch_, head_) + block_row_;
+    const int64_t first = lse_offset(a_, batch_, head_) + rows_of_.row;
     float* const lse = a_.lse + first;
     const float unit = scaled_ ? 1.0f : a_.scale;
     bool any_empty = false;
-    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+    for (int64_t i = 0; i < rows_of_.rows; i += kLanes) {
       const Floats sum = load(memory_ + at_.sum + state_ + i);
       const Floats maximum = load(memory_ + at_.maximum + state_ + i);
       const Ints empty = sum == 0.0f;
       // The scaled maximum is rounded like the scores of gradients, from which lse is subtracted.
       const Floats top = maximum * unit, rest = log_positive(sum), both = top + rest;
-      store_first(lse + i, empty ? splat(-kInf) : both, block_rows_ - i);
+      store_first(lse + i, empty ? splat(-kInf) : both, rows_of_.rows - i);
       if (a_.lse_low) {  // the error of that sum: Knuth, TAOCP 2, 4.2.2
         const Floats part = both - top;
         const Floats low = (top - (both - part)) + (rest - part);
         store_first(a_.lse_low + first + i, empty || !(low == low) ? Floats{} : low,
-                    block_rows_ - i);
+                    rows_of_.rows - i);
       }
-      store_first(memory_ + at_.sum + state_ + i, empty ? Floats{} : 1.0f / sum, block_rows_ - i);
-      for (int64_t r = 0; r < smaller(kLanes, block_rows_ - i); ++r) {
-        any_empty |= empty[r] != 0;
-        // or a maximum that was frozen before any key was seen
-        again_ |=
-            is_frozen_ && (!(sum[r] >= kLeastSum && sum[r] <= kMostSum) || maximum[r] == -kInf);
-      }
+      store_first(memory_ + at_.sum + state_ + i, empty ? Floats{} : 1.0f / sum, rows_of_.rows - i);
+      for (int64_t r = 0; r < smaller(kLanes, rows_of_.rows - i); ++r) any_empty |= empty[r] != 0;
     }
     return any_empty;
   }
@@ -594,18 +415,18 @@ class Item {
     ValueTile t = {};
     t.weight_stride = score_stride_;
     t.few = a_.queries <= kFewQueries;
-    float* out = direct ? static_cast<float*>(out_row(block_row_))
+    float* out = direct ? static_cast<float*>(out_row(rows_of_.row))
                         : memory_ + (block_ == 0 ? at_.out + state_ * width_ : at_.block_out);
     t.out_stride = direct ? a_.heads * a_.value_dim : width_;
     for (int64_t chunk = 0, key = 0; chunk < chunks && key < most_keys_; ++chunk) {
       const int64_t end = (chunk + 1) * keys_ / chunks;
       t.accumulate = key > 0;
-      for (int64_t i = 0; i < tile_count_; ++i) {
-        const Tile& tile = tiles_[i];
-        t.count = smaller(end, tile.keys) - key;
+      for (const Tile& tile : rows_of_) {
+        t.count = smaller(end, keys_of(tile)) - key;
         if (t.count <= 0) continue;
         t.weights = memory_ + at_.scores + tile.local * score_stride_ + key;
-        t.factor = direct && end >= tile.keys ? memory_ + at_.sum + state_ + tile.local : nullptr;
+        t.factor =
+            direct && end >= keys_of(tile) ? memory_ + at_.sum + state_ + tile.local : nullptr;
         weigh(t, tile, key, out);
       }
       key = end;
@@ -614,9 +435,9 @@ class Item {
 
   // The monoid's merge of the state so far with this block's, both relative to the new maximum.
   ELSA_NOINLINE void merge() {
-    for (int64_t t = 0; t < tile_count_; ++t) {
-      const Tile& tile = tiles_[t];
-      if (tile.keys <= 0 || (a_.sparse && kept_[t] == 0)) continue;
+    for (int64_t t = 0; t < rows_of_.count; ++t) {
+      const Tile& tile = rows_of_.tiles[t];
+      if (keys_of(tile) <= 0 || (a_.sparse && kept_[t] == 0)) continue;
       ++count_[kRescaled];
       for (int64_t i = tile.local; i < tile.local + tile.rows; ++i) {
         const float rescale = memory_[at_.rescale + i];
@@ -635,13 +456,13 @@ class Item {
   }
 
   ELSA_NOINLINE void write_out() {
-    for (int64_t i = 0; i < block_rows_; ++i) {
+    for (int64_t i = 0; i < rows_of_.rows; ++i) {
       float* row = memory_ + at_.out + (state_ + i) * width_;
       const float factor = memory_[at_.sum + state_ + i];
       if (factor == 0.0f) {  // no key was seen: zeros, whatever the values hold
         for (int64_t d = 0; d < width_; d += kLanes) store(row + d, Floats{});
       }
-      store_row(row, factor, a_.value_dim, a_.query.dtype, out_row(block_row_ + i));
+      store_row(row, factor, a_.value_dim, a_.query.dtype, out_row(rows_of_.row + i));
     }
   }
 
@@ -658,11 +479,9 @@ class Item {
   int64_t lines_per_call_ = 0;
   // The current key block and row block.
   int64_t block_, first_key_, keys_;
-  int64_t block_row_, block_rows_, state_, most_keys_, tile_count_;
-  Tile tiles_[kBlockTiles];
+  int64_t state_, most_keys_;
+  RowBlock<kBlockTiles> rows_of_;
   // Of sparse problems.
-  Sparse relief_;
-  bool skips_ = false, is_frozen_ = false, again_ = false;
   int64_t local_ = 0;           // the block around the rows, which goes second; 0: all in order
   uint32_t kept_[kBlockTiles];  // the spans of each tile that are not left out, a bit each
   int64_t count_[kCounts] = {};

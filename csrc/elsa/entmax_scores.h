@@ -1,17 +1,11 @@
 // The scores of a block of query rows against a block of keys, and sums over listed keys.
 #pragma once
 
+#include "blocks.h"
 #include "entmax_rows.h"
-#include "pack.h"
 
 namespace elsa {
 namespace {
-
-// Register tiles whose scores exist together: at most these, and no more than kCachedScores unless
-// that were fewer than two.
-constexpr int64_t kBlockTiles = 48 / kTileRows;
-constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
-constexpr int64_t kCachedScores = 6144;
 
 struct ScoreLayout {
   int64_t keys, query, scores, bias, rows, row_max;
@@ -56,19 +50,11 @@ class Scores {
   // Calls visit(row, rows) for the blocks of rows [first, first + rows), of nearly equal height.
   template <class Visit>
   void each_block(int64_t first, int64_t rows, Visit visit) {
-    const int64_t keys = smaller(plan_.key_block, a_.keys);
-    const int64_t cached = kCachedScores / (kTileRows * round_up(keys, kLanes));
-    const int64_t together = cached < 2 ? 2 : smaller(cached, kBlockTiles);
+    const int64_t together = block_tiles(smaller(plan_.key_block, a_.keys));
     const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
     for (int64_t tile = 0; tile < tiles; tile += together) {
-      tile_count_ = smaller(together, tiles - tile);
-      row_ = first + tile * rows / tiles;
-      for (int64_t i = 0; i < tile_count_; ++i) {
-        tiles_[i].local = first + (tile + i) * rows / tiles - row_;
-        tiles_[i].rows = first + (tile + i + 1) * rows / tiles - row_ - tiles_[i].local;
-      }
-      rows_ = tiles_[tile_count_ - 1].local + tiles_[tile_count_ - 1].rows;
-      visit(row_, rows_);
+      block_.cut(first, rows, tiles, tile, smaller(together, tiles - tile));
+      visit(block_.row, block_.rows);
     }
   }
 
@@ -83,67 +69,37 @@ class Scores {
   ELSA_NOINLINE void compute(Wanted wanted) {
     const Matrix query = matrix(a_.query, batch_, head_);
     float* const queries = memory_ + at_.query;
-    for (int64_t i = 0; i < rows_; ++i) {
+    for (int64_t i = 0; i < block_.rows; ++i) {
       const int64_t padded = round_up(a_.head_dim, 4);
-      copy_padded(query, row_ + i, a_.head_dim, padded, queries + i * query_stride_);
+      copy_padded(query, block_.row + i, a_.head_dim, padded, queries + i * query_stride_);
     }
-    float* const row_max = memory_ + at_.row_max;
-    for (int64_t i = 0; i < round_up(rows_, kLanes); ++i) store(row_max + i * kLanes, splat(-kInf));
     ScoreTile t = {};
-    t.depth = a_.head_dim;
+    t.query = queries;
     t.query_stride = query_stride_;
+    t.depth = a_.head_dim;
+    t.scores = memory_ + at_.scores;
     t.score_stride = score_stride_;
+    t.row_max = memory_ + at_.row_max;
+    forget_maxima(t.row_max, block_.rows);
     t.few = few_;
     t.scaled = true;
     t.scale = a_.scale;
-    if (a_.mask.data) copy_mask(t);
-    const float* const bias = t.bias;
-    const int64_t wide = wide_keys(keys_), most = seen_by(row_ + rows_ - 1);
-    for (int64_t panel = 0; panel < most;) {
-      const bool narrow = panel == wide;
-      t.panel = panels_ + round_up(panel, kPanel) * a_.head_dim;
-      for (int64_t i = 0; i < tile_count_ && wanted(first_key_ + panel); ++i) {
-        const Tile& tile = tiles_[i];
-        const int64_t seen = seen_by(row_ + tile.local + tile.rows - 1);
-        t.valid = (narrow ? seen : smaller(seen, wide)) - panel;
-        if (t.valid <= 0) continue;
-        t.visible = a_.causal ? row_ + tile.local + 1 - first_key_ - panel : kPanel;
-        t.query = queries + tile.local * query_stride_;
-        t.scores = memory_ + at_.scores + tile.local * score_stride_ + panel;
-        t.row_max = row_max + tile.local * kLanes;
-        if (bias) t.bias = bias + tile.local * t.bias_stride + panel;
-        if (narrow) {
-          Tiles::narrow[tile.rows - 1](t);
-        } else {
-          Tiles::score[t.valid > kLanes][tile.rows - 1](t);
-        }
-      }
-      panel = panel < wide ? smaller(panel + kPanel, wide) : keys_;
+    const int64_t most = seen_by(block_.row + block_.rows - 1);
+    if (a_.mask.data) {
+      read_mask(matrix(a_.mask, batch_, head_), block_.row, block_.rows, first_key_, most,
+                memory_ + at_.bias, row_stride(plan_.key_block), t);
     }
+    const int64_t visible = a_.causal ? block_.row + 1 - first_key_ : kAllVisible;
+    const auto seen = [&](const Tile& tile, int64_t panel) {
+      return wanted(first_key_ + panel) ? seen_by(block_.row + tile.local + tile.rows - 1) : 0;
+    };
+    each_score_tile(t, block_, {panels_, keys_, most, visible}, seen, [] {});
   }
 
   const float* scores(int64_t local) const { return memory_ + at_.scores + local * score_stride_; }
   const float* row_max(int64_t local) const { return memory_ + at_.row_max + local * kLanes; }
 
  private:
-  struct Tile {
-    int64_t local, rows;
-  };
-
-  // A copy of the block's part of the mask, as floats.
-  void copy_mask(ScoreTile& t) {
-    const Matrix mask = matrix(a_.mask, batch_, head_);
-    const int64_t stride = row_stride(plan_.key_block);
-    float* const copy = memory_ + at_.bias;
-    t.hides = mask.dtype == DType::kBool;
-    t.bias_stride = mask.row_stride == 0 ? 0 : stride;
-    for (int64_t i = 0; i < (mask.row_stride == 0 ? 1 : rows_); ++i) {
-      copy_row(mask, row_ + i, first_key_, keys_, copy + i * stride);
-    }
-    t.bias = copy;
-    t.bias_end = copy + kBlockRows * stride;
-  }
-
   const Attention& a_;
   const Plan& plan_;
   const ScoreLayout& at_;
@@ -153,8 +109,7 @@ class Scores {
   int64_t head_ = 0;
   int64_t first_key_ = 0, keys_ = 0;  // of the block of keys
   float* panels_ = nullptr;
-  int64_t row_ = 0, rows_ = 0, tile_count_ = 0;  // of the block of rows
-  Tile tiles_[kBlockTiles];
+  RowBlock<kBlockTiles> block_;
 };
 
 // Rows of float32, dense and padded to whole registers.

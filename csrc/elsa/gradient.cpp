@@ -15,7 +15,6 @@ constexpr int64_t kMostParts = 4 << 20;  // floats of all items' sums
 WindowGradientPlan make_plan(const WindowAttention& a) {
   WindowGradientPlan plan = {};
   plan.windows = window_geometry(a);
-  plan.windows.key_blocks = 1;
   const int64_t* along = plan.windows.windows;
   const int64_t windows = a.batch * along[0] * along[1] * along[2];
   const int64_t tokens = plan.windows.tokens;

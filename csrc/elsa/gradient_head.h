@@ -2,11 +2,8 @@
 // time. Attention and windows share it; they bring rows in and carry gradients out.
 #pragma once
 
-#include "gradient_tiles.h"
-#include "pack.h"
+#include "blocks.h"
 #include "philox.h"
-#include "simd.h"
-#include "tiles.h"
 
 namespace elsa {
 namespace {
@@ -125,7 +122,8 @@ class HeadGradient {
   template <class Bias, class Take>
   void row_block(int64_t row, const float* lse_slope, Wanted wanted, Bias bias, Take take) {
     if (!place(row)) return;
-    products(bias);
+    scores(false, bias);
+    scores(true, bias);
     if (dropout_) drop_slopes();
     if (whole()) {
       softmax(lse_slope);
@@ -169,10 +167,6 @@ class HeadGradient {
   int64_t block_rows() const { return at_.block_rows; }
 
  private:
-  struct Tile {
-    int64_t local, rows;
-  };
-
   void clear(int64_t start, int64_t floats) {
     for (int64_t i = 0; i < floats; i += kLanes) store(memory_ + start + i, Floats{});
   }
@@ -209,55 +203,30 @@ class HeadGradient {
     rows_ = smaller(at_.block_rows, at_.rows - row);
     visible_ = causal_ ? smaller(keys_, row + rows_ - first_key_) : keys_;
     if (visible_ <= 0) return false;
-    tile_count_ = (rows_ + kTileRows - 1) / kTileRows;
-    for (int64_t i = 0; i < tile_count_; ++i) {
-      const int64_t first = i * rows_ / tile_count_;
-      tiles_[i] = {first, (i + 1) * rows_ / tile_count_ - first};
-    }
+    const int64_t tiles = (rows_ + kTileRows - 1) / kTileRows;
+    block_.cut(row, rows_, tiles, 0, tiles);
     return true;
-  }
-
-  template <class Bias>
-  void products(Bias bias) {
-    scores(false, bias);
-    scores(true, bias);
   }
 
   // query * key^T with scale, bias and what is hidden, or grad_out * value^T plain.
   template <class Bias>
   ELSA_NOINLINE void scores(bool of_keys, Bias bias) {
-    float* const lanes = memory_ + at_.lanes;
-    for (int64_t i = 0; i < round_up(rows_, kLanes); ++i) store(lanes + i * kLanes, splat(-kInf));
     ScoreTile t = {};
-    t.depth = of_keys ? at_.depth : at_.value_dim;
+    t.query = of_keys ? query(row_) : grad_out(row_);
     t.query_stride = of_keys ? at_.width : at_.value_width;
+    t.depth = of_keys ? at_.depth : at_.value_dim;
+    t.scores = memory_ + (of_keys ? at_.weights : at_.slopes);
     t.score_stride = at_.score_stride;
+    t.row_max = memory_ + at_.lanes;
+    forget_maxima(t.row_max, rows_);
     t.scaled = of_keys;
     t.scale = scale_;
     if (of_keys) bias(t, row_, rows_, first_key_, visible_);
-    const float* const rows = of_keys ? query(row_) : grad_out(row_);
-    const float* const panels = memory_ + (of_keys ? at_.key_panels : at_.value_panels);
-    float* const out = memory_ + (of_keys ? at_.weights : at_.slopes);
-    const float* const first_bias = t.bias;
-    const int64_t wide = wide_keys(keys_);
-    for (int64_t panel = 0; panel < visible_;) {
-      const bool narrow = panel == wide;
-      t.panel = panels + round_up(panel, kPanel) * t.depth;
-      t.valid = (narrow ? visible_ : smaller(visible_, wide)) - panel;
-      const ScoreFunction* const functions =
-          narrow ? Tiles::narrow : Tiles::score[t.valid > kLanes];
-      for (int64_t i = 0; i < tile_count_; ++i) {
-        const Tile& tile = tiles_[i];
-        t.visible = causal_ ? row_ + tile.local + 1 - first_key_ - panel : kPanel;
-        t.query = rows + tile.local * t.query_stride;
-        t.scores = out + tile.local * t.score_stride + panel;
-        t.row_max = lanes + tile.local * kLanes;
-        if (first_bias) t.bias = first_bias + tile.local * t.bias_stride + panel;
-        functions[tile.rows - 1](t);
-        fetch_.step();
-      }
-      panel = panel < wide ? smaller(panel + kPanel, wide) : keys_;
-    }
+    const float* const packed = memory_ + (of_keys ? at_.key_panels : at_.value_panels);
+    const int64_t visible = causal_ ? row_ + 1 - first_key_ : kAllVisible;
+    each_score_tile(
+        t, block_, {packed, keys_, visible_, visible},
+        [this](const Tile&, int64_t) { return visible_; }, [this] { fetch_.step(); });
   }
 
   // Lanes beyond the last key, and the keys that a row does not see, hold -inf in dP as in the
@@ -365,10 +334,11 @@ class HeadGradient {
     t.weight_stride = at_.score_stride;
     t.value_stride = t.out_stride = width;
     t.count = rows_;
+    t.accumulate = true;
     const int64_t tiles = (visible_ + kTileRows - 1) / kTileRows;
     for (int64_t c = 0; c < width; c += kPanel) {
       t.values = values + c;
-      const ValueFunction* const functions = KeyTiles::value[width - c > kLanes];
+      const ValueFunction* const functions = Tiles::value<false, true>[width - c > kLanes];
       for (int64_t i = 0; i < tiles; ++i) {
         const int64_t key = i * visible_ / tiles, end = (i + 1) * visible_ / tiles;
         t.weights = weights + key;
@@ -393,11 +363,10 @@ class HeadGradient {
         const int64_t end = (chunk + 1) * visible_ / chunks;
         t.values = columns + key * t.value_stride;
         t.count = end - key;
-        for (int64_t i = 0; i < tile_count_; ++i) {
-          const Tile& tile = tiles_[i];
+        for (const Tile& tile : block_) {
           t.weights = memory_ + at_.slopes + tile.local * at_.score_stride + key;
           t.out = grad_query(row + tile.local) + c;
-          Tiles::value[t.value_stride > kLanes][tile.rows - 1](t);
+          Tiles::value<false>[t.value_stride > kLanes][tile.rows - 1](t);
           fetch_.step();
         }
         key = end;
@@ -414,8 +383,8 @@ class HeadGradient {
   int64_t head_index_ = 0;
   Fetch fetch_;
   int64_t first_key_ = 0, keys_ = 0;  // of the packed block
-  int64_t row_ = 0, rows_ = 0, visible_ = 0, tile_count_ = 0;
-  Tile tiles_[kGradientTiles];
+  int64_t row_ = 0, rows_ = 0, visible_ = 0;
+  RowBlock<kGradientTiles> block_;
 };
 
 }  // namespace

@@ -86,15 +86,8 @@ class AttentionItem {
   auto bias() {
     return [this](ScoreTile& t, int64_t row, int64_t rows, int64_t key, int64_t keys) {
       if (a_.mask.data == nullptr) return;
-      const Matrix mask = matrix(a_.mask, batch_, query_head_);
-      t.hides = mask.dtype == DType::kBool;
-      t.bias_stride = mask.row_stride == 0 ? 0 : at_.score_stride;
-      const int64_t copies = mask.row_stride == 0 ? 1 : rows;
-      for (int64_t i = 0; i < copies; ++i) {
-        copy_row(mask, row + i, key, keys, mask_copy_ + i * at_.score_stride);
-      }
-      t.bias = mask_copy_;
-      t.bias_end = mask_copy_ + at_.block_rows * at_.score_stride;
+      read_mask(matrix(a_.mask, batch_, query_head_), row, rows, key, keys, mask_copy_,
+                at_.score_stride, t);
     };
   }
 
@@ -292,7 +285,6 @@ class WindowItem {
         from = windows.bias + head_index_ * windows.bias_stride[0] + row * windows.bias_stride[1];
         t.bias = from;
         t.bias_stride = windows.bias_stride[1];
-        t.bias_end = from + (rows - 1) * t.bias_stride + keys;
       }
       if (!tokens_->masked) return;
       for (int64_t i = 0; i < rows; ++i) {
@@ -304,7 +296,6 @@ class WindowItem {
       }
       t.bias = mixed_bias_;
       t.bias_stride = at_.score_stride;
-      t.bias_end = mixed_bias_ + at_.block_rows * at_.score_stride;
     };
   }
 

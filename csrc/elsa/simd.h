@@ -53,12 +53,22 @@ ELSA_INLINE void store_first(float* p, Floats x, int64_t count) {
   }
 }
 
+ELSA_INLINE Ints lane_index() {
+  Ints index;
+  for (int i = 0; i < kLanes; ++i) index[i] = i;
+  return index;
+}
+
 // The first `count` lanes at p, `rest` in the others; no memory beyond them is read.
 ELSA_INLINE Floats load_first(const float* p, int64_t count, float rest) {
 #if defined(__AVX512F__)
   const int lanes = count < kLanes ? static_cast<int>(count) : kLanes;
   return reinterpret_cast<Floats>(
       _mm512_mask_loadu_ps(_mm512_set1_ps(rest), static_cast<__mmask16>((1u << lanes) - 1), p));
+#elif defined(__AVX2__)
+  const Ints inside = lane_index() < static_cast<int32_t>(count < kLanes ? count : kLanes);
+  const __m256 x = _mm256_maskload_ps(p, reinterpret_cast<__m256i>(inside));
+  return inside ? reinterpret_cast<Floats>(x) : splat(rest);
 #else
   if (count >= kLanes) return load(p);
   Floats x = splat(rest);
@@ -117,12 +127,6 @@ struct Interleave {
     return i / 4 * 4 + 2 * High + i % 4 / 2 + (i % 2 ? kLanes : 0);
   }
 };
-
-ELSA_INLINE Ints lane_index() {
-  Ints index;
-  for (int i = 0; i < kLanes; ++i) index[i] = i;
-  return index;
-}
 
 // x with the lanes from `count` on replaced by -inf.
 ELSA_INLINE Floats keep_first(Floats x, int64_t count) {

@@ -56,29 +56,22 @@ constexpr int64_t row_stride(int64_t count) { return ((count + 15) / 16 | 1) * 1
 struct ScoreTile {
   const float* query;  // [R][query_stride]
   int64_t query_stride;
-  const float* panel;  // [depth][vectors * kLanes]
+  const float* const* query_rows;  // in their place, of tiles whose rows lie apart: [R] rows
+  const float* panel;              // [depth][vectors * kLanes]
   int64_t depth;
   float* scores;  // [R][score_stride]
   int64_t score_stride;
-  float* row_max;   // [R][kLanes], running; null where it is not needed
+  float* row_max;   // [R][kLanes], running
   int64_t valid;    // keys that exist from the panel's start on
   int64_t visible;  // keys that the first row may see from there on; one more with each row
   bool few;         // the whole problem has few queries or keys, see few_scores
   bool scaled;      // scores are multiplied by scale here (and not in the softmax)
   float scale;
-  const float* bias;  // [R][bias_stride], null for none
+  const float* bias;  // [R][bias_stride], null for none; read only where `scaled`
   int64_t bias_stride;
-  const float* bias_end;  // no read at or beyond it
-  bool hides;             // the bias is a boolean mask's: -inf replaces the score, NaN included
+  bool hides;  // the bias is a boolean mask's: -inf replaces the score, NaN included
 };
-
-// The vector at p, or as much of it as lies before `end`.
-ELSA_INLINE Floats load_before(const float* p, const float* end) {
-  if (p + kLanes <= end) return load(p);
-  Floats x = {};
-  for (int i = 0; i < kLanes && p + i < end; ++i) x[i] = p[i];
-  return x;
-}
+constexpr int64_t kAllVisible = int64_t{1} << 62;  // no row of a tile is hidden from a key
 
 // Sums over whole chunks of the head dimension, of one vector of a panel, for problems of few
 // queries or few keys (of which no more than kLanes go into panels): registers are to spare, and
@@ -169,18 +162,30 @@ ELSA_INLINE void set_column(Floats (&acc)[R][V], int v, const Floats (&sums)[R])
   for (int r = 0; r < R; ++r) acc[r][v] = sums[r];
 }
 
-template <int R, int V>
+// The row after `row`. Computed there and then: the addresses of all rows do not fit in registers.
+template <class T>
+ELSA_INLINE T* row_after(T* row, int64_t stride) {
+  row += stride;
+  asm("" : "+r"(row));
+  return row;
+}
+
+// Rows of queries lie `query_stride` apart, or with Apart anywhere.
+template <int R, int V, bool Apart>
 void score_tile(const ScoreTile& t) {
   Floats acc[R][V];
   clear(acc);
-  if (t.bias) {
-    // The next panel's part of the mask: too many rows for the hardware to follow.
+  if (const float* const bias = Apart && kLanes == 16 ? nullptr : t.bias) {
+    // The next panel's part of the bias: too many rows for the hardware to follow.
     ELSA_UNROLL
     for (int r = 0; r < R; ++r) {
-      const float* ahead = t.bias + r * t.bias_stride + V * kLanes;
+      const float* ahead = bias + r * t.bias_stride + V * kLanes;
       for (int i = 0; i < V * kLanes; i += 16) __builtin_prefetch(ahead + i);
     }
   }
+  const float* rows[R];
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) rows[r] = Apart ? t.query_rows[r] : t.query + r * t.query_stride;
   const float* query = t.query;
   const float* panel = t.panel;
   const int64_t query_stride = t.query_stride;
@@ -189,10 +194,7 @@ void score_tile(const ScoreTile& t) {
   const int64_t chunk = t.few ? depth : depth_chunk(depth);
   float* const parked = t.scores;  // sums of the chunks so far
   const int64_t parked_stride = t.score_stride;
-  if (t.few) {
-    const float* rows[R];
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) rows[r] = query + r * query_stride;
+  if (V <= kTileVectors && t.few) {
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) {
       Floats sums[R];
@@ -206,9 +208,9 @@ void score_tile(const ScoreTile& t) {
     const int64_t stop = end < depth ? end : depth;
     ELSA_UNROLL_BY_4
     for (; d < stop; ++d) {
-      add_product(acc, panel, [=](int r) { return query[r * query_stride]; });
-      panel += kPanel;
-      ++query;
+      add_product(acc, panel, [&](int r) { return Apart ? rows[r][d] : query[r * query_stride]; });
+      panel += V > kTileVectors ? V * kLanes : kPanel;
+      if (!Apart) ++query;
     }
     if (end > chunk) add_stored(acc, [=](int r) { return parked + r * parked_stride; });
     if (end >= depth) break;
@@ -217,22 +219,27 @@ void score_tile(const ScoreTile& t) {
   // Copies, because the compiler must assume that the stores below change `t`.
   const int64_t valid = t.valid, visible = t.visible;
   const bool whole = valid >= V * kLanes && visible >= V * kLanes;
-  if (t.scaled) {
-    const float* const bias = t.bias;
+  if (t.scaled && t.bias) {
     const float scale = t.scale;
-    const bool hides = t.hides;
+    const int64_t bias_stride = t.bias_stride;
+    const float* bias = t.bias;
+    const bool hides = !Apart && t.hides;
     ELSA_UNROLL
     for (int r = 0; r < R; ++r) {
       ELSA_UNROLL
       for (int v = 0; v < V; ++v) {
-        acc[r][v] = acc[r][v] * scale;
-        if (bias) {
-          const float* p = bias + r * t.bias_stride + v * kLanes;
-          const Floats added = whole ? load(p) : load_before(p, t.bias_end);
-          acc[r][v] += added;
-          if (hides) acc[r][v] = added == splat(-kInf) ? added : acc[r][v];
-        }
+        const float* p = bias + v * kLanes;
+        const Floats added = v + 1 < V ? load(p) : load_first(p, valid - v * kLanes, 0.0f);
+        acc[r][v] = acc[r][v] * scale + added;
+        if (hides) acc[r][v] = added == splat(-kInf) ? added : acc[r][v];
       }
+      bias = row_after(bias, bias_stride);
+    }
+  } else if (t.scaled) {
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] * t.scale;
     }
   }
   if (!whole) {
@@ -243,21 +250,18 @@ void score_tile(const ScoreTile& t) {
       for (int v = 0; v < V; ++v) acc[r][v] = keep_first(acc[r][v], count - v * kLanes);
     }
   }
-  float* const scores = t.scores;
+  float* scores = t.scores;
   float* const row_max = t.row_max;
-  const int64_t score_stride = t.score_stride;
-  if (row_max == nullptr) {
-    return store_rows(acc, [=](int r) { return scores + r * score_stride; });
-  }
   ELSA_UNROLL
   for (int r = 0; r < R; ++r) {
     Floats m = load(row_max + r * kLanes);
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) {
-      store(scores + r * score_stride + v * kLanes, acc[r][v]);
+      store(scores + v * kLanes, acc[r][v]);
       m = max(acc[r][v], m);
     }
     store(row_max + r * kLanes, m);
+    scores = row_after(scores, parked_stride);
   }
 }
 
@@ -269,33 +273,38 @@ ELSA_INLINE Floats sums_of_keys(const Floats* x) {
          (shuffle<Exchange<2, 0>>(b, d) + shuffle<Exchange<2, 1>>(b, d));
 }
 
-// The same for the last keys of a row when they are few: kLanes / 4 of them share a register, four
-// head dimensions side by side. One class token beyond a multiple of 16 would otherwise cost a
-// whole panel.
-template <int R>
-void narrow_score_tile(const ScoreTile& t) {
+// The plain products with the last keys of a row when they are few: kLanes / 4 of them share a
+// register, four head dimensions side by side. One class token beyond a multiple of 16 would
+// otherwise cost a whole panel. sums: [key][row of the group of 4]. Queries are read in whole
+// groups of four head dimensions.
+template <int R, bool Apart>
+ELSA_INLINE void narrow_sums(const ScoreTile& t, float (&sums)[(R + 3) / 4][kLanes]) {
   constexpr int kGroups = (R + 3) / 4;
   Floats acc[kGroups * 4];
+  const float* query[R];
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) query[r] = Apart ? t.query_rows[r] : t.query + r * t.query_stride;
   ELSA_UNROLL
   for (int r = 0; r < kGroups * 4; ++r) acc[r] = Floats{};
-  const float* query = t.query;
   const float* panel = t.panel;
   for (int64_t d = 0; d < t.depth; d += 4) {
     const Floats key = load(panel);
     ELSA_UNROLL
-    for (int r = 0; r < R; ++r) acc[r] = acc[r] + load_repeated(query + r * t.query_stride) * key;
+    for (int r = 0; r < R; ++r) acc[r] = acc[r] + load_repeated(query[r] + d) * key;
     panel += kLanes;
-    query += 4;
   }
-  float sums[kGroups][kLanes];  // [key][row of the group]
   ELSA_UNROLL
-  for (int g = 0; g < kGroups; ++g) {
-    store(sums[g], sums_of_keys(acc + 4 * g));
-  }
+  for (int g = 0; g < kGroups; ++g) store(sums[g], sums_of_keys(acc + 4 * g));
+}
+
+template <int R>
+void narrow_score_tile(const ScoreTile& t) {
+  float sums[(R + 3) / 4][kLanes];
+  narrow_sums<R, false>(t, sums);
   for (int r = 0; r < R; ++r) {
     const int64_t count = t.visible + r < t.valid ? t.visible + r : t.valid;
     float* scores = t.scores + r * t.score_stride;
-    float most = t.row_max ? t.row_max[r * kLanes] : 0.0f;
+    float most = t.row_max[r * kLanes];
     store(scores, splat(-kInf));
     for (int64_t j = 0; j < count; ++j) {
       float s = sums[r / 4][j * 4 + r % 4];
@@ -304,18 +313,35 @@ void narrow_score_tile(const ScoreTile& t) {
       scores[j] = s;
       most = s > most ? s : most;
     }
-    if (t.row_max) t.row_max[r * kLanes] = most;
+    t.row_max[r * kLanes] = most;
+  }
+}
+
+// Of rows that lie apart, a row of scores is a key's: [valid][score_stride], whole groups of 4.
+template <int R>
+void narrow_key_tile(const ScoreTile& t) {
+  float sums[(R + 3) / 4][kLanes];
+  narrow_sums<R, true>(t, sums);
+  for (int g = 0; g < (R + 3) / 4; ++g) {
+    for (int64_t j = 0; j < t.valid; ++j) {
+      __builtin_memcpy(t.scores + j * t.score_stride + 4 * g, sums[g] + 4 * j, 4 * sizeof(float));
+    }
   }
 }
 
 struct ValueTile {
-  const float* weights;  // [R][weight_stride]
+  const float* weights;  // [R][weight_stride], or transposed [count][weight_stride]
   int64_t weight_stride;
-  const float* values;  // [count][value_stride]
+  const float* values;  // [count][value_stride], then the narrow ones
   int64_t value_stride;
-  int64_t count;  // at most kSumChunk
-  float* out;     // [R][out_stride]
+  int64_t count;        // at most kSumChunk
+  const float* narrow;  // [narrow_count][narrow_stride], weights of the keys after those
+  int64_t narrow_stride;
+  int64_t narrow_count;
+  float* out;  // [R][out_stride]
   int64_t out_stride;
+  float* const* out_rows;  // in their place, of tiles whose rows lie apart: [R] rows, from
+  int64_t column;          // `column` on
   bool accumulate;
   bool few;             // the whole problem has few queries, see few_scores
   const float* factor;  // [R], multiplied on at the end; null for none
@@ -349,32 +375,49 @@ ELSA_INLINE int64_t few_values(const ValueTile& t, const float* values, Floats (
 }
 
 // One short chain per call: sums over many keys are trees of chunks, which keeps the rounding error
-// of long rows at that of short ones.
-template <int R, int V>
+// of long rows at that of short ones. Rows of the output lie `out_stride` apart, or with Apart
+// anywhere. Transposed, they are keys, and sums run over query rows.
+template <int R, int V, bool Apart, bool Transposed = false>
 void value_tile(const ValueTile& t) {
   Floats acc[R][V];
   clear(acc);
   const float* values = t.values;
   const float* weights = t.weights;
-  const int64_t count = t.count, weight_stride = t.weight_stride;
+  const int64_t count = t.count, weight_stride = t.weight_stride, value_stride = t.value_stride;
+  const float* rows[R];
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) rows[r] = weights + r * weight_stride;
   int64_t j = 0;
-  if (t.few) {
+  if (!Apart && !Transposed && t.few) {
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) {
       Floats sums[R];
       j = few_values(t, values + v * kLanes, sums);
       set_column(acc, v, sums);
     }
-    values += j * t.value_stride;
+    values += j * value_stride;
     weights += j;
   }
   ELSA_UNROLL_BY_4
   for (; j < count; ++j) {
-    add_product(acc, values, [=](int r) { return weights[r * weight_stride]; });
-    values += t.value_stride;
-    ++weights;
+    add_product(acc, values, [&](int r) {
+      return Apart ? rows[r][j] : weights[Transposed ? r : r * weight_stride];
+    });
+    values += value_stride;
+    if (!Apart) weights += Transposed ? weight_stride : 1;
   }
-  const auto row = [out = t.out, stride = t.out_stride](int r) { return out + r * stride; };
+  if constexpr (Apart) {
+    const float* narrow = t.narrow;
+    for (int64_t i = 0; i < t.narrow_count; ++i) {
+      add_product(acc, values, [=](int r) { return narrow[r]; });
+      values += value_stride;
+      narrow += t.narrow_stride;
+    }
+  }
+  float* out[R];
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) out[r] = Apart ? t.out_rows[r] + t.column : t.out + r * t.out_stride;
+  const auto row = [&](int r) { return out[r]; };
   if (t.accumulate) add_stored(acc, row);
   multiply(acc, t.factor);
   store_rows(acc, row);
@@ -383,18 +426,24 @@ void value_tile(const ValueTile& t) {
 using ScoreFunction = void (*)(const ScoreTile&);
 using ValueFunction = void (*)(const ValueTile&);
 
+// Indexed by [rows - 1], of two by [vectors - 1] before.
 template <class Rows>
 struct TileTable;
 template <int... I>
 struct TileTable<Lanes<I...>> {
-  // Indexed by [vectors - 1][rows - 1].
-  static constexpr ScoreFunction score[2][kTileRows] = {{score_tile<I + 1, 1>...},
-                                                        {score_tile<I + 1, 2>...}};
-  static constexpr ScoreFunction narrow[kTileRows] = {narrow_score_tile<I + 1>...};
-  static constexpr ValueFunction value[2][kTileRows] = {{value_tile<I + 1, 1>...},
-                                                        {value_tile<I + 1, 2>...}};
+  template <bool Apart>
+  static constexpr ScoreFunction score[2][sizeof...(I)] = {{score_tile<I + 1, 1, Apart>...},
+                                                           {score_tile<I + 1, 2, Apart>...}};
+  static constexpr ScoreFunction triple[] = {score_tile<I + 1, 3, true>...};
+  static constexpr ScoreFunction narrow[] = {narrow_score_tile<I + 1>...};
+  static constexpr ScoreFunction narrow_key[] = {narrow_key_tile<I + 1>...};
+  template <bool Apart, bool Transposed = false>
+  static constexpr ValueFunction value[2][sizeof...(I)] = {
+      {value_tile<I + 1, 1, Apart, Transposed>...}, {value_tile<I + 1, 2, Apart, Transposed>...}};
 };
-using Tiles = TileTable<MakeLanes<kTileRows>::type>;
+template <int Rows>
+using TilesOf = TileTable<typename MakeLanes<Rows>::type>;
+using Tiles = TilesOf<kTileRows>;
 
 // scores -> exp2((scores - maximum) * to_log2) in place; lane-wise partial sums, in two chains.
 // `count` is a multiple of kLanes; surplus lanes hold -inf. One vector at a time: the processor

@@ -14,11 +14,7 @@ namespace {
 WindowPlan make_plan(const WindowAttention& a, const WindowKernel& kernel, int64_t threads) {
   WindowPlan plan = window_geometry(a);
   const int64_t heads = a.batch * a.heads * plan.windows[0] * plan.windows[1] * plan.windows[2];
-  plan.key_blocks = ceil_div(plan.tokens, kMaxKeyBlock);
-  plan.key_block = round_up(ceil_div(plan.tokens, plan.key_blocks), kKeyGranule);
-  plan.key_blocks = ceil_div(plan.tokens, plan.key_block);
-  const int64_t least = plan.key_blocks > 1 ? ceil_div(plan.tokens, kMaxStateRows) : 1;
-  plan.splits = choose_splits(heads, plan.tokens, least, kernel.row_tile, threads);
+  plan.splits = choose_splits(heads, plan.tokens, 1, kernel.row_tile, threads);
   plan.items = heads * plan.splits;
   return plan;
 }

@@ -2,10 +2,7 @@
 // ELSA_KERNEL naming the table it defines.
 #include "window_kernel.h"
 
-#include "pack.h"
-#include "simd.h"
-#include "tiles.h"
-#include "window_tiles.h"
+#include "blocks.h"
 #include "window_tokens.h"
 
 #ifndef ELSA_KERNEL
@@ -15,47 +12,49 @@
 namespace elsa {
 namespace {
 
-// Register tiles whose scores are in cache together: at most these, and at most kCachedScores.
-constexpr int64_t kBlockTiles = (56 + kTileRows - 1) / kTileRows;
-constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
-constexpr int64_t kCachedScores = 4096;  // 16 KiB, half of a first-level cache
+// Register tiles whose scores are in cache together: at most these, and at most kCachedWeights.
+constexpr int64_t kWindowTiles = (56 + kTileRows - 1) / kTileRows;
+constexpr int64_t kWindowRows = kWindowTiles * kTileRows;
+constexpr int64_t kCachedWeights = 4096;  // 16 KiB, half of a first-level cache
 // Floats from one narrow key's scores to the next's: those of a block's rows, in whole vectors.
-constexpr int64_t kNarrowStride = (kBlockRows + 4 + 15) / 16 * 16;
+constexpr int64_t kNarrowStride = (kWindowRows + 4 + 15) / 16 * 16;
 constexpr int64_t kSumChain = 64;         // keys summed in one chain of additions
 constexpr int64_t kCachedBias = 1 << 17;  // 512 KiB, half of a second-level cache
 int64_t value_width(const WindowAttention& a) { return round_up(a.head_dim, kLanes); }
-int64_t item_rows(const WindowPlan& plan) { return (plan.tokens + plan.splits - 1) / plan.splits; }
+
+// Register tiles of a block of rows, whose scores with all keys of a window exist at a time.
+int64_t tiles_together(const WindowPlan& plan) {
+  const int64_t cached = kCachedWeights / (kTileRows * round_up(plan.tokens, kLanes));
+  return cached < 1 ? 1 : smaller(cached, kWindowTiles);
+}
 
 // Offsets of a thread's arrays in its workspace, in floats.
 struct Layout {
-  int64_t tokens[2], keys, values, query, scores, narrow, block_out, row_max, reference, rescale,
-      bias, rows, out, maximum, sum, total;
+  int64_t tokens[2], keys, values, query, scores, narrow, row_max, reference, bias, rows, out, sum,
+      total;
   int64_t score_stride, query_stride;
 
   Layout(const WindowAttention& a, const WindowPlan& plan) {
-    const int64_t state = plan.key_blocks > 1 ? item_rows(plan) : kBlockRows;
+    const int64_t most = tiles_together(plan) * kTileRows;
     Carve carve;
     // An odd number of registers spreads rows over the sets of a cache.
     const auto spread = [](int64_t floats) {
       return (round_up(floats, kLanes) / kLanes | 1) * kLanes;
     };
-    score_stride = spread(smaller(plan.key_block, plan.tokens));
+    score_stride = spread(plan.tokens);
     query_stride = spread(a.head_dim);
     for (int i = 0; i < 2; ++i) tokens[i] = carve.take(token_floats(a, plan));
-    keys = carve.take((plan.key_block + kPanel) * a.head_dim);
-    values = carve.take(plan.key_block * value_width(a));
-    query = carve.take(kBlockRows * query_stride);
-    scores = carve.take(kBlockRows * score_stride);
+    keys = carve.take((round_up(plan.tokens, kPanel) + kPanel) * a.head_dim);
+    values = carve.take(plan.tokens * value_width(a));
+    query = carve.take(most * query_stride);
+    scores = carve.take(most * score_stride);
     narrow = carve.take(kNarrow * kNarrowStride);
-    block_out = carve.take(kBlockRows * value_width(a));
-    row_max = carve.take(round_up(kBlockRows, kLanes) * kLanes);
-    reference = carve.take(kBlockRows + kLanes);
-    rescale = carve.take(kBlockRows + kLanes);
-    bias = carve.take(shifted(a) ? kBlockRows * score_stride : 0);
+    row_max = carve.take(round_up(most, kLanes) * kLanes);
+    reference = carve.take(most + kLanes);
+    bias = carve.take(shifted(a) ? most * score_stride : 0);
     rows = carve.take(kLanes * round_up(a.head_dim, kLanes));
-    out = carve.take(state * value_width(a));
-    maximum = carve.take(state + kLanes);  // these two are read in whole vectors
-    sum = carve.take(state + kLanes);
+    out = carve.take(most * value_width(a));
+    sum = carve.take(most + kLanes);
     total = carve.total();
   }
 };
@@ -105,12 +104,6 @@ struct Fetch {
   }
 };
 
-// One register tile of a row block.
-struct Tile {
-  int64_t local;  // first row, counted from the row block's
-  int64_t rows;
-};
-
 // A worker: takes items, each a range of query rows of one window and head, and folds the keys into
 // them in row blocks of a few register tiles.
 class Worker {
@@ -123,13 +116,12 @@ class Worker {
         width_(value_width(a)),
         size_(element_size(a.dtype)),
         in_place_(a.dtype == DType::kFloat32 && a.head_dim % 4 == 0 && !a.logit_scale),
-        direct_(a.dtype == DType::kFloat32 && width_ == a.head_dim && plan.key_blocks == 1),
+        direct_(a.dtype == DType::kFloat32 && width_ == a.head_dim),
         fetches_bias_(kLanes == 16 && plan.bias &&
-                      a.heads * plan.tokens * plan.tokens > kCachedBias) {
+                      a.heads * plan.tokens * plan.tokens > kCachedBias),
+        keys_(plan.tokens),
+        wide_(wide_keys(plan.tokens)) {
     for (int i = 0; i < 2; ++i) place(a, plan, memory + at_.tokens[i], tokens_[i]);
-    const int64_t keys = round_up(smaller(plan.key_block, plan.tokens), kLanes);
-    const int64_t together = kCachedScores / (kTileRows * keys);
-    together_ = together < 1 ? 1 : smaller(together, kBlockTiles);
   }
 
   void item(int64_t item, int64_t end) {
@@ -137,8 +129,8 @@ class Worker {
     const int64_t split = item - index_ * plan_.splits;
     const int64_t window = index_ / a_.heads;
     head_ = index_ - window * a_.heads;
-    first_row_ = split * plan_.tokens / plan_.splits;
-    rows_ = (split + 1) * plan_.tokens / plan_.splits - first_row_;
+    const int64_t first = split * keys_ / plan_.splits;
+    const int64_t rows = (split + 1) * keys_ / plan_.splits - first;
     if (tokens_[current_].window != window) {
       current_ ^= 1;
       if (tokens_[current_].window != window) find_tokens(a_, plan_, window, tokens_[current_]);
@@ -149,20 +141,19 @@ class Worker {
     for (int i = 0; i < 3; ++i) {
       operand_[i] = {window_->source, offset(head_, i), a_.dtype, a_.logit_scale && i < 2};
     }
-    const int64_t tiles = (rows_ + kTileRows - 1) / kTileRows;
-    const int64_t blocks = (tiles + together_ - 1) / together_;
-    prepare_fetch(item, end, tiles);
-    for (block_ = 0; block_ < plan_.key_blocks; ++block_) {
-      first_key_ = block_ * plan_.key_block;
-      keys_ = smaller(plan_.key_block, plan_.tokens - first_key_);
-      wide_ = wide_keys(keys_);
-      pack();
-      int64_t row = 0, tile = 0;
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t end = (b + 1) * tiles / blocks;
-        row = row_block(row, tile, end - tile, tiles);
-        tile = end;
-      }
+    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    const int64_t together = tiles_together(plan_);
+    const int64_t blocks = (tiles + together - 1) / together;
+    prepare_fetch(item, end, rows, tiles);
+    if (packed_ != index_) pack();
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t tile = b * tiles / blocks;
+      block_.cut(first, rows, tiles, tile, (b + 1) * tiles / blocks - tile);
+      point_at_rows();
+      scores();
+      softmax();
+      weigh_values();
+      if (!direct_) write_out();
     }
   }
 
@@ -174,7 +165,7 @@ class Worker {
   }
 
   // Each item of a window fetches its share of the next one's tokens.
-  void prepare_fetch(int64_t item, int64_t end, int64_t tiles) {
+  void prepare_fetch(int64_t item, int64_t end, int64_t rows, int64_t tiles) {
     fetch_ = {};
     const int64_t items = a_.heads * plan_.splits;
     const int64_t window = window_->window + 1;
@@ -192,171 +183,119 @@ class Worker {
     fetch_.target_bytes = channels;
     fetch_.start();
     const int64_t calls =
-        rows_ + tiles * ((plan_.tokens + kPanel - 1) / kPanel + (width_ + kPanel - 1) / kPanel);
+        rows + tiles * ((plan_.tokens + kPanel - 1) / kPanel + (width_ + kPanel - 1) / kPanel);
     steps_per_call_ = (fetch_.steps() + calls - 1) / calls;
   }
 
   ELSA_NOINLINE void pack() {
-    const bool whole = plan_.key_blocks == 1;
-    if (whole && packed_ == index_) return;
-    packed_ = whole ? index_ : -1;
-    pack_keys(operand_[1], first_key_, keys_, a_.head_dim, memory_ + at_.rows, memory_ + at_.keys,
+    packed_ = index_;
+    pack_keys(operand_[1], 0, keys_, a_.head_dim, memory_ + at_.rows, memory_ + at_.keys,
               paired_keys(wide_));
-    pack_values(operand_[2], first_key_, keys_, a_.head_dim, memory_ + at_.values);
-  }
-
-  // Folds the key block into rows [row, ...) of the item; returns the row after them.
-  int64_t row_block(int64_t row, int64_t tile, int64_t count, int64_t tiles) {
-    tile_count_ = count;
-    int64_t next = row;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t start = next;
-      next = (tile + i + 1) * rows_ / tiles;
-      tiles_[i] = {start - row, next - start};
-    }
-    block_rows_ = next - row;
-    block_row_ = first_row_ + row;
-    // State rows are kept for the whole item when several key blocks pass over it.
-    state_ = plan_.key_blocks > 1 ? row : 0;
-    point_at_rows();
-    scores();
-    softmax();
-    weigh_values();
-    if (block_ > 0) merge();
-    if (!direct_ && block_ + 1 == plan_.key_blocks) write_out();
-    return next;
+    pack_values(operand_[2], 0, keys_, a_.head_dim, memory_ + at_.values);
   }
 
   // Where queries are read and sums are written: the image itself, or copies of this block's rows.
   void point_at_rows() {
-    const char* const* source = window_->source + block_row_;
-    const int64_t rows = block_rows_;
-    if (in_place_) {
-      const int64_t offset = operand_[0].offset;
-      for (int64_t i = 0; i < rows; ++i) {
-        query_rows_[i] = reinterpret_cast<const float*>(source[i] + offset);
+    const char* const* source = window_->source + block_.row;
+    char* const* target = window_->target + block_.row;
+    const int64_t column = head_ * a_.head_dim, padded = round_up(a_.head_dim, 4);
+    for (int64_t i = 0; i < block_.rows; ++i) {
+      if (in_place_) {
+        query_rows_[i] = reinterpret_cast<const float*>(source[i] + operand_[0].offset);
+      } else {
+        float* const q = memory_ + at_.query + i * at_.query_stride;
+        query_rows_[i] = q;
+        operand_[0].copy(block_.row + i, 0, a_.head_dim, q);
+        for (int64_t d = a_.head_dim; d < padded; ++d) q[d] = 0.0f;
       }
-    } else {
-      copy_queries();
-    }
-    char* const* target = window_->target + block_row_;
-    float* const out = memory_ + (block_ == 0 ? at_.out + state_ * width_ : at_.block_out);
-    for (int64_t i = 0; i < rows; ++i) out_rows_[i] = out + i * width_;
-    if (!direct_) return;
-    const int64_t column = head_ * a_.head_dim;
-    for (int64_t i = 0; i < rows; ++i) {
-      float* const place = reinterpret_cast<float*>(target[i]);
-      out_rows_[i] = place ? place + column : out_rows_[i];
-    }
-  }
-
-  void copy_queries() {
-    float* q = memory_ + at_.query;
-    const int64_t padded = round_up(a_.head_dim, 4);
-    for (int64_t i = 0; i < block_rows_; ++i, q += at_.query_stride) {
-      query_rows_[i] = q;
-      operand_[0].copy(block_row_ + i, 0, a_.head_dim, q);
-      for (int64_t d = a_.head_dim; d < padded; ++d) q[d] = 0.0f;
+      out_rows_[i] = memory_ + at_.out + i * width_;
+      if (direct_ && target[i]) out_rows_[i] = reinterpret_cast<float*>(target[i]) + column;
     }
   }
 
   ELSA_NOINLINE void scores() {
     float* row_max = memory_ + at_.row_max;
-    for (int64_t i = 0; i < round_up(block_rows_, kLanes); ++i)
-      store(row_max + i * kLanes, splat(-kInf));
-    RowScores t = {};
+    forget_maxima(row_max, block_.rows);
+    ScoreTile t = {};
     t.depth = a_.head_dim;
+    t.visible = kAllVisible;
     t.scaled = scaled_;
     t.scale = scale_;
-    t.stride = at_.score_stride;
+    t.score_stride = at_.score_stride;
     prepare_bias(t);
     if (wide_ < keys_) narrow_scores(t);
     const float* bias = t.bias;
     t.few = wide_ <= kLanes;
+    const auto tile_at = [&](int64_t row, int64_t panel) {
+      t.query_rows = query_rows_ + row;
+      t.scores = memory_ + at_.scores + row * at_.score_stride + panel;
+      t.row_max = row_max + row * kLanes;
+      if (bias) t.bias = bias + row * t.bias_stride + panel;
+    };
     const int64_t paired = paired_keys(wide_);
     for (int64_t panel = 0; panel < paired; panel += kPanel) {
       t.panel = memory_ + at_.keys + panel * a_.head_dim;
       t.valid = wide_ - panel;
-      const RowScoreFunction* tile_for = RowTiles::score[t.valid > kLanes];
-      for (int64_t i = 0; i < tile_count_; ++i) {
-        const Tile& tile = tiles_[i];
-        t.query = query_rows_ + tile.local;
-        t.scores = memory_ + at_.scores + tile.local * at_.score_stride + panel;
-        t.row_max = row_max + tile.local * kLanes;
-        if (bias) t.bias = bias + tile.local * t.bias_stride + panel;
-        tile_for[tile.rows - 1](t);
+      for (const Tile& tile : block_) {
+        tile_at(tile.local, panel);
+        Tiles::score<true>[t.valid > kLanes][tile.rows - 1](t);
         fetch_.step(steps_per_call_);
       }
     }
     if constexpr (kTripleRows > 0) {
-      if (paired < wide_) triple_scores<kTripleRows>(t, bias, paired);
-    }
-  }
-
-  // The scores of the last panel where it has three vectors: tiles of fewer rows.
-  template <int Rows>
-  void triple_scores(RowScores& t, const float* bias, int64_t panel) {
-    t.panel = memory_ + at_.keys + panel * a_.head_dim;
-    t.valid = wide_ - panel;
-    const int64_t tiles = (block_rows_ + Rows - 1) / Rows;
-    for (int64_t i = 0, row = 0; i < tiles; ++i) {
-      const int64_t next = (i + 1) * block_rows_ / tiles;
-      t.query = query_rows_ + row;
-      t.scores = memory_ + at_.scores + row * at_.score_stride + panel;
-      t.row_max = memory_ + at_.row_max + row * kLanes;
-      if (bias) t.bias = bias + row * t.bias_stride + panel;
-      TripleTiles<Rows>::score[next - row - 1](t);
-      fetch_.step(steps_per_call_);
-      row = next;
+      if (paired == wide_) return;
+      // The last panel has three vectors: tiles of fewer rows.
+      t.panel = memory_ + at_.keys + paired * a_.head_dim;
+      t.valid = wide_ - paired;
+      const int64_t tiles = (block_.rows + kTripleRows - 1) / kTripleRows;
+      for (int64_t i = 0; i < tiles; ++i) {
+        const int64_t row = i * block_.rows / tiles, next = (i + 1) * block_.rows / tiles;
+        tile_at(row, paired);
+        TilesOf<kTripleRows>::triple[next - row - 1](t);
+        fetch_.step(steps_per_call_);
+      }
     }
   }
 
   // The scores of the keys in the narrow panel, a row for each of them: softmax() then takes
   // kLanes queries at a time instead of a vector with few lanes in use for each query. They are
   // the first ones computed, lest softmax() loads what has only just been stored in parts.
-  void narrow_scores(RowScores t) {
+  void narrow_scores(ScoreTile t) {
     float* const narrow = memory_ + at_.narrow;
     const int64_t count = keys_ - wide_;
     t.panel = memory_ + at_.keys + round_up(wide_, kPanel) * a_.head_dim;
     t.valid = count;
-    t.stride = kNarrowStride;
-    for (int64_t i = 0; i < tile_count_; ++i) {
-      t.query = query_rows_ + tiles_[i].local;
-      t.scores = narrow + tiles_[i].local;
-      RowTiles::narrow[tiles_[i].rows - 1](t);
+    t.score_stride = kNarrowStride;
+    for (const Tile& tile : block_) {
+      t.query_rows = query_rows_ + tile.local;
+      t.scores = narrow + tile.local;
+      Tiles::narrow_key[tile.rows - 1](t);
     }
     if (!t.scaled) return;
     for (int64_t j = 0; j < count; ++j) {
       float* const scores = narrow + j * kNarrowStride;
       const float* bias = t.bias ? t.bias + wide_ + j : nullptr;
-      for (int64_t i = 0; i < block_rows_; ++i) {
+      for (int64_t i = 0; i < block_.rows; ++i) {
         scores[i] = scores[i] * t.scale + (bias ? bias[i * t.bias_stride] : 0.0f);
       }
     }
   }
 
   // The bias itself, or where tokens do not mix a copy of this block's part with the mask added.
-  void prepare_bias(RowScores& t) {
+  void prepare_bias(ScoreTile& t) {
     const float* bias = nullptr;
     if (plan_.bias) {
-      bias = plan_.bias + head_ * plan_.bias_stride[0] + block_row_ * plan_.bias_stride[1] +
-             first_key_;
+      bias = plan_.bias + head_ * plan_.bias_stride[0] + block_.row * plan_.bias_stride[1];
     }
-    if (!window_->masked) {
-      t.bias = bias;
-      t.bias_stride = plan_.bias_stride[1];
-      t.bias_end = plan_.bias ? plan_.bias + (a_.heads - 1) * plan_.bias_stride[0] +
-                                    (plan_.tokens - 1) * plan_.bias_stride[1] + plan_.tokens
-                              : nullptr;
-      return;
-    }
+    t.bias = bias;
+    t.bias_stride = plan_.bias_stride[1];
+    if (!window_->masked) return;
     float* copy = memory_ + at_.bias;
     t.bias = copy;
     t.bias_stride = at_.score_stride;
-    t.bias_end = copy + kBlockRows * at_.score_stride;
-    for (int64_t i = 0; i < block_rows_; ++i, copy += at_.score_stride) {
-      const int64_t region = window_->region[block_row_ + i];
-      const float* mask = window_->mask + region * mask_stride(plan_) + first_key_;
+    for (int64_t i = 0; i < block_.rows; ++i, copy += at_.score_stride) {
+      const int64_t region = window_->region[block_.row + i];
+      const float* mask = window_->mask + region * mask_stride(plan_);
       int64_t j = 0;
       if (bias == nullptr) {
         for (; j < keys_; j += kLanes) store(copy + j, load(mask + j));
@@ -368,37 +307,26 @@ class Worker {
     }
   }
 
-  // Weights relative to the running maximum of each row, and the factors that carry the older part
-  // of the state over to it; at the last key block the factors that normalise.
+  // Weights relative to the maximum of each row, and the factors that normalise them.
   ELSA_NOINLINE void softmax() {
     const float to_log2 = scaled_ ? kLog2E : scale_ * kLog2E;
     float* const lanes = memory_ + at_.row_max;  // [rows][kLanes]: maxima, then sums
     float* const reference = memory_ + at_.reference;
-    float* const rescale = memory_ + at_.rescale;
     float* const narrow = memory_ + at_.narrow;
     const int64_t few = keys_ - wide_;
-    const bool last = block_ + 1 == plan_.key_blocks;
-    for (int64_t i = 0; i < block_rows_; i += kLanes) {
-      float* const maximum = memory_ + at_.maximum + state_ + i;
+    for (int64_t i = 0; i < block_.rows; i += kLanes) {
       Floats m = row_maxima(lanes + i * kLanes);
       for (int64_t j = 0; j < few; ++j) m = max(load(narrow + j * kNarrowStride + i), m);
-      const Floats previous = block_ == 0 ? splat(-kInf) : load(maximum);
-      m = max(m, previous);
-      const Floats base = m == splat(-kInf) ? Floats{} : m;
-      store(reference + i, base);
-      if (plan_.key_blocks == 1) continue;
-      store(rescale + i, exp2_nonpositive((previous - base) * to_log2));
-      store_first(maximum, m, block_rows_ - i);
+      store(reference + i, m == splat(-kInf) ? Floats{} : m);
     }
     const int64_t count = round_up(wide_, kLanes);
     float* row = memory_ + at_.scores;
-    for (int64_t i = 0; i < block_rows_; ++i, row += at_.score_stride) {
-      if (fetches_bias_) fetch_bias(block_row_ + block_rows_ + i);
+    for (int64_t i = 0; i < block_.rows; ++i, row += at_.score_stride) {
+      if (fetches_bias_) fetch_bias(block_.row + block_.rows + i);
       store(lanes + i * kLanes, exponentiate(row, count, reference[i], to_log2));
       fetch_.step(steps_per_call_);
     }
-    for (int64_t i = 0; i < block_rows_; i += kLanes) {
-      float* const sum = memory_ + at_.sum + state_ + i;
+    for (int64_t i = 0; i < block_.rows; i += kLanes) {
       Floats s = row_sums(lanes + i * kLanes);
       for (int64_t j = 0; j < few; ++j) {
         float* const scores = narrow + j * kNarrowStride + i;
@@ -406,45 +334,41 @@ class Worker {
         store(scores, e);
         s += e;
       }
-      if (block_ > 0) s += load(sum) * load(rescale + i);
-      if (last) s = s == 0.0f ? Floats{} : 1.0f / s;
-      store_first(sum, s, block_rows_ - i);
+      store(memory_ + at_.sum + i, s == 0.0f ? Floats{} : 1.0f / s);
     }
   }
 
-  // Fetches what this key block's scores of a row will add. Rows after a head's last are the next
+  // Fetches what the scores of a row will add. Rows after a head's last are the next
   // one's where the bias is dense, and else not read.
   ELSA_INLINE void fetch_bias(int64_t row) const {
     const float* p = plan_.bias + head_ * plan_.bias_stride[0] + row * plan_.bias_stride[1];
     for (int64_t j = 0; j < keys_; j += 64) {
       ELSA_UNROLL
-      for (int i = 0; i < 64; i += 16) __builtin_prefetch(p + first_key_ + j + i, 0, 2);
+      for (int i = 0; i < 64; i += 16) __builtin_prefetch(p + j + i, 0, 2);
     }
   }
 
-  // scores * values, into the state, this block's own sums, or (normalised) the output itself.
+  // scores * values, into memory or (normalised) the output itself.
   ELSA_NOINLINE void weigh_values() {
     const int64_t chunks = (keys_ + kSumChain - 1) / kSumChain;
-    RowSums t = {};
-    t.stride = at_.score_stride;
+    ValueTile t = {};
+    t.weight_stride = at_.score_stride;
     t.narrow_stride = kNarrowStride;
     const float* panel = memory_ + at_.values;
     for (; t.column < width_; t.column += kPanel) {
       t.value_stride = smaller(kPanel, width_ - t.column);
-      int64_t key = 0;
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      for (int64_t chunk = 0, key = 0; chunk < chunks; ++chunk) {
         const int64_t end = (chunk + 1) * keys_ / chunks;
         t.values = panel + key * t.value_stride;
         t.accumulate = key > 0;
         t.count = smaller(end, wide_) - key;
         t.narrow_count = end == keys_ ? keys_ - wide_ : 0;
-        for (int64_t i = 0; i < tile_count_; ++i) {
-          const Tile& tile = tiles_[i];
+        for (const Tile& tile : block_) {
           t.weights = memory_ + at_.scores + tile.local * at_.score_stride + key;
           t.narrow = memory_ + at_.narrow + tile.local;
-          t.out = out_rows_ + tile.local;
+          t.out_rows = out_rows_ + tile.local;
           t.factor = direct_ && end == keys_ ? memory_ + at_.sum + tile.local : nullptr;
-          RowTiles::value[t.value_stride > kLanes][tile.rows - 1](t);
+          Tiles::value<true>[t.value_stride > kLanes][tile.rows - 1](t);
           fetch_.step(steps_per_call_);
         }
         key = end;
@@ -453,25 +377,13 @@ class Worker {
     }
   }
 
-  // The monoid's merge of the state so far with this block's, both relative to the new maximum.
-  ELSA_NOINLINE void merge() {
-    for (int64_t i = 0; i < block_rows_; ++i) {
-      const float rescale = memory_[at_.rescale + i];
-      float* out = memory_ + at_.out + (state_ + i) * width_;
-      const float* added = memory_ + at_.block_out + i * width_;
-      for (int64_t d = 0; d < width_; d += kLanes) {
-        store(out + d, load(out + d) * rescale + load(added + d));
-      }
-    }
-  }
-
   ELSA_NOINLINE void write_out() {
     const int64_t column = head_ * a_.head_dim * size_;
-    for (int64_t i = 0; i < block_rows_; ++i) {
-      char* const target = window_->target[block_row_ + i];
+    for (int64_t i = 0; i < block_.rows; ++i) {
+      char* const target = window_->target[block_.row + i];
       if (target == nullptr) continue;  // padding
-      float* row = memory_ + at_.out + (state_ + i) * width_;
-      const float factor = memory_[at_.sum + state_ + i];
+      float* row = memory_ + at_.out + i * width_;
+      const float factor = memory_[at_.sum + i];
       if (factor == 0.0f) {  // no key was seen: zeros, whatever the values hold
         for (int64_t d = 0; d < width_; d += kLanes) store(row + d, Floats{});
       }
@@ -487,25 +399,22 @@ class Worker {
   const bool in_place_;      // queries are read where they lie
   const bool direct_;        // outputs are written where they belong
   const bool fetches_bias_;  // while softmax() computes
-  int64_t together_;         // register tiles of a row block
+  const int64_t keys_;       // the tokens of a window
+  const int64_t wide_;       // of the keys, those that do not lie in a narrow panel
   Tokens tokens_[2];         // this item's window, and the next one's
   int current_ = 0;
   int64_t packed_ = -1;  // window * heads + head whose packed keys are in memory, or -1
   // The current item.
-  int64_t index_, head_, first_row_, rows_;
+  int64_t index_, head_;
   Tokens* window_;
   float scale_;
   bool scaled_;
   TokenRows operand_[3];  // query, key, value
   Fetch fetch_;
   int64_t steps_per_call_ = 0;
-  // The current key block and row block.
-  int64_t block_, first_key_, keys_;
-  int64_t wide_;  // of the keys, those that do not lie in a narrow panel
-  int64_t block_row_, block_rows_, state_, tile_count_;
-  Tile tiles_[kBlockTiles];
-  const float* query_rows_[kBlockRows];
-  float* out_rows_[kBlockRows];
+  RowBlock<kWindowTiles> block_;
+  const float* query_rows_[kWindowRows];
+  float* out_rows_[kWindowRows];
 };
 
 void run(const WindowAttention& a, const WindowPlan& plan, float* memory,

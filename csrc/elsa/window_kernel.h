@@ -14,8 +14,6 @@ struct WindowPlan {
   int64_t windows[3];  // along each axis
   int64_t roll[3];     // the shift, below the extent
   int64_t tokens;      // of a window
-  int64_t key_block;   // keys whose scores exist at a time
-  int64_t key_blocks;  // merged one after another
   int64_t splits;      // query ranges per window and head
   int64_t items;       // batch * windows * heads * splits
   const float* bias;   // [heads, tokens, tokens] in bias_stride, rows dense; null for none

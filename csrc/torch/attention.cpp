@@ -109,9 +109,6 @@ std::tuple<Tensor, Tensor, Tensor> sparse_attention(const Tensor& query, const T
   for (int64_t i = 0; i < batch * heads * elsa::kCounts; ++i) sparse.counts[i] = 0;
   sparse.threshold =
       static_cast<float>(threshold == 0.0 ? exact_threshold(query, a.keys) : threshold);
-  sparse.summaries = relief & 1;
-  sparse.order = relief & 2;
-  sparse.frozen = relief & 4;
   auto [out, lse] = forward(query, key, value, attn_mask, is_causal, scale, nullptr, &sparse);
   return {out, lse, counts};
 }
