@@ -6,15 +6,17 @@ before its blocks, where they have much to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elsa_core import dispatch
 from elsa_core.base import calls
 from elsa_core.dispatch import measured
 from elsa_core.ops.varlen.api import varlen_attention
+from elsa_core.patching.adapters.hooks import is_watched
 
 # Packing copies tokens: only where this share of them is padding.
 _LEAST_PADDING = 0.125
@@ -36,30 +38,35 @@ class Packed(NamedTuple):
     seen: Tensor | None = None
 
 
-def may_wait(x: Tensor, heads: int, head_dim: int, module: Any) -> bool:
-    """Whether a model's forward of tokens x [B, N, ...] may ask its device how many there are.
+def may_pack(x: Tensor, blocks: Iterable[nn.Module], attention: str, cls: type) -> bool:
+    """Whether blocks can take the tokens of x [B, N, ...] packed, and a model's forward may ask its
+    device how many there are.
 
-    On a GPU where blocks of so many tokens take longer there than on the host, packed sequences
-    have a kernel and no graph is being recorded.
+    The blocks are in eval mode, nothing watches or compiles a part of them, and their `attention`
+    is a patched one of the class `cls`. On a GPU they must take longer there than on the host,
+    packed sequences must have a kernel, and no graph be recorded.
     """
     if calls.traced() or x.device.type not in ("cpu", "cuda"):
         return False
+    blocks = list(blocks)
+    sites: list[Any] = [getattr(block, attention, None) for block in blocks]
+    backends = dispatch.names("varlen_attention")
+    if not sites or not all(isinstance(s, cls) and s.elsa_backend in backends for s in sites):
+        return False
+    parts = (part for block in blocks for part in block.modules())
+    if any(part.training or is_watched(part) or part._compiled_call_impl for part in parts):
+        return False
     if x.device.type == "cpu":
         return True
-    work = x.shape[0] * heads * x.shape[1] ** 2 * head_dim
+    site, dim = sites[0], sites[0].head_dim
+    work = x.shape[0] * site.num_heads * x.shape[1] ** 2 * dim
     if torch.cuda.is_current_stream_capturing():
         return False
-    return work >= measured.eager_least("attention", x.dtype) and has_kernel(
-        x, head_dim, module.elsa_precision, module.elsa_backend
+    kind = (calls.place(x), x.dtype, dim, dim, site.elsa_precision, site.elsa_backend)
+    return (
+        work >= measured.eager_least("attention", x.dtype)
+        and dispatch.choose("varlen_attention", *kind) != dispatch.PLAIN
     )
-
-
-def has_kernel(x: Tensor, head_dim: int, precision: str, backend: str) -> bool:
-    """Whether more than plain PyTorch takes packed sequences of x's dtype and device."""
-    if backend not in dispatch.names("varlen_attention"):
-        return False
-    kind = (calls.place(x), x.dtype, head_dim, head_dim, precision, backend)
-    return dispatch.choose("varlen_attention", *kind) != dispatch.PLAIN
 
 
 def longest(valid: Tensor, least: int = 1) -> int:

@@ -12,11 +12,8 @@ from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from elsa_core import dispatch
-from elsa_core.base import calls
 from elsa_core.patching.adapters import padding
 from elsa_core.patching.adapters.common import weights_are_hooked
-from elsa_core.patching.adapters.hooks import is_watched
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 
 # What pools a batch without reading padded tokens.
@@ -55,10 +52,7 @@ class ElsaNaFlexVit(NaFlexVit):  # type: ignore[misc]  # timm is untyped
         coord = given.get("patch_coord", patch_coord)
         valid = given.get("patch_valid", patch_valid)
         masked = given.get("attn_mask", attn_mask) is not None
-        may_pack = coord is not None and valid is not None and not masked
-        if not (
-            may_pack and _may_pack(self, given["patches"]) and all(map(_is_plain, self.blocks))
-        ):
+        if coord is None or valid is None or masked or not _may_pack(self, given["patches"]):
             return super().forward(x, patch_coord, patch_valid, attn_mask)
         embeds = self._forward_embeds(given["patches"], coord, valid, None)
         tokens, valid = embeds["patches"], embeds["patch_valid"]  # [B, N, C]
@@ -81,27 +75,12 @@ class ElsaNaFlexVit(NaFlexVit):  # type: ignore[misc]  # timm is untyped
 
 
 def _may_pack(model: Any, patches: Tensor) -> bool:
-    """Whether blocks that are plain can take a call's tokens packed, where no tracer sees it."""
-    if calls.traced() or model.rope is not None:
+    if model.rope is not None or model.grad_checkpointing or "forward_features" in vars(model):
         return False
     if model.attn_pool is None and model.global_pool not in _POOLS:
         return False
-    if model.grad_checkpointing or "forward_features" in vars(model):
-        return False
-    site = getattr(model.blocks[0], "attn", None) if len(model.blocks) else None
-    return isinstance(site, ElsaAttention) and padding.may_wait(
-        patches, site.num_heads, site.head_dim, site
-    )
-
-
-def _is_plain(block: Any) -> bool:
-    """Whether a block is timm's own, in eval mode, with a patched attention and without hooks."""
-    if getattr(type(block), "elsa_base", type(block)) is not Block:
-        return False
-    if not isinstance(block.attn, ElsaAttention) or weights_are_hooked(block.attn):
-        return False
-    if block.attn.elsa_backend not in dispatch.names("varlen_attention"):
-        return False
-    return not any(
-        part.training or is_watched(part) or part._compiled_call_impl for part in block.modules()
-    )
+    for block in model.blocks:
+        own = getattr(type(block), "elsa_base", type(block)) is Block
+        if not own or weights_are_hooked(block.attn):
+            return False
+    return padding.may_pack(patches, model.blocks, "attn", ElsaAttention)

@@ -18,10 +18,9 @@ from transformers.models.siglip2.modeling_siglip2 import (
     Siglip2MLP,
 )
 
-from elsa_core import dispatch
 from elsa_core.patching.adapters import hf_transformers, padding
-from elsa_core.patching.adapters.common import attend, join_heads, split_heads
-from elsa_core.patching.adapters.hooks import is_watched
+from elsa_core.patching.adapters.common import join_heads, split_heads
+from elsa_core.patching.adapters.watched import run
 
 
 class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transformers is untyped
@@ -36,19 +35,12 @@ class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transform
     def elsa_why_not(module: Any) -> str:
         return _departs(Siglip2Attention, ("self", "hidden_states", "attention_mask", "kwargs"))
 
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
-    ) -> tuple[Tensor, Any]:
-        if not _looks_up_ours(self):
-            found: tuple[Tensor, Any] = super().forward(hidden_states, attention_mask, **kwargs)
-            return found
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(attention_mask, padding.Packed):
+            return run(self, Siglip2Attention.forward, (hidden_states, attention_mask), kwargs)
         layers = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (split_heads(layer(hidden_states), self.num_heads) for layer in layers)
-        dropout_p = self.dropout if self.training else 0.0
-        if isinstance(attention_mask, padding.Packed):
-            out = padding.attend_packed(self, q, k, v, attention_mask, self.scale)
-        else:
-            out = attend(self, q, k, v, attention_mask, scale=self.scale, dropout_p=dropout_p)
+        out = padding.attend_packed(self, q, k, v, attention_mask, self.scale)
         return self.out_proj(join_heads(out)), None
 
 
@@ -78,7 +70,7 @@ class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
 
     def forward(self, inputs_embeds: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
         found = None
-        if not kwargs and _may_pack(self, inputs_embeds) and all(map(_is_plain, self.layers)):
+        if not kwargs and _may_pack(self.layers, inputs_embeds):
             found = _packed(inputs_embeds, attention_mask)
         if found is None:
             return super().forward(inputs_embeds, attention_mask, **kwargs)
@@ -120,37 +112,18 @@ def _packed(x: Tensor, mask: Any) -> tuple[Tensor, Tensor, padding.Packed] | Non
     return rows, places, padding.Packed(bounds[0], valid.shape[1], bounds[1], seen)
 
 
-def _may_pack(encoder: Any, x: Tensor) -> bool:
-    """Whether layers that are plain can take packed tokens x: no gradient of x wanted."""
+def _may_pack(layers: Any, x: Tensor) -> bool:
     if torch.is_grad_enabled() and x.requires_grad:  # a gradient of each padded token of its own
         return False
-    site = encoder.layers[0].self_attn if len(encoder.layers) else None
-    if not isinstance(site, ElsaSiglip2Attention):
-        return False
-    return padding.may_wait(x, site.num_heads, site.head_dim, site)
-
-
-def _is_plain(layer: Any) -> bool:
-    """Whether a layer is transformers' own, in eval mode, with a patched attention: no hook
-    is on it, and it is not compiled by itself."""
-    if type(layer) is not Siglip2EncoderLayer or not isinstance(
-        layer.self_attn, ElsaSiglip2Attention
-    ):
-        return False
-    if getattr(type(layer.mlp), "elsa_base", type(layer.mlp)) is not Siglip2MLP:
-        return False
-    site = layer.self_attn
-    if site.elsa_backend not in dispatch.names("varlen_attention") or not _looks_up_ours(site):
-        return False
-    return not any(
-        part.training or is_watched(part) or part._compiled_call_impl for part in layer.modules()
-    )
-
-
-def _looks_up_ours(site: Any) -> bool:
-    """Whether transformers' own forward would compute what the operator does: "eager" also returns
-    weights, others take masks of their own."""
-    return site.config._attn_implementation in hf_transformers.NAMES
+    for layer in layers:
+        if type(layer) is not Siglip2EncoderLayer:
+            return False
+        if getattr(type(layer.mlp), "elsa_base", type(layer.mlp)) is not Siglip2MLP:
+            return False
+        # "eager" also returns weights, others take masks of their own
+        if layer.self_attn.config._attn_implementation not in hf_transformers.NAMES:
+            return False
+    return padding.may_pack(x, layers, "self_attn", ElsaSiglip2Attention)
 
 
 def _departs(cls: type, expected: tuple[str, ...]) -> str:
