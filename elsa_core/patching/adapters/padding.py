@@ -38,7 +38,7 @@ class Packed(NamedTuple):
     seen: Tensor | None = None
 
 
-def may_pack(x: Tensor, blocks: Iterable[nn.Module], attention: str, cls: type) -> bool:
+def may_pack(x: Tensor, blocks: Iterable[nn.Module], attention: str, cls: Any) -> bool:
     """Whether blocks can take the tokens of x [B, N, ...] packed, and a model's forward may ask its
     device how many there are.
 

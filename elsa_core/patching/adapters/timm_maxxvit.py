@@ -12,7 +12,6 @@ from timm.layers import RelPosBias
 from timm.models.maxxvit import AttentionCl, PartitionAttentionCl
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import project, scale_of
 from elsa_core.patching.adapters.derived import Derivation, derived
 from elsa_core.patching.adapters.windows import (
     Bias,
@@ -39,7 +38,7 @@ class ElsaPartitionAttentionCl(WindowBlock, PartitionAttentionCl):  # type: igno
 
         def table() -> Bias:
             table, index = rel_pos.relative_position_bias_table, rel_pos.relative_position_index
-            return read_bias(table, index, attn.num_heads, rel_pos.window_area, False)
+            return read_bias(table, index, False)
 
         def dense() -> Bias:
             bias: Tensor = rel_pos.get_bias()
@@ -50,22 +49,14 @@ class ElsaPartitionAttentionCl(WindowBlock, PartitionAttentionCl):  # type: igno
 
     def _partition_attn(self, x: Tensor) -> Any:
         """[B, H, W, C] -> [B, H, W, C]."""
-        attn = self.attn
-        rows, columns = self.partition_size
+        attn, window = self.attn, self.partition_size
         # Sizes that do not divide are an error here, which the original words.
-        uneven = x.shape[1] % rows or x.shape[2] % columns
+        uneven = x.shape[1] % window[0] or x.shape[2] % window[1]
         left = uneven or must_call(attn, AttentionCl)
-        if left or keeps_original(self, x, attn.qkv, attn.num_heads, self.partition_size):
+        if left or keeps_original(self, x, attn.qkv, attn.num_heads, window):
             return super()._partition_attn(x)
         derivation = self.elsa_derivation()
-        out = attend_windows(
-            self,
-            project(self, attn.qkv, x),
-            None if derivation is None else derived(derivation),
-            num_heads=attn.num_heads,
-            window_size=self.partition_size,
-            scale=scale_of(attn),
-            layout="head" if attn.head_first else "qkv",
-            grid=not self.partition_block,
-        )
-        return attn.proj_drop(project(self, attn.proj, out))
+        bias = None if derivation is None else derived(derivation)
+        layout, grid = "head" if attn.head_first else "qkv", not self.partition_block
+        out = attend_windows(self, attn, x, window, bias, layout=layout, grid=grid)
+        return attn.proj_drop(out)

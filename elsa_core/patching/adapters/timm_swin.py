@@ -9,7 +9,6 @@ Queries and keys of the second version are normalised inside the operator.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock, WindowMultiHeadAttention
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import project, project_by, scale_of
+from elsa_core.patching.adapters.common import project, project_by
 from elsa_core.patching.adapters.derived import Derivation, derived
 from elsa_core.patching.adapters.windows import (
     Bias,
@@ -38,28 +37,22 @@ from elsa_core.patching.adapters.windows import (
 class _SwinBlock(WindowBlock):
     """A Swin block, whose attention reads the projection of the whole image as it lies."""
 
-    def _elsa_terms(self: Any, x: Tensor) -> tuple[Tensor, Bias, dict[str, Any]]:
-        """The projection [B, H, W, 3 * C], the bias, and further terms of the operator."""
+    elsa_entry = "_attn"
+
+    def _elsa_terms(self: Any, x: Tensor) -> tuple[Tensor | None, Bias, dict[str, Any]]:
+        """The projection [B, H, W, 3 * C] or None, the bias, and further terms of the operator."""
         raise NotImplementedError
 
-    def _elsa_attended(self: Any, x: Tensor) -> Tensor | None:
-        """[B, H, W, C] -> [B, H, W, C]; None where the original runs."""
-        attn = self.attn
+    def _attn(self: Any, x: Tensor) -> Any:
+        attn, window = self.attn, self.window_size
         called = must_call(attn, self.elsa_expects) or _differs(self, x)
-        if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
-            return None
+        if called or keeps_original(self, x, attn.qkv, attn.num_heads, window):
+            return getattr(self.elsa_base, self.elsa_entry)(self, x)
         qkv, bias, terms = self._elsa_terms(x)
         out = attend_windows(
-            self,
-            qkv,
-            bias,
-            num_heads=attn.num_heads,
-            window_size=self.window_size,
-            shift_size=self.shift_size,
-            **terms,
+            self, attn, x, window, bias, qkv=qkv, shift_size=self.shift_size, **terms
         )
-        joined: Tensor = attn.proj_drop(project(self, attn.proj, out))
-        return joined
+        return attn.proj_drop(out)
 
 
 class ElsaSwinTransformerBlock(_SwinBlock, SwinTransformerBlock):  # type: ignore[misc]  # timm is untyped
@@ -67,23 +60,15 @@ class ElsaSwinTransformerBlock(_SwinBlock, SwinTransformerBlock):  # type: ignor
 
     elsa_base = SwinTransformerBlock
     elsa_expects = swin_transformer.WindowAttention
-    elsa_entry = "_attn"
 
     def elsa_derivation(self) -> Derivation:
         attn = self.attn
         table, index = attn.relative_position_bias_table, attn.relative_position_index
-        tokens = math.prod(attn.window_size)
-        return table_bias(self, attn, table, index, attn.num_heads, tokens)
+        return table_bias(self, attn, table, index)
 
-    def _elsa_terms(self, x: Tensor) -> tuple[Tensor, Bias, dict[str, Any]]:
-        attn = self.attn
-        pad = of_padding(attn.qkv, x, self.window_size)
-        terms = {"scale": scale_of(attn), "pad_qkv": pad}
-        return project(self, attn.qkv, x), derived(self.elsa_derivation()), terms
-
-    def _attn(self, x: Tensor) -> Any:
-        out = self._elsa_attended(x)
-        return super()._attn(x) if out is None else out
+    def _elsa_terms(self, x: Tensor) -> tuple[None, Bias, dict[str, Any]]:
+        pad = of_padding(self.attn.qkv, x, self.window_size)
+        return None, derived(self.elsa_derivation()), {"pad_qkv": pad}
 
 
 class ElsaSwinTransformerV2Block(_SwinBlock, SwinTransformerV2Block):  # type: ignore[misc]
@@ -91,7 +76,6 @@ class ElsaSwinTransformerV2Block(_SwinBlock, SwinTransformerV2Block):  # type: i
 
     elsa_base = SwinTransformerV2Block
     elsa_expects = swin_transformer_v2.WindowAttention
-    elsa_entry = "_attn"
 
     def elsa_derivation(self) -> Derivation:
         attn = self.attn
@@ -112,10 +96,6 @@ class ElsaSwinTransformerV2Block(_SwinBlock, SwinTransformerV2Block):  # type: i
                 pad = own if bias is None else own + bias
         return qkv, terms.bias, {"pad_qkv": pad, "logit_scale": terms.scale}
 
-    def _attn(self, x: Tensor) -> Any:
-        out = self._elsa_attended(x)
-        return super()._attn(x) if out is None else out
-
 
 class ElsaSwinTransformerV2CrBlock(_SwinBlock, SwinTransformerV2CrBlock):  # type: ignore[misc]
     """The other implementation's block (Christoph Reich's): a bias for each pair of tokens."""
@@ -123,6 +103,7 @@ class ElsaSwinTransformerV2CrBlock(_SwinBlock, SwinTransformerV2CrBlock):  # typ
     elsa_base = SwinTransformerV2CrBlock
     elsa_expects = WindowMultiHeadAttention
     elsa_entry = "_shifted_window_attn"
+    _shifted_window_attn = _SwinBlock._attn
 
     def elsa_derivation(self) -> Derivation:
         attn = self.attn
@@ -134,14 +115,10 @@ class ElsaSwinTransformerV2CrBlock(_SwinBlock, SwinTransformerV2CrBlock):  # typ
         tensors = (attn.relative_coordinates_log, attn.logit_scale)
         return Derivation(self, attn, compute, tensors, (attn.meta_mlp,))
 
-    def _elsa_terms(self, x: Tensor) -> tuple[Tensor, Bias, dict[str, Any]]:
-        attn, terms = self.attn, derived(self.elsa_derivation())
-        pad = of_padding(attn.qkv, x, self.window_size)
-        return project(self, attn.qkv, x), terms.bias, {"pad_qkv": pad, "logit_scale": terms.scale}
-
-    def _shifted_window_attn(self, x: Tensor) -> Any:
-        out = self._elsa_attended(x)
-        return super()._shifted_window_attn(x) if out is None else out
+    def _elsa_terms(self, x: Tensor) -> tuple[None, Bias, dict[str, Any]]:
+        terms = derived(self.elsa_derivation())
+        pad = of_padding(self.attn.qkv, x, self.window_size)
+        return None, terms.bias, {"pad_qkv": pad, "logit_scale": terms.scale}
 
 
 def _differs(block: Any, x: Tensor) -> bool:

@@ -13,7 +13,6 @@ from timm.models.tiny_vit import TinyVitBlock
 from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import project, scale_of
 from elsa_core.patching.adapters.derived import Derivation, derived
 from elsa_core.patching.adapters.windows import (
     WindowBlock,
@@ -31,20 +30,12 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
     elsa_base = LocallyGroupedAttn
 
     def forward(self, x: Tensor, size: Any) -> Any:
-        image = x.unflatten(1, tuple(size))
+        image, window = x.unflatten(1, tuple(size)), (self.ws, self.ws)
         called = must_call(self, None)
-        if called or keeps_original(self, x, self.qkv, self.num_heads, (self.ws, self.ws)):
+        if called or keeps_original(self, x, self.qkv, self.num_heads, window):
             return super().forward(x, size)
-        out = attend_windows(
-            self,
-            project(self, self.qkv, image),
-            None,
-            num_heads=self.num_heads,
-            window_size=(self.ws, self.ws),
-            scale=scale_of(self),
-            pad_qkv=of_padding(self.qkv, image, (self.ws, self.ws)),
-        )
-        return self.proj_drop(project(self, self.proj, out.flatten(1, 2)))
+        pad = of_padding(self.qkv, image, window)
+        return self.proj_drop(attend_windows(self, self, image, window, flat=True, pad_qkv=pad))
 
 
 class ElsaSpatialBlock(WindowBlock, SpatialBlock):  # type: ignore[misc]  # timm is untyped
@@ -54,22 +45,15 @@ class ElsaSpatialBlock(WindowBlock, SpatialBlock):  # type: ignore[misc]  # timm
     elsa_expects = WindowAttention
 
     def forward(self, x: Tensor) -> Any:
-        attn = self.attn
+        attn, window = self.attn, self.window_size
         called = must_call(attn, WindowAttention)
-        if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
+        if called or keeps_original(self, x, attn.qkv, attn.num_heads, window):
             return super().forward(x)
         tokens = self.cpe1(x).permute(0, 2, 3, 1)
         normed = self.norm1(tokens)
-        out = attend_windows(
-            self,
-            project(self, attn.qkv, normed),
-            None,
-            num_heads=attn.num_heads,
-            window_size=self.window_size,
-            scale=scale_of(attn),
-            pad_qkv=of_padding(attn.qkv, normed, self.window_size),
-        )
-        tokens = tokens + self.drop_path1(project(self, attn.proj, out))
+        pad = of_padding(attn.qkv, normed, window)
+        out = attend_windows(self, attn, normed, window, pad_qkv=pad)
+        tokens = tokens + self.drop_path1(out)
         x = self.cpe2(tokens.permute(0, 3, 1, 2))
         if self.mlp is None:
             return x
@@ -93,28 +77,20 @@ class ElsaTinyVitBlock(WindowBlock, TinyVitBlock):  # type: ignore[misc]  # timm
 
     def elsa_derivation(self) -> Derivation:
         attn = self.attn
-        weight, index = attn.attention_biases, attn.attention_bias_idxs
-        tokens = index.shape[-1]
-        return table_bias(self, attn, weight, index, attn.num_heads, tokens, weight.t())
+        weight = attn.attention_biases
+        return table_bias(self, attn, weight, attn.attention_bias_idxs, weight.t())
 
     def forward(self, x: Tensor) -> Any:
-        attn, window = self.attn, self.window_size
+        attn, side = self.attn, self.window_size
+        window = side, side
         called = must_call(attn, TinyVitAttention)
-        if called or keeps_original(self, x, attn.qkv, attn.num_heads, (window, window)):
+        if called or keeps_original(self, x, attn.qkv, attn.num_heads, window):
             return super().forward(x)
         pad = None
-        if x.shape[1] % window or x.shape[2] % window:  # a padded token goes through the norm too
+        if x.shape[1] % side or x.shape[2] % side:  # a padded token goes through the norm too
             pad = attn.qkv(attn.norm(x.new_zeros(x.shape[-1])))
-        out = attend_windows(
-            self,
-            project(self, attn.qkv, attn.norm(x)),
-            derived(self.elsa_derivation()),
-            num_heads=attn.num_heads,
-            window_size=(window, window),
-            scale=scale_of(attn),
-            pad_qkv=pad,
-            layout="head",
-        )
-        x = x + self.drop_path1(project(self, attn.proj, out))
+        bias = derived(self.elsa_derivation())
+        out = attend_windows(self, attn, attn.norm(x), window, bias, pad_qkv=pad, layout="head")
+        x = x + self.drop_path1(out)
         tokens = self.local_conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         return tokens + self.drop_path2(self.mlp(tokens))

@@ -6,7 +6,6 @@ image, and it does not shift an axis that one window covers.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
+from elsa_core.base import calls
+from elsa_core.ops.window.api import window_attention
 from elsa_core.patching.adapters.common import project_by
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.windows import (
     Bias,
-    attend_windows,
     cosine_terms,
     keeps_original,
     table_bias,
@@ -37,7 +37,7 @@ class ElsaShiftedWindowAttention(Derives, ShiftedWindowAttention):  # type: igno
 
     def elsa_derivation(self) -> Derivation:
         table, index = self.relative_position_bias_table, self.relative_position_index
-        return table_bias(self, self, table, index, self.num_heads, math.prod(self.window_size))
+        return table_bias(self, self, table, index)
 
 
 class ElsaShiftedWindowAttentionV2(Derives, ShiftedWindowAttentionV2):  # type: ignore[misc]
@@ -80,15 +80,17 @@ def _attended(
     padded = any(shift) and (below > 0 or right > 0)
     if padded:  # the roll carries padding with it, unlike the operator's own
         x = F.pad(x, (0, 0, 0, right, 0, below))
-    out = attend_windows(
-        attn,
+    out = window_attention(
         project_by(attn, x, attn.qkv.weight, qkv_bias),
-        bias,
+        bias.bias,
+        bias_index=bias.bias_index,
         num_heads=attn.num_heads,
         window_size=attn.window_size,
         shift_size=shift,
-        pad_qkv=qkv_bias,
+        pad_qkv=qkv_bias if calls.traced() or below or right else None,
         logit_scale=scale,
+        precision=attn.elsa_precision,
+        backend=attn.elsa_backend,
     )
     if padded:
         out = out[:, :height, :width]

@@ -23,6 +23,8 @@ from elsa_core.patching.adapters.common import (
     is_other,
     is_plain_linear,
     other_part,
+    project,
+    scale_of,
     wants_training,
 )
 from elsa_core.patching.adapters.derived import Derivation, Derives
@@ -105,19 +107,17 @@ def keeps_original(
         return False
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     head_dim = getattr(projection, "out_features", 3 * x.shape[-1]) // (3 * num_heads)
+    given = (dtype, head_dim, head_dim, site.elsa_precision)
     if kind == "cuda" and dtype.itemsize <= 4 and not calls.exporting():
-        dims = (head_dim, head_dim)
-        name = dispatch.choose(
-            "window_attention", calls.place(x), dtype, *dims, site.elsa_precision, "auto"
-        )
+        name = dispatch.choose("window_attention", calls.place(x), *given, "auto")
         if name == dispatch.PLAIN:
             return True
-    if not learns:
-        return False
-    return bool(dispatch.choose(
-        "window_attention", kind, dtype, head_dim, head_dim, site.elsa_precision, mode="site",
-        gradient=("qkv",), tokens=math.prod(window),
-    ))  # fmt: skip
+    tokens = math.prod(window)
+    return learns and bool(
+        dispatch.choose(
+            "window_attention", kind, *given, mode="site", gradient=("qkv",), tokens=tokens
+        )
+    )
 
 
 class Bias(NamedTuple):
@@ -127,52 +127,62 @@ class Bias(NamedTuple):
     bias_index: Tensor | None = None  # None, or [T, T] into the table
 
 
-def attend_windows(site: Any, qkv: Tensor, bias: Bias | None, **terms: Any) -> Tensor:
-    """The operator with the site's precision and backend: [B, H, W, 3 * C] -> [B, H, W, C].
+def attend_windows(
+    site: Any,
+    attn: Any,
+    x: Tensor,
+    window: Sequence[int],
+    bias: Bias | None = None,
+    *,
+    qkv: Tensor | None = None,
+    flat: bool = False,
+    **terms: Any,
+) -> Tensor:
+    """Both projections of `attn` and the operator between them, with the site's precision and
+    backend: [B, H, W, C] -> [B, H, W, C], or [B, H * W, C] if `flat`. `qkv` is the first
+    projection, where that is no plain call.
 
     What a padded token would be is left out of eager calls without one if its dtype is another, as
     under autocast: a kernel would wait for the copy.
     """
+    if qkv is None:
+        qkv = project(site, attn.qkv, x)
     pad = terms.get("pad_qkv")
     if pad is not None and pad.dtype != qkv.dtype and not calls.traced():
-        sizes = zip(qkv.shape[1:3], terms["window_size"], strict=True)
-        if not any(n % w for n, w in sizes):
-            terms["pad_qkv"] = None
+        sizes = zip(qkv.shape[1:3], window, strict=True)
+        terms["pad_qkv"] = pad if any(n % w for n, w in sizes) else None
     added, index = (None, None) if bias is None else bias
-    return window_attention(
-        qkv, added, bias_index=index, precision=site.elsa_precision, backend=site.elsa_backend,
-        **terms,
+    out = window_attention(
+        qkv, added, bias_index=index, num_heads=attn.num_heads, window_size=window,
+        scale=None if "logit_scale" in terms else scale_of(attn), precision=site.elsa_precision,
+        backend=site.elsa_backend, **terms,
     )  # fmt: skip
+    return project(site, attn.proj, out.flatten(1, 2) if flat else out)
 
 
 def table_bias(
-    site: nn.Module,
-    attn: nn.Module,
-    weight: Tensor,
-    index: Tensor,
-    num_heads: int,
-    tokens: int,
-    table: Tensor | None = None,
+    site: nn.Module, attn: nn.Module, weight: Tensor, index: Tensor, table: Tensor | None = None
 ) -> Derivation:
     """The bias of a learnt table, [L, heads] (`table` where the weight is another view of it), and
     an index [T, T] or [T * T]: dense where small, which kernels read faster."""
     table = weight if table is None else table
-    dense = _reads_dense(table, num_heads, tokens)
-    read = partial(read_bias, table, index, num_heads, tokens, dense)
-    as_table = partial(read_bias, table, index, num_heads, tokens, False)
+    dense = _reads_dense(table, index)
+    read = partial(read_bias, table, index, dense)
+    as_table = partial(read_bias, table, index, False)
     return Derivation(site, attn, read, (weight, index), per_call=as_table, keep=dense)
 
 
-def read_bias(table: Tensor, index: Tensor, num_heads: int, tokens: int, dense: bool) -> Bias:
+def read_bias(table: Tensor, index: Tensor, dense: bool) -> Bias:
     """The bias of a table, dense or as the table, which the operator reads through the index."""
+    tokens = math.isqrt(index.numel())
     if not dense:
         return Bias(table, index if index.dim() == 2 else index.view(tokens, tokens))
     pairs = table.t().index_select(1, index.flatten())
-    return Bias(pairs.view(num_heads, tokens, tokens))
+    return Bias(pairs.view(-1, tokens, tokens))
 
 
-def _reads_dense(table: Tensor, num_heads: int, tokens: int) -> bool:
-    return num_heads * tokens * tokens * table.element_size() <= DENSE_BYTES
+def _reads_dense(table: Tensor, index: Tensor) -> bool:
+    return index.numel() * table.shape[1] * table.element_size() <= DENSE_BYTES
 
 
 class CosineTerms(NamedTuple):
@@ -191,16 +201,15 @@ def cosine_terms(
 ) -> Derivation:
     """The position network's bias, the factors of the scores, and the bias of the projection, which
     `qkv_bias` makes of `parts`."""
+    index = attn.relative_position_index
 
     def compute(dense: bool) -> CosineTerms:
-        tokens = math.prod(attn.window_size)
         table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
         table = 16 * torch.sigmoid(table)
-        dense = dense and _reads_dense(table, attn.num_heads, tokens)
-        bias = read_bias(table, attn.relative_position_index, attn.num_heads, tokens, dense)
+        bias = read_bias(table, index, dense and _reads_dense(table, index))
         return CosineTerms(bias, cosine_scale(attn.logit_scale), qkv_bias())
 
-    tensors = (attn.relative_coords_table, attn.relative_position_index, attn.logit_scale, *parts)
+    tensors = (attn.relative_coords_table, index, attn.logit_scale, *parts)
     read, as_table = partial(compute, True), partial(compute, False)
     return Derivation(site, attn, read, tensors, (attn.cpb_mlp,), per_call=as_table)
 
