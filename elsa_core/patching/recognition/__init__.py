@@ -5,6 +5,6 @@ and views are noted on it; its product with values is one call of `elsa_core.att
 not recognised is computed as the model wrote it.
 """
 
-from elsa_core.patching.recognition.pending import Observer, Watch, is_pending
+from elsa_core.patching.recognition.pending import Watch, is_pending
 
-__all__ = ["Observer", "Watch", "is_pending"]
+__all__ = ["Watch", "is_pending"]

@@ -88,17 +88,17 @@ class Layout:
 
     def over(self, dim: int) -> str:
         """The operand all of whose tokens, and nothing else, dimension `dim` holds; "" for none."""
-        found: str = self.known(("over", dim), Layout._over, dim)
-        return found
 
-    def _over(self, dim: int) -> str:
-        if not -len(self.axes) <= dim < len(self.axes):
+        def conclude(layout: Layout) -> str:
+            within = -len(layout.axes) <= dim < len(layout.axes)
+            axis = leaves(layout.axes[dim]) if within else ()
+            for kind, operand in ((RIGHT, layout.right), (LEFT, layout.left)):
+                if axis and axis == of_kind(operand, kind):
+                    return kind
             return ""
-        axis = leaves(self.axes[dim])
-        for kind, operand in ((RIGHT, self.right), (LEFT, self.left)):
-            if axis and axis == of_kind(operand, kind):
-                return kind
-        return ""
+
+        found: str = self.known(("over", dim), conclude)
+        return found
 
 
 _MOST = 256  # conclusions from one layout
@@ -172,21 +172,15 @@ def _taken(rest: list[Atom], size: int, end: int) -> Axis | None:
         if atom.size != size and size % atom.size != 0:
             if atom.size % size != 0:
                 return None
-            kept, left = _cut(atom, size, end)
-            rest.insert(len(rest) if end else 0, left)
-            atom = kept
+            other = atom.size // size
+            parts = [Atom(atom.kind, n) for n in ((other, size) if end else (size, other))]
+            Atom.cuts += 1
+            atom.parts = parts[0], parts[1]
+            rest.insert(len(rest) if end else 0, parts[1 + end])
+            atom = parts[end]
         found.append(atom)
         size = size // atom.size
     return tuple(found if end == 0 else reversed(found))
-
-
-def _cut(atom: Atom, size: int, end: int) -> tuple[Atom, Atom]:
-    """An atom's part of this length at one end, and the other part."""
-    other = atom.size // size
-    sizes = (size, other) if end == 0 else (other, size)
-    Atom.cuts += 1
-    atom.parts = Atom(atom.kind, sizes[0]), Atom(atom.kind, sizes[1])
-    return atom.parts if end == 0 else (atom.parts[1], atom.parts[0])
 
 
 Steps = tuple[tuple[str, Any], ...]
@@ -245,33 +239,22 @@ def matmul_labels(left: int, right: int) -> tuple[tuple[Any, ...], ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def swapped(labels: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The labels with the operands in the other order."""
-    return labels[1], labels[0], labels[2]
-
-
-@functools.lru_cache(maxsize=256)
 def einsum_labels(equation: str, left: int, right: int) -> tuple[tuple[Any, ...], ...] | None:
     """The same of an `einsum` of two operands; None for one that sums or repeats within one."""
     given, arrow, result = equation.replace(" ", "").partition("->")
     parts = given.split(",")
     if len(parts) != 2 or not arrow:
         return None
-    ranks = (left - _letters(parts[0]), right - _letters(parts[1]))
-    one, other = _labels(parts[0], ranks[0]), _labels(parts[1], ranks[1])
-    out = _labels(result, max(ranks) if "..." in given else 0)
+    # an ellipsis stands for dimensions that are counted from the right
+    more = [n - len(part.replace("...", "")) for part, n in zip(parts, (left, right), strict=True)]
+    more.append(max(more) if "..." in given else 0)
+    found: list[tuple[Any, ...]] = []
+    for part, n in zip((*parts, result), more, strict=True):
+        front, dots, back = part.partition("...")
+        found.append((*front, *(range(-n, 0) if dots else ()), *back))
+    one, other, out = found
     if len(one) != left or len(other) != right:
         return None
     if any(len(set(labels)) != len(labels) for labels in (one, other, out)):
         return None
     return None if set(out) - {*one, *other} else (one, other, out)
-
-
-def _letters(part: str) -> int:
-    return len(part.replace("...", ""))
-
-
-def _labels(part: str, more: int) -> tuple[Any, ...]:
-    """The letters, with dimensions counted from the right where the ellipsis stands."""
-    front, dots, back = part.partition("...")
-    return (*front, *(range(-more, 0) if dots else ()), *back)

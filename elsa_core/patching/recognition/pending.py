@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from elsa_core.patching.recognition.axes import (
     known_product,
     matmul_labels,
     product,
-    swapped,
 )
 from elsa_core.patching.recognition.scores import USED, WEIGHTS, RefusedError, Scores, attended
 
@@ -149,16 +148,6 @@ def _gradients(call: _Call, sources: Sequence[Tensor], grad: Tensor) -> Iterator
     return (next(rest) if t.requires_grad else None for t in sources)
 
 
-class Observer(Protocol):
-    """Is told where attention happens."""
-
-    def place(self) -> Any:
-        """Where in the model a call is made now."""
-
-    def ran(self, begun: Any, query: Tensor, key: Tensor) -> None:
-        """A softmax attention came to its end here; its first product was made at `begun`."""
-
-
 def is_pending(out: Any) -> bool:
     """Whether something in a result is not computed yet: weights that a forward returns, say."""
     return any(type(one) is Pending and one.made is None for one in tree_leaves(out))
@@ -170,7 +159,8 @@ class Watch(TorchFunctionMode):
 
     Args:
         precision, backend: as `elsa_core.attention` takes them.
-        observer: told of every attention.
+        observer: its place() says where in the model a call is made now; its ran(begun, query, key)
+            is told that an attention, whose first product was made at the place `begun`, ended.
         attend: what is called in the place of `elsa_core.attention`.
     """
 
@@ -178,7 +168,7 @@ class Watch(TorchFunctionMode):
         self,
         precision: str,
         backend: str,
-        observer: Observer | None = None,
+        observer: Any = None,
         attend: Callable[..., Any] = attention,
     ):
         self.precision, self.backend, self.observer = precision, backend, observer
@@ -236,9 +226,7 @@ class Watch(TorchFunctionMode):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self, func, args, kwargs)
-        rule = rules.RULES.get(func)
-        out = rules.MISSING if rule is None or not args else self._by_rule(rule, func, args, kwargs)
-        return self._computed(func, args, kwargs) if out is rules.MISSING else out
+        return self._by_rule(func, args, kwargs)
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The call of values: what is pending is computed first."""
@@ -246,7 +234,13 @@ class Watch(TorchFunctionMode):
             self._before_write((*args, *kwargs.values()))
         return func(*_real(args), **_real(kwargs))
 
-    def _by_rule(self, rule: rules.Rule, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    def _by_rule(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        """What a rule says that a call does to pending scores; its values where none does."""
+        rule = rules.RULES.get(func)
+        out = rules.MISSING if rule is None or not args else self._ruled(rule, func, args, kwargs)
+        return self._computed(func, args, kwargs) if out is rules.MISSING else out
+
+    def _ruled(self, rule: rules.Rule, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         states = list(args)
         for i, one in enumerate(args):
             if type(one) is Pending:
@@ -376,7 +370,7 @@ class Watch(TorchFunctionMode):
         if type(left) is Pending:
             weights, value = left, right
         else:
-            weights, value, labels = right, left, swapped(labels)
+            weights, value, labels = right, left, (labels[1], labels[0], labels[2])
         scores = weights.scores
         if scores is None or scores.stage != WEIGHTS or not _is_plain(value):
             return None
@@ -442,13 +436,10 @@ class Watch(TorchFunctionMode):
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A view; a result of attention's is laid out in another order than a product's."""
-        if isinstance(args[0], Pending):
-            out = self._by_rule(rules.RULES[func], func, args, kwargs)
-            return self._computed(func, args, kwargs) if out is rules.MISSING else out
-        if not self._memory:
-            return func(*args, **kwargs)
         tensor = args[0]
-        if not tensor.is_contiguous() and _address(tensor) in self._memory:
+        if isinstance(tensor, Pending):
+            return self._by_rule(func, args, kwargs)
+        if self._memory and not tensor.is_contiguous() and _address(tensor) in self._memory:
             return tensor.reshape(*args[1:], **kwargs)
         return func(*args, **kwargs)
 
@@ -530,19 +521,17 @@ def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     left, right = factors
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None
-    ranks = _rank(left), _rank(right)
+    # of a pending one without asking its torch function
+    ranks = [
+        one.dim() if type(one) is not Pending or one.scores is None else len(one.scores.layout.axes)
+        for one in factors
+    ]
     if equation is not None:
         labels = einsum_labels(equation, *ranks)
         return None if labels is None else (left, right, labels)
     if min(ranks) < 2 or (min(ranks) == 2 and torch.nn.Parameter in (type(left), type(right))):
         return None
     return left, right, matmul_labels(*ranks)
-
-
-def _rank(tensor: Any) -> int:
-    scores = tensor.scores if type(tensor) is Pending else None  # which asks no torch function
-    rank: int = tensor.dim() if scores is None else len(scores.layout.axes)
-    return rank
 
 
 def _multiplied_in(left: Tensor, right: Tensor) -> torch.dtype | None:

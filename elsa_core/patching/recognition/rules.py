@@ -8,7 +8,7 @@ nothing that attention is made of, so that the call is computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, Final
@@ -35,17 +35,9 @@ SAME: Final = object()
 _HOMES = (torch, Tensor, F, torch.special)
 
 
-def _all(*names: str) -> Iterator[Any]:
+def _all(*names: str) -> list[Any]:
     """PyTorch's functions and methods of these names."""
-    for home in _HOMES:
-        for name in names:
-            if hasattr(home, name):
-                yield getattr(home, name)
-
-
-def _getters(*names: str) -> Iterator[Any]:
-    for name in names:
-        yield getattr(Tensor, name).__get__
+    return [getattr(home, name) for home in _HOMES for name in names if hasattr(home, name)]
 
 
 MATMUL: Final = frozenset({*_all("matmul", "bmm", "mm", "__matmul__"), torch.linalg.matmul})
@@ -53,16 +45,16 @@ BADDBMM: Final = frozenset(_all("baddbmm"))
 EINSUM: Final = frozenset(_all("einsum"))
 SDPA: Final = F.scaled_dot_product_attention
 VIEW: Final = Tensor.view
-SHAPES: Final = frozenset({*_getters("shape"), Tensor.size})
+SHAPES: Final = frozenset({Tensor.shape.__get__, Tensor.size})  # type: ignore[attr-defined]
+_PROPERTIES = (
+    "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_nested", "is_sparse",
+    "is_quantized", "requires_grad", "itemsize",
+)  # fmt: skip
 # Asked of a tensor without storage as of any.
-METADATA: Final = frozenset(
-    {
-        *_getters("dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta"),
-        *_getters("is_nested", "is_sparse", "is_quantized", "requires_grad", "itemsize"),
-        *_all("is_floating_point", "is_complex", "numel"),
-        Tensor.dim, Tensor.ndimension, Tensor.__len__, Tensor.element_size, Tensor.get_device,
-        *SHAPES,
-    }
+METADATA: Final = SHAPES.union(
+    (getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    _all("is_floating_point", "is_complex", "numel", "dim", "ndimension", "__len__",
+         "element_size", "get_device"),
 )  # fmt: skip
 
 
@@ -93,14 +85,22 @@ def _fits(scores: Scores, other: Any) -> bool:
     )
 
 
-def _dtype(scores: Scores, other: Tensor) -> torch.dtype:
-    """Of the result of adding or multiplying the two."""
-    if other.dim() == 0 and scores.layout.axes:
-        return scores.dtype
-    return torch.promote_types(scores.dtype, other.dtype)
+def _with_tensor(scores: Scores, kind: str, other: Any) -> Any:
+    if not _fits(scores, other) or not other.is_floating_point():
+        return MISSING
+    dtype = scores.dtype
+    if other.dim() or not scores.layout.axes:
+        dtype = torch.promote_types(dtype, other.dtype)
+    return scores.and_then(kind, other, dtype)
 
 
-def _scaled(args: Any, kwargs: Any, *, kind: str = "mul") -> Any:  # noqa: PLR0911
+def _key(scores: Scores, dim: Any) -> str:
+    """The operand over all of whose tokens, and nothing else, a softmax along `dim` is."""
+    key = scores.layout.over(dim) if isinstance(dim, int) else ""
+    return key if scores.key in ("", key) else ""
+
+
+def _scaled(args: Any, kwargs: Any, *, kind: str = "mul") -> Any:
     found = _pair(args, kwargs, ordered=kind == "div")
     if found is None:
         return MISSING
@@ -113,9 +113,7 @@ def _scaled(args: Any, kwargs: Any, *, kind: str = "mul") -> Any:  # noqa: PLR09
         return MISSING
     if _is_number(other) and math.isfinite(other) and other > 0:
         return scores.and_then(kind, float(other), scores.dtype)
-    if _fits(scores, other) and other.is_floating_point():
-        return scores.and_then(kind, other, _dtype(scores, other))
-    return MISSING
+    return _with_tensor(scores, kind, other)
 
 
 def _added(args: Any, kwargs: Any, *, kind: str = "add") -> Any:
@@ -129,9 +127,7 @@ def _added(args: Any, kwargs: Any, *, kind: str = "add") -> Any:
         return scores._replace(key=other.key)  # the same from every score of a row
     if _is_number(other) and math.isfinite(other):
         return scores._replace()  # other scores, whose maximum is another
-    if _fits(scores, other) and other.is_floating_point():
-        return scores.and_then(kind, other, _dtype(scores, other))
-    return MISSING
+    return _with_tensor(scores, kind, other)
 
 
 def _filled(args: Any, kwargs: Any) -> Any:
@@ -139,8 +135,7 @@ def _filled(args: Any, kwargs: Any) -> Any:
     args = (*args, *(kwargs[name] for name in ("mask", "value") if name in kwargs))
     if len(args) != 3 or not isinstance(args[0], Scores) or args[0].stage != SCORES:
         return MISSING
-    scores, mask, value = args
-    return _hidden(scores, mask, value)
+    return _hidden(*args)
 
 
 def _hidden(scores: Scores, mask: Any, value: Any) -> Any:
@@ -160,28 +155,21 @@ def _chosen(args: Any, kwargs: Any) -> Any:
     """torch.where(seen, scores, value), scores.where(seen, value)"""
     if kwargs or len(args) != 3:
         return MISSING
-    if isinstance(args[0], Scores):
-        scores, seen, value = args
-    elif isinstance(args[1], Scores):
-        seen, scores, value = args
-    else:
-        hidden, value, scores = args
-        if not isinstance(scores, Scores) or scores.stage != SCORES:
-            return MISSING
-        return _hidden(scores, hidden, value)
+    first, second, third = args
+    if isinstance(third, Scores):
+        return _hidden(third, first, second) if third.stage == SCORES else MISSING
+    scores, seen = (first, second) if isinstance(first, Scores) else (second, first)
     if scores.stage != SCORES or not isinstance(seen, Tensor) or seen.dtype != torch.bool:
         return MISSING
-    return _hidden(scores, ~seen, value)
+    return _hidden(scores, ~seen, third)
 
 
 def _softmax(args: Any, kwargs: Any) -> Any:
     scores, *rest = args
     dim = kwargs.get("dim", rest[0] if rest else None)
     dtype = kwargs.get("dtype", next((one for one in rest if isinstance(one, torch.dtype)), None))
-    if scores.stage != SCORES or not isinstance(dim, int):
-        return MISSING
-    key = scores.layout.over(dim)
-    if not key or scores.key not in ("", key):
+    key = _key(scores, dim) if scores.stage == SCORES else ""
+    if not key:
         return MISSING
     return scores._replace(stage=WEIGHTS, key=key, dtype=dtype or _widened(scores))
 
@@ -207,12 +195,10 @@ def _of_row(args: Any, kwargs: Any, *, stage: str, of: str) -> Any:
     dim, kept = given.get("dim", given.get("axis")), given.get("keepdim", False)
     if isinstance(dim, tuple | list) and len(dim) == 1:
         dim = dim[0]
-    if set(given) - {"dim", "keepdim"} or not isinstance(dim, int) or kept is not True:
+    if set(given) - {"dim", "keepdim"} or kept is not True or scores.stage != of:
         return MISSING
-    if scores.stage != of:
-        return MISSING
-    key = scores.layout.over(dim)
-    if not key or scores.key not in ("", key):
+    key = _key(scores, dim)
+    if not key:
         return MISSING
     axes = list(scores.layout.axes)
     axes[dim] = ()
@@ -252,13 +238,13 @@ def _viewed(args: Any, kwargs: Any, *, of: Callable[..., Axes | None]) -> Any:
         return MISSING
     given = tuple(tuple(one) if isinstance(one, list) else one for one in rest)
     key = (of, given, tuple(kwargs.items()))
-    layout = scores.layout.known(key, _layout, of, given, kwargs)
+
+    def viewed(layout: Layout) -> Layout | None:
+        axes = of(layout.axes, *given, **kwargs)
+        return None if axes is None else layout.moved(axes)
+
+    layout = scores.layout.known(key, viewed)
     return MISSING if layout is None else scores._replace(layout=layout)
-
-
-def _layout(layout: Layout, of: Any, given: Sequence[Any], kwargs: Any) -> Layout | None:
-    axes = of(layout.axes, *given, **kwargs)
-    return None if axes is None else layout.moved(axes)
 
 
 def _together(values: Sequence[Any]) -> Sequence[Any] | None:
@@ -316,8 +302,7 @@ def _squeeze(axes: Axes, dim: int) -> Axes | None:
 
 def _averaged(args: Any, kwargs: Any) -> Any:
     """The mean over a dimension, over heads say, of weights that were used: for a caller to see."""
-    scores: Scores = args[0]
-    rest = [*args[1:], *kwargs.values()]
+    scores, rest = args[0], [*args[1:], *kwargs.values()]
     if scores.stage != USED or len(rest) != 1 or not isinstance(rest[0], int):
         return MISSING
     axes = list(scores.layout.axes)

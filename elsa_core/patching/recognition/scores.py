@@ -119,13 +119,23 @@ class _Plan:
         lead, inner = tuple((atom,) for atom in self.batch), (layout.inner,)
         axes = dict(zip(labels[0], layout.axes, strict=True))
         self.want = tuple(leaves(axes[n]) if n in axes else (self.free,) for n in labels[2])
-        self.of_query = steps_to(_now(query), (*lead, self.queries, inner))
-        self.of_key = steps_to(_now(keys), (*lead, self.keys, inner))
+        # with every atom that was cut since replaced by its parts
+        now, keys_now = (tuple(leaves(axis) for axis in axes) for axes in (query, keys))
+        self.of_query = steps_to(now, (*lead, self.queries, inner))
+        self.of_key = steps_to(keys_now, (*lead, self.keys, inner))
         self.of_value = steps_to(of_value, (*lead, self.keys, (self.free,)))
         first = min(len(self.batch), max(len(self.batch) - 1, 1))
         self.groups = self.batch[:first], self.batch[first:]
         self.sizes = None if len(self.batch) == 2 else [length(group) for group in self.groups]
         self.of_out = steps_to((*self.groups, self.queries, (self.free,)), self.want)
+
+    @classmethod
+    def of(cls, layout: Layout, *given: Any) -> _Plan | None:
+        """None where the call is of another form."""
+        try:
+            return cls(layout, *given)
+        except RefusedError:
+            return None
 
     def of_term(self, layout: Layout, shape: Sequence[int]) -> Steps:
         """From what broadcasts to scores of a layout to a dimension for each atom."""
@@ -161,7 +171,7 @@ def attended(
     layout, key = scores.layout, scores.key
     # atoms may have been cut since
     plan: _Plan | None = layout.known(
-        (labels, key, value.shape, Atom.cuts), _plan, key, value.shape, labels
+        (labels, key, value.shape, Atom.cuts), _Plan.of, key, value.shape, labels
     )
     if plan is None:
         raise RefusedError
@@ -181,19 +191,6 @@ def attended(
         mask = run(mask, layout.known(("mask", plan, mask.shape), plan.of_mask, mask.shape))
     out = run(attend(q, k, v, mask, scale=scale), plan.of_out)
     return out if out.dtype == dtype else out.to(dtype)
-
-
-def _plan(layout: Layout, *given: Any) -> _Plan | None:
-    """None where the call is of another form."""
-    try:
-        return _Plan(layout, *given)
-    except RefusedError:
-        return None
-
-
-def _now(axes: Axes) -> Axes:
-    """The axes with every atom that was cut since replaced by its parts."""
-    return tuple(leaves(axis) for axis in axes)
 
 
 def _value_axes(
