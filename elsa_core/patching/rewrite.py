@@ -18,10 +18,13 @@ from typing import Any
 
 from torch import nn
 
+from elsa_core import dispatch
+from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.ops.sparse.api import checked
 from elsa_core.patching import adapters, layers
-from elsa_core.patching.adapters import derived, names
+from elsa_core.patching.adapters import derived
+from elsa_core.patching.adapters.common import check_names
 from elsa_core.patching.adapters.offloaded import is_offloaded, may_offload, offloaded
 from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.patching.report import PatchReport
@@ -33,6 +36,7 @@ from elsa_core.precision import validate
 _ATTRIBUTES = (
     "elsa_precision", "elsa_backend", "elsa_sparsity", "elsa_group", "elsa_lengths", "elsa_offload",
 )  # fmt: skip
+_HEAD_DIM = 64  # stands for one that a module does not say: every backend takes it
 _MAX_NAMED = 3  # classes that an error line spells out
 
 
@@ -100,7 +104,7 @@ def patch(
         from elsa_core.patching import sharding
 
         sharding.require_shardable(model)
-    names.check_names(precision, backend)
+    check_names(precision, backend)
     if offload is not None and mesh is not None:
         raise ArgumentError("offload and mesh exclude each other")
     if offload not in (None, "host"):
@@ -242,7 +246,13 @@ def _check_served(module: nn.Module, site: AttentionSite, precision: str, backen
         validate(precision, weight.dtype)
     except ArgumentError as error:
         raise ArgumentError(f"{path}: {error}") from error
-    answer = names.served(precision, backend, weight.device, weight.dtype, site.head_dim)
+    device = weight.device
+    if backend == "auto" or device.type == "meta":
+        return
+    dim = site.head_dim or _HEAD_DIM
+    ordinal = -1 if device.index is None else device.index
+    request = Request(device.type, weight.dtype, dim, dim, precision, ordinal=ordinal)
+    answer = dispatch.support(request, backend)
     if not answer.ok:
         raise UnavailableError(f"backend={backend!r} cannot serve {path}: {answer.reason}")
 

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from elsa_core import dispatch
 from elsa_core.base import calls
+from elsa_core.errors import ArgumentError
 from elsa_core.ops.attention.api import attention
 from elsa_core.ops.linear.api import served
 from elsa_core.ops.linear.record import epilogue
 from elsa_core.patching.adapters.hooks import has_hooks, is_watched, noted
+from elsa_core.precision import PRECISIONS
 
 
 def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,6 +38,16 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 def join_heads(out: Tensor) -> Tensor:
     """[B, N, H * D] of the operator's result [B, H, N, D], whose memory it already is."""
     return out.transpose(1, 2).flatten(2)
+
+
+def check_names(precision: str, backend: str) -> None:
+    """Refuse a name that there is not."""
+    asked = {"precision": (precision, tuple(PRECISIONS)), "backend": (backend, dispatch.names())}
+    for name, (value, choices) in asked.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be text, not {type(value).__name__}")
+        if value not in choices:
+            raise ArgumentError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
 
 
 # Linear layers.

@@ -13,11 +13,12 @@ not copied, not pickled, and ends with the module.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from elsa_core.base import calls
 from elsa_core.patching.adapters.hooks import has_hooks
@@ -48,22 +49,9 @@ class Derivation(NamedTuple):
 
 class _Entry(NamedTuple):
     value: Any
-    sources: tuple[tuple[Tensor, Tensor, int], ...]  # tensor, its memory then, its version then
-    kinds: tuple[type, ...]  # of the networks' modules
+    stamp: list[Any]
+    memory: tuple[Tensor, ...]  # of the sources: no other tensor gets its address
     autocast: torch.dtype | None
-
-    def holds(self, derivation: Derivation, sources: tuple[Tensor, ...]) -> bool:
-        """Whether the sources are the tensors of then, and no write to them was counted."""
-        return (
-            len(sources) == len(self.sources)
-            and self.kinds == _kinds(derivation)
-            and all(
-                given is tensor
-                and given._version == version
-                and given.data_ptr() == memory.data_ptr()
-                for given, (tensor, memory, version) in zip(sources, self.sources, strict=True)
-            )
-        )
 
 
 _KEPT: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictionary()
@@ -83,7 +71,7 @@ def derived(derivation: Derivation) -> Any:
     entry = _KEPT.get(derivation.site)
     if entry is not None:
         sources = _sources(derivation)
-        if sources is None or not entry.holds(derivation, sources):
+        if sources is None or entry.stamp != _stamp(derivation, sources):
             drop(derivation.site)
         elif entry.autocast == _autocast(sources[0]) and _can_keep(sources):
             return entry.value
@@ -99,13 +87,13 @@ def keep(derivation: Derivation) -> list[Tensor]:
     sources = _sources(derivation, gradients=True)
     if sources is None or not derivation.keep or not _can_keep(sources):
         return []
-    memory = tuple((tensor, tensor.detach(), tensor._version) for tensor in sources)
+    stamp, memory = _stamp(derivation, sources), tuple(tensor.detach() for tensor in sources)
     with torch.inference_mode(False), torch.no_grad():
         value = derivation.compute()
-    kinds, autocast = _kinds(derivation), _autocast(sources[0])
-    _KEPT[derivation.site] = _Entry(value, memory, kinds, autocast)
+    _KEPT[derivation.site] = _Entry(value, stamp, memory, _autocast(sources[0]))
     own = {tensor.untyped_storage().data_ptr() for tensor in sources}
-    return [t for t in _tensors_of(value) if t.untyped_storage().data_ptr() not in own]
+    tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return [t for t in tensors if t.untyped_storage().data_ptr() not in own]
 
 
 def drop(site: nn.Module) -> bool:
@@ -162,8 +150,11 @@ def _sources(derivation: Derivation, *, gradients: bool = False) -> tuple[Tensor
     return tensors
 
 
-def _kinds(derivation: Derivation) -> tuple[type, ...]:
-    return tuple(type(part) for network in derivation.networks for part in network.modules())
+def _stamp(derivation: Derivation, sources: tuple[Tensor, ...]) -> list[Any]:
+    """The tensors, their memory and the writes to them that were counted; the networks' classes."""
+    kinds = [type(part) for network in derivation.networks for part in network.modules()]
+    versions = [(id(t), t.data_ptr(), t.is_inference() or t._version) for t in sources]
+    return kinds + versions
 
 
 def _can_keep(sources: tuple[Tensor, ...]) -> bool:
@@ -177,12 +168,3 @@ def _can_keep(sources: tuple[Tensor, ...]) -> bool:
 def _autocast(tensor: Tensor) -> torch.dtype | None:
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in a derived value."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _tensors_of(part)

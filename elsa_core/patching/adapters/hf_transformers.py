@@ -21,7 +21,7 @@ from torch.overrides import _get_current_function_mode
 
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.ops.attention.api import attention
-from elsa_core.patching.adapters.names import check_names
+from elsa_core.patching.adapters.common import check_names
 from elsa_core.patching.recognition import Watch
 
 # Arguments that change the scores in ways that the operator does not know.

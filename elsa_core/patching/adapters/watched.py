@@ -2,8 +2,8 @@
 happens, and computed by `elsa_core.attention` (`elsa_core.patching.recognition`). A compiler sees
 calls of `scaled_dot_product_attention` only.
 
-The subclass is importable: `__getattr__` builds it again from its name, which spells out module and
-class; that is how pickle finds it in a fresh process.
+The subclass is importable: `__getattr__` builds it again from its name, which holds module and
+class in hexadecimal; that is how pickle finds it in a fresh process.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from torch.utils._pytree import tree_leaves
 from elsa_core.base import calls
 from elsa_core.ops.attention.api import attention
 from elsa_core.patching.adapters.common import attend
-from elsa_core.patching.adapters.names import decoded, encoded
 from elsa_core.patching.recognition import Watch
 
-_PREFIX = "Watched"
+_PREFIX = "Watched_"
 _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]]
 _CLASSES = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
@@ -39,34 +38,32 @@ _LARGE: Final = 1 << 22
 
 def watched(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of `cls` whose forward is watched."""
+    base: Any = cls
     with _LOCK:
         found = _CLASSES.get(cls)
-        if found is None:
-            found = _CLASSES[cls] = _build(cls)
-        return found
+        if found is not None:
+            return found
+
+        @functools.wraps(base.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return run(self, base.forward, args, kwargs)
+
+        namespace = {
+            "__module__": __name__,
+            "__qualname__": _PREFIX + f"{cls.__module__}:{cls.__qualname__}".encode().hex(),
+            "__doc__": f"{cls.__qualname__} whose forward is watched.",
+            "elsa_base": cls,
+            "forward": forward,
+        }
+        made = _CLASSES[cls] = type(f"Elsa{cls.__name__}", (cls,), namespace)
+        return made
 
 
 def __getattr__(name: str) -> type[nn.Module]:  # PEP 562
-    fields = decoded(name)
-    if len(fields) != 3 or fields[0] != _PREFIX:
+    if not name.startswith(_PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    cls = operator.attrgetter(fields[2])(importlib.import_module(fields[1]))
-    return watched(cls)
-
-
-def _build(cls: Any) -> type[nn.Module]:
-    @functools.wraps(cls.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(self, cls.forward, args, kwargs)
-
-    namespace = {
-        "__module__": __name__,
-        "__qualname__": encoded(_PREFIX, cls.__module__, cls.__qualname__),
-        "__doc__": f"{cls.__qualname__} whose forward is watched.",
-        "elsa_base": cls,
-        "forward": forward,
-    }
-    return type(f"Elsa{cls.__name__}", (cls,), namespace)
+    module, _, cls = bytes.fromhex(name.removeprefix(_PREFIX)).decode().partition(":")
+    return watched(operator.attrgetter(cls)(importlib.import_module(module)))
 
 
 def run(site: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -122,8 +119,8 @@ class _Traced(TorchFunctionMode):
 
 
 def _serves(site: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call is watched: not a small eager one on a GPU, not by a tracer of symbols, and
-    not within a transform of `torch.func`."""
+    """Not a small eager call on a GPU, none by a tracer of symbols or within a transform of
+    `torch.func`."""
     given = args[0] if args else None
     if not isinstance(given, Tensor) or given.is_cuda:
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
@@ -132,13 +129,9 @@ def _serves(site: Any, args: Any, kwargs: Any) -> bool:
             if any(isinstance(one, torch.fx.Proxy) for one in leaves):
                 return False
             tensors = [one for one in leaves if isinstance(one, Tensor)] or [*site.parameters()]
-        if tensors and tensors[0].is_cuda and _are_small(site, tensors):  # the host waits for it
-            return False
+        named = (site.elsa_precision, site.elsa_backend) != ("strict", "auto")
+        if tensors and tensors[0].is_cuda and not named and not calls.traced():
+            most = max(tensor.numel() for tensor in tensors)
+            if most < _LARGE and not torch.cuda.is_current_stream_capturing():
+                return False
     return not (calls.differentiates_otherwise() or calls.transformed())
-
-
-def _are_small(site: Any, tensors: list[Tensor]) -> bool:
-    if (site.elsa_precision, site.elsa_backend) != ("strict", "auto") or calls.traced():
-        return False
-    most = max(tensor.numel() for tensor in tensors)
-    return most < _LARGE and not torch.cuda.is_current_stream_capturing()
