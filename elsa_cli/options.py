@@ -91,6 +91,8 @@ class Command(click.Command):
         if any(param.name == "model" for param in attributes["params"]):
             attributes["help"] = f"{inspect.cleandoc(attributes['help'])}\n\n{MODEL_HELP}"
         for param in attributes["params"]:
+            if isinstance(param, click.Option):
+                param.show_default = True
             if isinstance(param, click.Option) and not config.is_command_line_only(param):
                 # Named after the flag, which is what a user knows, not after the parameter.
                 flag = max(param.opts, key=len).lstrip("-")
@@ -100,11 +102,8 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Asking for help must work whatever the config file holds.
-        if not {"-h", "--help"}.intersection(args) and not ctx.resilient_parsing:
-            self._read_config(ctx)
-        return super().parse_args(ctx, args)
-
-    def _read_config(self, ctx: click.Context) -> None:
+        if {"-h", "--help"}.intersection(args) or ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
         from elsa_cli.main import all_commands
 
         session = session_of(ctx)
@@ -126,6 +125,7 @@ class Command(click.Command):
             if self.name != "doctor":
                 raise
             ctx.meta["elsa.config.error"] = str(error)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         with session_of(ctx).guarded():
@@ -212,9 +212,9 @@ def model_options(*, required: bool = True, swept: bool = False) -> tuple[Decora
             "--img-size", "--img", type=Listed(size, "PIXELS|HxW") if swept else size,
             help="Input size, when not the model's own.",
         ),
-        click.option("--pretrained", is_flag=True, help="Load trained weights (cache or network)."),
+        flag("--pretrained", text="Load trained weights (cache or network)."),
         click.option(
-            "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True,
+            "--seed", type=click.IntRange(0, 2**32 - 1), default=0,
             help="Seed of random weights and generated inputs.",
         ),
         click.option(
@@ -223,7 +223,7 @@ def model_options(*, required: bool = True, swept: bool = False) -> tuple[Decora
         ),
         click.option(
             "--dtype", type=Listed(dtype, "|".join(DTYPES)) if swept else dtype, default="fp32",
-            show_default=True, help="Type of weights and inputs.",
+            help="Type of weights and inputs.",
         ),
         device_option("auto, cpu, cuda, cuda:N or mps."),
         click.option(
@@ -248,14 +248,17 @@ def model_options(*, required: bool = True, swept: bool = False) -> tuple[Decora
     )  # fmt: skip
 
 
+def flag(*names: str, text: str) -> Decorator:
+    return click.option(*names, is_flag=True, help=text)
+
+
 def device_option(text: str) -> Decorator:
-    return click.option("--device", type=DEVICE, default="auto", show_default=True, help=text)
+    return click.option("--device", type=DEVICE, default="auto", help=text)
 
 
 def batch_option(rows: int, text: str) -> Decorator:
     return click.option(
-        "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=rows,
-        show_default=True, help=text,
+        "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=rows, help=text,
     )  # fmt: skip
 
 
@@ -279,7 +282,7 @@ INPUT = (
     folder_option("--images", text="Check on the images of this folder too."),
 )
 SCOPE = click.option(
-    "--scope", type=click.Choice(("auto", "attention", "model")), default="auto", show_default=True,
+    "--scope", type=click.Choice(("auto", "attention", "model")), default="auto",
     help="attention: the sites. model: linear layers, MLPs and patch embedding too. auto: what was "
     "measured to be faster on the device.",
 )  # fmt: skip
@@ -295,12 +298,12 @@ SITES = (
     SCOPE,
 )  # fmt: skip
 BACKEND = click.option(
-    "--backend", type=click.Choice(tuple(BACKENDS)), default="auto", show_default=True,
+    "--backend", type=click.Choice(tuple(BACKENDS)), default="auto",
     help=f"Kernels to use. {'; '.join(f'{name}: {about}' for name, about in BACKENDS.items())}.",
 )  # fmt: skip
 KERNELS = (
     click.option(
-        "--precision", type=click.Choice(PRECISIONS), default="strict", show_default=True,
+        "--precision", type=click.Choice(PRECISIONS), default="strict",
         help="Of float32 calls. strict: as exact as PyTorch. ieee: without tensor cores. "
         "turbo: faster, 11 bits. lean: without workspace.",
     ),
@@ -313,9 +316,9 @@ PROOF = (
         "torch.compile, as a CUDA graph of the compiled model.  [default: eager; on CUDA "
         "eager,graph,compile]",
     ),
-    click.option(
-        "--grad", is_flag=True,
-        help="Also compare the gradients of every parameter and input, of each site and of the "
+    flag(
+        "--grad",
+        text="Also compare the gradients of every parameter and input, of each site and of the "
         "model.",
     ),
     click.option(
@@ -324,7 +327,7 @@ PROOF = (
         "number in (0, 1), which costs an error.",
     ),
     click.option(
-        "--sparsity-bound", type=click.FloatRange(min=0.0), default=0.0, show_default=True,
+        "--sparsity-bound", type=click.FloatRange(min=0.0), default=0.0,
         help="The relative error that a number as --sparsity may add to what is allowed.",
     ),
 )  # fmt: skip

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from elsa_core.patching import PatchReport
     from elsa_core.proof import CheckReport
 
+    Routes = dict[int, Route]
+
 _TIMM_NAME = re.compile(r"(timm:)?[\w.-]+")
 _CHOICES = (
     *("precision", "backend", "include", "exclude", "scope", "all_sites", "sparsity", "offload"),
@@ -103,23 +105,35 @@ def take_inputs(loaded: Loaded, options: Options) -> None:
 
 
 def patch_model(
-    session: Session, loaded: Loaded, options: Options, strict: bool = False
-) -> PatchReport:
-    """Patch the loaded model in place. A directory that was saved patched keeps its plan, unless an
-    option about sites or kernels was typed."""
-    if loaded.report is not None and not typed(_CHOICES):
-        return loaded.report
+    session: Session, loaded: Loaded, options: Options, *, strict: bool = False,
+    plan: Path | None = None,
+) -> tuple[PatchReport, Routes]:  # fmt: skip
+    """Patch the loaded model in place, exactly the sites that `plan` names where one is given.
+
+    A directory that was saved patched keeps its plan, unless an option about sites or kernels was
+    typed. Also which backend serves the attention sites, by their head dimensions (64 where it is
+    not known before a run). Asking compiles the native library at its first use.
+    """
+    if loaded.report is not None and plan is None and not typed(_CHOICES):
+        return loaded.report, _routes(session, loaded, loaded.report)
     with session.stage("patching"):
+        from elsa_core.loading import apply_plan, read_plan
         from elsa_core.patching import patch, unpatch
 
+        given = None if plan is None else read_plan(plan)
         # The options describe the whole result, not what is added to an earlier plan.
         unpatch(loaded.model)
         example = loaded.example_inputs() if loaded.is_watched else None
-        return patch(
-            loaded.model, example, precision=options.precision, backend=options.backend,
-            include=list(options.include) or None, exclude=list(options.exclude) or None,
-            strict=strict, scope=options.scope, sparsity=options.sparsity, offload=options.offload,
-        )  # fmt: skip
+        if plan is not None and given is not None:
+            report = apply_plan(loaded.model, given, plan, example)
+        else:
+            report = patch(
+                loaded.model, example, precision=options.precision, backend=options.backend,
+                include=list(options.include) or None, exclude=list(options.exclude) or None,
+                strict=strict, scope=options.scope, sparsity=options.sparsity,
+                offload=options.offload,
+            )  # fmt: skip
+    return report, _routes(session, loaded, report)
 
 
 def check_plan_alone(path: Path) -> None:
@@ -132,21 +146,7 @@ def check_plan_alone(path: Path) -> None:
         )
 
 
-def patch_by_plan(session: Session, loaded: Loaded, path: Path) -> PatchReport:
-    """Patch exactly the sites that the plan in `path` names."""
-    with session.stage("patching"):
-        from elsa_core.loading import apply_plan, read_plan
-        from elsa_core.patching import unpatch
-
-        plan = read_plan(path)
-        unpatch(loaded.model)
-        example = loaded.example_inputs() if loaded.is_watched else None
-        return apply_plan(loaded.model, plan, path, example)
-
-
-def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, Route]:
-    """Which backend serves the patched attention sites, by their head dimensions (64 where it is
-    not known before a run). Asking compiles the native library at its first use."""
+def _routes(session: Session, loaded: Loaded, report: PatchReport) -> Routes:
     with session.stage("preparing the kernels (compiled at their first use)"):
         import torch
 
@@ -154,11 +154,9 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
         from elsa_core.ops.attention.api import explain
         from elsa_core.patching import LAYERS
 
-        attention = [site for site in report.patched if site.kind not in LAYERS]
-        dims = sorted({site.head_dim or 64 for site in attention})
         place = next(loaded.model.parameters())
-        found = {}
-        for dim in dims:
+        found: Routes = {}
+        for dim in sorted({s.head_dim or 64 for s in report.patched if s.kind not in LAYERS}):
             one = torch.zeros(1, 1, 1, dim, device=place.device, dtype=place.dtype)
             found[dim] = explain(one, one, one, precision=report.precision, backend=report.backend)
     slow = [dim for dim, route in found.items() if route.backend == PLAIN]
@@ -166,13 +164,13 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
     # What the native backend logged when it failed to load is not said twice.
     said = any(text.rpartition(": ")[2] in reasons for text in session.warned)
     if slow and report.backend == "auto" and not said:
-        dims_text = ", ".join(map(str, slow))
-        session.warn(f"head_dim {dims_text} runs on plain PyTorch, which is slower: {reasons}")
+        dims = ", ".join(map(str, slow))
+        session.warn(f"head_dim {dims} runs on plain PyTorch, which is slower: {reasons}")
     return found
 
 
 def document(
-    loaded: Loaded, options: Options, report: PatchReport, routes: dict[int, Route]
+    loaded: Loaded, options: Options, report: PatchReport, routes: Routes
 ) -> dict[str, Any]:
     """What the JSON documents of commands that patch have in common."""
     from elsa_cli import render

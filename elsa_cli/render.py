@@ -13,23 +13,42 @@ from elsa_cli.console import Session
 from elsa_cli.options import Options
 
 if TYPE_CHECKING:
-    from elsa_core.dispatch import Route
+    from elsa_cli.pipeline import Routes
     from elsa_core.loading import Loaded
     from elsa_core.patching import AttentionSite, Inspection, PatchReport
     from elsa_core.proof import CheckReport
 
 
-def header(session: Session, loaded: Loaded, options: Options, extra: str = "") -> None:
+def header(
+    session: Session, loaded: Loaded, options: Options, routes: Routes | None = None, *,
+    batch: bool = False,
+) -> None:  # fmt: skip
+    """The model, where it is, what serves its patched attention sites, and with `batch` the size of
+    one; then notes on how it was built."""
     typed = f"{loaded.spec.given} → " if loaded.spec.alias else ""
     session.line(f"{typed}{loaded.name} · weights: {loaded.weights}", "bold")
     size = loaded.example_size or loaded.input_size
     if loaded.example is not None:
         size = next((tuple(one.shape) for one in loaded.example if hasattr(one, "shape")), ())
-    session.line(f"{_size(size)} · {_place(loaded, options)}{extra}")
+    device = next(loaded.model.parameters()).device
+    place = str(device)
+    if device.type == "cpu":
+        import torch
+
+        count = torch.get_num_threads()
+        place = f"cpu ({count} thread{'s' if count != 1 else ''})"
+    elif device.type == "cuda":
+        from elsa_cli.probes import gpu_name
+
+        place = f"{device} ({gpu_name()})"
+    said = ["x".join(map(str, size)), options.dtype, place]
+    if routes:
+        backends = "/".join(dict.fromkeys(route.backend for route in routes.values()))
+        said.append(f"{backends} kernels, {next(iter(routes.values())).precision}")
+    session.line(" · ".join([*said, *[f"batch {options.batch_size}"] * batch]))
     for note in loaded.notes:
-        if note == loaded.spec.alias:
-            continue
-        session.line(note, "dim")
+        if note != loaded.spec.alias:
+            session.line(note, "dim")
     if loaded.unsaid:
         session.line(loaded.unsaid, "yellow")
     if assumed := loaded.recipe.preprocess.assumed:
@@ -64,6 +83,7 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
 def inspection(session: Session, found: Inspection) -> None:
     """Every site of a model and what can be patched."""
     from elsa_core.base.grouping import group, group_by
+    from elsa_core.patching import LAYERS
 
     rows = []
     for label, members in group(found.sites, lambda site: site.alike):
@@ -79,8 +99,13 @@ def inspection(session: Session, found: Inspection) -> None:
     for extra, members in group_by(found.sites, lambda site: ", ".join(site.extra)):
         if extra:
             session.line(f"with {extra}: {_count(members)}")
-    for line in _flops(found):
-        session.line(line, "dim")
+    # what the numbers of the column FLOPs cover
+    counted = {site.kind in LAYERS for site in found.sites if site.flops}
+    if False in counted:
+        session.line("FLOPs: only q k^T and the product with v, no projections", "dim")
+    if True in counted:
+        session.line("FLOPs of linear layers, MLPs and patch embeddings: of all their products",
+                     "dim")  # fmt: skip
     if any(site.query_tokens != site.key_tokens for site in found.sites):
         session.line("tokens: queries:keys of a call where the two differ", "dim")
     stay = [site for site in found.sites if not site.patchable]
@@ -89,27 +114,6 @@ def inspection(session: Session, found: Inspection) -> None:
         session.line(f"not patchable: {_count(members)} of {classes}: {reason}", "yellow")
     if found.note:
         session.line(found.note, "yellow")
-
-
-def _flops(found: Inspection) -> list[str]:
-    """What the numbers of the column FLOPs cover."""
-    from elsa_core.patching import LAYERS
-
-    layer = {site.kind in LAYERS for site in found.sites if site.flops}
-    said = {
-        False: "FLOPs: only q k^T and the product with v, no projections",
-        True: "FLOPs of linear layers, MLPs and patch embeddings: of all their products",
-    }
-    return [line for of_layers, line in said.items() if of_layers in layer]
-
-
-def kernels(routes: dict[int, Route]) -> str:
-    """The header's words for what serves the patched attention sites, if there are any."""
-    if not routes:
-        return ""
-    names = dict.fromkeys(route.backend for route in routes.values())
-    precision = next(iter(routes.values())).precision
-    return f" · {'/'.join(names)} kernels, {precision}"
 
 
 def patched(session: Session, report: PatchReport) -> None:
@@ -135,18 +139,21 @@ def checked(session: Session, report: CheckReport) -> None:
     from elsa_core.proof import classes
 
     rows = []
+
+    def add(name: str, count: str, one: Any, last: str) -> None:
+        errors = (one.patched_error, one.original_error, one.allowed)
+        rows.append([f"{'✓' if one.ok else '✗'} {name}", count, *map(_error, errors), last])
+
     for label, members in group(report.sites, lambda site: site.ok):
-        worst = max(members, key=lambda site: _severity(site.excess))
-        rows.append(
-            [f"{_mark(worst)} {label}", f"{len(members)}x", *_errors(worst), worst.worst_case]
-        )
+        worst = max(members, key=_severity)
+        add(label, f"{len(members)}x", worst, worst.worst_case)
     for case in report.cases:
         by = "" if case.path == "eager" else f", {case.path}"
-        rows.append([f"{_mark(case)} model: {case.case}{by}", "", *_errors(case), classes(case)])
+        add(f"model: {case.case}{by}", "", case, classes(case))
     for label, alike in group(report.gradients, lambda one: one.ok):
-        slope = max(alike, key=lambda one: _severity(one.excess))
-        title, of = f"{_mark(slope)} gradients: {label}", f"{slope.worst}, {slope.worst_case}"
-        rows.append([title, f"{len(alike)}x", *_errors(slope), of])
+        slope = max(alike, key=_severity)
+        of = f"{slope.worst}, {slope.worst_case}"
+        add(f"gradients: {label}", f"{len(alike)}x", slope, of)
     titles = ["  rel. error", ">", ">elsa", ">original", ">allowed", "~worst input"]
     session.table(titles, rows, wrap=5)
     session.line()
@@ -161,32 +168,23 @@ def checked(session: Session, report: CheckReport) -> None:
 
 def verdict(report: CheckReport) -> str:
     """The check in one phrase, with the model's errors on its worst input."""
-    worst = max(report.cases, key=lambda case: _severity(case.excess), default=None)
-    numbers = ""
-    if worst is not None:
-        numbers = f" (error {_error(worst.patched_error)}, original {_error(worst.original_error)})"
     if not report.tested:
         return "nothing was tested"
-    if not report.ok:
-        return f"outputs do NOT agree{numbers}"
-    return f"outputs agree{numbers}"
-
-
-def _mark(result: Any) -> str:
-    return "✓" if result.ok else "✗"
-
-
-def _errors(result: Any) -> list[str]:
-    return [_error(result.patched_error), _error(result.original_error), _error(result.allowed)]
+    said = "outputs agree" if report.ok else "outputs do NOT agree"
+    worst = max(report.cases, key=_severity, default=None)
+    if worst is None:
+        return said
+    return f"{said} (error {_error(worst.patched_error)}, original {_error(worst.original_error)})"
 
 
 def _error(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
 
-def _severity(excess: float | None) -> float:
+def _severity(result: Any) -> float:
     # NaN compares false with everything: nothing is worse.
-    return math.inf if excess is None or math.isnan(excess) else excess
+    excess = result.excess
+    return math.inf if excess is None or math.isnan(excess) else float(excess)
 
 
 def _heads(site: AttentionSite) -> str:
@@ -207,25 +205,6 @@ def _unknown(site: AttentionSite) -> str:
     from elsa_core.patching import LAYERS
 
     return "" if site.kind in LAYERS else "?"
-
-
-def _size(size: tuple[int, ...]) -> str:
-    return "x".join(map(str, size))
-
-
-def _place(loaded: Loaded, options: Options) -> str:
-    device = next(loaded.model.parameters()).device
-    place = str(device)
-    if device.type == "cpu":
-        import torch
-
-        count = torch.get_num_threads()
-        place = f"cpu ({count} thread{'s' if count != 1 else ''})"
-    elif device.type == "cuda":
-        from elsa_cli.probes import gpu_name
-
-        place = f"{device} ({gpu_name()})"
-    return f"{options.dtype} · {place}"
 
 
 def _count(members: Sequence[object]) -> str:

@@ -9,17 +9,15 @@ from typing import Any
 import click
 
 from elsa_cli.console import Session
-from elsa_cli.options import Options, elsa_command, folder_option
+from elsa_cli.options import Options, elsa_command, flag, folder_option
 from elsa_cli.probes import human
 from elsa_cli.values import ARCHITECTURE, Listed
 
 
 @elsa_command(
     "build",
-    click.option("--force", is_flag=True, help="Compile even if the library is there."),
-    click.option(
-        "--cuda", is_flag=True, help="Compile kernel packs for GPUs instead; needs no GPU."
-    ),
+    flag("--force", text="Compile even if the library is there."),
+    flag("--cuda", text="Compile kernel packs for GPUs instead; needs no GPU."),
     click.option(
         "--arch", type=Listed(ARCHITECTURE, "sm_NN"), help="GPUs to compile for [this machine's]."
     ),

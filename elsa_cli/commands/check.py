@@ -30,13 +30,11 @@ def command(session: Session, /, model: str, **values: Any) -> None:
 
     options = Options(**values)
     loaded = pipeline.open_model(session, model, options)
-    report = pipeline.patch_model(session, loaded, options)
-    routes = pipeline.routes(session, loaded, report)
+    report, routes = pipeline.patch_model(session, loaded, options)
     outcome = pipeline.check_model(session, loaded, options)
     results = pipeline.document(loaded, options, report, routes) | {"check": outcome.to_dict()}
     session.document("check", results)
-    batch = f" · batch {options.batch_size}"
-    render.header(session, loaded, options, render.kernels(routes) + batch)
+    render.header(session, loaded, options, routes, batch=True)
     render.checked(session, outcome)
     total = len(report.patched) + len(report.kept)
     line = f"{len(report.patched)} of {total} sites patched · {render.verdict(outcome)}"

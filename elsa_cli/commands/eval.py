@@ -39,9 +39,9 @@ _SHOWN = 10  # images of which the table tells; --json has all
         help="Take N of the images, at equal distances.",
     ),
     shared.batch_option(32, "Images a batch."),
-    click.option(
-        "--skip-unreadable", is_flag=True,
-        help="Leave out images that cannot be read, and name them, instead of ending there.",
+    shared.flag(
+        "--skip-unreadable",
+        text="Leave out images that cannot be read, and name them, instead of ending there.",
     ),
     *shared.SITES,
     *shared.KERNELS,
@@ -64,8 +64,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     named = () if options.labels is None else names.classes(options.labels)
     loaded = pipeline.open_model(session, model, options)
     found = _labelled(loaded, options, named)
-    report = pipeline.patch_model(session, loaded, options)
-    routes = pipeline.routes(session, loaded, report)
+    report, routes = pipeline.patch_model(session, loaded, options)
     unreadable: list[int] | None = [] if options.skip_unreadable else None
     outcome = _evaluate(session, loaded, found, options.batch_size, unreadable)
     left = sorted(unreadable or ())
@@ -85,8 +84,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
         "evaluation": evaluation,
     }  # fmt: skip
     session.document("eval", results)
-    batch = f" · batch {options.batch_size}"
-    render.header(session, loaded, options, render.kernels(routes) + batch)
+    render.header(session, loaded, options, routes, batch=True)
     _show(session, outcome, found)
 
 

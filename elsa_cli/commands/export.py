@@ -34,14 +34,12 @@ _MODULES = {
     "export",
     *shared.model_options(),
     click.option(
-        "--formats", type=FORMAT_LIST, default="torchscript,onnx,pt2", show_default=True,
+        "--formats", type=FORMAT_LIST, default="torchscript,onnx,pt2",
         help="What to write.",
     ),
     shared.folder_option("--output", "-o", text="The bundle's directory [default: NAME-elsa]."),
-    click.option(
-        "--zip", "zipped", is_flag=True, help="Write one .zip file instead of a directory."
-    ),
-    click.option("--force", is_flag=True, help="Replace a bundle that is there."),
+    shared.flag("--zip", "zipped", text="Write one .zip file instead of a directory."),
+    shared.flag("--force", text="Replace a bundle that is there."),
     shared.file_option(
         "--sign", metavar="KEY",
         text="Sign the bundle with this Ed25519 private key (PEM or OpenSSH), for `elsa verify "
@@ -53,7 +51,6 @@ _MODULES = {
     ),
     click.option(
         "--onnx-mode", type=click.Choice(("custom", "standard", "custom-only")), default="custom",
-        show_default=True,
         help="custom: nodes of elsa, with bodies that any runtime runs. standard: standard "
         "operators. custom-only: nodes of elsa without bodies.",
     ),
@@ -65,13 +62,13 @@ _MODULES = {
         "--labels",
         text="Names of the classes for load.py, one a line [default: those of the weights].",
     ),
-    click.option("--aoti", is_flag=True, help="Also compile model.aoti.pt2 (AOTInductor)."),
+    shared.flag("--aoti", text="Also compile model.aoti.pt2 (AOTInductor)."),
     click.option(
         "--quantize", type=click.Choice(("int8",)),
         help="Also write model.int8.onnx: an approximation, with what it costs in accuracy.",
     ),
     click.option(
-        "--batches", type=Listed(click.IntRange(1, 64), "N"), default="1,2,3", show_default=True,
+        "--batches", type=Listed(click.IntRange(1, 64), "N"), default="1,2,3",
         help="Batch sizes to verify; those that a bundle for a GPU without elsa serves.",
     ),
     click.option(
@@ -79,10 +76,7 @@ _MODULES = {
         help="With --device cuda: kernels for this GPU, verified, and these, not run; no elsa "
         "needed.",
     ),
-    click.option(
-        "--dynamic-size", is_flag=True,
-        help="Let the image size vary in model.pt2, if the model can.",
-    ),
+    shared.flag("--dynamic-size", text="Let the image size vary in model.pt2, if the model can."),
     *shared.EXAMPLE,
     *shared.INPUT,
     *shared.SITES,
@@ -121,8 +115,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     if options.quantize:
         exact = _exact(session, loaded, options)
     options, said = _one_form(options, loaded)
-    report = pipeline.patch_model(session, loaded, options)
-    routes = pipeline.routes(session, loaded, report)
+    _, routes = pipeline.patch_model(session, loaded, options)
     outcome = _check(session, loaded, options)
     with session.stage("exporting") as update:
         from elsa_core.exporting.bundle import export
@@ -137,7 +130,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
         )  # fmt: skip
         session.written.append(bundle.path)
     session.document("export", bundle.to_dict())
-    render.header(session, loaded, options, render.kernels(routes))
+    render.header(session, loaded, options, routes)
     _show(session, bundle)
     if said:
         session.line(said, "dim")

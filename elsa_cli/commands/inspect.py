@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     "inspect",
     *shared.model_options(required=False),
     *shared.EXAMPLE,
-    click.option("--all", "everything", is_flag=True, help="Every architecture; MODEL is a glob."),
-    click.option(
-        "--check", "checked", is_flag=True, help="With --all: prove a small version of each."
-    ),
+    shared.flag("--all", "everything", text="Every architecture; MODEL is a glob."),
+    shared.flag("--check", "checked", text="With --all: prove a small version of each."),
     shared.file_option(
         "--state", metavar=None,
         text="With --all: continue the run that this file holds (JSON lines).",
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     shared.file_option("--page", metavar=None, text="With --all: write the table as Markdown."),
     shared.SCOPE,
     shared.file_option("--html", text="Write the sites as a page."),
-    click.option("--force", is_flag=True, help="Replace the file of --page or --html."),
+    shared.flag("--force", text="Replace the file of --page or --html."),
 )  # fmt: skip
 def command(session: Session, /, model: str | None, **values: Any) -> None:
     """List every attention site of MODEL, with --scope model also its layers: class, kind, heads,
@@ -153,9 +151,9 @@ def _show_all(session: Session, match: str | None, options: Options) -> None:
         targets.check_writable(state)
     with session.stage("listing architectures"):
         from elsa_core.base.files import write_text
-        from elsa_core.proof import catalogue, coverage
+        from elsa_core.proof import coverage
 
-        names = catalogue.architectures(match or "*")
+        names = coverage.architectures(match or "*")
     if not names:
         raise click.UsageError(
             f"no architecture matches {match!r}: with --all, MODEL is a glob like 'timm:swin*'"

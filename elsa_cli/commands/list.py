@@ -8,16 +8,13 @@ import click
 
 from elsa_cli.console import Session
 from elsa_cli.errors import ModelFileError
-from elsa_cli.options import elsa_command
+from elsa_cli.options import elsa_command, flag
 
 
 @elsa_command(
     "list",
     click.argument("glob", required=False),
-    click.option(
-        "--all", "everything", is_flag=True,
-        help="Also models without attention that can be patched.",
-    ),
+    flag("--all", "everything", text="Also models without attention that can be patched."),
 )  # fmt: skip
 def command(session: Session, /, glob: str | None, everything: bool, **_: Any) -> None:
     """List the models of timm, open_clip and torchvision that are installed here: attention sites,

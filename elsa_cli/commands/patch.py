@@ -22,15 +22,12 @@ if TYPE_CHECKING:
     "patch",
     *shared.model_options(),
     *shared.EXAMPLE,
-    click.option(
-        "--check", is_flag=True,
-        help="Prove that the outputs agree; exit 1 if not. --images implies it.",
+    shared.flag(
+        "--check", text="Prove that the outputs agree; exit 1 if not. --images implies it.",
     ),
     *shared.INPUT,
     *shared.SITES,
-    click.option(
-        "--all-sites", is_flag=True, help="Fail when any attention site cannot be patched."
-    ),
+    shared.flag("--all-sites", text="Fail when any attention site cannot be patched."),
     *shared.KERNELS,
     click.option(
         "--offload", type=click.Choice(("host",)),
@@ -43,8 +40,8 @@ if TYPE_CHECKING:
         "--output", "-o",
         text="Save weights and plan in this new directory; it loads again as MODEL.",
     ),
-    click.option("--force", is_flag=True, help="Replace DIR if it exists."),
-    click.option("--dry-run", is_flag=True, help="Show what would be patched; write nothing."),
+    shared.flag("--force", text="Replace DIR if it exists."),
+    shared.flag("--dry-run", text="Show what would be patched; write nothing."),
 )  # fmt: skip
 def command(session: Session, /, model: str, **values: Any) -> None:
     """Replace the attention of MODEL by ELSA kernels, which compute the same numbers."""
@@ -64,11 +61,9 @@ def command(session: Session, /, model: str, **values: Any) -> None:
 
         # what elsa did not write is refused before minutes go into the check
         check_target(output.resolve(), output, options.force)
-    if options.plan is None:
-        report = pipeline.patch_model(session, loaded, options, options.all_sites)
-    else:
-        report = pipeline.patch_by_plan(session, loaded, options.plan)
-    routes = pipeline.routes(session, loaded, report)
+    report, routes = pipeline.patch_model(
+        session, loaded, options, strict=options.all_sites, plan=options.plan
+    )
     outcome = pipeline.check_model(session, loaded, options) if check else None
     good = outcome is None or outcome.ok
     saved = None
@@ -84,8 +79,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
         "output": None if saved is None else str(saved),
     }
     session.document("patch", results)
-    batch = f" · batch {options.batch_size}" if check else ""
-    render.header(session, loaded, options, render.kernels(routes) + batch)
+    render.header(session, loaded, options, routes, batch=check)
     render.patched(session, report)
     if report.offload is not None:
         session.line("offload host: what a backward needs stays in host memory")

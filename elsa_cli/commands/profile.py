@@ -26,12 +26,12 @@ Document = dict[str, Any]
     *shared.EXAMPLE,
     click.option(
         "--batch-size", "-b", type=Listed(click.IntRange(1, shared.LARGEST_BATCH)), default="1",
-        show_default=True, metavar="N[,...]", help="Images a batch.",
+        metavar="N[,...]", help="Images a batch.",
     ),
     *shared.SITES,
     click.option(
         "--precision", type=Listed(click.Choice(shared.PRECISIONS)), default="strict",
-        show_default=True, metavar="|".join(shared.PRECISIONS) + "[,...]",
+        metavar="|".join(shared.PRECISIONS) + "[,...]",
         help="What the kernels promise about rounding.",
     ),
     shared.BACKEND,
@@ -41,22 +41,22 @@ Document = dict[str, Any]
         help="What to measure against: eager, control, sdpa, compile, eager+graph, sdpa+graph, "
         "compile+graph, or all.  [default: eager; on CUDA also sdpa, compile and CUDA graphs]",
     ),
-    click.option(
-        "--train", is_flag=True,
-        help="Measure training steps: forward, backward, AdamW; --dtype fp16 and bf16 are "
+    shared.flag(
+        "--train",
+        text="Measure training steps: forward, backward, AdamW; --dtype fp16 and bf16 are "
         "autocast.",
     ),
-    click.option(
-        "--sequence-parallel", is_flag=True,
-        help="Under torchrun: shard the tokens of one forward over the ranks and show what that "
+    shared.flag(
+        "--sequence-parallel",
+        text="Under torchrun: shard the tokens of one forward over the ranks and show what that "
         "gains.",
     ),
     click.option(
-        "--rounds", type=click.IntRange(3, 1000), default=20, show_default=True,
+        "--rounds", type=click.IntRange(3, 1000), default=20,
         help="Samples of each run at least; more until the interval decides.",
     ),
     click.option(
-        "--budget", type=click.FloatRange(0.1, 3600), default=60.0, show_default=True,
+        "--budget", type=click.FloatRange(0.1, 3600), default=60.0,
         metavar="SECONDS",
         help="Limit of one configuration's rounds; its sites take what is left. Where sites are "
         "timed whatever it says (--sites, or on CUDA), their time comes on top.",
@@ -66,9 +66,7 @@ Document = dict[str, Any]
         help="Time every attention site, whatever the budget says, or none.  [default: on a CPU "
         "where the verdict has left enough of the budget]",
     ),
-    click.option(
-        "--no-errors", is_flag=True, help="Leave out the sites' errors against float64."
-    ),
+    shared.flag("--no-errors", text="Leave out the sites' errors against float64."),
     shared.file_option(
         "--output", "-o",
         text="Keep the results (JSON) in FILE, renewed after each configuration.",
@@ -81,9 +79,9 @@ Document = dict[str, Any]
         help="Write a plan for `elsa patch --plan` without the sites where ELSA was slower.",
     ),
     shared.file_option(
-        "--plan", default="plan.json", show_default=True, text="Where --policy writes its plan."
+        "--plan", default="plan.json", text="Where --policy writes its plan."
     ),
-    click.option("--force", is_flag=True, help="Replace existing files."),
+    shared.flag("--force", text="Replace existing files."),
 )  # fmt: skip
 def command(session: Session, /, model: str, **values: Any) -> None:
     """Measure MODEL patched against MODEL as it is, in one run and in turns: latency, throughput,

@@ -11,16 +11,14 @@ from elsa_cli import names
 from elsa_cli.commands.export import artefact_row
 from elsa_cli.console import Session
 from elsa_cli.errors import ModelFileError, VerdictError, first_of
-from elsa_cli.options import elsa_command, file_option
+from elsa_cli.options import elsa_command, file_option, flag
 
 
 @elsa_command(
     "verify",
     click.argument("bundle", type=click.Path(path_type=Path)),
-    click.option(
-        "--files-only", is_flag=True, help="Compare the files; run nothing of the bundle."
-    ),
-    click.option("--trust", is_flag=True, help="Run the bundle's library without asking."),
+    flag("--files-only", text="Compare the files; run nothing of the bundle."),
+    flag("--trust", text="Run the bundle's library without asking."),
     file_option(
         "--key", metavar="PUB",
         text="Require a signature by this Ed25519 public key (PEM or ssh-ed25519); no question.",

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
         map_floating,
     )
     from elsa_core.proof.labelled import LabelledImages, labelled_images
-    from elsa_core.proof.oracle import exactly
     from elsa_core.proof.report import CheckReport, classes
     from elsa_core.proof.samples import nudged
+    from elsa_core.proof.sides import exactly
 
 _HOMES = {
     "accuracy": ("EvalReport", "evaluate"),
     "checking": ("check",),
     "compare": ("TURBO_EPS", "Comparison", "Norms", "floating_outputs", "map_floating"),
     "labelled": ("LabelledImages", "labelled_images"),
-    "oracle": ("exactly",),
+    "sides": ("exactly",),
     "report": ("CheckReport", "classes"),
     "samples": ("nudged",),
 }

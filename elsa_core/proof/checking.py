@@ -11,13 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
 
-from elsa_core.base.inputs import ModelInput, as_cases
-from elsa_core.base.messages import shown
+from elsa_core.base.inputs import ModelInput, as_cases, chunks
+from elsa_core.base.messages import Progress, shown
 from elsa_core.base.operands import require_number
 from elsa_core.base.processes import environment_kept
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
@@ -25,10 +25,10 @@ from elsa_core.measuring.timing import synchronize
 from elsa_core.patching import is_layer, original, patched_sites
 from elsa_core.proof import gradients
 from elsa_core.proof import paths as run_paths
-from elsa_core.proof.report import NOTHING_TESTED, CheckReport, GradientCheck, ModelCheck, SiteCheck
+from elsa_core.proof.report import NOTHING_TESTED, CheckReport, GradientCheck
 from elsa_core.proof.run import CheckRun
-from elsa_core.proof.sides import Fault, Given, own
-from elsa_core.proof.site_run import Asked, Progress, is_inexact
+from elsa_core.proof.sides import Given, faulty, own
+from elsa_core.proof.site_run import Asked, is_inexact
 
 FAULT_SWITCH = "ELSA_FAULT_INJECTION"
 _RUNS = 5  # timed forwards of original and patched
@@ -113,61 +113,69 @@ def check(
     cases = as_cases(inputs)
     fault = _fault(sites)
     dtype, device = _home(model)
-    chosen = run_paths.chosen(paths, device)
     asked = Asked(
-        factor, batch_size, stress, grad, chosen, by_name=paths is not None, bound=sparsity_bound
-    )
+        factor, batch_size, stress, grad, run_paths.chosen(paths, device), paths is not None,
+        sparsity_bound, fault is not None, dtype, device,
+    )  # fmt: skip
     with shown(progress) as told, _undisturbed(model, device):
         with original(model):
-            oracle = _oracle(model)
+            try:  # the original in float64, which holds its weights exactly
+                oracle = copy.deepcopy(model).double()
+            except (RuntimeError, TypeError, AssertionError) as error:  # the last: fully_shard
+                raise ModelError(
+                    f"check: this model cannot be copied for a float64 oracle ({error})"
+                ) from error
         steps = len(cases) * (len(sites) + 1) + int(grad) + 1  # the last: the timing
-        run = CheckRun(model, sites, oracle, asked, dtype, device, fault, told, steps)
-        checks = run.cases(cases)
-        name, case = next(iter(cases.items()))
-        batch = run.first_batch(case)
-        slopes = _slopes(run, name, batch) if grad else ()
-        seconds, timed_runs = _forwards(model, batch, device)
-        run.tick("timing", 1)
-    results = run.site_run.checks()
-    attends = not all(is_layer(site) for site in sites.values())
-    attends &= not any(record.backends for record in run.site_run.records.values())
-    failures = _bad_weights(model) + _failures(results, checks, slopes, attends)
-    return CheckReport(
-        sites=results, cases=checks, ok=not failures, dtype=str(dtype).removeprefix("torch."),
-        device=str(device), factor=factor, stress=stress, seconds_original=seconds[0],
-        seconds_patched=seconds[1], timed_runs=timed_runs, failures=tuple(failures),
-        fault_injection=None if fault is None else f"{fault.path}:{fault.amount:g}",
-        paths=tuple(run.by_path), left_out=run.left_out, gradients=slopes,
-    )  # fmt: skip
+        with nullcontext() if fault is None else faulty(sites[fault[0]], fault[1]):
+            return _report(CheckRun(model, sites, oracle, asked, told, steps), cases, fault)
 
 
-def _slopes(run: CheckRun, case: str, batch: Given) -> tuple[GradientCheck, ...]:
-    """The verdict on the gradients of the sites and of the model, eager and as CUDA graphs."""
-    model = [gradients.of_model(case, run.judgement(), run.sides, batch, run.dtype)]
-    graph = run.by_path.get(run_paths.GRAPH)
-    if graph is not None and run.trains(run_paths.GRAPH, batch):
-        name = f"{gradients.MODEL} by {run_paths.GRAPH}"
-        model.append(gradients.of_model(case, run.judgement(), graph, batch, run.dtype, name))
-    run.tick("gradients", 1)
-    return (*run.site_run.gradient_checks(), *model)
-
-
-def _failures(
-    sites: Sequence[SiteCheck], cases: Sequence[ModelCheck], slopes: Sequence[GradientCheck],
-    attends: bool,
-) -> list[str]:  # fmt: skip
-    """One line for each thing that failed; `attends`: a site has to have run elsa's operator."""
-    failures = [f"{site.path}: {site.reason}" for site in sites if not site.ok]
-    for one in cases:
+def _report(
+    run: CheckRun, cases: Mapping[str, tuple[Any, ...]], fault: tuple[str, float] | None
+) -> CheckReport:
+    asked, sites, by_name = run.asked, run.site_run, {}
+    checks = run.cases(cases)
+    name, case = next(iter(cases.items()))
+    batch = run.prepared(next(chunks(case, asked.batch_size)))
+    slopes: list[GradientCheck] = []
+    if asked.grad:
+        slopes += [
+            record.result(path)
+            for path, record in sites.gradients.items()
+            if sites.records[path].calls or record.count
+        ]
+        by_name[gradients.MODEL] = run.sides
+        if run_paths.GRAPH in run.by_path and run.trains(run_paths.GRAPH, batch):
+            by_name[f"{gradients.MODEL} by {run_paths.GRAPH}"] = run.by_path[run_paths.GRAPH]
+        for title, sides in by_name.items():
+            judged = run.judgement()
+            slopes.append(gradients.of_model(name, judged, sides, batch, asked.dtype, title))
+        run.tick("gradients", 1)
+    before, after = _seconds(run.model, batch, asked.device)
+    run.tick("timing", 1)
+    results = tuple(record.result(path) for path, record in sites.records.items())
+    failures = _bad_weights(run.model) + [f"{s.path}: {s.reason}" for s in results if not s.ok]
+    for one in checks:
         by = "" if one.path == run_paths.EAGER else f" by {one.path}"
         failures += [] if one.ok else [f"model on {one.case!r}{by}: {one.reason}"]
     failures += [f"{one.path}: gradients: {one.reason}" for one in slopes if not one.ok]
-    if not failures and attends and not any(site.operator_calls for site in sites):
+    # a site has to have run elsa's operator, unless all are layers or a registered backend served
+    attends = not all(is_layer(site) for site in run.sites.values())
+    attends &= not any(record.backends for record in sites.records.values())
+    if not failures and attends and not any(site.operator_calls for site in results):
         failures.append(NOTHING_TESTED)
-    return failures
+    return CheckReport(
+        sites=results, cases=checks, ok=not failures, dtype=str(asked.dtype).removeprefix("torch."),
+        device=str(asked.device), factor=asked.factor, stress=asked.stress,
+        seconds_original=statistics.median(before), seconds_patched=statistics.median(after),
+        timed_runs=len(before), failures=tuple(failures), paths=tuple(run.by_path),
+        fault_injection=None if fault is None else f"{fault[0]}:{fault[1]:g}",
+        left_out=run.left_out, gradients=tuple(slopes),
+    )  # fmt: skip
 
 
-def _fault(sites: Mapping[str, nn.Module]) -> Fault | None:
+def _fault(sites: Mapping[str, nn.Module]) -> tuple[str, float] | None:
+    """The site whose output is to be wrong, and by how much of itself."""
     text = os.environ.get(FAULT_SWITCH, "")
     if not text:
         return None
@@ -180,7 +188,7 @@ def _fault(sites: Mapping[str, nn.Module]) -> Fault | None:
         raise ArgumentError(
             f"{FAULT_SWITCH}={text}: expected the path of a patched site, a colon and a number"
         )
-    return Fault(path, amount)
+    return path, amount
 
 
 def _home(model: nn.Module) -> tuple[torch.dtype, torch.device]:
@@ -208,32 +216,18 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     index = device.index if device.index is not None else 0
     rng = torch.random.fork_rng(devices=[index] if device.type == "cuda" else [])
     eager = torch.autocast(device_type=device.type, enabled=False)
-    with torch.no_grad(), rng, eager, _nothing_compiled():
+    # A compiler leaves out hooks, so that what is compiled, whole or in part, runs eagerly. A
+    # process that has not imported the compiler, which takes seconds, has compiled nothing.
+    stance: AbstractContextManager[object] = nullcontext()
+    if "torch._dynamo" in sys.modules:
+        stance = torch.compiler.set_stance("force_eager")
+    with torch.no_grad(), rng, eager, stance:
         model.eval()
         try:
             yield
         finally:
             for module, training in modes:
                 module.training = training
-
-
-def _nothing_compiled() -> AbstractContextManager[object]:
-    """Keeps what is compiled, whole or in part, from running so: a compiler leaves out hooks."""
-    # A process that has not imported the compiler, which takes seconds, has compiled nothing.
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return eager
-
-
-def _oracle(model: nn.Module) -> nn.Module:
-    """The original model in float64, which holds its weights exactly."""
-    try:
-        return copy.deepcopy(model).double()
-    except (RuntimeError, TypeError, AssertionError) as error:  # the last: fully_shard
-        raise ModelError(
-            f"check: this model cannot be copied for a float64 oracle ({error})"
-        ) from error
 
 
 def _bad_weights(model: nn.Module) -> list[str]:
@@ -255,11 +249,10 @@ def _bad_weights(model: nn.Module) -> list[str]:
     return [f"weights: NaN or infinite values in {', '.join(bad[:3])}{more}"]
 
 
-def _forwards(
+def _seconds(
     model: nn.Module, given: Given, device: torch.device
-) -> tuple[tuple[float, float], int]:
-    """Median seconds of (original, patched) forwards, run in turns, and how many of each; NaN for
-    one that raises."""
+) -> tuple[list[float], list[float]]:
+    """Of forwards of (original, patched), run in turns; NaN for one that raises."""
     seconds: tuple[list[float], list[float]] = ([], [])
     start = time.perf_counter()
     while len(seconds[0]) < _RUNS:
@@ -277,4 +270,4 @@ def _forwards(
                     taken.append(math.nan)
         if time.perf_counter() - start > _SECONDS:
             break
-    return (statistics.median(seconds[0]), statistics.median(seconds[1])), len(seconds[0])
+    return seconds

@@ -12,8 +12,10 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +23,33 @@ import torch
 from torch import nn
 
 from elsa_core.base.inputs import generated_inputs, text_shape
-from elsa_core.base.messages import first_line
+from elsa_core.base.messages import Progress, first_line
 from elsa_core.base.reading import RESULT_BYTES, json_problem, read_text
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import meta_model, small_model
 from elsa_core.measuring.memory_limit import available_bytes
-from elsa_core.patching import (
-    computes_otherwise,
-    find_sites,
-    original,
-    patch,
-    patched_sites,
-)
-from elsa_core.proof import catalogue
+from elsa_core.patching import computes_otherwise, find_sites, original, patch, patched_sites
 from elsa_core.proof.checking import check
-from elsa_core.proof.compare import Comparison, floating_outputs, map_floating
-from elsa_core.proof.dependence import depends
-from elsa_core.proof.oracle import exactly
+from elsa_core.proof.compare import Judgement
+from elsa_core.proof.run import depends
 from elsa_core.proof.samples import random_weight
+from elsa_core.proof.sides import Given, of_model
 
+# transformers lists configurations, not architectures that MODEL can name: its attention interface
+# (`patching.adapters.hf_transformers`) takes them all.
+CATALOGUES: dict[str, Callable[[Any], Iterable[str]]] = {
+    "timm": lambda timm: timm.list_models(),
+    "open_clip": lambda open_clip: open_clip.list_models(),
+    "torchvision": lambda vision: vision.models.list_models(module=vision.models),
+}
 # Memory that a check takes for each weight: its own 4, 8 of the float64 copy, 4 for activations.
 BYTES_PER_WEIGHT = 16
 # A relative error of the original above which random weights prove nothing: some bring logits to
 # 1e6, where a rounding decides between two keys. Smaller weights are tried then.
 SENSITIVE = 64 * torch.finfo(torch.float32).eps
 _SPREADS = (1.0, 0.5, 0.25)
-FACTOR = 2.0  # the error that a patched model may have, in errors of the original
 AGREES, DIFFERS, FAILED = "agrees", "differs", "failed"
 NOT_CHECKED, UNAVAILABLE = "not checked", "unavailable"
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -97,14 +96,40 @@ class Coverage:
         return asdict(self)
 
 
-def from_dict(values: dict[str, Any]) -> Coverage:
-    return Coverage(**(values | {"kept": tuple(Kept(**kept) for kept in values["kept"])}))
+def architectures(match: str = "*") -> list[str]:
+    """Names ("timm:...", "torchvision:...") that a glob selects; one of each family comes first.
+
+    A library that is not installed has none.
+    """
+    turns: Counter[str] = Counter()
+    order = []
+    for library, names in CATALOGUES.items():
+        try:
+            found = names(import_module(library))
+        except ImportError:
+            continue
+        for name in (f"{library}:{bare}" for bare in found):
+            if fnmatchcase(name, match):
+                of = family(name)
+                order.append((turns[of], name))
+                turns[of] += 1
+    return [name for _, name in sorted(order, key=lambda pair: pair[0])]
+
+
+def family(name: str) -> str:
+    """The family of an architecture "library:name": of timm the module that defines it."""
+    library, _, bare = name.partition(":")
+    if library != "timm":
+        return library
+    from timm.models import model_entrypoint
+
+    return str(model_entrypoint(bare).__module__.rpartition(".")[2])
 
 
 def examine(name: str, *, checked: bool = True) -> Coverage:
     """Find the sites of one architecture and, if `checked`, prove a small version. Never raises
     because of a model: what goes wrong is the verdict."""
-    empty = Coverage(name, catalogue.family(name), 0, 0, 0, (), UNAVAILABLE, "")
+    empty = Coverage(name, family(name), 0, 0, 0, (), UNAVAILABLE, "")
     try:
         whole = meta_model(name)
     except UnavailableError as error:
@@ -163,8 +188,9 @@ def read_state(path: Path) -> dict[str, Coverage]:
     records = {}
     try:
         for line in read_text(path, RESULT_BYTES).splitlines():
-            record = from_dict(json.loads(line))
-            records[record.name] = record
+            values = json.loads(line)
+            kept = tuple(Kept(**kept) for kept in values["kept"])
+            records[values["name"]] = Coverage(**(values | {"kept": kept}))
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise ModelError(f"{path} is not a coverage file: {json_problem(error)}") from error
     return records
@@ -187,53 +213,34 @@ def _checked(found: Coverage) -> Coverage:
             size, 1, seed=0, dtype=torch.float32, device="cpu", text=text_shape(model)
         )["noise"]
         case = noise if isinstance(noise, tuple) else (noise,)
-        with torch.no_grad():
-            if not depends(model, patched_sites(model), (case, {})):
+        given: Given = (case, {})
+        sites, ran, judgement = patched_sites(model), set[nn.Module](), Judgement(2.0)
+        with torch.no_grad(), ExitStack() as hooks:
+            if not depends(model, sites, given):
                 return replace(found, verdict=FAILED, reason="its output depends on no site")
-        comparisons, idle = _compared(model, case)
-        worst, reason = max(comparisons, key=lambda one: one.excess), ""
+            with original(model):
+                sides = of_model(model, copy.deepcopy(model).double())
+            one, exact = sides.original(given), sides.exact(given)
+            for site in sites.values():
+                handle = site.register_forward_pre_hook(lambda module, _, ran=ran: ran.add(module))
+                hooks.callback(handle.remove)
+            judgement.add(exact, one, sides.run_patched(given))
+        idle = [path for path, site in sites.items() if site not in ran]
+        worst = max(judgement.comparisons.values(), key=lambda one: one.excess)
+        reason = f"never ran: {', '.join(idle)}" if idle else ""
+        verdict = AGREES
         if worst.excess <= 1.0:
             break
         # One run says little about a sensitive model: the full check decides.
         report = check(model, {"noise": case}, stress=False, progress=False)
-        reason = "; ".join(report.failures[:2])
+        if not report.ok:
+            verdict, reason = DIFFERS, "; ".join(report.failures[:2])
         if report.ok or report.cases[0].original_error < SENSITIVE:
             break
     return replace(
-        found,
-        verdict=DIFFERS if reason else AGREES,
-        reason=reason or (f"never ran: {', '.join(idle)}" if idle else ""),
-        error=worst.patched_error,
+        found, verdict=verdict, reason=reason, error=worst.patched_error,
         original_error=worst.original_error,
-    )
-
-
-def _compared(model: nn.Module, case: tuple[Any, ...]) -> tuple[list[Comparison], list[str]]:
-    """Each output of original and patched against float64, and the patched sites that never ran."""
-    ran: set[nn.Module] = set()
-    with torch.no_grad():
-        with original(model):
-            one = floating_outputs(model(*case))
-            oracle = copy.deepcopy(model).double()
-        wide = map_floating(case, torch.float64)
-        exact = floating_outputs(exactly(partial(oracle, *wide), model))
-        del oracle
-        sites = patched_sites(model)
-        hooks = [
-            site.register_forward_pre_hook(lambda module, _: ran.add(module))
-            for site in sites.values()
-        ]
-        try:
-            two = floating_outputs(model(*case))
-        finally:
-            for hook in hooks:
-                hook.remove()
-    comparisons = []
-    for name, output in one.items():
-        comparison = Comparison(FACTOR)
-        comparison.add(exact[name], output, two[name])
-        comparisons.append(comparison)
-    return comparisons, [path for path, site in sites.items() if site not in ran]
+    )  # fmt: skip
 
 
 def summarise(records: Sequence[Coverage]) -> dict[str, Any]:

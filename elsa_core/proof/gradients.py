@@ -6,20 +6,16 @@ whatever reaches an output reaches the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from elsa_core.proof.compare import floating_outputs
-from elsa_core.proof.judge import MODEL_SAMPLES, Judgement, settle
+from elsa_core.proof.compare import MODEL_SAMPLES, Judgement, floating_outputs, settle
 from elsa_core.proof.report import GradientCheck, GradientRecord
 from elsa_core.proof.samples import jittered
-from elsa_core.proof.sides import Given, PatchedError, Sides, finding
-
-Gradients = dict[str, Tensor]
+from elsa_core.proof.sides import Given, PatchedError, Run, Sides, finding
 
 MODEL = "model"
 """Where a site has its path, the whole model's gradients have this."""
@@ -31,18 +27,28 @@ def judge(
     """Judges the gradients of one case, by the name of the input or parameter: for its input, and
     for `samples` nearby ones and other losses where that one condemns the patched code. `dtype` is
     the model's, in which the loss's random numbers are representable."""
+
+    def add(given: Given, seed: int) -> None:
+        ends = (given, dtype, seed)
+        one = _gradients(sides.original, sides.weights, *ends)
+        with finding():
+            two = _gradients(sides.run_patched, sides.weights, *ends)
+        exact = _gradients(sides.exact, sides.oracle, *ends, wide=torch.float64)
+        wanted = {name: grad for name, grad in one.items() if name in exact}
+        # A gradient that does not come is one of zeros: the judgement says how wrong that is.
+        found = {name: two.get(name, torch.zeros_like(grad)) for name, grad in wanted.items()}
+        judgement.add_tensors(exact, wanted, found)
+
     try:
-        _add(judgement, sides, given, dtype, 0)
-        settle([judgement], samples,
-               lambda seed: _add(judgement, sides, jittered(given, seed), dtype, seed))  # fmt: skip
+        add(given, 0)
+        settle([judgement], samples, lambda seed: add(jittered(given, seed), seed))
     except PatchedError as error:
         judgement.error = str(error)
 
 
 def of_model(
-    case: str, judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype,
-    name: str = MODEL,
-) -> GradientCheck:  # fmt: skip
+    case: str, judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype, name: str
+) -> GradientCheck:
     """The verdict on the gradients of a whole model, as `judge` finds them for one case."""
     judge(judgement, sides, given, dtype, MODEL_SAMPLES)
     record = GradientRecord()
@@ -50,21 +56,10 @@ def of_model(
     return record.result(name)
 
 
-def _add(judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype, seed: int) -> None:
-    ends = (dtype, seed)
-    one = _gradients(sides.original, sides.weights, given, None, *ends)
-    two = finding(lambda: _gradients(sides.patched, sides.weights, given, None, *ends))
-    exact = _gradients(sides.exact, sides.oracle, given, torch.float64, *ends)
-    wanted = {name: grad for name, grad in one.items() if name in exact}
-    # A gradient that does not come is a gradient of zeros: the judgement says how wrong that is.
-    found = {name: two.get(name, torch.zeros_like(grad)) for name, grad in wanted.items()}
-    judgement.add_tensors(exact, wanted, found)
-
-
 def _gradients(
-    run: Callable[[Given], Any], module: nn.Module, given: Given, wide: torch.dtype | None,
-    dtype: torch.dtype, seed: int,
-) -> Gradients:  # fmt: skip
+    run: Run, module: nn.Module, given: Given, dtype: torch.dtype, seed: int,
+    wide: torch.dtype | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """By name: "input[0]", "input['key']" and the parameters' own, where they have influence."""
     with torch.enable_grad():
         leaves, arguments = _leaves(given, wide)

@@ -21,18 +21,13 @@ from elsa_core.graphs.cache import Graphs
 from elsa_core.graphs.inference import Inference
 from elsa_core.graphs.training import Training
 from elsa_core.patching import shared_copy
-from elsa_core.proof.sides import Fault, Given
+from elsa_core.proof.sides import Given, Run
 
 EAGER: Final = "eager"
 GRAPH: Final = "graph"
 COMPILE: Final = "compile"
 COMPILED_GRAPH: Final = "compile+graph"
-PATHS: Final = {
-    EAGER: "the patched model as it is",
-    GRAPH: "replayed as a CUDA graph",
-    COMPILE: "through torch.compile",
-    COMPILED_GRAPH: "through torch.compile, replayed as a CUDA graph",
-}
+PATHS: Final = (EAGER, GRAPH, COMPILE, COMPILED_GRAPH)
 _GRAPHS: Final = (GRAPH, COMPILED_GRAPH)
 _DEFAULTS: Final = {"cuda": (EAGER, GRAPH, COMPILE)}
 _MOST_PROGRAMS: Final = 1 << 16
@@ -69,18 +64,62 @@ def chosen(paths: Sequence[str] | None, device: torch.device) -> tuple[str, ...]
     return tuple(name for name in PATHS if name in paths)
 
 
-def runner(name: str, model: nn.Module, fault: Fault | None) -> Callable[[Given], Any]:
-    """What runs a copy of the model by the path `name`, any but "eager"; a deliberate error is part
-    of the copy."""
+def runner(name: str, model: nn.Module, *, faulty: bool = False) -> Run:
+    """What runs a copy of the model by the path `name`, any but "eager"; `faulty`: with a
+    deliberate error, which is a hook."""
     copied = shared_copy(model)
-    held: AbstractContextManager[None]
-    held = nullcontext() if fault is None else fault.on(copied.get_submodule(fault.path))
-    held.__enter__()  # for the life of the copy
-    if name == GRAPH:
-        # a deliberate error is a hook, which `graphed` leaves to the model's own call
-        return _Graphed(copied) if fault is None else _Graphs(copied, held)
-    compiled: Callable[..., Any] = torch.compile(copied, dynamic=False)
-    return _Compiled(compiled, held) if name == COMPILE else _Graphs(compiled, held, _compiling)
+    if name == GRAPH and not faulty:
+        # What `elsa_core.graphed` replays, and an error where it would make the model's own call,
+        # as it does for hooks.
+        graphs = {
+            is_training: Graphs(_MOST_GRAPHS, copy_outputs=True, kind=kind)
+            for is_training, kind in ((False, Inference), (True, Training))
+        }
+
+        def replayed(given: Given) -> Any:
+            trains = torch.is_grad_enabled()
+            with nullcontext() if trains else torch.inference_mode():
+                return graphs[trains].answer(copied, *given)
+
+        return replayed
+    run = copied if name == GRAPH else torch.compile(copied, dynamic=False)
+    if name != COMPILE:
+        return _graphs(run, nullcontext if name == GRAPH else _compiling)
+
+    def compiled(given: Given) -> Any:
+        args, kwargs = _copied(given)
+        with _compiling(), torch.inference_mode():
+            return _copied(run(*args, **kwargs))
+
+    return compiled
+
+
+def _graphs(run: Callable[..., Any], capturing: Callable[[], AbstractContextManager[None]]) -> Run:
+    """A graph for each shape of the arguments, made under `capturing`; its inputs are written
+    before each replay."""
+    graphs: dict[Any, tuple[Given, Callable[[], Any]]] = {}
+
+    def replayed(given: Given) -> Any:
+        leaves, spec = pytree.tree_flatten(given)
+        key = (str(spec), *(
+            (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in leaves
+        ))  # fmt: skip
+        with torch.inference_mode():
+            if key not in graphs:
+                mine: Given = _copied(given)
+                with capturing():
+                    replay = capture.replayed(lambda: run(*mine[0], **mine[1]))
+                graphs[key] = mine, replay
+            held, replay = graphs[key]
+            for place, leaf in zip(pytree.tree_leaves(held), leaves, strict=True):
+                if isinstance(leaf, Tensor):
+                    place.copy_(leaf)
+            result = replay()
+            torch.cuda.synchronize()
+            return _copied(result)
+
+    return replayed
 
 
 def lacks_compiler(error: BaseException | None) -> bool:
@@ -93,71 +132,9 @@ def lacks_compiler(error: BaseException | None) -> bool:
     return False
 
 
-class _Compiled:
-    def __init__(self, run: Callable[..., Any], held: object) -> None:
-        self._run, self._held = run, held
-
-    def __call__(self, given: Given) -> Any:
-        args, kwargs = given
-        with _compiling(), torch.inference_mode():
-            return _copied(self._run(*_copied(args), **_copied(kwargs)))
-
-
-class _Graphed:
-    """What `elsa_core.graphed` replays, and an error where it would make the model's own call."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._calls = Graphs(_MOST_GRAPHS, copy_outputs=True, kind=Inference)
-        self._steps = Graphs(_MOST_GRAPHS, copy_outputs=True, kind=Training)
-
-    def __call__(self, given: Given) -> Any:
-        if torch.is_grad_enabled():
-            return self._steps.answer(self._model, *given)
-        with torch.inference_mode():
-            return self._calls.answer(self._model, *given)
-
-
-class _Graphs:
-    """A graph for each shape of the arguments; its inputs are written before each replay.
-
-    `capturing` is entered while a graph is made.
-    """
-
-    def __init__(
-        self, run: Callable[..., Any], held: object,
-        capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:  # fmt: skip
-        self._run, self._held, self._capturing = run, held, capturing
-        self._graphs: dict[Any, tuple[Given, Callable[[], Any]]] = {}
-
-    def __call__(self, given: Given) -> Any:
-        leaves, spec = pytree.tree_flatten(given)
-        key = (str(spec), *(_kind(leaf) for leaf in leaves))
-        with torch.inference_mode():
-            if key not in self._graphs:
-                mine: Given = _copied(given)
-                with self._capturing():
-                    replay = capture.replayed(lambda: self._run(*mine[0], **mine[1]))
-                self._graphs[key] = mine, replay
-            held, replay = self._graphs[key]
-            for place, leaf in zip(pytree.tree_leaves(held), leaves, strict=True):
-                if isinstance(leaf, Tensor):
-                    place.copy_(leaf)
-            result = replay()
-            torch.cuda.synchronize()
-            return _copied(result)
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.device
-    return repr(leaf)
-
-
 def _copied(value: Any) -> Any:
     """The same nested value with tensors of its own memory."""
-    return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
+    return pytree.tree_map_only(Tensor, Tensor.clone, value)
 
 
 @contextmanager

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from elsa_core.base.grouping import group
 from elsa_core.base.summary import Summarised, Summary
+from elsa_core.measuring.documents import finite
 from elsa_core.proof.capture import OperatorCall, worst
-from elsa_core.proof.compare import Comparison, plain
-from elsa_core.proof.judge import Judgement
+from elsa_core.proof.compare import Comparison, Judgement
 from elsa_core.proof.site_cases import FILLED
 from elsa_core.reference import Drift
 
@@ -21,7 +21,6 @@ LEGIBLE = 0.25
 
 NOTHING_TESTED = "no site ran elsa's operator on these inputs, so nothing is known about it"
 _NOT_REACHED = "not reached by these inputs, so nothing is known about it"
-_SAMPLES = "errors are those of {} nearby inputs together, since one said too little"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class Errors:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(plain(self))
+        return dict(finite(asdict(self)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +142,7 @@ class CheckReport(Summarised):
         return all(case.shown and not case.case.endswith(FILLED) for case in self.cases)
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(plain(self))
+        return dict(finite(asdict(self)))
 
     def summary(self) -> Summary:
         """The verdict, a row for each group of sites and each input, and every failure."""
@@ -202,11 +201,13 @@ class SiteRecord:
         """Takes the outputs of one run of the site, and the operator's calls in it."""
         self.calls += 1
         self.operator_calls += len(operator)
-        self.drifts += [each.drift for each in operator]
-        self.tiles += sum(each.tiles for each in operator)
-        self.left_out += sum(each.left_out for each in operator)
-        self.errors += [f"{case}: {each.reason()}" for each in operator if each.reason()]
-        self.largest_logit = max([self.largest_logit, *(each.largest_logit for each in operator)])
+        for call in operator:
+            self.drifts.append(call.drift)
+            self.tiles += call.tiles
+            self.left_out += call.left_out
+            self.largest_logit = max(self.largest_logit, call.largest_logit)
+            if why := call.reason():
+                self.errors.append(f"{case}: {why}")
         for comparison in comparisons.values():
             if comparison.oracle.maximum > 0.0:
                 self.clearest = min(self.clearest, comparison.original_error)
@@ -218,29 +219,25 @@ class SiteRecord:
         """Whether an output of the original differs from any other."""
         return self.clearest < LEGIBLE
 
-    def _reason(self) -> str:
-        """A site's own output is judged before its operator."""
-        why = "" if self.worst is None else self.worst.reason()
-        if why:
-            return f"{self.case}: {why}"
-        if self.errors:
-            return self.errors[0]
-        if self.worst is None:
+    def result(self, path: str) -> SiteCheck:
+        reason, notes = "", list(dict.fromkeys(self.notes))
+        # a site's own output is judged before its operator
+        if self.worst is not None and (why := self.worst.reason()):
+            reason = f"{self.case}: {why}"
+        elif self.errors:
+            reason = self.errors[0]
+        elif self.worst is None and not self.layer:
+            reason = _NOT_REACHED
+        elif self.worst is None:
             # a layer whose module is never called (its weight is read elsewhere) changes nothing
-            return "" if self.layer else _NOT_REACHED
-        if self.clearest == math.inf:
-            return "its output is zero for each of these inputs, so nothing is known about it"
-        if not self.shown:
-            return (
+            notes.append(_NOT_REACHED)
+        elif self.clearest == math.inf:
+            reason = "its output is zero for each of these inputs, so nothing is known about it"
+        elif not self.shown:
+            reason = (
                 f"the original's own error is {self.clearest:.0%} or more on each of these inputs, "
                 "so nothing is known about it"
             )
-        return ""
-
-    def result(self, path: str) -> SiteCheck:
-        notes = [*dict.fromkeys(self.notes), *_samples(self.worst, self.case)]
-        if self.worst is None and self.layer:
-            notes.append(_NOT_REACHED)
         if self.calls and not self.operator_calls and not self.layer:
             notes.append(
                 f"it ran by the registered backend {', '.join(sorted(self.backends))}: its output "
@@ -249,9 +246,9 @@ class SiteRecord:
                 else "the elsa operator was never called here"
             )
         return SiteCheck(
-            path=path, **_verdict(self.worst, self._reason()), drift=worst(self.drifts),
+            path=path, **_errors(self.worst, reason, notes, self.case), drift=worst(self.drifts),
             worst_case=self.case, calls=self.calls, operator_calls=self.operator_calls,
-            largest_logit=self.largest_logit, notes=tuple(notes),
+            largest_logit=self.largest_logit,
             skip_rate=self.left_out / self.tiles if self.tiles else None,
         )  # fmt: skip
 
@@ -271,33 +268,29 @@ class GradientRecord:
         if judgement.error:
             self.error = self.error or f"{case}: {judgement.error}"
         self.count += len(judgement.comparisons)
+
+        def rank(gradient: Comparison) -> tuple[bool, bool, float]:
+            """What is shown first: failures, then what is more than rounding, as no gradient of a
+            bias of keys is."""
+            return gradient.excess > 1.0, gradient.original_error < LEGIBLE, gradient.excess
+
         for name, comparison in judgement.comparisons.items():
             if comparison.reason() and name not in self.wrong:
                 self.wrong.append(name)
-            if self.worst is None or _rank(comparison) > _rank(self.worst):
+            if self.worst is None or rank(comparison) > rank(self.worst):
                 self.worst, self.name, self.case = comparison, name, case
 
-    def _reason(self) -> str:
-        if self.error:
-            return self.error
-        if self.worst is None:
-            return "no gradient was compared, so nothing is known about them"
-        why = self.worst.reason()
-        more = f" (and {len(self.wrong) - 1} more)" if len(self.wrong) > 1 else ""
-        return f"{self.case}: gradient of {self.name}{more}: {why}" if why else ""
-
     def result(self, path: str) -> GradientCheck:
+        reason = self.error
+        if not reason and self.worst is None:
+            reason = "no gradient was compared, so nothing is known about them"
+        elif not reason and self.worst is not None and (why := self.worst.reason()):
+            more = f" (and {len(self.wrong) - 1} more)" if len(self.wrong) > 1 else ""
+            reason = f"{self.case}: gradient of {self.name}{more}: {why}"
         return GradientCheck(
-            path=path, worst=self.name, **_verdict(self.worst, self._reason()),
+            path=path, worst=self.name, **_errors(self.worst, reason, (), self.case),
             worst_case=self.case, gradients=self.count, wrong=tuple(self.wrong),
-            notes=tuple(_samples(self.worst, self.case)),
         )  # fmt: skip
-
-
-def _rank(gradient: Comparison) -> tuple[bool, bool, float]:
-    """What is shown first: failures, then what is more than rounding, as no gradient of a bias of
-    keys is."""
-    return gradient.excess > 1.0, gradient.original_error < LEGIBLE, gradient.excess
 
 
 def model_check(
@@ -317,25 +310,22 @@ def model_check(
         shown = False
         notes.append("the original's own error hides any other: the sites carry the proof")
     return ModelCheck(
-        case=case, path=path, output=output, inputs=inputs,
-        **_verdict(one, judgement.error or why or top1.reason()), top1_rows=top1.rows,
+        case=case, path=path, output=output, inputs=inputs, shown=shown, top1_rows=top1.rows,
         top1_flips=top1.flips, top1_ties=top1.ties, top1_tie_flips=top1.tie_flips,
-        notes=(*notes, *_samples(one)), shown=shown,
+        **_errors(one, judgement.error or why or top1.reason(), notes),
     )  # fmt: skip
 
 
-def _samples(comparison: Comparison | None, case: str = "") -> list[str]:
-    """That one input said too little, as a note."""
-    if comparison is None or comparison.samples == 1:
-        return []
-    return [f"{case}: " * bool(case) + _SAMPLES.format(comparison.samples)]
-
-
-def _verdict(comparison: Comparison | None, reason: str) -> dict[str, Any]:
-    """The fields of `Errors` but notes; NaN where nothing was compared."""
+def _errors(
+    comparison: Comparison | None, reason: str, notes: Sequence[str], case: str = ""
+) -> dict[str, Any]:
+    """The fields of `Errors`; NaN where nothing was compared."""
     names = ("relative_l2", "original_error", "patched_error", "allowed", "excess")
     values = dict.fromkeys(("max_abs", *names), math.nan)
     if comparison is not None:
         values = {name: float(getattr(comparison, name)) for name in names}
         values["max_abs"] = comparison.difference.maximum
-    return {**values, "ok": not reason, "reason": reason}
+        if comparison.samples > 1:
+            said = f"errors are those of {comparison.samples} nearby inputs together, since one"
+            notes = (*notes, f"{case}: " * bool(case) + f"{said} said too little")
+    return {**values, "ok": not reason, "reason": reason, "notes": tuple(notes)}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 
@@ -15,12 +16,12 @@ def moved(value: Any, seed: int, move: Callable[[Tensor, Tensor], Tensor], draw:
     of its shape on the CPU: normal ones, or those of `draw`."""
     generator = torch.Generator().manual_seed(seed)
 
-    def change(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+    def change(leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
             return leaf
         return move(leaf, (draw or torch.randn)(leaf.shape, generator=generator))
 
-    return pytree.tree_map(change, value)
+    return pytree.tree_map_only(Tensor, change, value)
 
 
 def nearby(case: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
@@ -71,3 +72,26 @@ def random_weight(
     gain = like.ndim < 2 and name.rpartition(".")[2] in ("weight", "gamma", "scale")
     width = fan_in**-0.5 if like.ndim > 1 else 0.1
     return float(gain) + spread * width * noise
+
+
+def zeros_filled(*modules: nn.Module) -> list[nn.Module]:
+    """Copies of a module, and of the same one in float64, over the same weights, but with random
+    ones for those that are all zero; none where no weight is. A last gain of zero hides everything
+    that a module computes; a bias of zeros hides itself."""
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        name: random_weight(name, weight, generator).to(weight)
+        for name, weight in modules[0].named_parameters()
+        if weight.is_floating_point() and weight.numel() and not bool(weight.any())
+    }
+    twins = []
+    for module in modules if values else ():
+        weights = dict(module.named_parameters())
+        shared = [*module.buffers(), *(w for name, w in weights.items() if name not in values)]
+        twin = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+        with torch.no_grad():
+            for name, value in values.items():
+                twin.get_parameter(name).copy_(value)
+        twin.train()  # until they train, some models keep what they made of a table of biases
+        twins.append(twin.eval())
+    return twins

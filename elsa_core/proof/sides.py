@@ -9,25 +9,36 @@ would undo the hard cases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import MethodType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.patching import entry, original
 from elsa_core.proof.compare import map_floating
-from elsa_core.proof.oracle import exactly
 
 # Positional and named arguments of one call.
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 Run = Callable[[Given], Any]
 # Called with (module, args, kwargs, output); what it returns replaces the output, None keeps it.
 Hook = Callable[[nn.Module, Any, dict[str, Any], Any], Any]
+
+_WIDER = {
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+_Result = TypeVar("_Result")
 
 
 class PatchedError(Exception):
@@ -36,7 +47,8 @@ class PatchedError(Exception):
 
 @contextmanager
 def watched(module: nn.Module, entry: str, hook: Hook) -> Iterator[None]:
-    """Call `hook` after every run of the site, for the length of a `with` block."""
+    """Call `hook` after every run of the site, for the length of a `with` block; copies that are
+    made meanwhile stay watched."""
     if entry == "forward":
         handle = module.register_forward_hook(hook, with_kwargs=True)
         try:
@@ -44,16 +56,17 @@ def watched(module: nn.Module, entry: str, hook: Hook) -> Iterator[None]:
         finally:
             handle.remove()
         return
-    before = vars(module).get(entry)
+    before = vars(module).get(entry)  # of another hook
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        inner = getattr(type(module), entry).__get__(module) if before is None else before
-        output = inner(*args, **kwargs)
-        changed = hook(module, args, kwargs, output)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inner = getattr(type(self), entry) if before is None else before.__func__
+        output = inner(self, *args, **kwargs)
+        changed = hook(self, args, kwargs, output)
         return output if changed is None else changed
 
-    # An instance attribute goes before the method of whichever class the module has at the time.
-    vars(module)[entry] = run
+    # An instance attribute goes before the method of whichever class the module has at the time,
+    # and a copy of a bound method is bound to the copy.
+    vars(module)[entry] = MethodType(run, module)
     try:
         yield
     finally:
@@ -63,30 +76,23 @@ def watched(module: nn.Module, entry: str, hook: Hook) -> Iterator[None]:
             vars(module)[entry] = before
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A deliberate error: the output of the patched site `path` times 1 + amount."""
+def faulty(site: nn.Module, amount: float) -> AbstractContextManager[None]:
+    """A deliberate error: the output of the patched site times 1 + amount, of its copies too."""
+    patched = type(site)
 
-    path: str
-    amount: float
+    def disturb(module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any) -> Any:
+        if type(module) is not patched:
+            return None
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf * (1.0 + amount), output)
 
-    @contextmanager
-    def on(self, site: nn.Module) -> Iterator[None]:
-        def disturb(_module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any) -> Any:
-            gain = 1.0 + self.amount
-            if isinstance(output, Tensor):
-                return output * gain
-            return tuple(x * gain if isinstance(x, Tensor) else x for x in output)
-
-        with watched(site, entry(site), disturb):
-            yield
+    return watched(site, entry(site), disturb)
 
 
 @dataclass(frozen=True)
 class Sides:
     """The three runs of one computation, `what` (the path of a site, or "the model"). Each takes
     the arguments of a call. `weights` is the module whose parameters original and patched read,
-    `oracle` the same in float64; `fault` is entered around a patched run."""
+    `oracle` the same in float64."""
 
     what: str
     weights: nn.Module
@@ -94,12 +100,11 @@ class Sides:
     original: Run
     run_patched: Run
     run_exact: Run
-    fault: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def patched(self, given: Given) -> Any:
         """What the patched code makes of the arguments; PatchedError where it raised."""
-        with self.fault():
-            return finding(lambda: self.run_patched(given))
+        with finding():
+            return self.run_patched(given)
 
     def exact(self, given: Given) -> Any:
         """What the original makes of them in float64, its own casts included (`exactly`);
@@ -115,9 +120,7 @@ class Sides:
             ) from error
 
 
-def of_model(
-    model: nn.Module, oracle: nn.Module, sites: Mapping[str, nn.Module], fault: Fault | None
-) -> Sides:
+def of_model(model: nn.Module, oracle: nn.Module) -> Sides:
     """The whole model, which is patched; every run gets tensors of its own to write to."""
 
     def run_original(given: Given) -> Any:
@@ -128,37 +131,33 @@ def of_model(
         "the model", model, oracle, run_original,
         lambda given: _run(model, "forward", own(given)),
         lambda given: _run(oracle, "forward", own(given)),
-        lambda: nullcontext() if fault is None else fault.on(sites[fault.path]),
     )  # fmt: skip
 
 
 def of_site(
-    path: str, module: nn.Module, patched_class: type[nn.Module], oracle: nn.Module, entry: str,
-    fault: Fault | None,
-) -> Sides:  # fmt: skip
+    path: str, module: nn.Module, patched: type[nn.Module], oracle: nn.Module, entry: str
+) -> Sides:
     """One site, whose `module` has the original's class now."""
 
     def run_patched(given: Given) -> Any:
         before = type(module)
-        module.__class__ = patched_class
+        module.__class__ = patched
         try:
             return _run(module, entry, given)
         finally:
             module.__class__ = before
 
-    hit = fault is not None and fault.path == path
     return Sides(
-        path, module, oracle,
-        lambda given: _run(module, entry, given), run_patched,
+        path, module, oracle, lambda given: _run(module, entry, given), run_patched,
         lambda given: _run(oracle, entry, given),
-        lambda: fault.on(module) if hit and fault is not None else nullcontext(),
     )  # fmt: skip
 
 
-def finding(run: Callable[[], Any]) -> Any:
-    """Runs patched code; what it raises is a finding, except where elsa says what is missing."""
+@contextmanager
+def finding() -> Iterator[None]:
+    """What patched code raises is a finding, except where elsa says what is missing."""
     try:
-        return run()
+        yield
     except (ElsaError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -174,6 +173,49 @@ def own(given: Given) -> Given:
 
 
 def _run(module: nn.Module, entry: str, given: Given) -> Any:
-    """Run a module alone, hooks included."""
     args, kwargs = given
     return (module if entry == "forward" else getattr(module, entry))(*args, **kwargs)
+
+
+def exactly(run: Callable[[], _Result], model: nn.Module) -> _Result:
+    """What `run` returns, with every value that is float64 kept so: a float64 copy of a model whose
+    forward says `q.bfloat16()` or `x.float()` would compute the rest in that dtype.
+
+    A cast to a dtype coarser than the weights of `model` rounds the values as it does there: they
+    are the operands of what follows. Any other cast changes nothing. Where the code does not run
+    so, its casts are made as they are.
+    """
+    used = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    eps = max((torch.finfo(dtype).eps for dtype in used), default=torch.finfo(torch.float32).eps)
+    try:
+        with _Float64(eps):
+            return run()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AssertionError):
+        return run()
+
+
+class _Float64(TorchDispatchMode):
+    """Gives float64 where a dtype is asked for that is narrower than a float64 operand's.
+
+    `eps`: of the model's dtype; casts to a coarser one round.
+    """
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.eps = eps
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        asked = kwargs.get("dtype")
+        wider = _WIDER.get(asked)
+        leaves = pytree.tree_leaves(args) if wider is not None else ()
+        if not any(isinstance(each, Tensor) and each.dtype == wider for each in leaves):
+            return func(*args, **kwargs)
+        result = func(*args, **{**kwargs, "dtype": wider})
+        if func is torch.ops.aten._to_copy.default and torch.finfo(asked).eps > self.eps:
+            return result.to(asked).to(wider)
+        return result

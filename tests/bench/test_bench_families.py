@@ -18,7 +18,7 @@ from elsa_core.loading.spec import parse
 from elsa_core.measuring import busy
 from elsa_core.profiling.bench import families, models, published
 from elsa_core.profiling.bench.runner import ModelCase
-from elsa_core.proof import catalogue
+from elsa_core.proof import coverage
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -41,7 +41,7 @@ def test_the_families_are_those_of_the_coverage_table() -> None:
 def test_an_architecture_is_of_its_family_and_size() -> None:
     pytest.importorskip("open_clip")
     for family, name, side in families.FAMILIES:
-        assert catalogue.family(name) == family
+        assert coverage.family(name) == family
         assert default_recipe(parse(name)).size == (side, side), name
 
 

@@ -21,7 +21,7 @@ DOORS = (*LAZY, "dispatch")
 # Backends, which dispatch imports, read its shipped table.
 TABLES = ("elsa_core.dispatch.measured.", "measured.")
 # The survey of all architectures is a module of its own.
-MODULES = ("coverage.", "catalogue.", "elsa_core.proof.coverage.")
+MODULES = ("coverage.", "elsa_core.proof.coverage.")
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 from elsa_core.patching.rewrite import patch, patched_sites
 from elsa_core.proof.checking import CheckReport, check
-from elsa_core.proof.oracle import exactly
+from elsa_core.proof.sides import exactly
 
 SIZE = (3, 32, 32)
 

@@ -16,14 +16,10 @@ from elsa_core.backends import eager, eager_varlen, eager_window
 from elsa_core.base.inputs import as_cases, chunks, generated_inputs
 from elsa_core.errors import ArgumentError
 from elsa_core.proof.capture import OperatorCapture, worst
-from elsa_core.proof.compare import (
-    Comparison,
-    Top1,
-)
-from elsa_core.proof.judge import Judgement
+from elsa_core.proof.compare import Comparison, Judgement, Top1
 from elsa_core.proof.report import GradientRecord
 from elsa_core.proof.samples import nearby
-from elsa_core.proof.site_cases import hard_cases
+from elsa_core.proof.site_cases import Seen, site_cases
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -189,9 +185,9 @@ def test_hard_cases(nchw: bool) -> None:
     before = x.clone()
     mask, rope = torch.randn(2, 1, 20, 20), torch.randn(1, 20, 8)
     largest = float(site(x).abs().max())
-    made = {
-        name: (a, k) for name, a, k in hard_cases(site, (x, rope), {"attn_mask": mask}, largest)
-    }
+    given, seen = ((x, rope), {"attn_mask": mask}), Seen(largest)
+    cases = site_cases(site, given, "forward", seen, is_first=False)
+    made = {case.name: case.given for case in cases}
     assert list(made) == ["large logits", "constant rows", "dominant token"]
     for args, kwargs in made.values():
         assert args[0].shape == x.shape and args[1] is rope and kwargs["attn_mask"] is mask

@@ -188,6 +188,6 @@ def test_a_model_whose_backward_no_graph_holds(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_shape_has_its_program(quick: None) -> None:
     """torch.compile gives up at nine shapes of one model, which is no finding about elsa."""
-    run = paths.runner("compile", nn.Conv2d(3, 8, 8, 8), None)
+    run = paths.runner("compile", nn.Conv2d(3, 8, 8, 8))
     for rows in range(1, 11):
         run(((torch.zeros(rows, 3, 32, 32),), {}))

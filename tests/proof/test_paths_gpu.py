@@ -118,5 +118,5 @@ def test_a_compiled_graph_is_the_one_that_is_profiled() -> None:
     names = ("eager", "patched", "patched+compile+graph")
     built = variants.build(plain, model, (images,), names)
     assert not built.left_out
-    run = runner("compile+graph", model, None)
+    run = runner("compile+graph", model)
     assert torch.equal(run(((images,), {})), built.contenders[-1].output())

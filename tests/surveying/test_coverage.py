@@ -13,7 +13,7 @@ import torch
 from sampling import some
 
 from elsa_core.errors import ModelError
-from elsa_core.proof import catalogue, coverage
+from elsa_core.proof import coverage
 from elsa_core.proof.coverage import AGREES, NOT_CHECKED, Coverage, Kept
 
 pytest.importorskip("timm")
@@ -27,21 +27,21 @@ RECORD = Coverage("timm:a", "some", 7, 6, 2, KEPT, AGREES, "", 1e-7, 2e-7)
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
-    return catalogue.architectures("timm:*")
+    return coverage.architectures("timm:*")
 
 
 def test_one_of_each_family_comes_first(names: list[str]) -> None:
-    families = list(map(catalogue.family, names))
+    families = list(map(coverage.family, names))
     first = len(set(families))
     assert len(set(families[:first])) == first
-    assert catalogue.architectures("timm:vit_tiny_patch16_22?") == ["timm:vit_tiny_patch16_224"]
-    assert catalogue.architectures("nothing*") == []
+    assert coverage.architectures("timm:vit_tiny_patch16_22?") == ["timm:vit_tiny_patch16_224"]
+    assert coverage.architectures("nothing*") == []
 
 
 def test_every_library_has_a_record() -> None:
     """torchvision's architectures were not gone through, although MODEL can name them."""
     torchvision = pytest.importorskip("torchvision")
-    names = catalogue.architectures("torchvision:*")
+    names = coverage.architectures("torchvision:*")
     assert {n.removeprefix("torchvision:") for n in names} == set(
         torchvision.models.list_models(module=torchvision.models)
     )
@@ -51,7 +51,7 @@ def test_every_library_has_a_record() -> None:
 
 def test_a_sample_of_the_families(names: list[str]) -> None:
     """Nothing crashes, nothing is skipped, and softmax attention is patched wherever it is."""
-    families = len({catalogue.family(name) for name in names})
+    families = len({coverage.family(name) for name in names})
     seen = 0
     for name in names[:families:4]:
         found = coverage.examine(name, checked=False)
@@ -102,7 +102,6 @@ def test_a_run_continues(tmp_path: Path) -> None:
 
 
 def test_numbers_and_page() -> None:
-    assert coverage.from_dict(RECORD.to_dict()) == RECORD
     assert RECORD.softmax_sites == 3 and not RECORD.complete
     whole = Coverage("timm:b", "some", 7, 4, 4, (), "differs", "error 1e-3")
     none = Coverage("timm:c", "other", 7, 0, 0, (), NOT_CHECKED, "no attention")
