@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -73,14 +73,9 @@ def models(
 def commands(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:
-    """The names of elsa's commands."""
-    names = ctx.find_root().command.list_commands(ctx)  # type: ignore[attr-defined]  # the group
-    return starting(names, incomplete)
-
-
-def starting(names: Iterable[str], incomplete: str) -> list[CompletionItem[str]]:
-    """Fixed names that begin so."""
-    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    group = ctx.find_root().command
+    assert isinstance(group, click.Group)
+    return among(group.list_commands(ctx), incomplete)
 
 
 def among(names: Iterable[str], incomplete: str) -> list[CompletionItem[str]]:
@@ -108,22 +103,18 @@ def tables(
     # Click leaves arguments alone where an option lacks its value, as --table does here.
     kinds = [each for each in (ctx.params.get("kind"), *ctx.args) if each in TABLES] or TABLES
     taken = ctx.params.get("tables") or ()
-    offered = [name for kind in kinds for name in TABLES[kind]]
-    return starting((name for name in offered if name not in taken), incomplete)
+    return among([name for kind in kinds for name in TABLES[kind] if name not in taken], incomplete)
 
 
-def _scan(files: Iterable[Path], pattern: re.Pattern[str]) -> set[str]:
-    found: set[str] = set()
-    for file in files:
-        found.update(pattern.findall(file.read_text(encoding="utf-8", errors="replace")))
-    return found
-
-
-def _folder(package: str, inside: str) -> Path:
-    """A folder of an installed package, found without importing it; empty glob where absent."""
-    spec = importlib.util.find_spec(package)
+def _sources(library: str, inside: str, kind: str) -> Iterator[Path]:
+    """Files of an installed package, found without importing it."""
+    spec = importlib.util.find_spec(library)
     folders = spec.submodule_search_locations if spec else None
-    return Path(folders[0]) / inside if folders else Path("/nonexistent")
+    yield from Path(folders[0], inside).glob(kind) if folders else ()
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def known(library: str, start: str = "") -> set[str]:
@@ -132,8 +123,9 @@ def known(library: str, start: str = "") -> set[str]:
     if library == "timm" and "." in start:
         # Tags double the list; they matter once somebody has typed the dot.
         pattern = _TAGGED
-    files = _folder(library, folder).glob(kind)
-    names = {file.stem for file in files} if pattern is None else _scan(files, pattern)
+    names: set[str] = set()
+    for file in _sources(library, folder, kind):
+        names |= {file.stem} if pattern is None else set(pattern.findall(_text(file)))
     return {name for name in names if name.startswith(start)}
 
 
@@ -142,4 +134,4 @@ def mentions(library: str, name: str) -> bool:
     is offered for completion, and deprecated names are keys."""
     word = re.escape(name)
     held = re.compile(rf"^def {word}\(|^ {{4}}['\"]{word}['\"]\s*:", re.MULTILINE)
-    return bool(_scan(_folder(library, "models").glob("*.py"), held))
+    return any(held.search(_text(file)) for file in _sources(library, "models", "*.py"))

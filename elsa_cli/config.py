@@ -35,52 +35,44 @@ COMMAND_LINE_ONLY = frozenset(
     )
 )
 _LARGEST_BYTES = 1 << 20
+_OWN = "elsa.toml"
 
 
 class ConfigError(click.UsageError):
     """A config file that cannot be used: which file, what, and where in it."""
 
 
-def find(
-    start: Path, warn: Callable[[str], None] = lambda line: None
-) -> tuple[Path, dict[str, Any]] | None:
+def find(start: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
     """The nearest settings at or above `start`, as (file, table); None where there are none.
 
     In one folder `elsa.toml` wins over `pyproject.toml`; a pyproject without `[tool.elsa]` is
     passed over, and so is, with a line to `warn`, a file of another user that has settings.
     """
-    for folder in (start, *start.parents):
-        own = folder / "elsa.toml"
-        if own.is_file():
-            if _is_own(own):
-                return own, _read(own)
-            warn(f"{own} is ignored: it belongs to another user")
-        shared = folder / "pyproject.toml"
-        if shared.is_file() and _is_own(shared):
-            tool = _read(shared).get("tool", {})
-            if isinstance(tool, dict) and "elsa" in tool:
-                if not isinstance(tool["elsa"], dict):
-                    raise ConfigError(f"{shared}: [tool.elsa] must be a table")
-                return shared, tool["elsa"]
-        elif shared.is_file():
-            _warn_foreign(shared, warn)
+    for path in (f / name for f in (start, *start.parents) for name in (_OWN, "pyproject.toml")):
+        if not path.is_file():
+            continue
+        # Root may do anything; of a link, both ends are asked.
+        own = all(facts.st_uid in (os.geteuid(), 0) for facts in (path.stat(), path.lstat()))
+        table: Any = {}
+        try:
+            if own or path.name != _OWN:
+                table = _read(path)
+        except ConfigError:
+            if own:
+                raise
+            continue
+        if path.name != _OWN:
+            tool = table.get("tool", {})
+            if not isinstance(tool, dict) or "elsa" not in tool:
+                continue
+            table = tool["elsa"]
+        if own and not isinstance(table, dict):
+            raise ConfigError(f"{path}: [tool.elsa] must be a table")
+        if own:
+            return path, table
+        what = path if path.name == _OWN else f"[tool.elsa] of {path}"
+        warn(f"{what} is ignored: it belongs to another user")
     return None
-
-
-def _is_own(path: Path) -> bool:
-    """Whether a file is this user's, or root's, who may do anything; of a link, both ends."""
-    return all(facts.st_uid in (os.geteuid(), 0) for facts in (path.stat(), path.lstat()))
-
-
-def _warn_foreign(path: Path, warn: Callable[[str], None]) -> None:
-    """Say that a pyproject of another user is ignored where it has, or may have, settings."""
-    try:
-        tool = _read(path).get("tool", {})
-        if isinstance(tool, dict) and "elsa" not in tool:
-            return
-    except ConfigError:
-        return
-    warn(f"[tool.elsa] of {path} is ignored: it belongs to another user")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -107,36 +99,46 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def defaults(
-    path: Path,
-    table: dict[str, Any],
-    command: click.Command,
-    commands: dict[str, click.Command],
-    warn: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+    path: Path, table: dict[str, Any], command: click.Command, commands: dict[str, click.Command],
+    warn: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
     """The settings of `table` that serve `command`, as Click's default map (parameter -> value).
 
     `commands` are all commands: a key that none of them knows is an error, and so is a key in a
     command's own table that this command lacks.
     """
-    known = set().union(*(_keys(each) for each in commands.values()))
-    own = _keys(command)
-    result: dict[str, Any] = {}
-    general = {key: value for key, value in table.items() if not isinstance(value, dict)}
+
+    def check_key(what: str, key: str, known: Iterable[str]) -> None:
+        if key not in known:
+            close = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise ConfigError(f"{path}: unknown key {what}{hint}")
+
+    keys = {
+        each: {
+            name.lstrip("-"): param
+            for param in one.params
+            if isinstance(param, click.Option)
+            for name in param.opts
+            if name.startswith("--")
+        }
+        for each, one in commands.items()
+    }
+    known, general = set().union(*keys.values()), {}
     for key, value in table.items():
-        if key in general:
-            _check_key(path, f"'{key}'", _plain(key), known)
-            continue
-        _check_key(path, f"[{key}]", key, commands)
-        for inner in value:
-            _check_key(path, f"'{inner}' in [{key}]", _plain(inner), _keys(commands[key]))
-    for settings in (general, table.get(command.name or "", {})):
-        for key, value in settings.items():
-            param = own.get(_plain(key))
-            if param is None:
-                continue
-            if is_command_line_only(param):
-                warn(f"{path}: '{key}' is ignored: give it on the command line")
-                continue
+        if isinstance(value, dict):
+            check_key(f"[{key}]", key, commands)
+            for inner in value:
+                check_key(f"'{inner}' in [{key}]", inner.replace("_", "-"), keys[key])
+        else:
+            check_key(f"'{key}'", key.replace("_", "-"), known)
+            general[key] = value
+    own, result = str(command.name), {}
+    for key, value in (*general.items(), *table.get(own, {}).items()):
+        param = keys[own].get(key.replace("_", "-"))
+        if param is not None and is_command_line_only(param):
+            warn(f"{path}: '{key}' is ignored: give it on the command line")
+        elif param is not None:
             result[str(param.name)] = _value(path, key, value, param)
     return result
 
@@ -144,27 +146,6 @@ def defaults(
 def is_command_line_only(param: click.Parameter) -> bool:
     """Whether neither a file nor a variable may give this option a value."""
     return any(name.lstrip("-") in COMMAND_LINE_ONLY for name in param.opts)
-
-
-def _plain(key: str) -> str:
-    return key.replace("_", "-")
-
-
-def _keys(command: click.Command) -> dict[str, click.Option]:
-    return {
-        name.lstrip("-"): param
-        for param in command.params
-        if isinstance(param, click.Option)
-        for name in param.opts
-        if name.startswith("--")
-    }
-
-
-def _check_key(path: Path, what: str, key: str, known: Iterable[str]) -> None:
-    if key not in known:
-        close = difflib.get_close_matches(key, sorted(known), n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise ConfigError(f"{path}: unknown key {what}{hint}")
 
 
 def _value(path: Path, key: str, value: Any, param: click.Option) -> Any:

@@ -75,29 +75,17 @@ class Session:
     """One run of the command: its output flags, its consoles, and what it has written so far."""
 
     def __init__(self) -> None:
-        self.debug = False
-        self.json = False
-        self._documented = False
-        self.quiet = False
-        self.verbose = False
+        self.debug = self.json = self.quiet = self.verbose = self._documented = False
         self.arguments: list[str] = []
         self.written: list[Path] = []
         self.warned: list[str] = []
         # Python has None for a stream that the caller closed.
         self._stdout: TextIO = sys.stdout or _Closed()
         self._stderr: TextIO = sys.stderr or io.StringIO()
-        self._sunk: TextIO | None = None
-
-    def __enter__(self) -> Session:
         for stream in (self._stdout, self._stderr):
             # A path that the encoding cannot show must not end the command.
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._sunk is not None:
-            self._sunk.close()
 
     # The result, on stdout
 
@@ -161,10 +149,30 @@ class Session:
         """
         if self.json or self.quiet or not rows:
             return
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
         console, shown, folded = self._console(), list(range(len(columns))), set[int]()
 
+        def cell(text: str) -> Text:
+            fitted = self.fit(text)
+            if text[:1] in "✓✗" and text:
+                return Text(fitted.replace(" ", _GLUE, 1), "green" if text[0] == "✓" else "red")
+            return Text(fitted, "red" if text.startswith(("FAIL", "no:")) else "")
+
         def made() -> Table:
-            return self._table(columns, rows, shown, folded)
+            table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+                          header_style="bold", show_edge=False)  # fmt: skip
+            for index in shown:
+                title = columns[index].removeprefix("~")
+                table.add_column(
+                    self.fit(title.lstrip(">")), overflow="fold", no_wrap=index not in folded,
+                    justify="right" if title.startswith(">") else "left",
+                )  # fmt: skip
+            for row in rows:
+                table.add_row(*(cell(row[index]) for index in shown))
+            return table
 
         def is_wide() -> bool:
             return _least_width(console, made()) > console.width
@@ -181,32 +189,6 @@ class Session:
         table = made()
         console.width = max(console.width, _least_width(console, table))
         self._draw(console, table)
-
-    def _table(
-        self, columns: Sequence[str], rows: Sequence[Sequence[str]], shown: list[int],
-        folded: set[int],
-    ) -> Table:  # fmt: skip
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        def cell(text: str) -> Text:
-            fitted = self.fit(text)
-            if text[:1] in "✓✗" and text:
-                return Text(fitted.replace(" ", _GLUE, 1), "green" if text[0] == "✓" else "red")
-            return Text(fitted, "red" if text.startswith(("FAIL", "no:")) else "")
-
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
-                      header_style="bold", show_edge=False)  # fmt: skip
-        for index in shown:
-            title = columns[index].removeprefix("~")
-            table.add_column(
-                self.fit(title.lstrip(">")), justify="right" if title.startswith(">") else "left",
-                overflow="fold", no_wrap=index not in folded,
-            )  # fmt: skip
-        for row in rows:
-            table.add_row(*(cell(row[index]) for index in shown))
-        return table
 
     def fit(self, text: str) -> str:
         """`text`, printable, with elsa's own symbols in ASCII where stdout cannot show them."""
@@ -235,46 +217,37 @@ class Session:
         try:
             self._stdout.write(text)
             self._stdout.flush()
-        except BrokenPipeError:
-            # The reader has seen enough (`| head`); the command's verdict still stands.
-            self._sink()
         except OSError as error:
-            self._sink()
-            raise PlaceError(f"cannot write the result: {error.strerror}") from error
-
-    def _sink(self) -> None:
-        self._sunk = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-        # At exit Python flushes stdout once more and would complain.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(self._sunk.fileno(), self._stdout.fileno())
-        self._stdout = self._sunk
+            # At exit Python flushes stdout once more and would complain.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stdout.fileno())
+            self._stdout = io.StringIO()
+            # A reader that has seen enough (`| head`) is none: the command's verdict still stands.
+            if not isinstance(error, BrokenPipeError):
+                raise PlaceError(f"cannot write the result: {error.strerror}") from error
 
     # Everything else, on stderr
 
     @contextlib.contextmanager
-    def stage(
-        self, text: str, *, drawn: bool = True, beats: bool = True, imports: bool = False
-    ) -> Iterator[Update]:
+    def stage(self, text: str, *, drawn: bool = True, imports: bool = False) -> Iterator[Update]:
         """Show that `text` is going on, while it is; yields `update(label, done, total)`.
 
-        A stderr that is no terminal gets a line every 10 s, unless `beats` is off. Not `drawn`
-        where a library draws progress of its own. Where it only `imports` packages, Ctrl-C ends the
-        process at once.
+        A stderr that is no terminal gets a line every 10 s. Not `drawn` where a library draws
+        progress of its own. Where it only `imports` packages, Ctrl-C ends the process at once.
         """
         signals.check()
         start = time.perf_counter()
-        if imports:
-            silent = self.stage(text, beats=False)
-            with signals.importing(self._leave), uncollected(), silent as update:
-                yield update
-            return
         interactive = self._interactive()
-        if self.quiet or not drawn or not (interactive or beats):
-            yield lambda label, done, total: None
-        else:
-            with self._bar(text) if interactive else self._beating(text) as update:
-                yield update
-        signals.check()
+        with contextlib.ExitStack() as stack:
+            if imports:
+                stack.enter_context(signals.importing(self._leave))
+                stack.enter_context(uncollected())
+            if self.quiet or not drawn or not (interactive or not imports):
+                yield lambda label, done, total: None
+            else:
+                shown = self._bar(text) if interactive else self._beating(text)
+                yield stack.enter_context(shown)
+            signals.check()
         if self.verbose:
             self.log(f"{text}: {time.perf_counter() - start:.1f} s")
 
@@ -336,12 +309,12 @@ class Session:
         if even_quiet or not self.quiet:
             self.log(cut(one_line(text)), "warning:", "33")
 
-    def can_ask(self) -> bool:
-        """Whether a person at a terminal can be asked."""
-        return bool(self._interactive() and sys.stdin and sys.stdin.isatty())
-
-    def ask(self, question: str) -> bool:
-        """Whether the answer to a question on stderr is yes."""
+    def ask(self, about: str, question: str) -> bool | None:
+        """Whether the answer to a question on stderr is yes; None where no person at a terminal can
+        be asked."""
+        if not (self._interactive() and sys.stdin and sys.stdin.isatty()):
+            return None
+        self.log(about)
         self._stderr.write(f"{one_line(question)} [y/N] ")
         self._stderr.flush()
         return sys.stdin.readline().strip().lower() in ("y", "yes")

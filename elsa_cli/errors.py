@@ -20,21 +20,12 @@ import sys
 
 import click
 
-OK = 0
-FAILED = 1
-USAGE = 2
-ENVIRONMENT = 3
-MODEL = 4
-EXPORT = 5
-INTERRUPTED = 130
+FAILED, USAGE, ENVIRONMENT, MODEL, EXPORT, INTERRUPTED = 1, 2, 3, 4, 5, 130
 
 _BY_CLASS = {
-    "NothingPatchedError": FAILED,
-    "ArgumentError": USAGE,
-    "UnavailableError": ENVIRONMENT,
-    "ModelError": MODEL,
-    "ExportError": EXPORT,
-}
+    "NothingPatchedError": FAILED, "ArgumentError": USAGE, "UnavailableError": ENVIRONMENT,
+    "ModelError": MODEL, "ExportError": EXPORT,
+}  # fmt: skip
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE}
 # Of a line on stderr, "error: " included.
 LONGEST_LINE = 300
@@ -149,8 +140,8 @@ def _system(error: BaseException) -> tuple[int, str] | None:
         hint = "install it again; `elsa doctor` shows what is there"
         return ENVIRONMENT, f"{error.name or 'a package'} cannot be imported: {error}; {hint}"
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        where = f" {one_line(error.filename)}" if error.filename else ""
-        return ENVIRONMENT, f"cannot use{where or ' the file system'}: {error.strerror}"
+        where = one_line(error.filename) if error.filename else "the file system"
+        return ENVIRONMENT, f"cannot use {where}: {error.strerror}"
     return None
 
 
@@ -159,14 +150,12 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     # Only a process that has imported torch can have run out of its memory.
-    torch = sys.modules.get("torch")
-    gpu = getattr(torch, "OutOfMemoryError", None)
+    gpu = getattr(sys.modules.get("torch"), "OutOfMemoryError", None)
     if gpu is not None and isinstance(error, gpu):
         return True
-    said = any(words in str(error) for words in _NO_MEMORY)
-    if isinstance(error, ImportError):  # without a limit a library is not mapped for other reasons
-        return said and _limited()
-    return said and isinstance(error, RuntimeError | OSError)
+    # without a limit a library is not mapped for other reasons
+    kinds = (RuntimeError, OSError, *[ImportError] * _limited())
+    return isinstance(error, kinds) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def _limited() -> bool:

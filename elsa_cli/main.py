@@ -54,9 +54,7 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        return command(cmd_name)
+        return all_commands(cmd_name)[cmd_name] if cmd_name in COMMANDS else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -73,21 +71,10 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-def command(name: str) -> click.Command:
-    """One command, imported."""
-    found: click.Command = importlib.import_module(f"elsa_cli.commands.{name}").command
-    return found
-
-
-def all_commands() -> dict[str, click.Command]:
-    """Every command, imported: what a config file is judged against."""
-    return {name: command(name) for name in COMMANDS}
-
-
-def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        click.echo(f"elsa {version()}")
-        ctx.exit()
+def all_commands(*names: str) -> dict[str, click.Command]:
+    """Commands by name, imported; every one, against which a config file is judged, by default."""
+    modules = {name: f"elsa_cli.commands.{name}" for name in names or COMMANDS}
+    return {name: importlib.import_module(module).command for name, module in modules.items()}
 
 
 @click.group(
@@ -96,10 +83,7 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=_EXAMPLES,
 )
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version,
-    help="Show the version and exit.",
-)  # fmt: skip
+@click.version_option(version(), message="elsa %(version)s")
 def cli() -> None:
     """Exact linear-scan attention for vision models: patch a model, prove that its outputs
     agree, see what was gained.
@@ -114,10 +98,7 @@ def run(arguments: Sequence[str]) -> int:
     session.debug = "--debug" in arguments
     session.json = "--json" in arguments  # also of an error before the options are read
     try:
-        with (
-            session,
-            cli.make_context("elsa", list(arguments) or ["--help"], obj=session) as context,
-        ):
+        with cli.make_context("elsa", list(arguments) or ["--help"], obj=session) as context:
             cli.invoke(context)
             signals.check()
         return 0
@@ -128,25 +109,6 @@ def run(arguments: Sequence[str]) -> int:
         code, line = describe(error)
         session.fail(code, line, error)
         return code
-
-
-def _complete() -> None:
-    """Answer the shell when it asks for completions (it sets a variable), then leave."""
-    instruction = os.environ.get("_ELSA_COMPLETE")
-    if instruction:
-        from click.shell_completion import shell_complete
-
-        from elsa_cli import completion
-
-        completion.register()
-        sys.exit(shell_complete(cli, {}, "elsa", "_ELSA_COMPLETE", instruction))
-
-
-def _fill_streams() -> None:
-    """Open what the caller has closed (`>&-`): the next file would be taken for it."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)  # by compilers and fresh processes
-    os.close(descriptor)
 
 
 def _leave(code: int) -> NoReturn:
@@ -165,9 +127,18 @@ def _leave(code: int) -> NoReturn:
 
 def main() -> NoReturn:
     """The `elsa` command."""
-    _fill_streams()
+    # Open what the caller has closed (`>&-`): the next file would be taken for it.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)  # by compilers and fresh processes
+    os.close(descriptor)
     signals.install()
-    _complete()
+    if instruction := os.environ.get("_ELSA_COMPLETE"):  # a shell asks for completions
+        from click.shell_completion import shell_complete
+
+        from elsa_cli import completion
+
+        completion.register()
+        sys.exit(shell_complete(cli, {}, "elsa", "_ELSA_COMPLETE", instruction))
     _leave(run(sys.argv[1:]))
 
 

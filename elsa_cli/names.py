@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,29 +30,22 @@ _LONGEST_LABELS = 16 * 2**20
 
 @dataclass(frozen=True)
 class _Spelling:
-    """How MODEL spells a library's names: the prefix, and the name without its tag. `shortened`: a
-    name may end at an underscore. `owner`: of its repositories on the hub."""
+    """How MODEL spells a library's names: the prefix, and what is cut off a name as its tag, from
+    there on. `shortened`: a name may end at an underscore. `owner`: of its repositories on the
+    hub."""
 
     library: str
     prefix: str
-    bare: Callable[[str], str]
+    tag: str = "."
     shortened: bool = False
     owner: str = ""
 
 
-def _before_dot(name: str) -> str:
-    return name.split(".", maxsplit=1)[0]
-
-
-def _clip(name: str) -> str:
-    return (name.rpartition("/")[0] if "/" in name else name).replace("/", "-")
-
-
 # As `elsa_core.loading.libraries.LIBRARIES`, which imports torch. A test compares them.
 _SPELLINGS = (
-    _Spelling("timm", "", _before_dot, shortened=True, owner="timm"),
-    _Spelling("open_clip", "open_clip:", _clip),
-    _Spelling("torchvision", "torchvision:", _before_dot),
+    _Spelling("timm", "", shortened=True, owner="timm"),
+    _Spelling("open_clip", "open_clip:", tag="/"),
+    _Spelling("torchvision", "torchvision:"),
 )
 # What a colon may follow beside a library's name.
 _PLACES = ("hf-hub", "local-dir", "python")
@@ -112,14 +104,14 @@ def exists(given: str | Path) -> bool:
 
 
 def _check_name(library: str, name: str, given: str) -> None:
-    names = completion.known(library)
+    names, spelling = completion.known(library), LIBRARIES[library]
     if not names or name.replace("/", "-") in names:
         return  # not installed, or right
-    spelling = LIBRARIES[library]
-    bare = spelling.bare(name)
-    if bare in names:
-        return
-    if completion.mentions(library, bare):
+    if spelling.tag == "/":
+        bare = (name.rpartition("/")[0] or name).replace("/", "-")
+    else:
+        bare = name.partition(spelling.tag)[0]
+    if bare in names or completion.mentions(library, bare):
         return
     if spelling.shortened and any(each.startswith(f"{bare.rstrip('_')}_") for each in names):
         return  # an alias
@@ -138,30 +130,23 @@ def close_names(name: str, library: str | None = None) -> list[str]:
         for source in ([library] if library else LIBRARIES)
         for each in completion.known(source)
     }
-    plain = _squashed(name)
+    spelt = _SHORT.sub(lambda m: f"vit_{_SIZES[m.group(1)]}_patch{m.group(2)}", name.lower())
+    words = [word for word in re.split(r"[^a-z0-9]+", spelt) if word]
+
+    def squashed(text: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", text.lower())
+
+    plain = squashed(name)
     found = [_ASKED_FOR[plain]] if _ASKED_FOR.get(plain) in shown else []
-    words = _words(name)
-    found += _ranked(s for s, each in shown.items() if _squashed(each) == plain)
-    found += _ranked(s for s, each in shown.items() if _squashed(each).startswith(plain))
-    found += _ranked(s for s, each in shown.items() if all(w in each.lower() for w in words))
+    # The shortest first: variants have longer names.
+    ranked = sorted(shown.items(), key=lambda pair: (len(pair[0]), pair[0]))
+    found += [typed for typed, each in ranked if squashed(each) == plain]
+    found += [typed for typed, each in ranked if squashed(each).startswith(plain)]
+    found += [typed for typed, each in ranked if all(w in each.lower() for w in words)]
     by_name = {each: typed for typed, each in reversed(shown.items())}
     near = difflib.get_close_matches(name, list(by_name), n=_SHOWN, cutoff=0.6)
     found += [by_name[each] for each in near]
     return list(dict.fromkeys(found))[:_SHOWN]
-
-
-def _ranked(names: Iterable[str]) -> list[str]:
-    """The shortest first: variants have longer names."""
-    return sorted(names, key=lambda name: (len(name), name))
-
-
-def _squashed(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def _words(name: str) -> list[str]:
-    spelt = _SHORT.sub(lambda m: f"vit_{_SIZES[m.group(1)]}_patch{m.group(2)}", name.lower())
-    return [word for word in re.split(r"[^a-z0-9]+", spelt) if word]
 
 
 def classes(path: Path) -> tuple[str, ...]:

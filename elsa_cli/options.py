@@ -65,17 +65,6 @@ class Options(SimpleNamespace):
         """The same options, some of them changed."""
         return Options(**(vars(self) | changed))
 
-    def source(self) -> dict[str, Any]:
-        """What `load_model` takes about a weights file: architecture and preprocessing."""
-        from elsa_core.loading import Given
-
-        return {
-            "arch": self.arch,
-            "weights": self.weights,
-            "model_kwargs": dict(self.model_kwargs),
-            "preprocess": Given(self.mean, self.std, self.crop_pct, self.interpolation),
-        }
-
     def torch_dtype(self) -> torch.dtype:
         """The dtype that --dtype names."""
         from elsa_core import precision

@@ -18,7 +18,7 @@ from elsa_cli.options import Options, resolve_device, typed
 
 if TYPE_CHECKING:
     from elsa_core.dispatch import Route
-    from elsa_core.loading import Loaded
+    from elsa_core.loading import Loaded, ModelSpec
     from elsa_core.patching import PatchReport
     from elsa_core.proof import CheckReport
 
@@ -61,19 +61,13 @@ def open_model(
     with session.stage(f"looking up {text}", imports=True):
         import_flop_counter()
         import_timm(hub=options.pretrained or not _TIMM_NAME.fullmatch(text.strip()))
-        from elsa_core.loading import UninitialisedParameters, load_model, parse
+        from elsa_core.loading import UninitialisedParameters, parse
 
         spec = parse(text)
     of_library = spec.path is None and spec.source != "hub" and not options.pretrained
     unfilled = UninitialisedParameters() if shapes_alone and of_library else nullcontext()
     with session.stage(f"loading {spec.name}", drawn=not options.pretrained), unfilled:
-        loaded = load_model(
-            spec, image_size=options.img_size, pretrained=options.pretrained, device=device,
-            dtype=options.torch_dtype(), seed=options.seed, **options.source(),
-        )  # fmt: skip
-    take_inputs(loaded, options)
-    for line in loaded.warnings:
-        session.warn(line, even_quiet=True)
+        loaded = load(session, spec, options, device, options.img_size, options.dtype)
     if loaded.weights.startswith("random") and (spec.tag or spec.source == "hub"):
         session.warn(
             f"the weights of {spec.given} are RANDOM: add --pretrained for the published ones",
@@ -82,26 +76,37 @@ def open_model(
     return loaded
 
 
-def take_inputs(loaded: Loaded, options: Options) -> None:
-    """What --inputs and --input-size say, as the arguments that the model runs on."""
+def load(
+    session: Session, spec: ModelSpec, options: Options, device: Any,
+    size: tuple[int, int] | None, dtype: str,
+) -> Loaded:  # fmt: skip
+    """Load one model, with the arguments of --inputs and --input-size to run on."""
     if options.inputs is not None and options.input_size is not None:
         raise click.UsageError("--inputs and --input-size exclude each other")
-    loaded.example_size = options.input_size
-    if options.inputs is None:
-        return
     import torch
 
-    from elsa_core.loading import read_inputs
+    from elsa_core.loading import Given, load_model, read_inputs
+    from elsa_core.precision import DTYPES
 
-    names.check_file(options.inputs, "inputs")
-    found = read_inputs(options.inputs, loaded.model)
-    like = next(loaded.model.parameters(), torch.empty(0))
-    loaded.example = tuple(
-        one.to(like.device, like.dtype if one.is_floating_point() else None)
-        if isinstance(one, torch.Tensor)
-        else one
-        for one in found
-    )
+    loaded = load_model(
+        spec, image_size=size, pretrained=options.pretrained, device=device, dtype=DTYPES[dtype],
+        seed=options.seed, arch=options.arch, weights=options.weights,
+        model_kwargs=dict(options.model_kwargs),
+        preprocess=Given(options.mean, options.std, options.crop_pct, options.interpolation),
+    )  # fmt: skip
+    loaded.example_size = options.input_size
+    if options.inputs is not None:
+        names.check_file(options.inputs, "inputs")
+        like = next(loaded.model.parameters(), torch.empty(0))
+        loaded.example = tuple(
+            one.to(like.device, like.dtype if one.is_floating_point() else None)
+            if isinstance(one, torch.Tensor)
+            else one
+            for one in read_inputs(options.inputs, loaded.model)
+        )
+    for line in loaded.warnings:
+        session.warn(line, even_quiet=True)
+    return loaded
 
 
 def patch_model(
@@ -169,24 +174,15 @@ def _routes(session: Session, loaded: Loaded, report: PatchReport) -> Routes:
     return found
 
 
-def document(
-    loaded: Loaded, options: Options, report: PatchReport, routes: Routes
-) -> dict[str, Any]:
-    """What the JSON documents of commands that patch have in common."""
-    from elsa_cli import render
-
-    return {
-        "model": render.described(loaded, options),
-        "patch": report.to_dict(),
-        "routes": {str(dim): route.to_dict() for dim, route in routes.items()},
-    }
-
-
 def check_inputs(session: Session, loaded: Loaded, options: Options) -> dict[str, Any]:
     """Generated inputs by name, and the images of --images."""
     from elsa_core.base.images import read_folder
     from elsa_core.base.inputs import generated_inputs, text_shape
 
+    if loaded.tower == "text":
+        from elsa_core.exporting.export_target import token_cases
+
+        return dict(token_cases(loaded.model, options.batch_size, options.seed))
     if loaded.is_given:
         return {"inputs": loaded.example_inputs(options.batch_size, options.seed)}
     with session.stage("preparing inputs"):

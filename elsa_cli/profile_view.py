@@ -7,6 +7,10 @@ from typing import Any
 
 from elsa_cli.console import Session
 from elsa_cli.options import Options
+from elsa_core.base.messages import side
+from elsa_core.profiling import words
+from elsa_core.profiling.document import DONE
+from elsa_core.profiling.runs import variants
 
 Document = dict[str, Any]
 
@@ -15,9 +19,6 @@ _SLOWEST = 10
 
 def show(session: Session, document: Document) -> None:
     """The points, finished or not: one in full, several as rows."""
-    from elsa_core.profiling import words
-    from elsa_core.profiling.document import DONE
-
     results = document["results"]
     rows = results["points"]
     done = [row for row in rows if row["status"] == DONE]
@@ -32,9 +33,6 @@ def show(session: Session, document: Document) -> None:
 
 def next_steps(session: Session, document: Document, options: Options) -> None:
     """What a user may want to do with the result."""
-    from elsa_core.profiling import words
-    from elsa_core.profiling.runs import variants
-
     model = document["results"]["model"]["given"]
     if options.policy is not None:
         line = [model, *_as_loaded(options), "--plan", str(options.plan), "-o", "DIR"]
@@ -65,8 +63,6 @@ def _resumed(word: str) -> str:
 def _as_loaded(options: Options) -> list[str]:
     """The options that load the profiled model again, where there was one size and dtype, on the
     device whose times the plan rests on."""
-    from elsa_core.base.messages import side
-
     said = []
     if options.img_size is not None and len(options.img_size) == 1:
         said += ["--img", side(options.img_size[0])]
@@ -99,8 +95,6 @@ def _header(session: Session, document: Document, done: list[Document]) -> None:
 
 
 def _one(session: Session, row: Document) -> None:
-    from elsa_core.profiling import words
-
     found = row["profile"]
     session.line(f"{words.point_name(row)} · {found['rounds']} rounds")
     rows = []
@@ -138,8 +132,6 @@ def _one(session: Session, row: Document) -> None:
 
 def _costs(run: Document) -> list[str]:
     """What a run on a GPU costs beside its time, as far as it is known."""
-    from elsa_core.profiling import words
-
     said = []
     if run["device_seconds"] is not None:
         said = [f"host {_ms(run['host_seconds'])} ms", f"GPU {_ms(run['device_seconds'])} ms"]
@@ -151,8 +143,6 @@ def _costs(run: Document) -> list[str]:
 
 
 def _sites(session: Session, sites: list[Document]) -> None:
-    from elsa_core.profiling import words
-
     rest, own = sites[-1], sites[:-1]
     shares = words.shares(sites)
     rows = []
@@ -179,8 +169,6 @@ def _sites(session: Session, sites: list[Document]) -> None:
 
 
 def _sweep(session: Session, rows: list[Document]) -> None:
-    from elsa_core.profiling import words
-
     lines = []
     for row in rows:
         name = words.point_name(row)
@@ -226,8 +214,6 @@ def _mb(run: Document) -> str:
 
 def _beside(ratio: Document | None) -> str:
     """The ratio of a run with its interval; why there is none where rounds decide nothing."""
-    from elsa_core.profiling import words
-
     if ratio is None:
         return ""
     if ratio["verdict"] in ("unsure", "no difference"):

@@ -1,7 +1,4 @@
-"""Reports as tables and lines for people, in 80 columns.
-
-elsa_core is imported where it is used: commands import this before they have looked at MODEL.
-"""
+"""Reports as tables and lines for people, in 80 columns, and what JSON documents have in common."""
 
 from __future__ import annotations
 
@@ -11,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from elsa_cli.console import Session
 from elsa_cli.options import Options
+from elsa_core.base.grouping import group, group_by
+from elsa_core.patching import LAYERS
+from elsa_core.proof import classes
 
 if TYPE_CHECKING:
     from elsa_cli.pipeline import Routes
@@ -58,33 +58,32 @@ def header(
 
 def described(loaded: Loaded, options: Options) -> dict[str, Any]:
     """The model of a JSON document: what the header says."""
-    device = next(loaded.model.parameters()).device
+    assumed = loaded.recipe.preprocess.assumed
     return {
-        "given": loaded.spec.given,
-        "name": loaded.name,
-        "source": loaded.spec.source,
-        "weights": loaded.weights,
-        "input_size": list(loaded.input_size),
-        "device": str(device),
-        "dtype": options.dtype,
-        "notes": list(loaded.notes),
-        "assumed": dict(loaded.recipe.unsaid),
+        "given": loaded.spec.given, "name": loaded.name, "source": loaded.spec.source,
+        "weights": loaded.weights, "input_size": list(loaded.input_size),
+        "device": str(next(loaded.model.parameters()).device), "dtype": options.dtype,
+        "notes": list(loaded.notes), "assumed": dict(loaded.recipe.unsaid),
         "preprocess": {
-            "mean": list(loaded.mean),
-            "std": list(loaded.std),
-            "crop_pct": loaded.crop_pct,
-            "interpolation": loaded.interpolation,
-            "crop_mode": loaded.crop_mode,
-            "assumed": list(loaded.recipe.preprocess.assumed),
+            "mean": list(loaded.mean), "std": list(loaded.std), "crop_pct": loaded.crop_pct,
+            "interpolation": loaded.interpolation, "crop_mode": loaded.crop_mode,
+            "assumed": list(assumed),
         },
-    }
+    }  # fmt: skip
+
+
+def document(
+    loaded: Loaded, options: Options, report: PatchReport, routes: Routes
+) -> dict[str, Any]:
+    """What the JSON documents of commands that patch have in common."""
+    return {
+        "model": described(loaded, options), "patch": report.to_dict(),
+        "routes": {str(dim): route.to_dict() for dim, route in routes.items()},
+    }  # fmt: skip
 
 
 def inspection(session: Session, found: Inspection) -> None:
     """Every site of a model and what can be patched."""
-    from elsa_core.base.grouping import group, group_by
-    from elsa_core.patching import LAYERS
-
     rows = []
     for label, members in group(found.sites, lambda site: site.alike):
         one = members[0]
@@ -117,8 +116,6 @@ def inspection(session: Session, found: Inspection) -> None:
 
 
 def patched(session: Session, report: PatchReport) -> None:
-    from elsa_core.base.grouping import group, group_by
-
     rows = [
         [f"✓ {label}", f"{len(members)}x", members[0].class_name, members[0].kind,
          _heads(members[0]), ", ".join(members[0].extra)]
@@ -135,9 +132,6 @@ def patched(session: Session, report: PatchReport) -> None:
 
 def checked(session: Session, report: CheckReport) -> None:
     """The errors of each group of sites, and of the model on each input."""
-    from elsa_core.base.grouping import group
-    from elsa_core.proof import classes
-
     rows = []
 
     def add(name: str, count: str, one: Any, last: str) -> None:
@@ -202,8 +196,6 @@ def _tokens(site: AttentionSite) -> str:
 
 def _unknown(site: AttentionSite) -> str:
     """For what is not known of attention; a layer has none of it."""
-    from elsa_core.patching import LAYERS
-
     return "" if site.kind in LAYERS else "?"
 
 

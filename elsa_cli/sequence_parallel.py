@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import names
+from elsa_cli import names, pipeline
 from elsa_cli.console import Session
 from elsa_cli.errors import describe
 from elsa_cli.options import Options, resolve_device
@@ -30,50 +28,40 @@ _OTHERS = (
 def profile(session: Session, model: str, options: Options) -> None:
     """Measure, and let rank 0 show it."""
     rank = int(os.environ.get("RANK") or 0)
-    if rank:
-        session.quiet = True  # rank 0 alone writes
-    with _rank_0_speaks(rank):
+    session.quiet |= rank > 0  # rank 0 alone writes
+    try:
         _check(options)
         names.check(model)
         with session.stage("importing torch", imports=True):
             from elsa_core.measuring import environment
+        import torch
         import torch.distributed as dist
 
-        with _results_alone_on_stdout():
-            device = _joined(options.device)
+        # PyTorch 2.10's Gloo prints where ranks meet, on a stdout that results have alone.
+        kept = os.dup(1)
+        os.dup2(2, 1)
+        try:
+            device = torch.device(resolve_device(options.device))
+            if device.type == "cuda":
+                device = torch.device(resolve_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}"))
+                torch.cuda.set_device(device)
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
             try:
-                with session.stage("profiling") as update:
-                    found, about = _measured(model, options, device, lambda on: update(on, 0, 0))
+                found, about = _measured(session, model, options, device)
             finally:
                 dist.destroy_process_group()
+        finally:
+            ctypes.CDLL(None).fflush(None)
+            os.dup2(kept, 1)
+            os.close(kept)
         if rank == 0:
             results = {**about, "scaling": found.to_dict()}
             place = environment.describe(device)
             session.document("profile --sequence-parallel", results, place)
             _show(session, about, found)
-
-
-@contextmanager
-def _results_alone_on_stdout() -> Iterator[None]:
-    """Send to stderr what Gloo prints where ranks meet, as PyTorch 2.10 has it."""
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-@contextmanager
-def _rank_0_speaks(rank: int) -> Iterator[None]:
-    """On the other ranks an error that all have ends without a line."""
-    try:
-        yield
     except Exception as error:
         code, _ = describe(error)
-        if rank and code in (2, 4):  # usage, a model: the same everywhere
+        if rank and code in (2, 4):  # usage, a model: all ranks have it, and one says it
             raise click.exceptions.Exit(code) from None
         raise
 
@@ -94,66 +82,51 @@ def _check(options: Options) -> None:
         )
 
 
-def _joined(name: str) -> torch.device:
-    """This rank's device, as a member of torchrun's group."""
-    import torch
-    import torch.distributed as dist
-
-    device = torch.device(resolve_device(name))
-    if device.type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device(resolve_device(f"cuda:{local}"))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device
-
-
 def _measured(
-    model: str, options: Options, device: torch.device, tell: Any
+    session: Session, model: str, options: Options, device: torch.device
 ) -> tuple[Scaling, dict[str, Any]]:
     import torch
 
-    from elsa_core.loading import load_model, parse
+    from elsa_core.loading import parse
     from elsa_core.patching import patch, require_shardable
+    from elsa_core.precision import DTYPES
     from elsa_core.profiling.runs.scaling import scaling
 
-    dtype = options.but(dtype=options.dtype[0]).torch_dtype()
-    loaded = load_model(
-        parse(model), image_size=options.img_size[0] if options.img_size else None,
-        pretrained=options.pretrained, device=device, dtype=dtype, seed=options.seed,
-        **options.source(),
-    )  # fmt: skip
-    subject = loaded.model.eval()
-    require_shardable(subject)
-    patch(subject, precision=options.precision[0], backend=options.backend, scope=options.scope)
-    generator = torch.Generator().manual_seed(options.seed)
-    shape = (options.batch_size[0], *loaded.input_size)
-    images = torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
-    found = scaling(
-        subject, images, rounds=options.rounds, budget_seconds=options.budget, progress=tell
-    )
-    about = {
+    dtype, size = options.dtype[0], options.img_size[0] if options.img_size else None
+    with session.stage("profiling") as update:
+        loaded = pipeline.load(session, parse(model), options, device, size, dtype)
+        subject = loaded.model.eval()
+        require_shardable(subject)
+        patch(subject, precision=options.precision[0], backend=options.backend, scope=options.scope)
+        generator = torch.Generator().manual_seed(options.seed)
+        shape = (options.batch_size[0], *loaded.input_size)
+        images = torch.randn(shape, generator=generator).to(device=device, dtype=DTYPES[dtype])
+        found = scaling(
+            subject, images, rounds=options.rounds, budget_seconds=options.budget,
+            progress=lambda what: update(what, 0, 0),
+        )  # fmt: skip
+    return found, {
         "model": loaded.name, "image_size": list(shape[2:]), "batch_size": shape[0],
-        "dtype": options.dtype[0], "device": device.type,
+        "dtype": dtype, "device": device.type,
     }  # fmt: skip
-    return found, about
 
 
 def _show(session: Session, about: dict[str, Any], found: Scaling) -> None:
     height, width = about["image_size"]
-    session.line(
-        f"{about['model']} · {height} x {width} px · batch {about['batch_size']} · "
-        f"{about['dtype']} · {about['device']}",
-        "bold",
-    )
+    session.line(f"{about['model']} · {height} x {width} px · batch {about['batch_size']} · "
+                 f"{about['dtype']} · {about['device']}", "bold")  # fmt: skip
+
+    def mib(count: int | None) -> str:
+        return "" if count is None else f"{count / 2**20:.1f} MiB"
+
     one = found.seconds_one
     rows = [
         ["one rank", "does not fit" if one is None else f"{1e3 * one:.2f} ms", "1.00x", "", "",
-         _bytes(found.memory_one)],
+         mib(found.memory_one)],
         [f"{found.ranks} ranks", f"{1e3 * found.seconds:.2f} ms",
          "" if found.speedup is None else f"{found.speedup:.2f}x",
          "" if found.efficiency is None else f"{100 * found.efficiency:.0f} %",
-         _bytes(found.bytes_sent), _bytes(found.memory)],
+         mib(found.bytes_sent), mib(found.memory)],
     ]  # fmt: skip
     session.table(
         ["", ">time", ">speed-up", ">efficiency", ">sent by a rank", ">memory of a rank"], rows
@@ -162,7 +135,3 @@ def _show(session: Session, about: dict[str, Any], found: Scaling) -> None:
     session.line(f"attention: {found.method} ({found.why}) · {tokens}")
     if found.difference is not None:
         session.line(f"outputs differ by {found.difference:.1e}, relative to one rank's")
-
-
-def _bytes(count: int | None) -> str:
-    return "" if count is None else f"{count / 2**20:.1f} MiB"

@@ -51,7 +51,8 @@ def check() -> None:
     """Raise what a signal asked for and no code has raised yet: KeyboardInterrupt for SIGINT,
     SystemExit for SIGTERM and SIGHUP."""
     if _requested:
-        _raise(_requested[0])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise Interrupted if _requested[0] == signal.SIGINT else SystemExit(128 + _requested[0])
 
 
 def cause(error: BaseException) -> BaseException:
@@ -70,30 +71,14 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 def _retry(number: int, frame: FrameType | None) -> None:
     """Raise what was asked for, unless this is no moment for it: then look again a little later."""
-    if _leave and _importing(frame):
-        _leave[-1](exit_code(_requested[0]))
+    importing = False
+    while frame is not None and not importing:
+        importing = frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        frame = frame.f_back
+    if _leave and importing:
+        _leave[-1](128 + _requested[0])  # what a process that a signal ends exits with
     processes = sys.modules.get("elsa_core.base.processes")
-    if _importing(frame) or getattr(processes, "uninterrupted", False):
+    if importing or getattr(processes, "uninterrupted", False):
         signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS)
     else:
-        _raise(_requested[0])
-
-
-def _importing(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _raise(number: int) -> None:
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    if number == signal.SIGINT:
-        raise Interrupted
-    raise SystemExit(exit_code(number))
-
-
-def exit_code(number: int) -> int:
-    """What a process that a signal ends exits with."""
-    return 128 + number
+        check()

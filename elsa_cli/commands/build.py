@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -54,7 +53,10 @@ def command(session: Session, /, **values: Any) -> None:
 
 
 def _native(session: Session, force: bool) -> None:
-    from elsa_core.backends import native
+    import torch
+
+    from elsa_core.backends import cuda, native
+    from elsa_core.errors import UnavailableError
 
     steps: list[str] = []
     start = time.perf_counter()
@@ -70,7 +72,11 @@ def _native(session: Session, force: bool) -> None:
     compiled = "linking" in steps  # not so where another process did while this one waited
     size = path.stat().st_size
     answer = native.load()
-    library = _cuda_library(session)
+    library = None
+    if torch.cuda.is_available() and not torch.version.hip:  # what a first call would build too
+        with session.stage("compiling the CUDA library"):
+            status = cuda.status()
+        library = {"serves": status.ok, "reason": status.reason}
     results = {
         "path": str(path), "bytes": size, "compiled": compiled, "seconds": seconds,
         "loads": answer.ok, "reason": answer.reason, "isa": native.isa() if answer.ok else None,
@@ -84,34 +90,40 @@ def _native(session: Session, force: bool) -> None:
     if library is not None:
         session.line(f"CUDA library: {library['reason']}", even_quiet=True)
     if not answer.ok:
-        from elsa_core.errors import UnavailableError
-
         raise UnavailableError(f"the native library was built but cannot be used: {answer.reason}")
-
-
-def _cuda_library(session: Session) -> dict[str, Any] | None:
-    """What a GPU's first call would build too; None where there is no NVIDIA GPU."""
-    import torch
-
-    if torch.version.hip or not torch.cuda.is_available():
-        return None
-    from elsa_core.backends import cuda
-
-    with session.stage("compiling the CUDA library"):
-        answer = cuda.status()
-    return {"serves": answer.ok, "reason": answer.reason}
 
 
 def _packs(session: Session, options: Options) -> None:
     """One pack for each architecture; with --wheel a wheel of them, too."""
     with session.stage("importing torch and triton", imports=True):
-        from elsa_core.backends.triton.pack import lookup
+        import torch
+
+        from elsa_core.backends.triton.pack import build, lookup
         from elsa_core.backends.triton.pack import wheel as wheels
-    archs = options.arch or _here()
+    archs = options.arch
+    if not archs and (not torch.cuda.is_available() or torch.version.hip):
+        raise click.UsageError("no NVIDIA GPU is here: name those to compile for, --arch sm_90")
+    if not archs:
+        major, minor = torch.cuda.get_device_capability()
+        archs = (10 * major + minor,)
     if options.wheel is not None:
         wheels.require()  # before minutes of compiling
     out = options.output or lookup.own_folder()
-    found = [_pack(session, arch, out, options) for arch in archs]
+    found = []
+    for arch in archs:
+        start = time.perf_counter()
+        with session.stage(f"compiling sm_{arch}") as update:
+            built = build.build(
+                arch, out, jobs=options.jobs or 0, only=options.only or "*", progress=update
+            )
+        session.written.append(built.folder)
+        for kernel, reason in built.left_out.items():
+            session.warn(f"left out of sm_{arch}: {kernel}: {reason}")
+        session.line(f"{built.folder}")
+        compiled = built.kernels - built.reused
+        said = f"{built.kernels} kernels ({compiled} compiled) · {human(built.bytes)}"
+        session.line(f"{said} · serves {built.served:.0%} of {built.calls} calls", even_quiet=True)
+        found.append({**built.to_dict(), "seconds": time.perf_counter() - start})
     results: dict[str, Any] = {"packs": found}
     step = f"{'' if options.output is None else f'ELSA_PACK={options.output} '}elsa doctor"
     if options.wheel is not None:
@@ -125,32 +137,3 @@ def _packs(session: Session, options: Options) -> None:
         step = f"pip install {made}, then elsa doctor"
     session.document("build", results)
     session.line(f"Next: {step}")
-
-
-def _here() -> tuple[int, ...]:
-    """The architecture of this machine's GPU."""
-    import torch
-
-    if not torch.cuda.is_available() or torch.version.hip:
-        raise click.UsageError("no NVIDIA GPU is here: name those to compile for, --arch sm_90")
-    major, minor = torch.cuda.get_device_capability()
-    return (10 * major + minor,)
-
-
-def _pack(session: Session, arch: int, out: Path, options: Options) -> dict[str, Any]:
-    """Build one pack and say what is in it."""
-    from elsa_core.backends.triton.pack import build
-
-    start = time.perf_counter()
-    with session.stage(f"compiling sm_{arch}") as update:
-        built = build.build(
-            arch, out, jobs=options.jobs or 0, only=options.only or "*", progress=update
-        )
-    session.written.append(built.folder)
-    for kernel, reason in built.left_out.items():
-        session.warn(f"left out of sm_{arch}: {kernel}: {reason}")
-    compiled = built.kernels - built.reused
-    session.line(f"{built.folder}")
-    said = f"{built.kernels} kernels ({compiled} compiled) · {human(built.bytes)}"
-    session.line(f"{said} · serves {built.served:.0%} of {built.calls} calls", even_quiet=True)
-    return {**built.to_dict(), "seconds": time.perf_counter() - start}

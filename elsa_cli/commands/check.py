@@ -26,13 +26,15 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     every site, for the model's output by every --path, and for gradients with --grad. Exit code 1
     when it is not so.
     """
-    from elsa_cli import pipeline, render
+    from elsa_cli import pipeline
 
     options = Options(**values)
     loaded = pipeline.open_model(session, model, options)
+    from elsa_cli import render
+
     report, routes = pipeline.patch_model(session, loaded, options)
     outcome = pipeline.check_model(session, loaded, options)
-    results = pipeline.document(loaded, options, report, routes) | {"check": outcome.to_dict()}
+    results = render.document(loaded, options, report, routes) | {"check": outcome.to_dict()}
     session.document("check", results)
     render.header(session, loaded, options, routes, batch=True)
     render.checked(session, outcome)

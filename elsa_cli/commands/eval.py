@@ -54,7 +54,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     a model without names of classes, in sorted order. Reading and preparing images takes no part in
     the throughput.
     """
-    from elsa_cli import pipeline, render
+    from elsa_cli import pipeline
 
     options = Options(**values)
     names.check(model)
@@ -63,6 +63,8 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     names.check_file(options.annotations, "file of annotations")
     named = () if options.labels is None else names.classes(options.labels)
     loaded = pipeline.open_model(session, model, options)
+    from elsa_cli import render
+
     found = _labelled(loaded, options, named)
     report, routes = pipeline.patch_model(session, loaded, options)
     unreadable: list[int] | None = [] if options.skip_unreadable else None
@@ -79,7 +81,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     evaluation = outcome.to_dict()
     for entry in evaluation["changed"]:
         entry["file"] = found.name(entry["index"])
-    results = pipeline.document(loaded, options, report, routes) | {
+    results = render.document(loaded, options, report, routes) | {
         "images": str(options.images), "classes_from": found.how, "unreadable": skipped,
         "evaluation": evaluation,
     }  # fmt: skip

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from elsa_core.exporting.artefact_runs import ArtefactReport
     from elsa_core.exporting.bundle import Bundle
     from elsa_core.loading import Loaded
-    from elsa_core.proof import CheckReport
 
-_EXACT = "computing float64 of the fp32 model"
 # What writing a format imports, which takes seconds.
 _MODULES = {
     "torchscript": (), "pt2": ("torch._inductor.utils",),
@@ -91,17 +89,16 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     --dtype fp16 or bf16 and with --quantize, what the rounding costs against float64 of the fp32
     model is measured on the check's inputs, and on --images, and shown.
     """
-    from elsa_cli import pipeline, render
+    from elsa_cli import pipeline
 
     options = Options(**values)
     formats, mode, output = options.formats, options.onnx_mode, options.output
     labels = _check_early(model, options)
-    key = None
+    key = exact = None
     if options.sign is not None:
         from elsa_core.exporting.signature import read_private_key
 
         key = read_private_key(options.sign)
-    exact = None
     if options.dtype != "fp32":
         wide = options.but(dtype="fp32")
         exact = _exact(session, _opened(session, model, wide), wide)
@@ -109,17 +106,20 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     archs = tuple(f"sm_{arch}" for arch in options.gpu_archs or ())
     _check_gpu(archs, (*formats, *["aoti"] * options.aoti), mode, loaded)
     pipeline.import_ahead(session, "torch._dynamo", *(m for f in formats for m in _MODULES[f]))
-    named = f"{loaded.name}{f'-{options.tower}' if options.tower else ''}-elsa"
-    output = output or Path(named)
-    _check_own(output, options)
+    from elsa_cli import render
+    from elsa_core.exporting.bundle import check_output, export
+
+    output = output or Path(f"{loaded.name}{f'-{options.tower}' if options.tower else ''}-elsa")
+    # what elsa did not write is refused before minutes go into the check
+    target = _target(output, options)
+    check_folder(target, options.force, zipped=options.zipped)
+    check_output(target.resolve(), target, options.zipped, options.force)
     if options.quantize:
         exact = _exact(session, loaded, options)
     options, said = _one_form(options, loaded)
     _, routes = pipeline.patch_model(session, loaded, options)
-    outcome = _check(session, loaded, options)
+    outcome = pipeline.check_model(session, loaded, options)
     with session.stage("exporting") as update:
-        from elsa_core.exporting.bundle import export
-
         bundle = export(
             loaded.model, output, formats=formats, onnx_mode=mode,
             opset=int(options.opset) if options.opset else 23 if mode == "standard" else 18,
@@ -176,15 +176,6 @@ def _check_early(model: str, options: Options) -> tuple[str, ...]:
     return () if options.labels is None else names.classes(options.labels)
 
 
-def _check_own(output: Path, options: Options) -> None:
-    """Refuse what elsa did not write before minutes go into the check."""
-    from elsa_core.exporting.bundle import check_output
-
-    target = _target(output, options)
-    check_folder(target, options.force, zipped=options.zipped)
-    check_output(target.resolve(), target, options.zipped, options.force)
-
-
 def _check_gpu(
     archs: tuple[str, ...], formats: tuple[str, ...], onnx_mode: str, loaded: Loaded
 ) -> None:
@@ -224,28 +215,10 @@ def _exact(session: Session, loaded: Loaded, options: Options) -> Exact:
     """What float64 makes of the model before its weights are rounded."""
     from elsa_cli import pipeline
     from elsa_core.exporting.accuracy import exact_outputs
-    from elsa_core.exporting.export_target import token_cases
 
-    if loaded.tower == "text":
-        cases = dict(token_cases(loaded.model, options.batch_size, options.seed))
-    else:
-        cases = pipeline.check_inputs(session, loaded, options)
-    with session.stage(_EXACT):
+    cases = pipeline.check_inputs(session, loaded, options)
+    with session.stage("computing float64 of the fp32 model"):
         return exact_outputs(loaded.model, cases)
-
-
-def _check(session: Session, loaded: Loaded, options: Options) -> CheckReport:
-    """The check that is recorded in the manifest."""
-    from elsa_cli import pipeline
-
-    if loaded.tower != "text":
-        return pipeline.check_model(session, loaded, options)
-    from elsa_core.exporting.export_target import token_cases
-    from elsa_core.proof import check
-
-    with session.stage("checking") as update:
-        cases = token_cases(loaded.model, options.batch_size, options.seed)
-        return check(loaded.model, cases, batch_size=options.batch_size, progress=update)
 
 
 def _show(session: Session, bundle: Bundle) -> None:
@@ -257,8 +230,23 @@ def _show(session: Session, bundle: Bundle) -> None:
         rows.append([*artefact_row(each, entry["file"]), f"{size / 1e6:.1f}"])
     session.table(["  artefact", "fresh process", ">error", ">allowed", ">MB"], rows, wrap=1)
     session.line()
-    _say_plans(session, manifest)
-    _say_cost(session, manifest)
+    for name in manifest["artefacts_libraries"]["cuda"][1:]:  # which GPUs its kernels are for
+        entry, size = manifest["libraries"][name], manifest["files"][name]["size"]
+        ran = entry["gpu_archs_verified"]
+        rest = [arch for arch in entry["gpu_archs"] if arch not in ran]
+        also = f"; compiled and not run: {', '.join(rest)}" if rest else ""
+        session.line(f"{name}: {size / 1e6:.1f} MB, run on {', '.join(ran)}{also}")
+        session.line()
+    if (cost := manifest.get("accuracy")) is not None:  # of fp16, bf16 or INT8
+        from elsa_core.exporting import accuracy
+
+        heads = [f"  against {cost['against']}", ">mean error", ">largest", ">class changed"]
+        table = [[f"  {name}", *cells] for name, *cells in accuracy.rows(cost)]
+        session.table(heads, table, wrap=1)
+        session.line(f"{cost['rows']} inputs: {cost['inputs']}; the exact "
+                     f"{manifest['outputs'][0]['name']} spread by {cost['output_std']:.2g} "
+                     "(standard deviation); --images DIR measures it on yours", "dim")  # fmt: skip
+        session.line()
     for each in bundle.artefacts:
         if each.openvino not in ("", "ok"):
             session.warn(f"OpenVINO does not reproduce the model: {each.openvino}")
@@ -275,33 +263,6 @@ def _show(session: Session, bundle: Bundle) -> None:
     zipped = bundle.path.suffix == ".zip"
     page = "README.md in it" if zipped else str(bundle.path / "README.md")
     session.line(f"Next: elsa verify {bundle.path}, or see {page}", "dim")
-
-
-def _say_plans(session: Session, manifest: dict[str, Any]) -> None:
-    """Which GPUs the kernels of the bundle are for."""
-    for name in manifest["artefacts_libraries"]["cuda"][1:]:
-        entry, size = manifest["libraries"][name], manifest["files"][name]["size"]
-        ran = entry["gpu_archs_verified"]
-        rest = [arch for arch in entry["gpu_archs"] if arch not in ran]
-        also = f"; compiled and not run: {', '.join(rest)}" if rest else ""
-        session.line(f"{name}: {size / 1e6:.1f} MB, run on {', '.join(ran)}{also}")
-        session.line()
-
-
-def _say_cost(session: Session, manifest: dict[str, Any]) -> None:
-    """What fp16, bf16 or INT8 cost."""
-    given = manifest.get("accuracy")
-    if given is None:
-        return
-    from elsa_core.exporting import accuracy
-
-    heads = [f"  against {given['against']}", ">mean error", ">largest", ">class changed"]
-    rows = [[f"  {name}", *cells] for name, *cells in accuracy.rows(given)]
-    session.table(heads, rows, wrap=1)
-    session.line(f"{given['rows']} inputs: {given['inputs']}; the exact "
-                 f"{manifest['outputs'][0]['name']} spread by {given['output_std']:.2g} (standard "
-                 "deviation); --images DIR measures it on yours", "dim")  # fmt: skip
-    session.line()
 
 
 def artefact_row(report: ArtefactReport, file: str) -> list[str]:

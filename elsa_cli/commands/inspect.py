@@ -44,7 +44,7 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
     timm, open_clip and torchvision is examined, or those whose name a glob selects
     ('timm:swin*', 'open_clip:*').
     """
-    from elsa_cli import pipeline, render
+    from elsa_cli import pipeline
     from elsa_cli.version import version as elsa_version
 
     options = Options(**values)
@@ -67,6 +67,7 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
         return
     loaded = pipeline.open_model(session, model, options, shapes_alone=True)
     with session.stage("inspecting"):
+        from elsa_cli import render
         from elsa_core.patching import inspect
 
         size = loaded.example_inputs() if loaded.is_watched else loaded.input_size

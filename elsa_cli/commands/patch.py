@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 def command(session: Session, /, model: str, **values: Any) -> None:
     """Replace the attention of MODEL by ELSA kernels, which compute the same numbers."""
-    from elsa_cli import pipeline, render
+    from elsa_cli import pipeline
 
     options = Options(**values)
     output: Path | None = options.output
@@ -56,6 +56,8 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     if options.plan is not None:
         pipeline.check_plan_alone(options.plan)
     loaded = pipeline.open_model(session, model, options)
+    from elsa_cli import render
+
     if output is not None:
         from elsa_core.loading import check_target
 
@@ -73,7 +75,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
 
             saved = save(loaded, report, output, force=options.force)
             session.written.append(saved)
-    results = pipeline.document(loaded, options, report, routes) | {
+    results = render.document(loaded, options, report, routes) | {
         "dry_run": options.dry_run,
         "check": None if outcome is None else outcome.to_dict(),
         "output": None if saved is None else str(saved),

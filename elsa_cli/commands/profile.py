@@ -95,7 +95,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     machine can tell apart. The last line names the fastest way and how to use it. Several sizes,
     batches, dtypes or precisions make a sweep, which --resume continues.
     """
-    from elsa_cli import profile_view, sequence_parallel
+    from elsa_cli import sequence_parallel
 
     options = Options(**values)
     if options.sequence_parallel:
@@ -104,6 +104,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     files = _targets(options)
     names.check(model)
     with session.stage("importing torch", imports=True):
+        from elsa_cli import profile_view
         from elsa_core.measuring import environment
         from elsa_core.profiling import sweep
         from elsa_core.profiling.document import write
@@ -178,7 +179,7 @@ def _planned(
     import torch
 
     device = torch.device(resolve_device(options.device))
-    from elsa_core.loading import Loaded, check_sizes, load_model, parse
+    from elsa_core.loading import Loaded, check_sizes, parse
     from elsa_core.profiling import sweep
     from elsa_core.profiling.runs import training, variants
 
@@ -191,14 +192,7 @@ def _planned(
         raise click.UsageError("--inputs has a batch of its own: leave --batch-size out")
 
     def load(size: tuple[int, int] | None, dtype: str) -> Loaded:
-        loaded = load_model(
-            spec, image_size=size, pretrained=options.pretrained, device=device,
-            dtype=options.but(dtype=dtype).torch_dtype(), seed=options.seed, **options.source(),
-        )  # fmt: skip
-        pipeline.take_inputs(loaded, options)
-        for line in loaded.warnings:
-            session.warn(line, even_quiet=True)
-        return loaded
+        return pipeline.load(session, spec, options, device, size, dtype)
 
     about = {
         "given": spec.given, "name": spec.name, "source": spec.source, "alias": spec.alias or "",

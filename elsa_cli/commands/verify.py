@@ -83,11 +83,11 @@ def _ask(session: Session, bundle: Path, trusted: bool) -> None:
         if not session.quiet:
             session.log(about)
         return
-    if not session.can_ask():
+    answer = session.ask(about, "Run it?")
+    if answer is None:
         raise click.UsageError(
             f"the files of {bundle} match; running its library, which can do anything that you "
             "can, needs --trust or a signature (--key PUB); --files-only runs nothing"
         )
-    session.log(about)
-    if not session.ask("Run it?"):
+    if not answer:
         raise click.UsageError("nothing was run; --files-only compares only the files")

@@ -98,16 +98,15 @@ class EvalReport(Summarised):
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What was measured, of the original and of the patched model, as text."""
-        rows = []
-        for name, *values in (
-            ("top-1", self.top1_original, self.top1_patched),
-            ("top-5", self.top5_original, self.top5_patched),
-        ):
-            if self.labelled and None not in values:
-                before, after = (f"{(value or 0) / self.labelled:.2%}" for value in values)
-                rows.append((name, before, after))
-        before, after = (f"{rate:,.1f}" for rate in (self.rate_original, self.rate_patched))
-        return [*rows, ("images per second", before, after)]
+        tops = {"top-1": (self.top1_original, self.top1_patched),
+                "top-5": (self.top5_original, self.top5_patched)}  # fmt: skip
+        rows = [
+            (name, *(f"{(value or 0) / self.labelled:.2%}" for value in values))
+            for name, values in tops.items()
+            if self.labelled and None not in values
+        ]
+        rates = (f"{rate:,.1f}" for rate in (self.rate_original, self.rate_patched))
+        return [*rows, ("images per second", *rates)]  # type: ignore[list-item]
 
 
 def evaluate(
@@ -159,10 +158,16 @@ def evaluate(
             known = _known(labels, len(images), classes)
             for name, values in logits.items():
                 best = values.topk(min(TOP, classes)).indices
-                right = best[known] == labels.cpu()[known, None]
+                right = best[known] == labels[known, None]
                 for top in (1, TOP):
                     hits[name, top] += int(right[:, :top].any(-1).sum())
-            changed += _changed(logits, labels.cpu(), done)
+            before = logits["original"]
+            old, new = before.argmax(-1), logits["patched"].argmax(-1)
+            changed += [
+                Changed(done + row, int(labels[row]), int(old[row]), int(new[row]),
+                        float(before[row, old[row]] - before[row, new[row]]))
+                for row in (old != new).nonzero().flatten().tolist()
+            ]  # fmt: skip
             done += len(labels)
             labelled += int(known.sum())
             if progress is not None:
@@ -174,16 +179,16 @@ def evaluate(
         raise ArgumentError("evaluate: batches holds no image")
     several = classes > TOP
     # The first forward allocates and, on a GPU, compiles.
-    before, after = (rates[name][1:] or rates[name] for name in sides)
+    first, second = (rates[name][1:] or rates[name] for name in sides)
     speed = None
-    if len(before) >= FEWEST_ROUNDS:  # images per second, from both runs of each batch
-        speed = ratio([1 / rate for rate in before], [1 / rate for rate in after])
+    if len(first) >= FEWEST_ROUNDS:  # images per second, from both runs of each batch
+        speed = ratio([1 / rate for rate in first], [1 / rate for rate in second])
     return EvalReport(
         images=done, labelled=labelled, classes=classes, top1_original=hits["original", 1],
         top1_patched=hits["patched", 1],
         top5_original=hits["original", TOP] if several else None,
         top5_patched=hits["patched", TOP] if several else None, changed=tuple(changed),
-        rate_original=median(before), rate_patched=median(after), timed_batches=len(before),
+        rate_original=median(first), rate_patched=median(second), timed_batches=len(first),
         speed=speed,
     )  # fmt: skip
 
@@ -196,7 +201,7 @@ def _pairs(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, T
         pair = isinstance(batch, tuple | list) and len(batch) == 2
         if not pair or not all(isinstance(each, Tensor) for each in batch):
             raise TypeError("batches must give pairs of torch.Tensor: (images, labels)")
-        yield batch[0], batch[1]
+        yield batch[0], batch[1].cpu()
 
 
 def _run(model: nn.Module, images: Tensor) -> tuple[Tensor, float]:
@@ -213,7 +218,6 @@ def _run(model: nn.Module, images: Tensor) -> tuple[Tensor, float]:
 
 def _known(labels: Tensor, rows: int, classes: int) -> Tensor:
     """Which rows have a class; labels that do not fit are refused."""
-    labels = labels.cpu()
     if list(labels.shape) != [rows]:
         raise ArgumentError(f"labels of shape {list(labels.shape)} must be [{rows}]")
     outside = labels[(labels < -1) | (labels >= classes)]
@@ -222,14 +226,3 @@ def _known(labels: Tensor, rows: int, classes: int) -> Tensor:
             f"a label of {int(outside[0])}: the model has classes 0 to {classes - 1}"
         )
     return labels >= 0
-
-
-def _changed(logits: dict[str, Tensor], labels: Tensor, start: int) -> list[Changed]:
-    """The rows whose class changed; the first one has place `start`."""
-    before = logits["original"]
-    old, new = before.argmax(-1), logits["patched"].argmax(-1)
-    return [
-        Changed(start + row, int(labels[row]), int(old[row]), int(new[row]),
-                float(before[row, old[row]] - before[row, new[row]]))
-        for row in (old != new).nonzero().flatten().tolist()
-    ]  # fmt: skip

@@ -99,20 +99,20 @@ class OperatorCapture(TorchDispatchMode):
         self._registered: dict[tuple[str, str], Callable[..., Any]] = {}
 
     def __enter__(self) -> OperatorCapture:
+        def noted(backend: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.backends.add(backend)
+            return run(*args, **kwargs)
+
         runs = dispatch.RUNS
         self._registered = {key: run for key, run in runs.items() if key[1] not in dispatch.SHIPPED}
         for key, run in self._registered.items():
-            runs[key] = partial(self._noted, key[1], run)
+            runs[key] = partial(noted, key[1], run)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         dispatch.RUNS.update(self._registered)
-
-    def _noted(self, backend: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.backends.add(backend)
-        return run(*args, **kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -142,12 +142,9 @@ class OperatorCapture(TorchDispatchMode):
 
 def worst(drifts: list[Drift]) -> Drift | None:
     """The drift with the largest relative error of P (or of Y, where P is not known)."""
-
-    def size(drift: Drift) -> float:
-        spread = drift.p_relative_l2 or drift.y_relative_l2
-        return math.inf if math.isnan(spread.value) else spread.value
-
-    return max(drifts, key=size, default=None)
+    spreads = [(drift.p_relative_l2 or drift.y_relative_l2).value for drift in drifts]
+    sizes = [math.inf if math.isnan(value) else value for value in spreads]
+    return drifts[sizes.index(max(sizes))] if drifts else None
 
 
 def _measure(
@@ -179,8 +176,12 @@ def _measure(
         )
         y = out[images][:, :, rows]
         if not seen:
+            # The size of the scores' terms, sum |q_i k_i| * scale, as it reaches the weights:
+            # scores that cancel are rounded as their terms are.
+            norm, reached = p_exact.norm(), torch.where(p_exact > 0, sizes * p_exact, 0.0).norm()
+            weighed = float(reached / norm) if norm > 0 and reached.isfinite() else 0.0
             drift = reference.drift(p, p_exact, y, y_exact)
-            seen.append((drift, _largest(scores), _weighed(sizes, p_exact)))
+            seen.append((drift, _largest(scores), weighed))
         of_p = reference.relative_l2(p, p_exact), reference.relative_l2(p_peer, p_exact)
         return of_p, _errors(y, y_peer, y_exact)
 
@@ -278,13 +279,6 @@ def _settled(first: _Pair, factor: float, ulp: float, again: Callable[[int], _Pa
                 break
         error, peer = (math.sqrt(fmean(x * x for x in each)) for each in zip(*samples, strict=True))
     return error, factor * peer + ulp
-
-
-def _weighed(sizes: Tensor, p: Tensor) -> float:
-    """The size of the scores' terms, sum |q_i k_i| * scale, as it reaches the weights: scores that
-    cancel are rounded as their terms are."""
-    norm, reached = p.norm(), torch.where(p > 0, sizes * p, 0.0).norm()
-    return float(reached / norm) if norm > 0 and reached.isfinite() else 0.0
 
 
 def _largest(values: Tensor) -> float:

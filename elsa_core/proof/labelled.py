@@ -107,32 +107,38 @@ def labelled_images(
     if limit is not None and limit < len(files):
         files = [files[i * len(files) // limit] for i in range(limit)]
     paths = [file.relative_to(root).as_posix() for file in files]
+    known = {_plain(name): i for i, name in enumerate(names) if name}
+    if len(known) < sum(map(bool, names)):  # two are alike
+        known = {}
+    synsets: dict[str, int] = {}
+    if classes == _IMAGENET:
+        from timm.data import ImageNetInfo
+
+        synsets = {name: i for i, name in enumerate(ImageNetInfo("imagenet-1k").label_names())}
     if annotations is not None:
         path = located(annotations, ModelError)
-        given = _from_file(path, classes, names)
+        given = _from_file(path, classes, known, synsets)
         found = [given.get(name, given.get(name.rpartition("/")[2], -1)) for name in paths]
         if not any(label >= 0 for label in found):
             raise ArgumentError(f"{path} (--annotations) names no image of {root}: {paths[0]}")
         return LabelledImages(root, tuple(files), tuple(found), f"classes from {path}")
-    parts = [name.partition("/") for name in paths]
-    folders = sorted({folder for folder, slash, _ in parts if slash})
-    if not folders or not all(slash for _, slash, _ in parts):
+    folders = [name.partition("/")[0] for name in paths]
+    if not all("/" in name for name in paths):
         raise ArgumentError(
             f"{root} (--images) has images outside of class folders: put each into the folder of "
             "its class, or name their classes in a file (--annotations)"
         )
-    numbers, how = _numbered(root, folders, classes, names)
-    return LabelledImages(root, tuple(files), tuple(numbers[folder] for folder, _, _ in parts), how)
+    numbers, how = _numbered(root, sorted(set(folders)), classes, known, synsets)
+    return LabelledImages(root, tuple(files), tuple(numbers[folder] for folder in folders), how)
 
 
 def _numbered(
-    root: Path, folders: Sequence[str], classes: int, names: Sequence[str]
-) -> tuple[Mapping[str, int], str]:
+    root: Path, folders: Sequence[str], classes: int, known: Mapping[str, int],
+    synsets: Mapping[str, int],
+) -> tuple[Mapping[str, int], str]:  # fmt: skip
     """The class of each folder, and how it was found."""
-    known = _by_name(names)
     if all(_plain(folder) in known for folder in folders):
         return {folder: known[_plain(folder)] for folder in folders}, "folders are names of classes"
-    synsets = _synsets(classes)
     if all(folder in synsets for folder in folders):
         return synsets, "folders are ImageNet's synsets"
     if all(folder.isdecimal() for folder in folders):
@@ -145,8 +151,8 @@ def _numbered(
     if known:
         wrong = next(folder for folder in folders if _plain(folder) not in known)
         raise ArgumentError(
-            f"{root}: folder {wrong[:60]!r} is none of the model's classes ({names[0]!r}, ...): "
-            "name the folders by them or by their numbers, or give other names (--labels)"
+            f"{root}: folder {wrong[:60]!r} is none of the model's classes ({next(iter(known))!r}, "
+            "...): name the folders by them or by their numbers, or give other names (--labels)"
         )
     if len(folders) != classes:
         raise ArgumentError(
@@ -157,30 +163,16 @@ def _numbered(
     return {folder: i for i, folder in enumerate(folders)}, how
 
 
-def _by_name(names: Sequence[str]) -> dict[str, int]:
-    """The class of each name; none where two are alike."""
-    found = {_plain(name): i for i, name in enumerate(names) if name}
-    return found if len(found) == sum(map(bool, names)) else {}
-
-
 def _plain(name: str) -> str:
     return " ".join(name.casefold().replace("_", " ").split())
 
 
-def _synsets(classes: int) -> dict[str, int]:
-    """ImageNet's, for a model of its classes."""
-    if classes != _IMAGENET:
-        return {}
-    from timm.data import ImageNetInfo
-
-    return {name: i for i, name in enumerate(ImageNetInfo("imagenet-1k").label_names())}
-
-
-def _from_file(path: Path, classes: int, names: Sequence[str]) -> dict[str, int]:
+def _from_file(
+    path: Path, classes: int, known: Mapping[str, int], synsets: Mapping[str, int]
+) -> dict[str, int]:
     """The class of each file that a line names: the first two columns of CSV, else the last word is
     the class."""
     text = read_text(path, _LARGEST_FILE).removeprefix("\ufeff")
-    known, synsets = _by_name(names), _synsets(classes)
     found: dict[str, int] = {}
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines, 1):
@@ -189,12 +181,10 @@ def _from_file(path: Path, classes: int, names: Sequence[str]) -> dict[str, int]
         else:
             name, _, given = line.rpartition("\t" if "\t" in line else " ")
         name, given = name.strip().removeprefix("./"), given.strip()
-        if _plain(given) in known:
-            found[name] = known[_plain(given)]
-        elif given.isdecimal() and int(given) < classes:
-            found[name] = int(given)
-        elif given in synsets:
-            found[name] = synsets[given]
+        as_number = int(given) if given.isdecimal() and int(given) < classes else None
+        label = known.get(_plain(given), synsets.get(given) if as_number is None else as_number)
+        if label is not None:
+            found[name] = label
         elif number > 1 or given.isdecimal():
             raise ArgumentError(
                 f"{path} (--annotations), line {number}: {given[:60]!r} is no class, 0 to"
