@@ -123,6 +123,10 @@ class Session:
         # A file or a pipe gets the line whole, so that it can be searched.
         self._draw(console, Text(self.fit(text), style=style), whole=not console.is_terminal)
 
+    def verdict(self, text: str, *, good: bool = True) -> None:
+        """Print the line that --quiet leaves."""
+        self.line(text, "bold" if good else "bold red", even_quiet=True)
+
     def again(
         self, command: str, *added: str, without: Sequence[str] = (), valued: Sequence[str] = ()
     ) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -19,10 +20,18 @@ _SLOWEST = 10
 
 def show(session: Session, document: Document) -> None:
     """The points, finished or not: one in full, several as rows."""
-    results = document["results"]
-    rows = results["points"]
+    results, place = document["results"], document["environment"]
+    model, rows = results["model"], results["points"]
     done = [row for row in rows if row["status"] == DONE]
-    _header(session, document, done)
+    typed = f"{model['alias'].partition(' ')[0]} → " if model.get("alias") else ""
+    # A file says what it holds once it is read; not even that is known where nothing was.
+    weights = f" · weights: {model['weights']}" if model.get("weights") else ""
+    session.line(f"{typed}{model.get('architecture') or model.get('name')}{weights}", "bold")
+    if done:
+        device = done[0]["profile"]["device"]
+        of = f"{place.get('threads')} threads" if device == "cpu" else place.get("gpu")
+        session.line(f"{device} ({of}) · torch {place.get('packages', {}).get('torch')}")
+    session.line()
     if len(rows) == 1 and done:
         _one(session, done[0])
     else:
@@ -38,7 +47,9 @@ def next_steps(session: Session, document: Document, options: Options) -> None:
         line = [model, *_as_loaded(options), "--plan", str(options.plan), "-o", "DIR"]
         session.line(f"Next: {shlex.join(['elsa', 'patch', *line])}", "dim")
     elif options.html is None and options.plot is None:
-        again = (_resumed(word) for word in session.arguments[1:])
+        # --output becomes the --resume that reads what it wrote
+        again = (re.sub("^(-o|--output)$", "--resume", word) for word in session.arguments[1:])
+        again = (re.sub("^(-o|--output=)(?=.)", "--resume=", word) for word in again)
         line = ["elsa", "profile", *again, "--html", "report.html"]
         session.line(f"Next: {shlex.join(line)}", "dim")
     done = [row["profile"] for row in document["results"]["points"] if row["profile"] is not None]
@@ -48,16 +59,6 @@ def next_steps(session: Session, document: Document, options: Options) -> None:
         best = min(runs, key=lambda run: float(run["seconds"]))
         time = f"{best['name']}, {words.duration(best['seconds'])}"
         session.line(f"Fastest: {time}: {variants.how_to(best['name'])}", "bold")
-
-
-def _resumed(word: str) -> str:
-    """A word of the command line, --output as the --resume that reads what it wrote."""
-    if word in ("-o", "--output"):
-        return "--resume"
-    for flag in ("--output=", "-o"):
-        if word.startswith(flag):
-            return f"--resume={word.removeprefix(flag)}"
-    return word
 
 
 def _as_loaded(options: Options) -> list[str]:
@@ -77,23 +78,6 @@ def _as_loaded(options: Options) -> list[str]:
     return [*said, "--pretrained"] if options.pretrained else said
 
 
-def _header(session: Session, document: Document, done: list[Document]) -> None:
-    model, place = document["results"]["model"], document["environment"]
-    typed = f"{model['alias'].partition(' ')[0]} → " if model.get("alias") else ""
-    # A file says what it holds once it is read; not even that is known where nothing was.
-    weights = f" · weights: {model['weights']}" if model.get("weights") else ""
-    session.line(f"{typed}{model.get('architecture') or model.get('name')}{weights}", "bold")
-    if done:
-        device = done[0]["profile"]["device"]
-        where = (
-            f"cpu ({place.get('threads')} threads)"
-            if device == "cpu"
-            else f"{device} ({place.get('gpu')})"
-        )
-        session.line(f"{where} · torch {place.get('packages', {}).get('torch')}")
-    session.line()
-
-
 def _one(session: Session, row: Document) -> None:
     found = row["profile"]
     session.line(f"{words.point_name(row)} · {found['rounds']} rounds")
@@ -105,9 +89,16 @@ def _one(session: Session, row: Document) -> None:
             run["name"], _ms(run["seconds"]), span,
             f"{run['images_per_second']:.3g}", memory, _beside(run["ratio"]),
         ])  # fmt: skip
-        said = [] if found["device"] == "cpu" else _costs(run)
-        if said:
-            session.line(f"{run['name']}: {', '.join(said)}")
+        costs = []  # of a run on a GPU, beside its time, as far as they are known
+        if found["device"] != "cpu" and run["device_seconds"] is not None:
+            host, device = _ms(run["host_seconds"]), _ms(run["device_seconds"])
+            costs = [f"host {host} ms", f"GPU {device} ms"]
+        if found["device"] != "cpu" and run["joules"] is not None:
+            costs.append(f"{run['joules']:.3g} J a call")
+        if found["device"] != "cpu" and run.get("first_seconds"):
+            costs.append(f"first result after {words.duration(run['first_seconds'])}")
+        if costs:
+            session.line(f"{run['name']}: {', '.join(costs)}")
     session.table(
         ("run", ">ms", "~>10-90%", ">images/s", "~>MB", "times as fast as eager"), rows, wrap=0
     )
@@ -127,19 +118,7 @@ def _one(session: Session, row: Document) -> None:
     if bound:
         session.line(bound)
     sites = f"{found['patched']} of {found['patched'] + found['kept']} sites patched"
-    session.line(f"{sites} · {words.verdict_text(found)}", "bold", even_quiet=True)
-
-
-def _costs(run: Document) -> list[str]:
-    """What a run on a GPU costs beside its time, as far as it is known."""
-    said = []
-    if run["device_seconds"] is not None:
-        said = [f"host {_ms(run['host_seconds'])} ms", f"GPU {_ms(run['device_seconds'])} ms"]
-    if run["joules"] is not None:
-        said.append(f"{run['joules']:.3g} J a call")
-    if run.get("first_seconds"):
-        said.append(f"first result after {words.duration(run['first_seconds'])}")
-    return said
+    session.verdict(f"{sites} · {words.verdict_text(found)}")
 
 
 def _sites(session: Session, sites: list[Document]) -> None:
@@ -196,8 +175,8 @@ def _sweep(session: Session, rows: list[Document]) -> None:
     said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     lost = len(rows) - len(gains)
     out = f"; {lost} not measured" if lost else ""
-    session.line(f"patched against the best baseline: {said or 'nothing measured'}{out}",
-                 "bold", even_quiet=True)  # fmt: skip
+    said = f"{said or 'nothing measured'}{out}"
+    session.verdict(f"patched against the best baseline: {said}")
 
 
 def _ms(seconds: float) -> str:

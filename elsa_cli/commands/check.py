@@ -40,7 +40,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     render.checked(session, outcome)
     total = len(report.patched) + len(report.kept)
     line = f"{len(report.patched)} of {total} sites patched · {render.verdict(outcome)}"
-    session.line(line, "bold" if outcome.ok else "bold red", even_quiet=True)
+    session.verdict(line, good=outcome.ok)
     if not outcome.ok:
         raise VerdictError(f"check failed: {first_of(outcome.failures)}")
     if loaded.report is None:

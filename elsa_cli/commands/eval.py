@@ -12,7 +12,6 @@ from elsa_cli.console import Session
 from elsa_cli.options import Options, elsa_command
 
 if TYPE_CHECKING:
-    from elsa_core.loading import Loaded
     from elsa_core.proof import EvalReport, LabelledImages
 
 _SHOWN = 10  # images of which the table tells; --json has all
@@ -64,11 +63,22 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     named = () if options.labels is None else names.classes(options.labels)
     loaded = pipeline.open_model(session, model, options)
     from elsa_cli import render
+    from elsa_core.base.images import reader
+    from elsa_core.errors import ModelError
+    from elsa_core.proof import evaluate, labelled_images
 
-    found = _labelled(loaded, options, named)
+    count = loaded.num_classes
+    if count < 1:
+        raise ModelError(f"{loaded.name} has no classifier: eval needs one output a class")
+    own = loaded.recipe.labels if len(loaded.recipe.labels) == count else ()
+    found = labelled_images(options.images, count, named or own, options.annotations, options.limit)
     report, routes = pipeline.patch_model(session, loaded, options)
     unreadable: list[int] | None = [] if options.skip_unreadable else None
-    outcome = _evaluate(session, loaded, found, options.batch_size, unreadable)
+    read = reader(loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
+                  crop_mode=loaded.crop_mode, interpolation=loaded.interpolation)  # fmt: skip
+    with session.stage("evaluating") as update:
+        batches = found.batches(read, options.batch_size, unreadable)
+        outcome = evaluate(loaded.model, batches, total=len(found.files), progress=update)
     left = sorted(unreadable or ())
     for place in left[:_SHOWN]:
         session.warn(f"{found.files[place]} cannot be read: left out")
@@ -88,33 +98,6 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     session.document("eval", results)
     render.header(session, loaded, options, routes, batch=True)
     _show(session, outcome, found)
-
-
-def _labelled(loaded: Loaded, options: Options, named: tuple[str, ...]) -> LabelledImages:
-    from elsa_core.errors import ModelError
-    from elsa_core.proof import labelled_images
-
-    count = loaded.num_classes
-    if count < 1:
-        raise ModelError(f"{loaded.name} has no classifier: eval needs one output a class")
-    own = loaded.recipe.labels if len(loaded.recipe.labels) == count else ()
-    return labelled_images(
-        options.images, count, named or own, options.annotations, options.limit
-    )  # fmt: skip
-
-
-def _evaluate(
-    session: Session, loaded: Loaded, found: LabelledImages, batch_size: int,
-    unreadable: list[int] | None,
-) -> EvalReport:  # fmt: skip
-    from elsa_core.base.images import reader
-    from elsa_core.proof import evaluate
-
-    read = reader(loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
-                  crop_mode=loaded.crop_mode, interpolation=loaded.interpolation)  # fmt: skip
-    with session.stage("evaluating") as update:
-        batches = found.batches(read, batch_size, unreadable)
-        return evaluate(loaded.model, batches, total=len(found.files), progress=update)
 
 
 def _show(session: Session, outcome: EvalReport, found: LabelledImages) -> None:
@@ -138,4 +121,4 @@ def _show(session: Session, outcome: EvalReport, found: LabelledImages) -> None:
         )
         said = [f"top-1 {before} before, {after} after"]
     said.append(f"{len(outcome.changed)} of {outcome.images} images changed their class")
-    session.line(" · ".join([*said, outcome.speed_text]), "bold", even_quiet=True)
+    session.verdict(" · ".join([*said, outcome.speed_text]))

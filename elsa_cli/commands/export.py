@@ -258,8 +258,10 @@ def _show(session: Session, bundle: Bundle) -> None:
     rounded = "; model.int8.onnx approximates it" if count < len(bundle.artefacts) else ""
     dtype = manifest["model"]["dtype"]
     of = "the model" if dtype == "float32" else f"the {dtype} model"
-    session.line(f"{bundle.path}: {count} of {count} artefacts reproduce {of} "
-                 f"in a fresh process{also}{rounded}", "bold", even_quiet=True)  # fmt: skip
+    session.verdict(
+        f"{bundle.path}: {count} of {count} artefacts reproduce {of} "
+        f"in a fresh process{also}{rounded}"
+    )
     zipped = bundle.path.suffix == ".zip"
     page = "README.md in it" if zipped else str(bundle.path / "README.md")
     session.line(f"Next: elsa verify {bundle.path}, or see {page}", "dim")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,12 @@ from elsa_cli import targets
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import Options, elsa_command, typed
+from elsa_cli.probes import environment
 
 if TYPE_CHECKING:
     from elsa_core.proof.coverage import Coverage
+
+_NAMED = ("torch", "timm", "open_clip_torch")  # packages that a page of --all names
 
 
 @elsa_command(
@@ -45,7 +47,7 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
     ('timm:swin*', 'open_clip:*').
     """
     from elsa_cli import pipeline
-    from elsa_cli.version import version as elsa_version
+    from elsa_cli.version import version
 
     options = Options(**values)
     if options.everything:
@@ -62,7 +64,10 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
         targets.check_new(options.html, options.force)
     elif typed(("force",)):
         raise click.UsageError("--force goes with --html, or with --all and --page")
-    if _is_bundle(model):
+    # Whatever MODEL is, these never raise; what it is otherwise is said where it is loaded.
+    path = os.path.expanduser(model)  # noqa: PTH111
+    manifest = os.path.join(path, "manifest.json")  # noqa: PTH118
+    if os.path.isfile(manifest) or (path.endswith(".zip") and os.path.isfile(path)):  # noqa: PTH113
         _show_bundle(session, Path(model))
         return
     loaded = pipeline.open_model(session, model, options, shapes_alone=True)
@@ -81,23 +86,16 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
     if not found.sites:
         said = f"no attention found in {loaded.name}"
     work = f" · {found.total_flops / 1e9:.2f} GFLOPs an image" if found.total_flops else ""
-    session.line(said + work, "bold", even_quiet=True)
+    session.verdict(said + work)
     if options.html is not None:
         from elsa_core.patching import write_page
 
-        about = f"weights: {loaded.weights} · {options.dtype} · elsa {elsa_version()}"
+        about = f"weights: {loaded.weights} · {options.dtype} · elsa {version()}"
         session.written.append(write_page(loaded.name, about, found, options.html))
         session.line(f"html: {options.html}")
     if good:
         step = session.again("patch", "--check", without=("--force",), valued=("--html",))
         session.line(f"Next: {step}", "dim")
-
-
-def _is_bundle(model: str) -> bool:
-    # Whatever MODEL is, these never raise; what it is otherwise is said where it is loaded.
-    path = os.path.expanduser(model)  # noqa: PTH111
-    manifest = os.path.join(path, "manifest.json")  # noqa: PTH118
-    return os.path.isfile(manifest) or (path.endswith(".zip") and os.path.isfile(path))  # noqa: PTH113
 
 
 def _show_bundle(session: Session, path: Path) -> None:
@@ -132,8 +130,7 @@ def _show_bundle(session: Session, path: Path) -> None:
     session.table(["artefact", "operators", "runtime", ">MB"], rows, wrap=1)
     session.line()
     count = len(rows)
-    session.line(f"{count} artefact{'s' if count != 1 else ''}, {len(manifest.files)} files",
-                 "bold", even_quiet=True)  # fmt: skip
+    session.verdict(f"{count} artefact{'s' if count != 1 else ''}, {len(manifest.files)} files")
     session.line(f"Next: elsa verify {path}", "dim")
 
 
@@ -161,8 +158,9 @@ def _show_all(session: Session, match: str | None, options: Options) -> None:
         )
     with session.stage("examining") as update:
         records = []
-        found = coverage.examine_all(names, checked=options.checked, state=state, progress=update)
-        for record in found:
+        for record in coverage.examine_all(
+            names, checked=options.checked, state=state, progress=update
+        ):
             records.append(record)
             if state is not None and state not in session.written:
                 session.written.append(state)
@@ -170,7 +168,11 @@ def _show_all(session: Session, match: str | None, options: Options) -> None:
     results = {"summary": total, "architectures": [record.to_dict() for record in records]}
     session.document("inspect --all", results)
     if page is not None:
-        note = _note(match, options.checked)
+        words = ["elsa", "inspect", "--all", *([match] if match else [])]
+        words += ["--check"] * options.checked
+        packages = environment()["packages"]
+        found = [f"{name} {packages[name]}" for name in _NAMED if packages[name]]
+        note = f"Written by `{shlex.join(words)}`. Versions: {', '.join(found)}."
         session.written.append(write_text(coverage.to_markdown(records, note), page))
     _table(session, coverage.by_family(records))
     bad = [record for record in records if record.verdict in (coverage.DIFFERS, coverage.FAILED)]
@@ -178,10 +180,10 @@ def _show_all(session: Session, match: str | None, options: Options) -> None:
         if record.reason and record.verdict not in (coverage.AGREES, coverage.NOT_CHECKED):
             session.line(f"{record.name}: {record.verdict}: {record.reason}", "yellow")
     said = ", ".join(f"{n} {verdict}" for verdict, n in sorted(total["verdicts"].items()))
-    session.line(
+    session.verdict(
         f"{total['complete']} of {total['attentive']} architectures with softmax attention are "
         f"patched whole ({total['share']:.1%}) · {said}",
-        "bold" if not bad else "bold red", even_quiet=True,
+        good=not bad,
     )  # fmt: skip
     if bad:
         raise VerdictError(f"{len(bad)} architectures differ or fail, {bad[0].name} first")
@@ -204,15 +206,3 @@ def _table(session: Session, families: dict[str, list[Coverage]]) -> None:
     titles = ["family", ">models", ">sites", ">patched", "verdicts", "kept"]
     session.table(titles, rows, wrap=5)
     session.line()
-
-
-def _note(match: str | None, checked: bool) -> str:
-    """What wrote the page, and with which versions."""
-    found = []
-    for name in ("torch", "timm", "open_clip_torch"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    words = ["elsa", "inspect", "--all", *([match] if match else []), *(["--check"] * checked)]
-    return f"Written by `{shlex.join(words)}`. Versions: {', '.join(found)}."

@@ -46,6 +46,6 @@ def command(session: Session, /, glob: str | None, everything: bool, **_: Any) -
     session.line()
     left = len(found) - len(shown)
     more = f" · {left} more have nothing to patch: --all lists them" if left else ""
-    session.line(f"{len(shown)} model{'s' * (len(shown) != 1)}{more}", "bold", even_quiet=True)
+    session.verdict(f"{len(shown)} model{'s' * (len(shown) != 1)}{more}")
     if shown:
         session.line(f"Next: elsa inspect {shown[0].name}", "dim")

@@ -90,7 +90,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     if outcome is not None:
         render.checked(session, outcome)
         line = f"{line} · {render.verdict(outcome)}"
-    session.line(line, "bold" if good else "bold red", even_quiet=True)
+    session.verdict(line, good=good)
     if outcome is not None and not good:
         nothing = "; nothing was written" if output is not None else ""
         raise VerdictError(f"check failed: {first_of(outcome.failures)}{nothing}")

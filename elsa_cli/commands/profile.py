@@ -203,23 +203,19 @@ def _planned(
         about["inputs"] = str(options.inputs or list(options.input_size))
     if spec.path is not None:
         about["weights_sha256"] = sweep.weights_sha256(spec)
-    include, exclude = list(options.include), list(options.exclude)
     common = {
         "backend": options.backend, "scope": options.scope, "rounds": options.rounds,
         "budget_seconds": options.budget,
     }  # fmt: skip
     settings = common | {
-        "baselines": list(baselines), "include": include, "exclude": exclude,
-        "sites": options.sites, "device": str(device),
+        "baselines": list(baselines), "include": list(options.include),
+        "exclude": list(options.exclude), "sites": options.sites, "device": str(device),
         "errors": not (options.sites is False or options.no_errors), "train": options.train,
     }  # fmt: skip
     how = common | {
-        "baselines": baselines, "include": include or None, "exclude": exclude or None
+        "baselines": baselines, "include": settings["include"] or None,
+        "exclude": settings["exclude"] or None,
     }  # fmt: skip
-    if not options.train:
-        # A policy judges sites: it needs them whatever the budget says.
-        how["sites"] = True if options.policy is not None else options.sites
-        how["errors"] = not options.no_errors
     plan = sweep.Plan(load, about, settings, how, device, options.seed, train=options.train)
     return plan, points
 

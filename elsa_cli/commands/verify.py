@@ -73,7 +73,7 @@ def command(
     ran += "; onnx-int8 errs as the manifest says" if len(exact) < len(done) else ""
     signed = " and the signature" if report.signed else ""
     line = f"{report.files} files{signed} match{ran or '; nothing was run'}"
-    session.line(line, "bold", even_quiet=True)
+    session.verdict(line)
 
 
 def _ask(session: Session, bundle: Path, trusted: bool) -> None:
