@@ -31,17 +31,18 @@ BACKENDS = {
 }
 # Far above any image a model meets, far below where arithmetic on sizes overflows.
 LARGEST_SIDE = 32768
-LONGEST_LITERAL = 400  # literals are parsed by Python, whose parser recurses
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in new Clicks only
-    """What `read` makes of a text; the ValueError that it raises is the usage error."""
+    """What `read` makes of the match of a pattern with a text. A text that does not match, or of
+    which it makes None, is a usage error that ends in `refusal`; its ValueError is one too."""
 
     def __init__(
-        self, name: str, read: Callable[[str], Any], metavar: str | None = None,
-        offered: Sequence[str] = (),
+        self, name: str, pattern: str, read: Callable[[re.Match[str]], Any], refusal: str,
+        metavar: str | None = None, offered: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.name, self.read, self.metavar, self.offered = name, read, metavar, offered
+        self.name, self.pattern, self.read, self.refusal = name, pattern, read, refusal
+        self.metavar, self.offered = metavar, offered
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str | None:
         return self.metavar
@@ -49,10 +50,14 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in new Click
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
             return value  # read already
+        match = re.fullmatch(self.pattern, value.strip(), re.IGNORECASE | re.DOTALL)
         try:
-            return self.read(value)
+            found = None if match is None else self.read(match)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+        if found is None:
+            self.fail(f"{value[:60]!r} {self.refusal}", param, ctx)
+        return found
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -116,37 +121,17 @@ class FilePath(click.Path):
         return path
 
 
-def _image_size(text: str) -> tuple[int, int]:
+def _image_size(match: re.Match[str]) -> tuple[int, int]:
     """(height, width) of `384`, or `HEIGHTxWIDTH`."""
-    plain = text.strip().lower()
-    if not re.fullmatch(r"[+-]?\d{1,20}(x[+-]?\d{1,20})?", plain):
-        raise ValueError(f"{plain[:60]!r} is not a size in pixels (like 224 or 224x320)")
-    sides = [int(side) for side in plain.split("x")]
+    sides = [int(side) for side in match[0].lower().split("x")]
     if not all(1 <= side <= LARGEST_SIDE for side in sides):
-        raise ValueError(f"{text} is outside 1 to {LARGEST_SIDE} pixels")
+        raise ValueError(f"{match[0]} is outside 1 to {LARGEST_SIDE} pixels")
     return sides[0], sides[-1]
 
 
-def _device(text: str) -> str:
-    """The form alone is looked at: whether the device exists needs torch."""
-    plain = text.strip().lower()
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", plain):
-        raise ValueError(f"{text!r} is no device; use auto, cpu, cuda, cuda:N or mps")
-    return plain
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    parts = text.split("x")
-    if not all(part.isascii() and part.isdigit() and 0 < int(part) < 2**20 for part in parts):
-        raise ValueError(f"{text[:60]!r} is no shape (like 1x96x96x96)")
-    return tuple(int(part) for part in parts)
-
-
-def _key_value(text: str) -> tuple[str, Any]:
+def _key_value(match: re.Match[str]) -> tuple[str, Any]:
     """The value is read as timm's `--model-kwargs` reads it: a Python literal, else text."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier() or len(value) > LONGEST_LITERAL:
-        raise ValueError(f"{text[:60]!r} is not KEY=VALUE (like window_size=8)")
+    key, value = match.groups()
     try:
         literal = ast.literal_eval(value.strip())
     except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -154,58 +139,42 @@ def _key_value(text: str) -> tuple[str, Any]:
     return key, list(literal) if isinstance(literal, tuple) else literal
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        found = tuple(float(part) for part in text.replace(",", " ").split())
-    except ValueError:
-        found = ()
-    if not found or not all(map(math.isfinite, found)):
-        raise ValueError(f"{text[:60]!r} is not a list of numbers")
-    return found
+def _numbers(match: re.Match[str]) -> tuple[float, ...] | None:
+    found = tuple(float(part) for part in match[0].replace(",", " ").split())
+    return found if all(map(math.isfinite, found)) else None
 
 
-def _sparsity(text: str) -> str | float:
-    if text == "exact":
-        return text
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0.0 < number < 1.0:
-        raise ValueError(f"{text!r} is neither exact nor a number in (0, 1)")
-    return number
+def _sparsity(match: re.Match[str]) -> str | float | None:
+    if match[0].lower() == "exact":
+        return "exact"
+    return float(match[0]) if 0.0 < float(match[0]) < 1.0 else None
 
 
-def _architecture(text: str) -> int:
-    """90 for `sm_90`, or `90`."""
-    found = re.fullmatch(r"(?:sm_)?(\d{2,3})", text.strip().lower())
-    if found is None:
-        raise ValueError(f"{text[:60]!r} is no architecture (like sm_90)")
-    return int(found[1])
-
-
-def _known_architecture(text: str) -> int:
+def _known_architecture(match: re.Match[str]) -> int:
     """One that kernels can be compiled for without its GPU."""
-    arch = _architecture(text)
-    if f"sm_{arch}" not in completion.ARCHS:
-        raise ValueError(f"sm_{arch} is unknown: choose of {', '.join(completion.ARCHS)}")
-    return arch
+    if f"sm_{match[1]}" not in completion.ARCHS:
+        raise ValueError(f"sm_{match[1]} is unknown: choose of {', '.join(completion.ARCHS)}")
+    return int(match[1])
 
 
-def _formats(text: str) -> tuple[str, ...]:
-    given = tuple(name.strip() for name in text.lower().split(","))
-    for name in given:
-        if name not in FORMATS:
-            raise ValueError(f"{name!r} is no format; choose among {', '.join(FORMATS)}")
-    return given
-
-
-IMAGE_SIZE = Parsed("size", _image_size, "PIXELS|HxW")
-DEVICE = Parsed("device", _device, offered=DEVICES)
-SHAPE = Parsed("shape", _shape, "NxNx...")
-KEY_VALUE = Parsed("key=value", _key_value, "KEY=VALUE")
-NUMBERS = Parsed("numbers", _numbers, "NUMBER[,...]")
-SPARSITY = Parsed("exact|NUMBER", _sparsity)
-ARCHITECTURE = Parsed("arch", _architecture, offered=completion.ARCHS)
-KNOWN_ARCHITECTURE = Parsed("arch", _known_architecture, offered=completion.ARCHS)
-FORMAT_LIST = Parsed("formats", _formats, "A,B,...", FORMATS)
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+_ARCH = ("arch", r"(?:sm_)?(\d{2,3})")
+_NO_ARCH = "is no architecture (like sm_90)"
+IMAGE_SIZE = Parsed("size", r"[+-]?\d{1,20}(x[+-]?\d{1,20})?", _image_size,
+                    "is not a size in pixels (like 224 or 224x320)", "PIXELS|HxW")  # fmt: skip
+# The form alone is looked at: whether the device exists needs torch.
+DEVICE = Parsed("device", r"auto|cpu|mps|cuda(:\d{1,3})?", lambda match: match[0].lower(),
+                "is no device; use auto, cpu, cuda, cuda:N or mps", offered=DEVICES)  # fmt: skip
+SHAPE = Parsed("shape", r"0*[1-9][0-9]{0,5}(x0*[1-9][0-9]{0,5})*",
+               lambda match: tuple(map(int, match[0].lower().split("x"))),
+               "is no shape (like 1x96x96x96)", "NxNx...")  # fmt: skip
+# Literals are parsed by Python, whose parser recurses.
+KEY_VALUE = Parsed("key=value", r"([^\W\d]\w*)=(.{0,400})", _key_value,
+                   "is not KEY=VALUE (like window_size=8)", "KEY=VALUE")  # fmt: skip
+NUMBERS = Parsed("numbers", rf"{_NUMBER}([\s,]+{_NUMBER})*", _numbers,
+                 "is not a list of numbers", "NUMBER[,...]")  # fmt: skip
+SPARSITY = Parsed("exact|NUMBER", f"exact|{_NUMBER}", _sparsity,
+                  "is neither exact nor a number in (0, 1)")  # fmt: skip
+ARCHITECTURE = Parsed(*_ARCH, lambda match: int(match[1]), _NO_ARCH, offered=completion.ARCHS)
+KNOWN_ARCHITECTURE = Parsed(*_ARCH, _known_architecture, _NO_ARCH, offered=completion.ARCHS)
+FORMAT_LIST = Listed(click.Choice(FORMATS, case_sensitive=False))

@@ -32,7 +32,7 @@ _MODULES = {
     "export",
     *shared.model_options(),
     click.option(
-        "--formats", type=FORMAT_LIST, default="torchscript,onnx,pt2",
+        "--formats", type=FORMAT_LIST, metavar="A,B,...", default="torchscript,onnx,pt2",
         help="What to write.",
     ),
     shared.folder_option("--output", "-o", text="The bundle's directory [default: NAME-elsa]."),
