@@ -89,13 +89,6 @@ def among(names: Iterable[str], incomplete: str) -> list[CompletionItem[str]]:
     ]
 
 
-def baselines(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem[str]]:
-    """What a model can be measured against."""
-    return among(BASELINES, incomplete)
-
-
 def tables(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import click
 
@@ -26,9 +26,6 @@ from elsa_cli.values import (
     FilePath,
     Listed,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 Decorator = Callable[[Any], Any]
 
@@ -64,12 +61,6 @@ class Options(SimpleNamespace):
     def but(self, **changed: Any) -> Options:
         """The same options, some of them changed."""
         return Options(**(vars(self) | changed))
-
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype that --dtype names."""
-        from elsa_core import precision
-
-        return precision.DTYPES[self.dtype]
 
 
 class Command(click.Command):

@@ -178,6 +178,7 @@ def check_inputs(session: Session, loaded: Loaded, options: Options) -> dict[str
     """Generated inputs by name, and the images of --images."""
     from elsa_core.base.images import read_folder
     from elsa_core.base.inputs import generated_inputs, text_shape
+    from elsa_core.precision import DTYPES
 
     if loaded.tower == "text":
         from elsa_core.exporting.export_target import token_cases
@@ -187,7 +188,7 @@ def check_inputs(session: Session, loaded: Loaded, options: Options) -> dict[str
         return {"inputs": loaded.example_inputs(options.batch_size, options.seed)}
     with session.stage("preparing inputs"):
         inputs: dict[str, Any] = generated_inputs(
-            loaded.input_size, options.batch_size, seed=options.seed, dtype=options.torch_dtype(),
+            loaded.input_size, options.batch_size, seed=options.seed, dtype=DTYPES[options.dtype],
             device=next(loaded.model.parameters()).device, text=text_shape(loaded.model),
         )  # fmt: skip
         if options.images is None:

@@ -162,7 +162,8 @@ def _sweep(session: Session, rows: list[Document]) -> None:
         lines.append([
             name, f"{best['name']} {_ms(best['seconds'])}", _ms(own["seconds"]),
             words.ratio_short(found["gain"]), f"{own['images_per_second']:.3g}",
-            f"{_mb(best)}/{_mb(own)}",
+            "/".join("-" if m is None else f"{m / 1e6:.0f}"
+                     for m in (best["memory_bytes"], own["memory_bytes"])),
         ])  # fmt: skip
     columns = ("point", ">best baseline, ms", ">patched", ">gain", "~>images/s", "~>MB")
     session.table(columns, lines, wrap=0)
@@ -187,15 +188,12 @@ def _ms(seconds: float) -> str:
     return f"{milli:.3g}" if milli >= 0.1 else f"{milli:.2g}"
 
 
-def _mb(run: Document) -> str:
-    return "-" if run["memory_bytes"] is None else f"{run['memory_bytes'] / 1e6:.0f}"
-
-
 def _beside(ratio: Document | None) -> str:
     """The ratio of a run with its interval; why there is none where rounds decide nothing."""
     if ratio is None:
         return ""
-    if ratio["verdict"] in ("unsure", "no difference"):
-        rounds = f"{ratio['value']:.2f} ({ratio['rounds']} rounds)"
-        return rounds if ratio["verdict"] == "unsure" else words.ratio_short(ratio)
+    if ratio["verdict"] == "unsure":
+        return f"{ratio['value']:.2f} ({ratio['rounds']} rounds)"
+    if ratio["verdict"] == "no difference":
+        return words.ratio_short(ratio)
     return f"{ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"

@@ -89,8 +89,8 @@ def inspection(session: Session, found: Inspection) -> None:
         one = members[0]
         share = sum(site.flops_share or 0.0 for site in members)
         mark = "✓" if one.patchable else "✗"
-        rows.append([f"{mark} {label}", f"{len(members)}x", one.class_name, one.kind, _heads(one),
-                     _tokens(one), f"{share:.1%}" if share else ""])  # fmt: skip
+        rows.append([f"{mark} {label}", f"{len(members)}x", one.class_name, one.kind,
+                     *_numbers(one), f"{share:.1%}" if share else ""])  # fmt: skip
     # Paths stay whole on a narrow terminal, so that they can be copied.
     session.table(["  site", ">", "class", "~kind", "~>heads", ">tokens", ">FLOPs"], rows, wrap=2)
     if rows:
@@ -118,7 +118,7 @@ def inspection(session: Session, found: Inspection) -> None:
 def patched(session: Session, report: PatchReport) -> None:
     rows = [
         [f"✓ {label}", f"{len(members)}x", members[0].class_name, members[0].kind,
-         _heads(members[0]), ", ".join(members[0].extra)]
+         _numbers(members[0])[0], ", ".join(members[0].extra)]
         for label, members in group(report.patched, lambda site: site.alike)
     ]  # fmt: skip
     session.table(["  patched", ">", "class", "~kind", "~>heads", "~extra"], rows, wrap=5)
@@ -132,22 +132,22 @@ def patched(session: Session, report: PatchReport) -> None:
 
 def checked(session: Session, report: CheckReport) -> None:
     """The errors of each group of sites, and of the model on each input."""
-    rows = []
-
-    def add(name: str, count: str, one: Any, last: str) -> None:
-        errors = (one.patched_error, one.original_error, one.allowed)
-        rows.append([f"{'✓' if one.ok else '✗'} {name}", count, *map(_error, errors), last])
-
+    found: list[tuple[str, str, Any, str]] = []
     for label, members in group(report.sites, lambda site: site.ok):
         worst = max(members, key=_severity)
-        add(label, f"{len(members)}x", worst, worst.worst_case)
+        found.append((label, f"{len(members)}x", worst, worst.worst_case))
     for case in report.cases:
         by = "" if case.path == "eager" else f", {case.path}"
-        add(f"model: {case.case}{by}", "", case, classes(case))
+        found.append((f"model: {case.case}{by}", "", case, classes(case)))
     for label, alike in group(report.gradients, lambda one: one.ok):
         slope = max(alike, key=_severity)
         of = f"{slope.worst}, {slope.worst_case}"
-        add(f"gradients: {label}", f"{len(alike)}x", slope, of)
+        found.append((f"gradients: {label}", f"{len(alike)}x", slope, of))
+    rows = [
+        [f"{'✓' if one.ok else '✗'} {name}", count,
+         *(f"{error:.1e}" for error in (one.patched_error, one.original_error, one.allowed)), last]
+        for name, count, one, last in found
+    ]  # fmt: skip
     titles = ["  rel. error", ">", ">elsa", ">original", ">allowed", "~worst input"]
     session.table(titles, rows, wrap=5)
     session.line()
@@ -168,11 +168,7 @@ def verdict(report: CheckReport) -> str:
     worst = max(report.cases, key=_severity, default=None)
     if worst is None:
         return said
-    return f"{said} (error {_error(worst.patched_error)}, original {_error(worst.original_error)})"
-
-
-def _error(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
+    return f"{said} (error {worst.patched_error:.1e}, original {worst.original_error:.1e})"
 
 
 def _severity(result: Any) -> float:
@@ -181,22 +177,15 @@ def _severity(result: Any) -> float:
     return math.inf if excess is None or math.isnan(excess) else float(excess)
 
 
-def _heads(site: AttentionSite) -> str:
-    if site.num_heads is None:
-        return _unknown(site)
-    return f"{site.num_heads}" if site.head_dim is None else f"{site.num_heads}x{site.head_dim}"
-
-
-def _tokens(site: AttentionSite) -> str:
-    if site.query_tokens is None:
-        return _unknown(site)
-    same = site.query_tokens == site.key_tokens
-    return f"{site.query_tokens}" if same else f"{site.query_tokens}:{site.key_tokens}"
-
-
-def _unknown(site: AttentionSite) -> str:
-    """For what is not known of attention; a layer has none of it."""
-    return "" if site.kind in LAYERS else "?"
+def _numbers(site: AttentionSite) -> list[str]:
+    """Heads and their dimension, and tokens: queries:keys where the two differ. "?" is what is not
+    known of attention; a layer has none of it."""
+    dims = [site.num_heads, site.head_dim] if site.num_heads is not None else []
+    tokens = dict.fromkeys([site.query_tokens, site.key_tokens])
+    return [
+        sign.join(str(n) for n in found if n is not None) or ("" if site.kind in LAYERS else "?")
+        for sign, found in (("x", dims), (":", tokens))
+    ]
 
 
 def _count(members: Sequence[object]) -> str:

@@ -33,12 +33,7 @@ def check_folder(output: Path, force: bool, *, zipped: bool = False) -> None:
         raise TargetError(f"{output} exists; give another -o, or --force to replace it")
     if output.exists() and not zipped and not output.is_dir():
         raise TargetError(f"{output} is not a directory; --force replaces directories only")
-    above = output.absolute()
-    while above != above.parent:
-        above = above.parent
-        if os.path.lexists(above):
-            break
-    _try(above, output)
+    check_writable(output, next(p for p in output.absolute().parents if os.path.lexists(p)))
 
 
 def check_plot(path: Path) -> None:
@@ -49,13 +44,9 @@ def check_plot(path: Path) -> None:
         raise PlaceError("plots need matplotlib: pip install 'elsa-attention[plot]'")
 
 
-def check_writable(path: Path) -> None:
-    _try(path.parent, path)
-
-
-def _try(folder: Path, path: Path) -> None:
+def check_writable(path: Path, folder: Path | None = None) -> None:
     try:
-        with tempfile.TemporaryDirectory(prefix=".elsa-", dir=folder):
+        with tempfile.TemporaryDirectory(prefix=".elsa-", dir=folder or path.parent):
             pass
     except OSError as error:
         raise TargetError(f"{path} cannot be written: {error.strerror}") from None

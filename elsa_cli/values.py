@@ -178,3 +178,6 @@ SPARSITY = Parsed("exact|NUMBER", f"exact|{_NUMBER}", _sparsity,
 ARCHITECTURE = Parsed(*_ARCH, lambda match: int(match[1]), _NO_ARCH, offered=completion.ARCHS)
 KNOWN_ARCHITECTURE = Parsed(*_ARCH, _known_architecture, _NO_ARCH, offered=completion.ARCHS)
 FORMAT_LIST = Listed(click.Choice(FORMATS, case_sensitive=False))
+BASELINE_LIST = Listed(
+    Parsed("name", ".*", lambda match: match[0], "", offered=completion.BASELINES)
+)

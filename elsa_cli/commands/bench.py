@@ -19,7 +19,7 @@ from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import Options, elsa_command, typed
-from elsa_cli.values import DTYPES, Listed
+from elsa_cli.values import BASELINE_LIST, DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +86,7 @@ _NOT_FOR = {
         help="Begin no further model or product after this time; --resume goes on.",
     ),
     click.option(
-        "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
-        shell_complete=completion.baselines,
+        "--baselines", type=BASELINE_LIST,
         help="Of models and training: what to measure against, as in `elsa profile`.",
     ),
     click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True),

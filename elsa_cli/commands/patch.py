@@ -101,6 +101,8 @@ def _next(
     session: Session, loaded: Loaded, options: Options, saved: Path | None, check: bool
 ) -> str:
     """What to do with what was written, or how to write it."""
+    from elsa_core.precision import DTYPES
+
     if saved is not None and loaded.spec.source == "python":
         from elsa_core.loading import PLAN_NAME
 
@@ -108,9 +110,9 @@ def _next(
                              without=("--force",), valued=("-o", "--output"))  # fmt: skip
         return f"Written: {saved}. Next: {step}"
     if saved is not None:
-        half = options.dtype != "fp32"
-        flags = f" --dtype {options.dtype}" if half else ""
-        named = f", dtype={options.torch_dtype()}" if half else ""
+        flags = named = ""
+        if options.dtype != "fp32":
+            flags, named = f" --dtype {options.dtype}", f", dtype={DTYPES[options.dtype]}"
         return (
             f"Written: {saved}. Next: elsa check {shlex.quote(str(saved))}{flags}, "
             f"or elsa_core.load({str(saved)!r}{named})"

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import completion, names, pipeline, targets
+from elsa_cli import names, pipeline, targets
 from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import PlaceError, VerdictError
 from elsa_cli.options import Options, elsa_command, resolve_device, typed
-from elsa_cli.values import Listed
+from elsa_cli.values import BASELINE_LIST, Listed
 
 if TYPE_CHECKING:
     from elsa_core.profiling.sweep import Configuration, Plan
@@ -36,8 +36,7 @@ Document = dict[str, Any]
     ),
     shared.BACKEND,
     click.option(
-        "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
-        shell_complete=completion.baselines,
+        "--baselines", type=BASELINE_LIST,
         help="What to measure against: eager, control, sdpa, compile, eager+graph, sdpa+graph, "
         "compile+graph, or all.  [default: eager; on CUDA also sdpa, compile and CUDA graphs]",
     ),
