@@ -50,7 +50,6 @@ class _Bash(BashComplete):
 
 
 def register() -> None:
-    """Use our bash script instead of Click's."""
     add_completion_class(_Bash, "bash")
 
 
@@ -111,7 +110,6 @@ def _text(file: Path) -> str:
 
 
 def known(library: str, start: str = "") -> set[str]:
-    """The names of an installed library's models that begin so."""
     folder, kind, pattern = _SOURCES[library]
     if library == "timm" and "." in start:
         # Tags double the list; they matter once somebody has typed the dot.

@@ -110,7 +110,6 @@ class Session:
         self._write(json.dumps(jsonable(document), indent=2, allow_nan=False) + "\n")
 
     def text(self, text: str) -> None:
-        """Print `text` as it is, whatever the output flags say."""
         self._write(text if text.endswith("\n") else text + "\n")
 
     def line(self, text: str = "", style: str = "", *, even_quiet: bool = False) -> None:
@@ -124,7 +123,6 @@ class Session:
         self._draw(console, Text(self.fit(text), style=style), whole=not console.is_terminal)
 
     def verdict(self, text: str, *, good: bool = True) -> None:
-        """Print the line that --quiet leaves."""
         self.line(text, "bold" if good else "bold red", even_quiet=True)
 
     def again(
@@ -308,7 +306,6 @@ class Session:
             self._stderr.flush()
 
     def warn(self, text: str, *, even_quiet: bool = False) -> None:
-        """Print a warning on stderr, unless --quiet."""
         self.warned.append(text)
         if even_quiet or not self.quiet:
             self.log(cut(one_line(text)), "warning:", "33")

@@ -66,7 +66,6 @@ class PlaceError(CommandError):
 
 
 def first_of(failures: tuple[str, ...]) -> str:
-    """The first failure, and how many more there are."""
     more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
     return (failures[0] if failures else "no reason given") + more
 

@@ -27,6 +27,5 @@ EXAMPLES = {
 
 
 def of(command: str) -> str:
-    """The examples of a command as the end of its help page."""
     lines = EXAMPLES.get(command, ())
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)]) if lines else ""

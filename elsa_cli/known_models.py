@@ -34,7 +34,6 @@ class KnownModel:
     parameters: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return asdict(self)
 
 
@@ -68,7 +67,6 @@ def matching(models: Iterable[KnownModel], glob: str | None) -> list[KnownModel]
 
 
 def read(path: Path) -> tuple[str, list[KnownModel]]:
-    """What was counted, and with which versions."""
     head, *lines = path.read_text(encoding="utf-8").splitlines()
     models = []
     for line in lines:

@@ -126,7 +126,6 @@ def _leave(code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """The `elsa` command."""
     # Open what the caller has closed (`>&-`): the next file would be taken for it.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)  # by compilers and fresh processes

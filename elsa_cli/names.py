@@ -150,7 +150,6 @@ def close_names(name: str, library: str | None = None) -> list[str]:
 
 
 def classes(path: Path) -> tuple[str, ...]:
-    """The names of classes in a text file, one a line."""
     from elsa_core.base.reading import read_text
 
     return tuple(read_text(path, _LONGEST_LABELS).removeprefix("\ufeff").splitlines())

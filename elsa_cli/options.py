@@ -59,7 +59,6 @@ class Options(SimpleNamespace):
         super().__init__(**(self.SHARED | given))
 
     def but(self, **changed: Any) -> Options:
-        """The same options, some of them changed."""
         return Options(**(vars(self) | changed))
 
 
@@ -113,7 +112,6 @@ class Command(click.Command):
 
 
 def session_of(ctx: click.Context) -> Session:
-    """The run that a context belongs to."""
     return ctx.find_object(Session) or ctx.ensure_object(Session)
 
 

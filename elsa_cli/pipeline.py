@@ -204,7 +204,6 @@ def check_inputs(session: Session, loaded: Loaded, options: Options) -> dict[str
 
 
 def check_model(session: Session, loaded: Loaded, options: Options) -> CheckReport:
-    """Check the patched model on `check_inputs`."""
     from elsa_core.proof import check
 
     inputs = check_inputs(session, loaded, options)

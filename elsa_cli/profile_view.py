@@ -19,7 +19,6 @@ _SLOWEST = 10
 
 
 def show(session: Session, document: Document) -> None:
-    """The points, finished or not: one in full, several as rows."""
     results, place = document["results"], document["environment"]
     model, rows = results["model"], results["points"]
     done = [row for row in rows if row["status"] == DONE]
@@ -41,7 +40,6 @@ def show(session: Session, document: Document) -> None:
 
 
 def next_steps(session: Session, document: Document, options: Options) -> None:
-    """What a user may want to do with the result."""
     model = document["results"]["model"]["given"]
     if options.policy is not None:
         line = [model, *_as_loaded(options), "--plan", str(options.plan), "-o", "DIR"]

@@ -57,7 +57,6 @@ def header(
 
 
 def described(loaded: Loaded, options: Options) -> dict[str, Any]:
-    """The model of a JSON document: what the header says."""
     assumed = loaded.recipe.preprocess.assumed
     return {
         "given": loaded.spec.given, "name": loaded.name, "source": loaded.spec.source,
@@ -75,7 +74,6 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
 def document(
     loaded: Loaded, options: Options, report: PatchReport, routes: Routes
 ) -> dict[str, Any]:
-    """What the JSON documents of commands that patch have in common."""
     return {
         "model": described(loaded, options), "patch": report.to_dict(),
         "routes": {str(dim): route.to_dict() for dim, route in routes.items()},
@@ -83,7 +81,6 @@ def document(
 
 
 def inspection(session: Session, found: Inspection) -> None:
-    """Every site of a model and what can be patched."""
     rows = []
     for label, members in group(found.sites, lambda site: site.alike):
         one = members[0]
@@ -131,7 +128,6 @@ def patched(session: Session, report: PatchReport) -> None:
 
 
 def checked(session: Session, report: CheckReport) -> None:
-    """The errors of each group of sites, and of the model on each input."""
     found: list[tuple[str, str, Any, str]] = []
     for label, members in group(report.sites, lambda site: site.ok):
         worst = max(members, key=_severity)

@@ -222,7 +222,6 @@ def _exact(session: Session, loaded: Loaded, options: Options) -> Exact:
 
 
 def _show(session: Session, bundle: Bundle) -> None:
-    """The bundle's artefacts, its kernels, and what rounding costs."""
     rows, manifest = [], bundle.manifest
     for each in bundle.artefacts:
         entry = manifest["artefacts"][each.format]

@@ -100,7 +100,6 @@ def command(session: Session, /, model: str, **values: Any) -> None:
 def _next(
     session: Session, loaded: Loaded, options: Options, saved: Path | None, check: bool
 ) -> str:
-    """What to do with what was written, or how to write it."""
     from elsa_core.precision import DTYPES
 
     if saved is not None and loaded.spec.source == "python":

@@ -77,7 +77,6 @@ def command(
 
 
 def _ask(session: Session, bundle: Path, trusted: bool) -> None:
-    """Go on where the bundle is trusted, or a person at a terminal says so."""
     about = f"about to run the library of {bundle}, which can do anything that you can"
     if trusted:
         if not session.quiet:

@@ -71,7 +71,6 @@ class OperatorCall:
     left_out: int = 0
 
     def reason(self) -> str:
-        """Why the call fails, or an empty string."""
         for name, error, allowed in (
             ("weights P", self.p_error, self.p_allowed),
             ("output", self.y_error, self.y_allowed),
@@ -282,7 +281,6 @@ def _settled(first: _Pair, factor: float, ulp: float, again: Callable[[int], _Pa
 
 
 def _largest(values: Tensor) -> float:
-    """The largest finite absolute value, 0 where there is none."""
     finite = values[values.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 

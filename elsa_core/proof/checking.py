@@ -175,7 +175,6 @@ def _report(
 
 
 def _fault(sites: Mapping[str, nn.Module]) -> tuple[str, float] | None:
-    """The site whose output is to be wrong, and by how much of itself."""
     text = os.environ.get(FAULT_SWITCH, "")
     if not text:
         return None
@@ -192,7 +191,6 @@ def _fault(sites: Mapping[str, nn.Module]) -> tuple[str, float] | None:
 
 
 def _home(model: nn.Module) -> tuple[torch.dtype, torch.device]:
-    """The dtype and device that hold most of the model's weights."""
     counts: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():

@@ -149,12 +149,10 @@ class Comparison:
 
     @property
     def allowed(self) -> float:
-        """The relative Euclidean error that the patched model may have."""
         return self.factor * _ratio(self.original.l2, self.oracle.l2) + self.band
 
     @property
     def largest_allowed(self) -> float:
-        """The largest single error that it may have."""
         return self.factor * self.original.maximum + self.band * self.oracle.maximum
 
     @property
@@ -168,7 +166,6 @@ class Comparison:
         )
 
     def reason(self) -> str:
-        """Why it fails, or an empty string."""
         if self.mismatch:
             return self.mismatch
         if self.oracle_bad:

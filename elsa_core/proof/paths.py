@@ -133,7 +133,6 @@ def lacks_compiler(error: BaseException | None) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """The same nested value with tensors of its own memory."""
     return pytree.tree_map_only(Tensor, Tensor.clone, value)
 
 

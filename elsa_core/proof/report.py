@@ -198,7 +198,6 @@ class SiteRecord:
     def add(
         self, case: str, comparisons: Mapping[str, Comparison], operator: Sequence[OperatorCall]
     ) -> None:
-        """Takes the outputs of one run of the site, and the operator's calls in it."""
         self.calls += 1
         self.operator_calls += len(operator)
         for call in operator:
@@ -319,7 +318,6 @@ def model_check(
 def _errors(
     comparison: Comparison | None, reason: str, notes: Sequence[str], case: str = ""
 ) -> dict[str, Any]:
-    """The fields of `Errors`; NaN where nothing was compared."""
     names = ("relative_l2", "original_error", "patched_error", "allowed", "excess")
     values = dict.fromkeys(("max_abs", *names), math.nan)
     if comparison is not None:
