@@ -59,28 +59,23 @@ def check(
     to show that the check sees it. The report says that it was on.
 
     Args:
-        model: Patched by `elsa_core.patch`; any floating dtype but float64. Comes back as it was:
-            patched, in its mode, without new hooks. The random state is not touched. Of a compiled
-            model the eager one is judged.
+        model: Patched by `elsa_core.patch`; any floating dtype but float64. Comes back as it was.
+            Of a compiled model the eager one is judged.
         inputs: A tensor [B, C, H, W], a tuple of the model's arguments, or named ones of either.
             Floating tensors are cast to the model's dtype and device first.
         factor: How many times the original's own error is allowed; at least 1.
         stress: Also hard cases for each site, made from the first case that reaches it, and one
-            with random weights for those that are all zero. That one is made without `stress` too,
-            where a site's output is zero and would show nothing.
-        batch_size: Rows for one forward. Sites are judged on the first batch of each case. Inputs
-            of one row show nothing of the rows after the first.
+            with random weights for those that are all zero (made without `stress` too, where a
+            site's output is zero and would show nothing).
+        batch_size: Rows for one forward. Sites are judged on the first batch of each case.
         paths: How the whole patched model runs: "eager", "graph" (a CUDA graph), "compile"
-            (`torch.compile`), "compile+graph", or several of them. The original runs eagerly.
-            Default: "eager", and on CUDA "graph" and "compile" too. One that the original or this
-            machine cannot run is left out, and the report gives the reason. Sites run eagerly.
-            On CUDA "eager" is the first calls of their kind and, once, one that follows them: these
-            may run other code.
+            (`torch.compile`), "compile+graph", or several of them. The original and the sites run
+            eagerly. Default: "eager", and on CUDA "graph" and "compile" too. One that the original
+            or this machine cannot run is left out, and the report gives the reason.
         grad: Also the gradients of the first case, by the same rule: of every parameter that wants
-            one and of each input, for the model and for each site, its hard cases too. By path
-            "graph" too, where the model is run by it.
-        sparsity_bound: The relative error that is allowed in addition, at least 0. It is for the
-            model and its sites, where they were patched with a number as `sparsity`.
+            one and of each input, for the model, eagerly and by path "graph", and for each site.
+        sparsity_bound: The relative error that is allowed in addition, at least 0, for a model and
+            its sites that were patched with a number as `sparsity`.
         progress: Called with (what, steps done, steps in all). Default: a line on stderr where that
             is a terminal; False: nothing.
 
@@ -232,8 +227,8 @@ def _bad_weights(model: nn.Module) -> list[str]:
     """One line that names the weights with NaN or infinite values, if there are any."""
     bad = [
         name
-        for name, parameter in model.named_parameters()
-        if parameter.is_floating_point() and not bool(parameter.detach().isfinite().all())
+        for name, weight in model.named_parameters()
+        if weight.is_floating_point() and not bool(weight.detach().isfinite().all())
     ]
     # A buffer may hold -inf on purpose (a causal mask), a NaN never.
     bad += [
