@@ -95,7 +95,7 @@ class CheckRun:
 
             def run_patched(given: Given) -> Any:
                 if not run:  # made with the first batch: what it raises is a finding too
-                    run.append(paths.runner(path, model, faulty=self.asked.faulty))
+                    run.append(paths.runner(path, model))
                 return run[0](given)
 
             return replace(self.sides, run_patched=run_patched)
@@ -224,7 +224,7 @@ class CheckRun:
     def _refusal(self, path: str, batch: Given) -> str | None:
         """Why the original does not run by a path; None if it does."""
         with original(self.sides.weights):
-            run = paths.runner(path, self.sides.weights, faulty=self.asked.faulty)
+            run = paths.runner(path, self.sides.weights)
         try:
             replace(self.sides, run_patched=run).patched(batch)
         except PatchedError as error:
