@@ -244,17 +244,24 @@ class Session:
             if imports:
                 stack.enter_context(signals.importing(self._leave))
                 stack.enter_context(uncollected())
-            if self.quiet or not drawn or not (interactive or not imports):
+            if self.quiet or not drawn or (imports and not interactive):
                 yield lambda label, done, total: None
             else:
-                shown = self._bar(text) if interactive else self._beating(text)
-                yield stack.enter_context(shown)
+                bar = self._bar() if interactive else self._beating(text, start)
+                show = stack.enter_context(bar)
+                show(text, 0, 0)
+
+                def update(label: str, done: int, total: int) -> None:
+                    said = f"{text} {done}/{total} {label}" if total else f"{text}: {label}"
+                    show(said, done, total)
+
+                yield update
             signals.check()
         if self.verbose:
             self.log(f"{text}: {time.perf_counter() - start:.1f} s")
 
     @contextlib.contextmanager
-    def _bar(self, text: str) -> Iterator[Update]:
+    def _bar(self) -> Iterator[Update]:
         from rich import progress
         from rich.console import Console
 
@@ -267,31 +274,23 @@ class Session:
             console=console, transient=True, redirect_stdout=False, redirect_stderr=False,
         )  # fmt: skip
         with bar:
-            task = bar.add_task(one_line(text), total=None)
-
-            def update(label: str, done: int, total: int) -> None:
-                bar.update(
-                    task, description=one_line(_described(text, label, done, total)),
-                    completed=done, total=total or None,
-                )  # fmt: skip
-
-            yield update
+            task = bar.add_task("", total=None)
+            yield lambda text, done, total: bar.update(
+                task, description=one_line(text), completed=done, total=total or None
+            )
 
     @contextlib.contextmanager
-    def _beating(self, text: str) -> Iterator[Update]:
-        start, ended, last = time.perf_counter(), threading.Event(), [text]
+    def _beating(self, text: str, start: float) -> Iterator[Update]:
+        ended, last = threading.Event(), [text]
 
         def beat() -> None:
             while not ended.wait(_BEAT_SECONDS):
                 self.log(f"{last[0]} ({time.perf_counter() - start:.0f} s)")
 
-        def update(label: str, done: int, total: int) -> None:
-            last[0] = _described(text, label, done, total)
-
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
         try:
-            yield update
+            yield lambda text, done, total: last.__setitem__(0, text)
         finally:
             ended.set()
             thread.join()
@@ -356,8 +355,16 @@ class Session:
             if self.verbose or "elsa_" in filename:
                 self.warn(str(message))
 
-        root = logging.getLogger()
-        handler = _Relay(self)
+        def relay(record: logging.LogRecord) -> None:
+            """Elsa's log records from WARNING on, everyone's with --verbose."""
+            if self.verbose:
+                self.warned.append(record.getMessage())
+                self.log(f"{record.name}: {record.getMessage()}")
+            elif record.name.startswith("elsa") and record.levelno >= logging.WARNING:
+                self.warn(record.getMessage())
+
+        root, handler = logging.getLogger(), logging.Handler()
+        handler.emit = relay  # type: ignore[method-assign]
         if not self._interactive():
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         root.addHandler(handler)
@@ -367,10 +374,6 @@ class Session:
                 yield
         finally:
             root.removeHandler(handler)
-
-
-def _described(text: str, label: str, done: int, total: int) -> str:
-    return f"{text} {done}/{total} {label}" if total else f"{text}: {label}"
 
 
 def _least_width(console: Console, table: Table) -> int:
@@ -383,18 +386,3 @@ def _least_width(console: Console, table: Table) -> int:
             widest = max((*cells, len(str(column.header))), default=0)
             width -= max(0, widest - max(FOLDED_WIDTH, len(str(column.header))))
     return width
-
-
-class _Relay(logging.Handler):
-    """Log records as lines on stderr: elsa's from WARNING on, everyone's with --verbose."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__()
-        self._session = session
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._session.verbose:
-            self._session.warned.append(record.getMessage())
-            self._session.log(f"{record.name}: {record.getMessage()}")
-        elif record.name.startswith("elsa") and record.levelno >= logging.WARNING:
-            self._session.warn(record.getMessage())
