@@ -149,30 +149,24 @@ def is_command_line_only(param: click.Parameter) -> bool:
 
 
 def _value(path: Path, key: str, value: Any, param: click.Option) -> Any:
+    def refuse(wanted: str) -> None:
+        try:
+            shown = reprlib.repr(value)  # short, however deep or long it is
+        except ValueError:
+            shown = "a number of thousands of digits"
+        raise ConfigError(f"{path}: '{key}' must be {wanted}, not {shown}")
+
     if param.is_flag:
         if not isinstance(value, bool):
-            raise ConfigError(f"{path}: '{key}' must be true or false, not {_shown(value)}")
+            refuse("true or false")
         return value
-    if param.multiple and isinstance(value, list):
-        return [_scalar(path, key, item, param) for item in value]
-    scalar = _scalar(path, key, value, param)
-    return [scalar] if param.multiple else scalar
-
-
-def _scalar(path: Path, key: str, value: Any, param: click.Option) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ConfigError(f"{path}: '{key}' must be a text or a number, not {_shown(value)}")
-    if isinstance(value, int) and abs(value) >= 1 << 64:  # Python writes no number of 5 000 digits
-        raise ConfigError(f"{path}: '{key}' is a number beyond 64 bits")
-    # A path in a config file is relative to that file, not to where the command runs.
-    if isinstance(param.type, click.Path) and not str(value).startswith("~"):
-        return str(path.parent / str(value))
-    return str(value)
-
-
-def _shown(value: Any) -> str:
-    """A value for a message: short, however deep or long it is."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:
-        return "a number of thousands of digits"
+    texts = []
+    for item in value if param.multiple and isinstance(value, list) else [value]:
+        if isinstance(item, bool) or not isinstance(item, str | int | float):
+            refuse("a text or a number")
+        if isinstance(item, int) and abs(item) >= 1 << 64:  # Python writes none of 5 000 digits
+            raise ConfigError(f"{path}: '{key}' is a number beyond 64 bits")
+        # A path in a config file is relative to that file, not to where the command runs.
+        beside = isinstance(param.type, click.Path) and not str(item).startswith("~")
+        texts.append(str(path.parent / str(item)) if beside else str(item))
+    return texts if param.multiple else texts[0]

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from elsa_cli import completion
 
@@ -32,9 +31,6 @@ class KnownModel:
     sites: int | None = None
     patchable: int | None = None
     parameters: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def installed() -> list[KnownModel]:

@@ -177,7 +177,10 @@ SPARSITY = Parsed("exact|NUMBER", f"exact|{_NUMBER}", _sparsity,
                   "is neither exact nor a number in (0, 1)")  # fmt: skip
 ARCHITECTURE = Parsed(*_ARCH, lambda match: int(match[1]), _NO_ARCH, offered=completion.ARCHS)
 KNOWN_ARCHITECTURE = Parsed(*_ARCH, _known_architecture, _NO_ARCH, offered=completion.ARCHS)
-FORMAT_LIST = Listed(click.Choice(FORMATS, case_sensitive=False))
+FORMAT_LIST = Listed(
+    Parsed("format", "|".join(FORMATS), lambda match: match[0].lower(),
+           f"is no format; choose among {', '.join(FORMATS)}", offered=FORMATS)
+)  # fmt: skip
 BASELINE_LIST = Listed(
     Parsed("name", ".*", lambda match: match[0], "", offered=completion.BASELINES)
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -34,7 +35,7 @@ def command(session: Session, /, glob: str | None, everything: bool, **_: Any) -
     shown = found if everything else [model for model in found if model.patchable != 0]
     results = {
         "counted_with": known_models.read(known_models.TABLE)[0],
-        "models": [model.to_dict() for model in shown],
+        "models": [asdict(model) for model in shown],
     }
     session.document("list", results)
     rows = []
