@@ -215,6 +215,10 @@ def _planned(
         "baselines": baselines, "include": settings["include"] or None,
         "exclude": settings["exclude"] or None,
     }  # fmt: skip
+    if not options.train:
+        # A policy judges sites: it needs them whatever the budget says.
+        how["sites"] = True if options.policy is not None else options.sites
+        how["errors"] = not options.no_errors
     plan = sweep.Plan(load, about, settings, how, device, options.seed, train=options.train)
     return plan, points
 

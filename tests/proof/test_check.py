@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,28 @@ def test_a_right_model_passes(dtype: torch.dtype) -> None:
     assert json.loads(text)["sites"][0]["path"] == "blocks.0.attn"
 
 
-class Wrong(ElsaAttention):
-    """A patched site that is off by a thousandth."""
+def broken(change: Callable[[Tensor], Tensor]) -> type[nn.Module]:
+    """A patched site that gives something else."""
 
-    elsa_base = Attention
+    class Broken(ElsaAttention):
+        elsa_base = Attention
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(*args, **kwargs) * 1.001
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return change(super().forward(*args, **kwargs))
+
+    return Broken
+
+
+def first_infinite(out: Tensor) -> Tensor:
+    out[0, 0, 0] = math.inf
+    return out
+
+
+def falls_over(out: Tensor) -> Tensor:
+    raise ZeroDivisionError("kernel fell over\nsecond line")
+
+
+Wrong = broken(lambda out: out * 1.001)
 
 
 @pytest.mark.parametrize("stress", [False, True])
@@ -237,29 +253,6 @@ def test_a_model_that_casts_to_bfloat16_itself() -> None:
     assert torch.equal(found, q @ q.mT)
 
 
-class NotFinite(ElsaAttention):
-    elsa_base = Attention
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        out = super().forward(*args, **kwargs)
-        out[0, 0, 0] = math.inf
-        return out
-
-
-class Raises(ElsaAttention):
-    elsa_base = Attention
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        raise ZeroDivisionError("kernel fell over\nsecond line")
-
-
-class OtherDtype(ElsaAttention):
-    elsa_base = Attention
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(*args, **kwargs).double()
-
-
 def with_site(cls: type[nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
     model = vit(dtype)
     patch(model, backend="eager")
@@ -300,9 +293,9 @@ def test_the_switch_for_deliberate_errors(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
-        (NotFinite, "not finite where the oracle is"),
-        (Raises, "raises ZeroDivisionError: kernel fell over"),
-        (OtherDtype, "the patched output is float64"),
+        (broken(first_infinite), "not finite where the oracle is"),
+        (broken(falls_over), "raises ZeroDivisionError: kernel fell over"),
+        (broken(Tensor.double), "the patched output is float64"),
     ],
 )
 def test_other_wrong_kernels(cls: type[nn.Module], words: str) -> None:
