@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         Norms,
         floating_outputs,
         map_floating,
-    )
+    )  # fmt: skip
     from elsa_core.proof.labelled import LabelledImages, labelled_images
     from elsa_core.proof.report import CheckReport, classes
     from elsa_core.proof.samples import nudged
@@ -35,21 +35,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "TURBO_EPS",
-    "CheckReport",
-    "Comparison",
-    "EvalReport",
-    "LabelledImages",
-    "Norms",
-    "check",
-    "classes",
-    "evaluate",
-    "exactly",
-    "floating_outputs",
-    "labelled_images",
-    "map_floating",
+    "TURBO_EPS", "CheckReport", "Comparison", "EvalReport", "LabelledImages", "Norms", "check",
+    "classes", "evaluate", "exactly", "floating_outputs", "labelled_images", "map_floating",
     "nudged",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ from elsa_core.proof.compare import (
     floating_outputs,
     map_floating,
     settle,
-)
+)  # fmt: skip
 from elsa_core.proof.report import ModelCheck, model_check
 from elsa_core.proof.samples import jittered, moved, nearby, zeros_filled
 from elsa_core.proof.sides import Given, PatchedError, Sides, of_model, own, watched
