@@ -29,7 +29,6 @@ from elsa_cli.lazy_imports import uncollected
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 SCHEMA_VERSION = 1
 Update = Callable[[str, int, int], None]
@@ -152,44 +151,49 @@ class Session:
         if self.json or self.quiet or not rows:
             return
         from rich import box
+        from rich.cells import cell_len
         from rich.table import Table
         from rich.text import Text
 
         console, shown, folded = self._console(), list(range(len(columns))), set[int]()
+        titles = [self.fit(title.removeprefix("~").lstrip(">")) for title in columns]
+        cells = [[self.fit(text) for text in row] for row in rows]
+        widest = [max(map(cell_len, column)) for column in zip(titles, *cells, strict=True)]
 
-        def cell(text: str) -> Text:
-            fitted = self.fit(text)
-            if text[:1] in "✓✗" and text:
-                return Text(fitted.replace(" ", _GLUE, 1), "green" if text[0] == "✓" else "red")
-            return Text(fitted, "red" if text.startswith(("FAIL", "no:")) else "")
+        def width() -> int:
+            """The least, with two blanks between columns."""
+            least = [max(FOLDED_WIDTH, cell_len(title)) for title in titles]
+            kept = (min(widest[i], least[i]) if i in folded else widest[i] for i in shown)
+            return sum(kept) + 2 * (len(shown) - 1)
 
-        def made() -> Table:
-            table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
-                          header_style="bold", show_edge=False)  # fmt: skip
-            for index in shown:
-                title = columns[index].removeprefix("~")
-                table.add_column(
-                    self.fit(title.lstrip(">")), overflow="fold", no_wrap=index not in folded,
-                    justify="right" if title.startswith(">") else "left",
-                )  # fmt: skip
-            for row in rows:
-                table.add_row(*(cell(row[index]) for index in shown))
-            return table
-
-        def is_wide() -> bool:
-            return _least_width(console, made()) > console.width
-
-        if wrap is not None and is_wide():
+        if wrap is not None and width() > console.width:
             folded.add(wrap)
         for index in reversed(range(len(columns))):
-            if columns[index].startswith("~") and is_wide():
+            if columns[index].startswith("~") and width() > console.width:
                 shown.remove(index)
         texts = [index for index in shown if ">" not in columns[index][:2]]
         for index in (*texts[1:], *texts[:1]) if wrap is not None else ():
-            if is_wide():
+            if width() > console.width:
                 folded.add(index)
-        table = made()
-        console.width = max(console.width, _least_width(console, table))
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+                      header_style="bold", show_edge=False)  # fmt: skip
+        for index in shown:
+            table.add_column(
+                titles[index], overflow="fold", no_wrap=index not in folded,
+                justify="right" if ">" in columns[index][:2] else "left",
+            )  # fmt: skip
+        for row, fitted in zip(rows, cells, strict=True):
+            made = []
+            for index in shown:
+                text, style = fitted[index], ""
+                if row[index].startswith(("✓", "✗")):
+                    text = text.replace(" ", _GLUE, 1)
+                    style = "green" if row[index][0] == "✓" else "red"
+                elif row[index].startswith(("FAIL", "no:")):
+                    style = "red"
+                made.append(Text(text, style))
+            table.add_row(*made)
+        console.width = max(console.width, width())
         self._draw(console, table)
 
     def fit(self, text: str) -> str:
@@ -374,15 +378,3 @@ class Session:
                 yield
         finally:
             root.removeHandler(handler)
-
-
-def _least_width(console: Console, table: Table) -> int:
-    """The width at which the columns that may be folded are."""
-    options = console.options.update(width=sys.maxsize)
-    width = console.measure(table, options=options).maximum
-    for column in table.columns:
-        if not column.no_wrap:
-            cells = [console.measure(cell, options=options).maximum for cell in column.cells]
-            widest = max((*cells, len(str(column.header))), default=0)
-            width -= max(0, widest - max(FOLDED_WIDTH, len(str(column.header))))
-    return width
