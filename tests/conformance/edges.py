@@ -39,6 +39,13 @@ def nan_stays_in_its_rows(device: str, backend: str) -> None:
                 assert bad[0, 0, :, 3].all()
 
 
+def a_row_of_the_least_finite_number_is_finite(device: str, backend: str) -> None:
+    q, k, v = (6 * _make(device, 1, 2, n, 40, seed=n) for n in (40, 5, 5))
+    mask = torch.zeros(40, 5, device=device)
+    mask[7] = torch.finfo(torch.float32).min
+    assert elsa.attention(q, k, v, mask, backend=backend).isfinite().all()
+
+
 def nan_stays_in_its_window(device: str, backend: str) -> None:
     for dtype in (torch.float32, torch.float16):
         qkv = _make(device, 1, 8, 8, 48, dtype=dtype)
@@ -159,7 +166,7 @@ def splits_fall_back_on_channels_not_on_single_numbers(device: str, backend: str
 
 Edge = Callable[[str, str], Any]
 EVERYWHERE: tuple[Edge, ...] = (
-    nan_stays_in_its_rows, nan_stays_in_its_window,
+    nan_stays_in_its_rows, nan_stays_in_its_window, a_row_of_the_least_finite_number_is_finite,
     splits_fall_back_on_channels_not_on_single_numbers,
 )  # fmt: skip
 # Of Triton's kernels, which cannot look at lengths and indices.

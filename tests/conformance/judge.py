@@ -319,8 +319,8 @@ def faults(
     largest = max((_norm(t) for name, t in exact.items() if name != "lse"), default=0.0)
     lse = exact.get("lse")
     scores = 0.0
-    if lse is not None and bool(lse.isfinite().any()):  # large scores are rounded more coarsely
-        scores = torch.where(lse.isfinite(), lse, 0.0).abs().max().item()
+    if lse is not None and lse.numel():  # large scores are rounded more coarsely
+        scores = max(1.0, torch.where(lse.isfinite(), lse, 0.0).abs().max().item())
         scores *= torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     for name, right in exact.items():
         got = found.get(name)
@@ -386,7 +386,19 @@ def _lse_faults(
 def references(
     case: Case, mode: str, device: str, seed: int
 ) -> tuple[Results, Results, Results | None]:
-    """The exact results, the peer's, and what is propagated back."""
+    """The exact results and the peer's, for the host to judge, and what is propagated back."""
+    exact, peers, along = _references(case, mode, device, seed)
+    return on_host(exact), on_host(peers), along
+
+
+def on_host(results: Results) -> Results:
+    """Copies that are compared without waiting for a GPU at each step."""
+    return {name: t.detach().cpu() for name, t in results.items()}
+
+
+def _references(
+    case: Case, mode: str, device: str, seed: int
+) -> tuple[Results, Results, Results | None]:
     call = build(case, device, seed)
     clean = visible(call)
     definition = getattr(oracle, PUBLIC.get(case.operator, case.operator))
@@ -433,13 +445,14 @@ def judge(case: Case, backend: str, mode: str, device: str = "cpu", seed: int = 
         if explained(case.operator, backend, arguments) != backend and backend != "auto":
             return [f"explain does not name {backend}"]
         with spoilt_memory(arguments):
-            found = execute(case, mode, backend, arguments, call.wants, along)
+            found = on_host(execute(case, mode, backend, arguments, call.wants, along))
     except UnavailableError as error:
         return [f"refused: {error}"]
     except Exception as error:
         return [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
     known = losses.factors(case, backend, mode, device)
     said = faults(case, found, exact, peers, known, losses.of_scores(case, mode))
-    if not all(torch.equal(now, then) for now, then in before):
+    written = [(now != then).any() for now, then in before]
+    if written and bool(torch.stack(written).any()):
         said.append("an operand, or what lies around it, was written")
     return said

@@ -264,8 +264,9 @@ ELSA_INLINE void weigh(const Arguments& a, Rows& rows, float (&score)[kRows][KEY
     largest = largest_of_row(largest);
     // What the state refers to is the same wherever it is taken: while the maximum stays, the factor
     // of the former state is 1. One that is not quite 1 would make early keys count for more, or
-    // less, by each tile that follows.
-    const float reference = largest == -ELSA_INFINITY ? 0.0f : rounded(largest, a.to_log2);
+    // less, by each tile that follows. A row of scores next to the least finite number has none.
+    float reference = rounded(largest, a.to_log2);
+    if (largest == -ELSA_INFINITY || fabsf(reference) == ELSA_INFINITY) reference = 0.0f;
     former[i] = weight_of(rounded(rows.largest[i], a.to_log2) - reference);
     rows.largest[i] = largest;
     float sum = 0.0f;
