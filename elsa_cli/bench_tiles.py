@@ -69,13 +69,10 @@ def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None
     from elsa_core.profiling.bench import tune
 
     here = device if is_available() else None
-    table, multiprocessors, shared = tune.shipped_table(here)
     listed: list[dict[str, Any]] = []
+    gpu = ""
     for case, precision in tune.tasks_of(cases):
-        plans = tune.candidates(
-            case, precision, table, multiprocessors=multiprocessors, shared=shared,
-            specialized=tune.may_specialize(case, here),
-        )  # fmt: skip
+        gpu, plans = tune.candidates_on(case, precision, here)
         found = [tune.Timed(plan.tile, plan.partitions, shipped) for plan, shipped in plans]
         candidates = [each.to_dict() for each in found]
         listed.append({"case": case.to_dict(), "precision": precision, "candidates": candidates})
@@ -89,7 +86,7 @@ def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None
     results = {"dry_run": True, "tune": listed}
     session.document("bench attention", results, bench_common.described(device))
     count = sum(len(each["candidates"]) for each in listed)
-    session.line(f"{count} candidates for {table.gpu}; nothing was measured", even_quiet=True)
+    session.line(f"{count} candidates for {gpu}; nothing was measured", even_quiet=True)
 
 
 def tile_words(tile: Tile) -> str:

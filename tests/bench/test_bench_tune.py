@@ -19,6 +19,7 @@ from elsa_core.backends.triton.shared import device, usertable
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.measuring import environment
 from elsa_core.profiling.bench import tune
+from elsa_core.profiling.bench.attention import Settings
 from elsa_core.profiling.bench.cases import Case
 from elsa_core.profiling.bench.tune import Timed
 
@@ -72,13 +73,13 @@ def test_calls_without_tiles_are_refused() -> None:
     several = replace(CASE, precisions=("strict", "turbo", "lean"))
     assert tune.tasks_of([several]) == [(several, "strict"), (several, "turbo")]
     with pytest.raises(ArgumentError, match="cpu has no tile table"):
-        tune.run([CASE], device="cpu")
+        tune.run([CASE], device=torch.device("cpu"), settings=Settings())
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_tuning_needs_a_gpu() -> None:
     with pytest.raises(UnavailableError, match="--dry-run lists the candidates"):
-        tune.run([CASE], device="cuda")
+        tune.run([CASE], device=torch.device("cuda"), settings=Settings())
 
 
 def test_the_fastest_is_chosen_where_it_is_worth_it() -> None:

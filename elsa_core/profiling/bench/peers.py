@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any, Final, NamedTuple
 
@@ -60,7 +61,7 @@ def field_of(case: Case, tensors: Inputs, *, backend: str = "auto", flex: bool =
     """
     found, bench = Field([], {}), bench_of(case)
     makers: dict[str, Callable[[], Contender] | str] = {
-        f"elsa-{precision}": functools.partial(bench.elsa, case, tensors, precision, backend)
+        f"elsa-{precision}": partial(bench.elsa, case, tensors, precision, backend)
         for precision in case.precisions
     }
     for name, make in (makers | dict(bench.peers(case, tensors, flex))).items():
@@ -92,17 +93,15 @@ def of_attention(
     FlexAttention."""
     device = tensors.query.device
     large = too_large(case, device)
+    by_pytorch = partial(F.scaled_dot_product_attention, *tensors)
     found: dict[str, Callable[[], Contender] | str] = {
-        name: functools.partial(
-            Contender, name, functools.partial(F.scaled_dot_product_attention, *tensors),
-            functools.partial(sdpa_kernel, choice),
-        )
+        name: partial(Contender, name, by_pytorch, partial(sdpa_kernel, choice))
         for name, choice in _SDPA[device.type].items()
-    }  # fmt: skip
+    }
     if large:
         found["sdpa-math"] = large
     if device.type == "cpu":
-        found["eager"] = large or (lambda: eager(tensors))
+        found["eager"] = large or (lambda: Contender("eager", partial(plain_attention, *tensors)))
         found["onnxruntime"] = lambda: _onnxruntime(tensors)
         return found
     found[FLASH_4] = flash_4_refusal(tensors.query, tensors.mask) or (lambda: flash_4(*tensors[:3]))
@@ -119,11 +118,6 @@ def too_large(case: Case, device: torch.device) -> str:
     return f"its score matrices take {needed / 2**30:.1f} GiB, {there / 2**30:.1f} GiB are there"
 
 
-def elsa_attention(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
-    """`elsa.attention` of a case's inputs."""
-    return of_elsa(attention, explain, tensors, precision, backend)
-
-
 def of_elsa(
     attend: Callable[..., Any], explained: Callable[..., Any], operands: tuple[Any, ...],
     precision: str, backend: str, *, terms: dict[str, Any] | None = None,
@@ -133,7 +127,7 @@ def of_elsa(
     chosen = {**(terms or {}), "precision": precision, "backend": backend}
     route = explained(*operands, **chosen)
     notes = {"backend": route.backend, "schedule": route.schedule, "arithmetic": route.arithmetic}
-    call = functools.partial(attend, *operands, **chosen)
+    call = partial(attend, *operands, **chosen)
     return Contender(f"elsa-{precision}", call, precision=precision, read=read, notes=notes)
 
 
@@ -163,23 +157,15 @@ def windows_of(case: Case, image: Tensor) -> Tensor:
 def elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
     """Windows read from the images that they would have been cut from."""
     bias = None if tensors.mask is None else tensors.mask[0]
-    call = functools.partial(
+    call = partial(
         window_attention, image_of(case, tensors), bias, num_heads=case.heads,
         window_size=(case.window,) * 2, precision=precision, backend=backend,
     )  # fmt: skip
 
-    def read(returned: object) -> Tensor:
-        assert isinstance(returned, Tensor)
-        return windows_of(case, returned)
-
     route = explain(*tensors, precision=precision, backend=backend)
     notes = {"backend": route.backend, "arithmetic": route.arithmetic}
+    read: Any = partial(windows_of, case)
     return Contender(f"elsa-{precision}", call, precision=precision, read=read, notes=notes)
-
-
-def eager(tensors: Inputs) -> Contender:
-    """Softmax in three operations."""
-    return Contender("eager", functools.partial(plain_attention, *tensors))
 
 
 def plain_attention(
@@ -207,8 +193,7 @@ def _flex(tensors: Inputs) -> Contender:
     # After eight shapes the compiler would give up, and measure FlexAttention's unfused form.
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
-    call = functools.partial(compiled, query, key, value, score_mod=score_mod)
-    return Contender("flex", call)
+    return Contender("flex", partial(compiled, query, key, value, score_mod=score_mod))
 
 
 def _onnxruntime(tensors: Inputs) -> Contender:
@@ -221,7 +206,7 @@ def _onnxruntime(tensors: Inputs) -> Contender:
             raise ImportError(f"{package} is not installed")
     import numpy as np
     import onnxruntime
-    from onnx import TensorProto, helper
+    from onnx import parser
 
     query, key, value, mask = tensors
     batch, heads, queries, head_dim = query.shape
@@ -231,23 +216,17 @@ def _onnxruntime(tensors: Inputs) -> Contender:
         name: t.transpose(1, 2).flatten(2).contiguous().numpy()
         for name, t in (("query", query), ("key", key), ("value", value))
     }
-    # Inputs by position: query, key, value, bias, key_padding_mask, attention_bias.
-    names = ["query", "key", "value"]
     if mask is not None:
         feeds["bias"] = mask.numpy()
-        names += ["", "", "bias"]
     shape = (batch, queries, heads * head_dim)
-    node = helper.make_node(
-        "MultiHeadAttention", names, ["output"], domain="com.microsoft", num_heads=heads
+    given = ", ".join(f"float{list(array.shape)} {name}" for name, array in feeds.items())
+    # Inputs by position: query, key, value, bias, key_padding_mask, attention_bias.
+    names = "query, key, value" + (", , , bias" if mask is not None else "")
+    model = parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+        attention ({given}) => (float{list(shape)} output)
+        {{ output = com.microsoft.MultiHeadAttention <num_heads: int = {heads}> ({names}) }}"""
     )
-    described = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, array.shape)
-        for name, array in feeds.items()
-    ]
-    result = helper.make_tensor_value_info("output", TensorProto.FLOAT, shape)
-    graph = helper.make_graph([node], "attention", described, [result])
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
@@ -308,16 +287,10 @@ def flash_4_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 def flash_4(query: Tensor, key: Tensor, value: Tensor) -> Contender:
     """The forward of FlashAttention 4, whose first call compiles kernels, a second or two each."""
-    call = functools.partial(flash_4_attention(), query, key, value)
-    try:
+    call, package = partial(flash_4_attention(), query, key, value), FLASH_4
+    with contextlib.suppress(metadata.PackageNotFoundError):
         package = f"{FLASH_4} {metadata.version(FLASH_4)}"
-    except metadata.PackageNotFoundError:
-        package = FLASH_4
     return Contender(FLASH_4, call, notes={"package": package})
-
-
-def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    return reference.attention(query, key, value, mask)[0]
 
 
 @dataclass(frozen=True)
@@ -338,9 +311,16 @@ class Bench:
     peers: Callable[[Case, Inputs, bool], Mapping[str, Callable[[], Contender] | str]] = (
         of_attention
     )
-    exact: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = _exact
+    exact: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = lambda *given: (
+        reference.attention(*given)[0]
+    )
     error: Callable[[Case, Tensor, Tensor], float] | None = None
 
 
-ATTENTION = Bench({"cpu": cases.CPU_TABLES, "cuda": cases.CUDA_TABLES}, elsa_attention)
+ATTENTION = Bench(
+    {"cpu": cases.CPU_TABLES, "cuda": cases.CUDA_TABLES},
+    lambda case, tensors, precision, backend: of_elsa(
+        attention, explain, tensors, precision, backend
+    ),
+)
 WINDOW = Bench({"cpu": cases.CPU_WINDOW_TABLES}, elsa_windows)

@@ -33,6 +33,7 @@ from elsa_core.profiling.bench.attention import Settings
 from elsa_core.profiling.bench.cases import Case, inputs
 from elsa_core.profiling.bench.runner import require_gpu
 from elsa_core.profiling.bench.trace import sample_of, tolerance
+from elsa_core.profiling.runs.variants import on_device
 
 Progress = Callable[[str, int, int], None]
 
@@ -87,7 +88,7 @@ def candidates(
     """What to measure for a call: (plan, whether it is the shipped one), the shipped one first.
 
     A pure function of shapes, the shipped table and the GPU's sizes; needs no GPU. specialized: the
-    kernels of sm_90 alone may take the call (`may_specialize`).
+    kernels of sm_90 alone may take the call.
     """
     if case.queries == 1:
         raise ArgumentError(f"{case.name}: one query is streamed without tiles; nothing to tune")
@@ -96,18 +97,17 @@ def candidates(
     if case.dtype == "fp64" or case.head_dim > LARGEST_HEAD_DIM:
         raise ArgumentError(f"{case.name}: the GPU kernels do not take it; nothing to tune")
     shape, mode = shape_of(case), gpu.mode_of(case.torch_dtype, precision)
-    workspace = precision != "lean"
 
     def planned(tile_table: Table) -> Plan:
         return tiling.plan(
-            shape, mode, tile_table, workspace=workspace, multiprocessors=multiprocessors,
+            shape, mode, tile_table, workspace=True, multiprocessors=multiprocessors,
             specialized=specialized,
         )  # fmt: skip
 
     shipped = planned(table)
     found = {_key(shipped): (shipped, True)}
     bytes_shared = shared or table.shared_memory
-    variations = _variations(shipped.tile, mode, shape, bytes_shared, workspace)
+    variations = _variations(shipped.tile, mode, shape, bytes_shared)
     if specialized and mode == "split":
         variations = itertools.chain(_specialized(shipped.tile, shape, bytes_shared), variations)
     for tile in variations:
@@ -116,12 +116,25 @@ def candidates(
     return tuple(found.values())
 
 
-def may_specialize(case: Case, device: torch.device | None) -> bool:
-    """Whether kernels of sm_90 alone may take a case on a GPU; None: on that of the table."""
+def candidates_on(
+    case: Case, precision: str, device: torch.device | None
+) -> tuple[str, tuple[tuple[Plan, bool], ...]]:
+    """A GPU's name and the candidates of a call on it; None: on that of the shipped table."""
     like = torch.empty(case.batch, case.heads, case.keys, case.head_dim, device="meta")
     mask = None if case.mask == "none" else like
-    there = gpu.gluon_known() if device is None else gpu.specializes(device)
-    return there and planner.fits_specialized(like, like, like, mask)
+    if device is None:
+        specialized, table = gpu.gluon_known(), tiling.load_table("h200")
+        count, shared = table.multiprocessors, table.shared_memory
+    else:
+        specialized, facts = gpu.specializes(device), torch.cuda.get_device_properties(device)
+        name = "MI300" if torch.version.hip else facts.name
+        table = tiling.load_table(tiling.table_name(name, (facts.major, facts.minor)))
+        count = facts.multi_processor_count
+        shared = int(getattr(facts, "shared_memory_per_block_optin", table.shared_memory))
+    specialized = specialized and planner.fits_specialized(like, like, like, mask)
+    return table.gpu, candidates(
+        case, precision, table, multiprocessors=count, shared=shared, specialized=specialized
+    )
 
 
 def _key(plan: Plan) -> tuple[Any, ...]:
@@ -131,11 +144,9 @@ def _key(plan: Plan) -> tuple[Any, ...]:
     return (*tile.values(), plan.partitions, plan.chunk)
 
 
-def _variations(
-    shipped: Tile, mode: str, shape: Shape, shared: int, workspace: bool
-) -> Iterator[Tile]:
+def _variations(shipped: Tile, mode: str, shape: Shape, shared: int) -> Iterator[Tile]:
     dim = tiling.padded_dim(shape)
-    ahead = (True, False) if workspace and mode in ("split", "single") else (False,)
+    ahead = (True, False) if mode in ("split", "single") else (False,)
     rows = ((64, 4), (128, 8)) if mode != "exact" else ((32, 4), (64, 4), (64, 8))
     keys = (32, 64, 128) if mode != "exact" else (32, 64)
     sizes = itertools.product(rows, keys, (2, 3), (0, 128), ahead, (False, True))
@@ -156,20 +167,18 @@ def _variations(
 
 def _specialized(shipped: Tile, shape: Shape, shared: int) -> Iterator[Tile]:
     dim = tiling.padded_dim(shape)
+    common = replace(
+        shipped, dim=256, keys=None, programs=None, warps=4, one_loop=True, specialized=True
+    )
     for block_m, warps in ((64, 4), (64, 8), (128, 8), (256, 16)):
-        tile = replace(
-            shipped, dim=256, keys=None, programs=None, block_m=block_m, block_n=64, warps=warps,
-            stages=1, ahead=False, registers=0, one_loop=True, specialized=True,
-        )  # fmt: skip
+        sizes: dict[str, Any] = {"block_m": block_m, "block_n": 64, "warps": warps, "stages": 1}
+        tile = replace(common, **sizes, ahead=False, registers=0)
         if tile.serves("split", dim, shape):
             yield tile
     for block_m, block_n, stages in itertools.product((64, 128), (64, 128), (2, 3)):
         # two programs of one folding warpgroup share a multiprocessor
-        tile = replace(
-            shipped, dim=256, keys=None, programs=None, block_m=block_m, block_n=block_n, warps=4,
-            stages=stages, ahead=True, registers=128 if block_m == 64 else 0, one_loop=True,
-            specialized=True,
-        )  # fmt: skip
+        sizes = {"block_m": block_m, "block_n": block_n, "stages": stages}
+        tile = replace(common, **sizes, ahead=True, registers=128 if block_m == 64 else 0)
         if dim * block_n <= 8192 and _fits(tile, dim, shared):
             yield tile
 
@@ -186,27 +195,6 @@ def _fits(tile: Tile, dim: int, shared: int) -> bool:
     return operands + queries <= shared and accumulators <= _ACCUMULATORS and fits
 
 
-def run(
-    cases: Sequence[Case],
-    *,
-    device: torch.device | str = "cuda",
-    settings: Settings | None = None,
-    progress: Progress | None = None,
-) -> tuple[Tuned, ...]:
-    """Measure the candidates of every case and precision on a GPU; writes nothing."""
-    device, settings = torch.device(device), settings or Settings()
-    check_device(device, measuring=True)
-    device = torch.device("cuda", device.index or 0)
-    torch.cuda.set_device(device)
-    tasks = tasks_of(cases)
-    tuned = []
-    for i, (case, precision) in enumerate(tasks):
-        if progress is not None:
-            progress(f"{case.name} {precision}", i, len(tasks))
-        tuned.append(_tune(case, precision, device, settings))
-    return tuple(tuned)
-
-
 def tasks_of(cases: Sequence[Case]) -> list[tuple[Case, str]]:
     """Each case in each of its precisions that has tiles of its own."""
     return [
@@ -217,16 +205,22 @@ def tasks_of(cases: Sequence[Case]) -> list[tuple[Case, str]]:
     ]
 
 
-def shipped_table(device: torch.device | None) -> tuple[Table, int, int]:
-    """(the shipped table, multiprocessors, shared memory of a program) of a GPU; None: no GPU."""
-    if device is None:
-        table = tiling.load_table("h200")
-        return table, table.multiprocessors, table.shared_memory
-    properties = torch.cuda.get_device_properties(device)
-    name = "MI300" if torch.version.hip else properties.name
-    table = tiling.load_table(tiling.table_name(name, (properties.major, properties.minor)))
-    shared = getattr(properties, "shared_memory_per_block_optin", table.shared_memory)
-    return table, properties.multi_processor_count, int(shared)
+def run(
+    cases: Sequence[Case],
+    *,
+    device: torch.device,
+    settings: Settings,
+    progress: Progress | None = None,
+) -> tuple[Tuned, ...]:
+    """Measure the candidates of every case and precision on a GPU; writes nothing."""
+    check_device(device, measuring=True)
+    tuned, tasks = [], tasks_of(cases)
+    with on_device(device):
+        for i, (case, precision) in enumerate(tasks):
+            if progress is not None:
+                progress(f"{case.name} {precision}", i, len(tasks))
+            tuned.append(_tune(case, precision, device, settings))
+    return tuple(tuned)
 
 
 def save(tuned: Sequence[Tuned], device: torch.device | str) -> Path | None:
@@ -243,25 +237,21 @@ def save(tuned: Sequence[Tuned], device: torch.device | str) -> Path | None:
     # Calls that share a mode (fp16 and bf16) share a row: one that gained keeps it.
     gained = {row.calls for row in rows}
     retired = [row for row in retired if row.calls not in gained]
-    gpu_name, facts = environment.of_gpu(device)
-    path = usertable.path(gpu_name)
+    name, facts = environment.of_gpu(device)
+    path = usertable.path(name)
     if not rows and not path.exists():
         return None
     return usertable.write(path, tuple(rows), facts, retired=tuple(retired))
 
 
 def _tune(case: Case, precision: str, device: torch.device, settings: Settings) -> Tuned:
-    table, multiprocessors, shared = shipped_table(device)
     tensors = inputs(case, device, settings.seed)
-    plans = candidates(
-        case, precision, table, multiprocessors=multiprocessors, shared=shared,
-        specialized=may_specialize(case, device),
-    )  # fmt: skip
     sample = sample_of(case, tensors)
     oracle, _ = reference.attention(sample.query, sample.key, sample.value, sample.mask)
     allowed = tolerance(sample, precision, oracle)
     running: list[tuple[Timed, Call]] = []
     failed: list[Timed] = []
+    _, plans = candidates_on(case, precision, device)
     for plan, is_shipped in plans:
         timed = Timed(plan.tile, plan.partitions, is_shipped)
         try:
@@ -277,22 +267,17 @@ def _tune(case: Case, precision: str, device: torch.device, settings: Settings) 
 
     def seconds_of(some: Sequence[int], rounds: int) -> dict[int, float]:
         """Median seconds of each, rounds interleaved, under CUDA graph."""
-        if not some:
-            return {}
-        contenders = [
-            Contender(str(i), functools.partial(planner.execute, running[i][1], *tensors))
-            for i in some
-        ]
-        samples, _ = timing.time_cuda(
-            contenders, rounds=rounds, budget_seconds=settings.budget_seconds
-        )
+        calls = {str(i): functools.partial(planner.execute, running[i][1], *tensors) for i in some}
+        contenders = [Contender(*each) for each in calls.items()]
+        budget = settings.budget_seconds
+        samples, _ = timing.time_cuda(contenders, rounds=rounds, budget_seconds=budget)
         return {i: percentile(samples[str(i)], 0.5) for i in some}
 
     # Everyone briefly, then the fastest few and the shipped one as long as asked for.
-    first = seconds_of(range(len(running)), 3)
+    first = seconds_of(range(len(running)), 3) if running else {}
     order = sorted(first, key=first.__getitem__)
     final = order[:_FINALISTS] + [i for i in order[_FINALISTS:] if running[i][0].shipped]
-    seconds = first | seconds_of(final, settings.rounds)
+    seconds = first | (seconds_of(final, settings.rounds) if final else {})
     measured = [replace(running[i][0], seconds=digits(seconds[i])) for i in order]
     mode = gpu.mode_of(case.torch_dtype, precision)
     return conclude(case, precision, mode, measured, failed, finalists=len(final))
@@ -308,19 +293,18 @@ def conclude(
     finalists: int | None = None,
 ) -> Tuned:
     """Choose the fastest of the `finalists` first of `measured`, where it beats the shipped."""
-    compared = measured[: finalists or len(measured)]
-    best = min(compared, key=_seconds, default=None)
+
+    def seconds(timed: Timed) -> float:
+        assert timed.seconds is not None
+        return timed.seconds
+
+    best = min(measured[: finalists or len(measured)], key=seconds, default=None)
     shipped = next((t for t in measured if t.shipped), None)
     gain = None
     if best is not None and shipped is not None:
-        gain = digits(_seconds(shipped) / _seconds(best))
+        gain = digits(seconds(shipped) / seconds(best))
     # Where the shipped tile does not run here at all, any that does is worth it.
     worth = best is not None and not best.shipped and (gain is None or gain >= WORTH)
     chosen = best.tile if best is not None and worth else None
-    everyone = (*sorted(measured, key=_seconds), *failed)
+    everyone = (*sorted(measured, key=seconds), *failed)
     return Tuned(case, precision, mode, everyone, gain, chosen)
-
-
-def _seconds(timed: Timed) -> float:
-    assert timed.seconds is not None
-    return timed.seconds
