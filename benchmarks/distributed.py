@@ -7,8 +7,8 @@ of sampled rows against float64.
 
 from __future__ import annotations
 
+import functools
 import os
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -23,9 +23,8 @@ from elsa_core.distributed import attention as sharded_attention
 from elsa_core.distributed import explain
 from elsa_core.distributed.plan import shard_lengths
 from elsa_core.measuring.memory_limit import release
-from elsa_core.measuring.timing import synchronize
 from elsa_core.ops.attention.api import attention
-from elsa_core.profiling.runs.scaling import scaling
+from elsa_core.profiling.runs.scaling import scaling, timed_together
 
 _SAMPLED: Final = 16  # rows of each rank and head
 _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16}
@@ -98,35 +97,22 @@ def measure(name: str, case: Case, given: Namespace) -> list[Row]:
 
 
 def _timed(
-    case: Case,
-    tensors: list[Tensor],
-    call: Callable[..., Any],
-    rounds: int,
+    case: Case, tensors: list[Tensor], call: Callable[..., Any], rounds: int,
     group: dist.ProcessGroup | None,
-) -> tuple[list[float], int | None, Tensor]:
+) -> tuple[list[float], int | None, Tensor]:  # fmt: skip
     """Seconds after a first call, peak bytes, and the output. `backward`: of it alone."""
-    device = tensors[0].device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     *inputs, grad = tensors
     for tensor in inputs:
         tensor.requires_grad_(case.backward)
-    times = []
-    for _ in range(rounds + 1):
-        out = call(*inputs) if case.backward else None
-        if group is not None:
-            dist.barrier(group)
-        synchronize(device)
-        begun = time.perf_counter()
-        if out is None:
-            out = call(*inputs)
-        else:
-            torch.autograd.grad(out, inputs, grad)
-        synchronize(device)
-        times.append(time.perf_counter() - begun)
-    assert isinstance(out, Tensor)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return times[1:], peak, out.detach()
+
+    def backward(out: Tensor) -> Tensor:
+        torch.autograd.grad(out, inputs, grad)
+        return out
+
+    forward = functools.partial(call, *inputs)
+    run, ready = (backward, lambda: (forward(),)) if case.backward else (forward, tuple)
+    times, peak, out = timed_together(run, grad.device, rounds=rounds, group=group, ready=ready)
+    return times, peak, out.detach()
 
 
 def _error(case: Case, query: Tensor, out: Tensor, device: torch.device) -> tuple[float, float]:

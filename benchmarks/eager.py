@@ -8,7 +8,6 @@ from the first launch to the end of the last kernel.
 from __future__ import annotations
 
 import copy
-import random
 import time
 from argparse import Namespace
 from functools import partial
@@ -70,7 +69,7 @@ def measure(name: str, case: Case, given: Namespace) -> list[Row]:
     contenders = [Contender(way, partial(model, images)) for way, model in ways]
     with torch.inference_mode():
         interleaved(contenders, 3, sample)
-        found = interleaved(contenders, given.rounds, sample, shuffle=random.Random(0))
+        found = interleaved(contenders, given.rounds, sample)
     rows = [row(name, way, seconds) for way, seconds in found.items()]
     rows[1]["ratio"] = rows[0]["median"] / rows[1]["median"]
     return rows

@@ -14,7 +14,6 @@ import argparse
 import copy
 import gc
 import json
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -205,7 +204,7 @@ def _times(
         return (time.perf_counter() - start) / calls
 
     interleaved(contenders, 3, sample)
-    return interleaved(contenders, rounds, sample, shuffle=random.Random(0))
+    return interleaved(contenders, rounds, sample)
 
 
 def _row(case: Case, times: dict[str, list[float]], first: dict[str, float], **more: Any) -> Result:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -21,20 +21,31 @@ WIDE: Final = 0.10
 """Spread (10th to 90th percentile over the median) above which a contender is named."""
 _THERMAL: Final = "/sys/devices/system/cpu"
 _MOMENT: Final = 0.3  # seconds
+_THROTTLES: Final = {
+    "hw_thermal_slowdown": "heat (hardware)", "sw_thermal_slowdown": "heat (driver)",
+    "hw_power_brake_slowdown": "its power supply", "sw_power_cap": "its power limit",
+}  # fmt: skip
 
 
 def reason(device: torch.device | str) -> str:
     """Why this machine is too busy to publish from it; empty where it is free.
 
     Looks at other programs only: their share of the processors in a moment of idling, and for a
-    GPU its other processes and its utilisation.
+    GPU its other processes and its utilisation. Not right after work of one's own on a GPU: the
+    driver's utilisation looks back for up to a second.
     """
     device, before = torch.device(device), processor_times()
     time.sleep(_MOMENT)
-    share = others_share_between(before, processor_times())
+    share = _others_share(before)
     if share > BUSY_CPU:
         return f"other programs use {share:.0%} of the processors (limit {BUSY_CPU:.0%})"
-    return gpu_busy(device) if device.type == "cuda" else ""
+    if device.type != "cuda":
+        return ""
+    others = gpu_others(device)
+    lines = [] if others else environment.nvidia_smi("--query-gpu=utilization.gpu", device)
+    used = [int(line) for line in lines if line.isdigit()]
+    busy = used and used[0] > BUSY_GPU
+    return f"the GPU is {used[0]}% in use (limit {BUSY_GPU}%)" if busy else others
 
 
 class Watch:
@@ -48,12 +59,17 @@ class Watch:
     def warnings(self, spreads: Mapping[str, float]) -> tuple[str, ...]:
         """One line for each reason to doubt."""
         found = []
-        share = others_share_between(self._ticks, processor_times())
+        share = _others_share(self._ticks)
         if share > BUSY_CPU:
             found.append(f"other programs used {share:.0%} of the processors meanwhile")
         if self._device.type == "cuda":
             found += filter(None, [gpu_others(self._device)])
-            found += gpu_throttling(environment.nvidia_smi, self._device)
+            fields = ",".join(f"clocks_throttle_reasons.{name}" for name in _THROTTLES)
+            (states,) = environment.nvidia_smi(f"--query-gpu={fields}", self._device)[:1] or [""]
+            pairs = zip(_THROTTLES.values(), states.split(","), strict=False)
+            active = [word for word, state in pairs if state.strip().lower() == "active"]
+            if active:
+                found.append(f"the GPU's clocks were held down by {', '.join(active)}")
         more = throttle_count() - self._throttles
         if more > 0:
             found.append(f"the processor was throttled for heat {more} times meanwhile")
@@ -74,35 +90,8 @@ def throttle_count(root: str = _THERMAL) -> int:
     return total
 
 
-def gpu_throttling(query: Any, device: torch.device) -> list[str]:
-    """What slows the GPU's clocks right after the measurement, in words."""
-    reasons = {
-        "hw_thermal_slowdown": "heat (hardware)",
-        "sw_thermal_slowdown": "heat (driver)",
-        "hw_power_brake_slowdown": "its power supply",
-        "sw_power_cap": "its power limit",
-    }
-    fields = ",".join(f"clocks_throttle_reasons.{name}" for name in reasons)
-    lines = query(f"--query-gpu={fields}", gpu_query(device))
-    if not lines:
-        return []
-    states = [state.strip() for state in lines[0].split(",")]
-    pairs = zip(reasons.values(), states, strict=False)
-    active = [word for word, state in pairs if state.lower() == "active"]
-    return [f"the GPU's clocks were held down by {', '.join(active)}"] if active else []
-
-
-def others_share_between(
-    before: tuple[float, float] | None, after: tuple[float, float] | None
-) -> float:
-    """Share of all processors that other processes used between two `processor_times`."""
-    if before is None or after is None or after[1] <= before[1]:
-        return 0.0
-    return max(0.0, (after[0] - before[0]) / (after[1] - before[1]))
-
-
-def processor_times() -> tuple[float, float] | None:
-    """(busy time of everyone but this process, total time) in ticks, or None where unknown."""
+def processor_times() -> tuple[float, float]:
+    """(busy time of everyone but this process, total time) in ticks; zeros where unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
         ticks = [int(number) for number in line.split()[1:9]]
@@ -110,35 +99,19 @@ def processor_times() -> tuple[float, float] | None:
         own_ticks = (own.user + own.system) * os.sysconf("SC_CLK_TCK")
         idle = ticks[3] + ticks[4]
         return sum(ticks) - idle - own_ticks, float(sum(ticks))
-    return None
+    return 0.0, 0.0
 
 
-def gpu_query(device: torch.device) -> str:
-    """What makes nvidia-smi look at this GPU alone."""
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    # CUDA_VISIBLE_DEVICES renumbers devices; the UUID names the same card for both.
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    return f"--id=GPU-{uuid}" if uuid else f"--id={index}"
-
-
-def gpu_busy(device: torch.device) -> str:
-    """Who else uses the GPU, in words; empty where no other process does.
-
-    Not right after work of one's own: the driver's utilisation looks back for up to a second.
-    """
-    others = gpu_others(device)
-    if others:
-        return others
-    lines = environment.nvidia_smi("--query-gpu=utilization.gpu", gpu_query(device))
-    used = [int(line) for line in lines if line.isdigit()]
-    if used and used[0] > BUSY_GPU:
-        return f"the GPU is {used[0]}% in use (limit {BUSY_GPU}%)"
-    return ""
+def _others_share(before: tuple[float, float]) -> float:
+    """Share of all processors that other processes used since then."""
+    after = processor_times()
+    total = after[1] - before[1]
+    return max(0.0, (after[0] - before[0]) / total) if total > 0 else 0.0
 
 
 def gpu_others(device: torch.device) -> str:
     """Other processes on the GPU, in words; empty where there are none."""
-    lines = environment.nvidia_smi("--query-compute-apps=pid", gpu_query(device))
+    lines = environment.nvidia_smi("--query-compute-apps=pid", device)
     others = [line for line in lines if line.isdigit() and int(line) != os.getpid()]
     if not others:
         return ""

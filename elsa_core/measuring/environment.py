@@ -82,17 +82,14 @@ def of_gpu(device: torch.device | str) -> tuple[str, dict[str, Any]]:
 def require_same(path: Path, there: dict[str, Any], now: dict[str, Any], advice: str) -> None:
     """Raise ArgumentError where the figures of a document, read from a file, cannot stand beside
     those of one of this machine. The environment of `there` may hold anything."""
-
-    def compared(document: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for part, names in _ALIKE.items():
+    both = [{"elsa": document.get("elsa_version")} for document in (there, now)]
+    for part, names in _ALIKE.items():
+        for found, document in zip(both, (there, now), strict=True):
             held = document["environment"]
             held = held.get(part) if part else held
             found |= {name: held.get(name) if isinstance(held, dict) else None for name in names}
-        return {**found, "elsa": document.get("elsa_version")}
-
-    before = compared(there)
-    for name, value in compared(now).items():
+    before, after = both
+    for name, value in after.items():
         if before[name] != value:
             differs = f"{name} was {str(before[name])[:60]}, now it is {str(value)[:60]}"
             raise ArgumentError(
@@ -123,15 +120,20 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def nvidia_smi(*query: str) -> list[str]:
-    """The lines that nvidia-smi answers, without heading and units; none where it cannot."""
+def nvidia_smi(query: str, device: torch.device | None = None) -> list[str]:
+    """The lines that nvidia-smi answers, of one GPU or of all, without heading and units; none
+    where it cannot."""
+    words = [query, "--format=csv,noheader,nounits"]
+    if device is not None:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        # CUDA_VISIBLE_DEVICES renumbers devices; the UUID names the same card for both.
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        words.append(f"--id=GPU-{uuid}" if uuid else f"--id={index}")
     program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            [program, *query, "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=20, check=True,
-        )  # fmt: skip
-        return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        if program is not None:
+            done = subprocess.run(
+                [program, *words], capture_output=True, text=True, timeout=20, check=True
+            )
+            return [line.strip() for line in done.stdout.splitlines() if line.strip()]
     return []

@@ -7,7 +7,6 @@ machine meets all alike; `elsa_core.measuring.intervals` says what a difference 
 from __future__ import annotations
 
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,13 +46,11 @@ class Sample:
 
 
 class Clock(Protocol):
-    """Times parts of a contender's calls; see `elsa_core.profiling.sites`."""
+    """Times parts of a contender's calls: seconds of each since `reset`, which is called before
+    each call; the GPU has come to its end."""
 
-    def reset(self) -> None:
-        """Forget the calls so far."""
-
-    def read(self) -> dict[str, float]:
-        """Seconds in each part of the call since `reset`; the GPU has come to its end."""
+    def reset(self) -> None: ...
+    def read(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -97,9 +94,6 @@ def take_samples(
     # Noise has a rhythm of its own: rounds that are over in a moment would all meet one beat.
     checkpoint = max(min(settings.rounds, affordable), min(affordable, int(_SECONDS / cost)))
 
-    def sample(contender: Contender) -> Sample:
-        return _once(contender.call, device, clocks.get(contender.name))
-
     def enough(samples: Samples) -> bool:
         nonlocal checkpoint
         done = len(samples[contenders[0].name])
@@ -111,12 +105,14 @@ def take_samples(
         if done < checkpoint:
             return False
         checkpoint = math.ceil(1.5 * done)
-        return _known(samples, contenders[0].name, decide=settings.decide)
+        base, *others = ([each.seconds for each in own] for own in samples.values())
+        found = (ratio(base, own) for own in others)
+        return all(each.narrow or (settings.decide and each.decided) for each in found)
 
-    # The second of two equal contenders finds the caches warm. In a fixed order it is always the
-    # same one, and a model measured 2 to 5% faster than itself.
-    order = random.Random(settings.seed)  # noqa: S311
-    return timing.interleaved(contenders, _MOST_ROUNDS, sample, enough, order)
+    def sample(contender: Contender) -> Sample:
+        return _once(contender.call, device, clocks.get(contender.name))
+
+    return timing.interleaved(contenders, _MOST_ROUNDS, sample, enough, settings.seed)
 
 
 def _round_seconds(
@@ -143,48 +139,36 @@ def _once(call: Callable[[], object], device: torch.device, clock: Clock | None)
         clock.reset()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start = time.perf_counter()
-        begin.record()
+        start, begin = time.perf_counter(), timing.mark(device)
         call()
-        end.record()
-        host = time.perf_counter() - start
+        end, host = timing.mark(device), time.perf_counter() - start
         torch.cuda.synchronize(device)
         waited = time.perf_counter() - start
-        found = Sample(waited, host, float(begin.elapsed_time(end)) / 1e3)
+        found = Sample(waited, host, timing.between(begin, end))
     else:
         found = Sample(timing.timed(call, 1))
     return found if clock is None else replace(found, sites=clock.read())
 
 
-def _known(samples: Samples, reference: str, *, decide: bool) -> bool:
-    """Whether more rounds would add nothing to any ratio."""
-    base = [s.seconds for s in samples[reference]]
-    found = (ratio(base, [s.seconds for s in own]) for n, own in samples.items() if n != reference)
-    return all(each.narrow or (decide and each.decided) for each in found)
-
-
 def busy_seconds(contender: Contender, *, is_graph: bool) -> float | None:
     """Seconds of the GPU for one call that follows another: of its CUDA graph (CUDA).
 
-    None where no graph holds the call. The profiler, which would sum its kernels, stays out of
-    this: from its first use on CUPTI slows down every launch of the process.
+    None where no graph holds the call.
     """
     with contender.context(), torch.inference_mode():
         try:
             replay = contender.call if is_graph else capture.captured(contender.call)
         except RuntimeError:
             return None
-        batches = []
+        device, batches = torch.device("cuda"), []
         for _ in range(_BUSY_BATCHES):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             replay()  # the host is ahead of the GPU from here on
-            begin.record()
+            begin = timing.mark(device)
             for _ in range(_BUSY_REPLAYS):
                 replay()
-            end.record()
+            end = timing.mark(device)
             torch.cuda.synchronize()
-            batches.append(float(begin.elapsed_time(end)) / 1e3 / _BUSY_REPLAYS)
+            batches.append(timing.between(begin, end) / _BUSY_REPLAYS)
     return statistics.median(batches)
 
 

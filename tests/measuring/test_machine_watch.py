@@ -43,21 +43,20 @@ def test_heat_is_read_from_every_core(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_others_use_or_that_is_hot(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
-
-    def smi(*query: str) -> list[str]:
-        asked.append(query)
-        if "compute-apps" in query[0]:
+    def smi(query: str, device: torch.device) -> list[str]:
+        assert device == CUDA
+        if "compute-apps" in query:
             return ["123456"]
-        return ["Not Active, Active, Not Active, Active"] if "throttle" in query[0] else ["0"]
+        return ["Not Active, Active, Not Active, Active"] if "throttle" in query else ["0"]
 
     monkeypatch.setattr(environment, "nvidia_smi", smi)
-    monkeypatch.setattr(busy, "gpu_query", lambda _: "--id=GPU-1")
-    found = busy.Watch(CUDA).warnings({})
-    assert "1 other process(es) use the GPU: 123456" in found
-    assert "the GPU's clocks were held down by heat (driver), its power limit" in found
-    assert all(query[1] == "--id=GPU-1" for query in asked)
-    assert busy.gpu_throttling(lambda *_: [], CUDA) == []
+    monkeypatch.setattr(busy, "processor_times", lambda: (0.0, 0.0))
+    assert busy.Watch(CUDA).warnings({}) == (
+        "1 other process(es) use the GPU: 123456",
+        "the GPU's clocks were held down by heat (driver), its power limit",
+    )
+    monkeypatch.setattr(environment, "nvidia_smi", lambda *_: [])
+    assert busy.Watch(CUDA).warnings({}) == ()
 
 
 class FakeNvml:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from elsa_core.distributed.groups import by_name, name_of
 from elsa_core.measuring.documents import Plain
+from elsa_core.measuring.memory_limit import release
 from elsa_core.measuring.timing import synchronize
 from elsa_core.patching import require_shardable, shard
 from elsa_core.reference import relative_l2
@@ -66,18 +68,25 @@ def scaling(
     """
     require_shardable(model)
     group = by_name(name_of(mesh))
-    cuda = images.is_cuda
+
+    def forwards(group: dist.ProcessGroup | None) -> tuple[float, int | None, Tensor]:
+        with torch.inference_mode():
+            times, peak, out = timed_together(
+                lambda: model(images), images.device, rounds=rounds, budget=budget_seconds,
+                group=group,
+            )  # fmt: skip
+        return statistics.median(times), peak, out
+
     seconds_one, memory_one, out_one = None, None, None
     if group.rank() == 0:
         progress("one rank")
         with contextlib.suppress(torch.OutOfMemoryError):
-            seconds_one, memory_one, out_one = _timed(model, images, rounds, budget_seconds)
-    if cuda:
-        torch.cuda.empty_cache()
+            seconds_one, memory_one, out_one = forwards(None)
+    release(images.device)
     dist.barrier(group)
     shard(model, group)
     progress(f"{group.size()} ranks")
-    median, peak, out = _timed(model, images, rounds, budget_seconds, group)
+    median, peak, out = forwards(group)
     difference = None if out_one is None else relative_l2(out, out_one)
     plan = model.elsa_plan(images)  # type: ignore[operator]
     told: list[Any] = [None] * group.size()
@@ -96,37 +105,33 @@ def scaling(
         speedup=speedup,
         efficiency=None if speedup is None else speedup / group.size(),
         bytes_sent=max(sent),
-        memory=max(memories) if cuda else None,
+        memory=max(memories) if images.is_cuda else None,
         memory_one=memory_one,
         difference=difference,
     )
 
 
-def _timed(
-    model: nn.Module,
-    images: Tensor,
-    rounds: int,
-    budget: float,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[float, int | None, Tensor]:
-    """The median of forwards after a first one, begun together; peak bytes, and the output."""
-    device = images.device
-    if images.is_cuda:
+def timed_together(
+    call: Callable[..., Tensor], device: torch.device, *, rounds: int, budget: float = math.inf,
+    group: dist.ProcessGroup | None = None, ready: Callable[[], tuple[Any, ...]] = tuple,
+) -> tuple[list[float], int | None, Tensor]:  # fmt: skip
+    """Seconds of calls after a first one, begun together on all ranks of a group; peak bytes of a
+    GPU, and the last output. `ready` makes the arguments of a call, whose time does not count."""
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times: list[float] = []
-    with torch.inference_mode():
-        out: Tensor = model(images)
-        left = torch.tensor([1])
-        while len(times) < rounds and left.item():
-            if group is not None:
-                dist.barrier(group)
-            synchronize(device)
-            begun = time.perf_counter()
-            model(images)
-            synchronize(device)
-            times.append(time.perf_counter() - begun)
-            left = torch.tensor([int(sum(times) < budget)], device=device)
-            if group is not None:  # all ranks stop in the same round
-                dist.all_reduce(left, dist.ReduceOp.MIN, group=group)
-    peak = torch.cuda.max_memory_allocated(device) if images.is_cuda else None
-    return statistics.median(times), peak, out
+    left = torch.tensor([1])
+    while len(times) <= rounds and left.item():
+        given = ready()
+        if group is not None:
+            dist.barrier(group)
+        synchronize(device)
+        begun = time.perf_counter()
+        out = call(*given)
+        synchronize(device)
+        times.append(time.perf_counter() - begun)
+        left = torch.tensor([int(len(times) < 2 or sum(times[1:]) < budget)], device=device)
+        if group is not None:  # all ranks stop in the same round
+            dist.all_reduce(left, dist.ReduceOp.MIN, group=group)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return times[1:], peak, out

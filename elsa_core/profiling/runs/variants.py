@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
 from elsa_core.graphs import capture
-from elsa_core.graphs.model import GraphedModel
 from elsa_core.graphs.model import graphed as elsa_graphed
 from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.measuring.timing import Contender
@@ -183,7 +182,7 @@ def build(
     return Built(tuple(found), left_out, graph_bytes, first_seconds, replays)
 
 
-def _first(call: Callable[[], object], held: GraphedModel) -> int:
+def _first(call: Callable[[], object], held: Any) -> int:
     """Make the first call of a graphed model, captured or not at all; the memory of its graphs."""
 
     def reserved() -> int:
@@ -206,15 +205,13 @@ class _NotDifferentError(Exception):
 
 
 def _module(name: str, model: nn.Module, patched: nn.Module) -> Callable[..., object]:
-    if name == "eager":
-        return model
     if name == CONTROL:
         return shared_copy(model)
-    if name == "patched":
-        return patched
     if name == "sdpa":
         return with_sdpa(model)
     source = patched if name.startswith("patched") else model
+    if not name.endswith("compile"):
+        return source
     compiled: Callable[..., object] = torch.compile(shared_copy(source), dynamic=False)
     return compiled
 
