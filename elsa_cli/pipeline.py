@@ -179,10 +179,7 @@ def check_inputs(session: Session, loaded: Loaded, options: Options) -> dict[str
         )  # fmt: skip
         if options.images is None:
             return inputs
-        batch = read_folder(
-            options.images, loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
-            crop_mode=loaded.crop_mode, interpolation=loaded.interpolation,
-        )  # fmt: skip
+        batch = read_folder(options.images, **loaded.preprocess.transform)
         if batch.left_out:
             session.warn(f"{options.images}: the first {len(batch.files)} images are used, "
                          f"{batch.left_out} are left out")  # fmt: skip

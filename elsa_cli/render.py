@@ -51,22 +51,22 @@ def header(
             session.line(note, "dim")
     if loaded.unsaid:
         session.line(loaded.unsaid, "yellow")
-    if assumed := loaded.recipe.preprocess.assumed:
+    if assumed := loaded.preprocess.assumed:
         session.line(f"preprocessing: {', '.join(assumed)} assumed", "yellow")
     session.line()
 
 
 def described(loaded: Loaded, options: Options) -> dict[str, Any]:
-    assumed = loaded.recipe.preprocess.assumed
+    preprocess = loaded.preprocess
     return {
         "given": loaded.spec.given, "name": loaded.name, "source": loaded.spec.source,
         "weights": loaded.weights, "input_size": list(loaded.input_size),
         "device": str(next(loaded.model.parameters()).device), "dtype": options.dtype,
         "notes": list(loaded.notes), "assumed": dict(loaded.recipe.unsaid),
         "preprocess": {
-            "mean": list(loaded.mean), "std": list(loaded.std), "crop_pct": loaded.crop_pct,
-            "interpolation": loaded.interpolation, "crop_mode": loaded.crop_mode,
-            "assumed": list(assumed),
+            "mean": list(preprocess.mean), "std": list(preprocess.std),
+            "crop_pct": preprocess.crop_pct, "interpolation": preprocess.interpolation,
+            "crop_mode": preprocess.crop_mode, "assumed": list(preprocess.assumed),
         },
     }  # fmt: skip
 

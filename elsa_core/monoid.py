@@ -29,12 +29,9 @@ _NEGATIVE_INFINITY = float("-inf")
 
 
 class State(NamedTuple):
-    """The summary of a set of keys for each query.
-
-    `m` and `S` have shape [...], `W` has shape [..., dv]; all are float32 or all are float64.
-    `m` is the largest score (-inf for the empty set), `S` the sum of exp(score - m) and `W` the
-    same sum weighted with the values.
-    """
+    """The summary of a set of keys for each query: `m` [...] is the largest score (-inf for the
+    empty set), `S` [...] the sum of exp(score - m) and `W` [..., dv] the same sum weighted with the
+    values; all float32 or all float64."""
 
     m: Tensor
     S: Tensor
@@ -49,17 +46,9 @@ class State(NamedTuple):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> State:
-        """The summary of no key at all: (-inf, 0, 0).
-
-        Args:
-            shape: shape of `m` and `S`.
-            value_dim: length of one value vector, the last dimension of `W`.
-            dtype: a floating dtype; float16 and bfloat16 become float32.
-            device: of the state.
-
-        Raises:
-            ArgumentError: `dtype` is not floating point.
-        """
+        """The summary of no key at all, (-inf, 0, 0): `m` and `S` of `shape`, `W` of [*shape,
+        value_dim]; float16 and bfloat16 become float32. ArgumentError: `dtype` is not floating
+        point."""
         wide = state_dtype(dtype)
         shape = tuple(shape)
         return cls(
@@ -70,11 +59,8 @@ class State(NamedTuple):
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the state for inputs of `dtype`: float64 for float64, else float32.
-
-    Raises:
-        ArgumentError: `dtype` is not floating point.
-    """
+    """The dtype of the state for inputs of `dtype`: float64 for float64, else float32;
+    ArgumentError where it is not floating point."""
     if not dtype.is_floating_point:
         raise ArgumentError(f"dtype: {dtype} is not floating point; use float32 or float64")
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -164,43 +150,35 @@ def merge_(total: State, other: State) -> State:
     return total
 
 
-def fold(states: State | Iterable[State]) -> State:
-    """Merge states from left to right: ((u_0 + u_1) + u_2) + ...
-
-    Args:
-        states: states to merge, or one `State` whose dimension 0 is folded away.
-
-    Raises:
-        ArgumentError: an iterable without any state (its shape would be unknown). A `State` with
-            dimension 0 of length 0 gives the identity.
-    """
-    if isinstance(states, State):
-        total = _identity_like(states)
-        for i in range(states.S.shape[0]):
-            total = merge(total, State(*(t[i] for t in states)))
-        return total
+def fold(states: Iterable[State]) -> State:
+    """Merge states from left to right: ((u_0 + u_1) + u_2) + ...; ArgumentError without any."""
     remaining = iter(states)
-    first = next(remaining, None)
-    if first is None:
+    total = next(remaining, None)
+    if total is None:
         raise ArgumentError("states: no state to fold; pass at least one, or State.identity(...)")
-    total = first
     for state in remaining:
         total = merge(total, state)
     return total
 
 
 def tree(states: State | Iterable[State]) -> State:
-    """Merge states pairwise, level by level: depth ceil(log2 n) instead of n - 1.
-
-    Args:
-        states: states to merge, or one `State` whose dimension 0 is reduced away. Any length.
-
-    Raises:
-        ArgumentError: as `fold`.
-    """
-    level = states if isinstance(states, State) else _stacked(states)
+    """Merge states pairwise, level by level: depth ceil(log2 n) instead of n - 1. One `State` is
+    reduced along dimension 0, of any length. ArgumentError: an iterable without any state."""
+    if isinstance(states, State):
+        level = states
+    else:
+        listed = list(states)
+        if not listed:
+            raise ArgumentError(
+                "states: no state to merge; pass at least one, or State.identity(...)"
+            )
+        for state in listed:
+            _require_tensors(state)
+        level = State(*(torch.stack(parts) for parts in zip(*listed, strict=True)))
     if level.S.shape[0] == 0:
-        return _identity_like(level)
+        return State.identity(
+            level.S.shape[1:], level.W.shape[-1], dtype=level.S.dtype, device=level.S.device
+        )
     while (n := level.S.shape[0]) > 1:
         even, odd = (State(*(t[i : n - n % 2 : 2] for t in level)) for i in (0, 1))
         pairs = merge(even, odd)
@@ -213,12 +191,7 @@ def tree(states: State | Iterable[State]) -> State:
 
 def finalize(state: State) -> tuple[Tensor, Tensor]:
     """Leave the monoid: output = W / S [..., dv] and lse = m + ln S [...] (natural logarithm).
-
-    Where no key took part (S = 0) the output is zeros and lse is -inf. NaN stays NaN.
-
-    Raises:
-        TypeError: not a state of tensors.
-    """
+    Where no key took part (S = 0) the output is zeros and lse is -inf. NaN stays NaN."""
     _require_tensors(state)
     empty = state.S == 0
     safe = torch.where(empty, torch.ones_like(state.S), state.S)
@@ -265,18 +238,3 @@ def _require_wide(state: State) -> None:
         raise ArgumentError(
             f"state: {state.S.dtype}/{state.W.dtype} sums lose keys; convert the state to float32"
         )
-
-
-def _stacked(states: Iterable[State]) -> State:
-    listed = list(states)
-    if not listed:
-        raise ArgumentError("states: no state to merge; pass at least one, or State.identity(...)")
-    for state in listed:
-        _require_tensors(state)
-    return State(*(torch.stack(parts) for parts in zip(*listed, strict=True)))
-
-
-def _identity_like(states: State) -> State:
-    return State.identity(
-        states.S.shape[1:], states.W.shape[-1], dtype=states.S.dtype, device=states.S.device
-    )

@@ -7,10 +7,9 @@ kernel of the same dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -29,76 +28,60 @@ DTYPES: Final = MappingProxyType(
 """The dtypes that commands and result documents name, by their names there."""
 
 
-@dataclass(frozen=True)
-class Precision:
-    """One precision: its name, the input dtypes it takes, what it promises and how that is met."""
+class Precision(NamedTuple):
+    """The input dtypes that a precision takes, and how it is met."""
 
-    name: str
     dtypes: tuple[torch.dtype, ...]
-    promise: str
     met_by: str
 
 
-_TABLE = (
-    Precision(
-        "strict",
-        (torch.float32, torch.float16, torch.bfloat16, torch.float64),
-        "error against float64 no larger than that of PyTorch's own kernels for the same dtype, "
-        "merges inside Theorem 1's bound",
-        "FMA, or split products on tensor cores; float32 state (float64 for float64)",
-    ),
-    Precision(
-        "ieee",
-        (torch.float32, torch.float64),
-        "multiply-adds in the input's own IEEE format: no tensor core, portable to any hardware",
-        "FMA only",
-    ),
-    Precision(
-        "turbo",
-        (torch.float32,),
-        "one tensor-core product for each product: significands of 11 bits, rounded to nearest",
-        "float16 with power-of-two scaling, or TF32; as strict where there are no tensor cores, or "
-        "where few keys make that faster",
-    ),
-    Precision(
-        "lean",
-        (torch.float32, torch.float16, torch.bfloat16),
-        "no workspace beyond the output and O(n) state; error as strict",
-        "conversion inside the kernel, small tiles",
-    ),
+PRECISIONS: Final[Mapping[str, Precision]] = MappingProxyType(
+    {
+        # error against float64 no larger than that of PyTorch's own kernels for the same dtype,
+        # merges inside Theorem 1's bound
+        "strict": Precision(
+            (torch.float32, torch.float16, torch.bfloat16, torch.float64),
+            "FMA, or split products on tensor cores; float32 state (float64 for float64)",
+        ),
+        # multiply-adds in the input's own IEEE format: portable to any hardware
+        "ieee": Precision((torch.float32, torch.float64), "FMA only"),
+        # one tensor-core product for each product: significands of 11 bits, rounded to nearest
+        "turbo": Precision(
+            (torch.float32,),
+            "float16 with power-of-two scaling, or TF32; as strict where there are no tensor cores,"
+            " or where few keys make that faster",
+        ),
+        # no workspace beyond the output and O(n) state; error as strict
+        "lean": Precision(
+            (torch.float32, torch.float16, torch.bfloat16),
+            "conversion inside the kernel, small tiles",
+        ),
+    }
 )
-
-PRECISIONS: Final[Mapping[str, Precision]] = MappingProxyType({p.name: p for p in _TABLE})
-"""Every precision by name, the default first. Iterating gives the names."""
+"""Every precision by name, the default first."""
 
 
 def validate(precision: str, dtype: torch.dtype) -> str:
-    """Return `precision` if inputs of `dtype` can be computed with it.
-
-    Args:
-        precision: one of `PRECISIONS`.
-        dtype: dtype of query, key and value.
-
-    Raises:
-        TypeError: `precision` is no text.
-        ArgumentError: unknown precision, or one that does not take this dtype.
-    """
+    """Return `precision` if inputs of `dtype` can be computed with it; ArgumentError where not,
+    TypeError where it is no text."""
     known = PRECISIONS.get(precision)
     if known is None:
         if not isinstance(precision, str):
             raise TypeError(f"precision must be text, not {type(precision).__name__}")
-        raise ArgumentError(f"precision: {precision!r} is unknown; use one of {_names(PRECISIONS)}")
+        raise ArgumentError(
+            f"precision: {precision!r} is unknown; use one of {', '.join(PRECISIONS)}"
+        )
     if dtype in known.dtypes:
         return precision
-    fitting = [p.name for p in _TABLE if dtype in p.dtypes]
+    fitting = ", ".join(name for name, each in PRECISIONS.items() if dtype in each.dtypes)
+    taken = ", ".join(map(dtype_name, (known if fitting else PRECISIONS["strict"]).dtypes))
     if not fitting:
         raise ArgumentError(
-            f"precision: no precision takes {dtype_name(dtype)} inputs; convert them to "
-            f"{_names(dtype_name(t) for t in PRECISIONS['strict'].dtypes)}"
+            f"precision: no precision takes {dtype_name(dtype)} inputs; convert them to {taken}"
         )
     raise ArgumentError(
-        f"precision: {precision!r} takes {_names(dtype_name(t) for t in known.dtypes)} inputs, not "
-        f"{dtype_name(dtype)}; use {_names(fitting)}, or convert the inputs"
+        f"precision: {precision!r} takes {taken} inputs, not {dtype_name(dtype)}; use {fitting}, or"
+        " convert the inputs"
     )
 
 
@@ -128,15 +111,8 @@ def unit_roundoff(dtype: torch.dtype = torch.float32) -> float:
 
 
 def theorem1_bound(n: int, block: int = DEFAULT_BLOCK, dtype: torch.dtype = torch.float32) -> float:
-    """u L(n, B): the relative L2 error that merging n exact states may add, to first order.
-
-    Args:
-        n: number of keys.
-        block: keys folded on chip.
-        dtype: dtype of the state.
-
-    Raises:
-        ArgumentError: as `depth`.
+    """u L(n, B): the relative L2 error that merging n exact states of `dtype` may add, to first
+    order. Arguments and errors as `depth`.
 
     Reference: ELSA, Theorem 1. It assumes finite scores and an exp with a relative error of a
     small multiple of u.
@@ -152,7 +128,3 @@ def ceil_log2(n: int) -> int:
 def dtype_name(dtype: torch.dtype) -> str:
     """PyTorch's name of a dtype: "float32"."""
     return str(dtype).removeprefix("torch.")
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(names)

@@ -107,12 +107,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Drift:
-    """The six drift metrics of Sec. C.2. Those of P are None where no P was given.
-
-    The rows are those of all batches, heads and queries. `value` is: the maximum for the two
-    absolute metrics, the ratio of whole norms for the two relative ones, the mean for the
-    Jensen-Shannon divergence (nats) and for the argmax disagreement.
-    """
+    """The six drift metrics of Sec. C.2, over the rows of all batches, heads and queries; those of
+    P are None where no P was given. `value` is the maximum for the two absolute metrics, the ratio
+    of whole norms for the two relative ones, the mean for the Jensen-Shannon divergence (nats) and
+    for the argmax disagreement."""
 
     p_max_abs: Spread | None
     p_relative_l2: Spread | None

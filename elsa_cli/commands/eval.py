@@ -74,8 +74,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     found = labelled_images(options.images, count, named or own, options.annotations, options.limit)
     report, routes = pipeline.patch_model(session, loaded, options)
     unreadable: list[int] | None = [] if options.skip_unreadable else None
-    read = reader(loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
-                  crop_mode=loaded.crop_mode, interpolation=loaded.interpolation)  # fmt: skip
+    read = reader(**loaded.preprocess.transform)
     with session.stage("evaluating") as update:
         batches = found.batches(read, options.batch_size, unreadable)
         outcome = evaluate(loaded.model, batches, total=len(found.files), progress=update)

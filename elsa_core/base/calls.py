@@ -7,10 +7,11 @@ outside inference mode passes through and which costs as much as the rest of a s
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,10 +37,8 @@ warnings.filterwarnings(
 
 
 def traced() -> bool:
-    """Whether a compiler, tracer, transform or dispatch mode is active in this thread.
-
-    Then what is called must be what is written, and Python must not branch on lengths.
-    """
+    """Whether a compiler, tracer, transform or dispatch mode is active in this thread. Then what is
+    called must be what is written, and Python must not branch on lengths."""
     return (
         is_compiling()  # first: a constant for the compiler, which reads no further
         or _modes() != 0
@@ -60,23 +59,22 @@ def recorded() -> bool:
     # a constant for the compiler, which need not know of observers
     return (
         is_compiling()
-        or (_modes() != 0 and not all(map(_observes, _get_current_dispatch_mode_stack())))
+        or (
+            _modes() != 0
+            and not all(
+                getattr(mode, "elsa_observes", False) for mode in _get_current_dispatch_mode_stack()
+            )
+        )
         or _tracing() is not None
         or _transforms() is not None
         or forward_ad._current_level >= 0
     )
 
 
-def _observes(mode: object) -> bool:
-    """Whether a dispatch mode only observes: calls are as they are without it."""
-    return bool(getattr(mode, "elsa_observes", False))
-
-
 def by_operator(*grads: Tensor | None) -> bool:
     """Whether a backward has to call its operator: a second derivative may be asked for, a
     compiler, tracer, transform or mode is active, or the gradients are a batch of them
-    (`is_grads_batched`), which has no memory.
-    """
+    (`is_grads_batched`), which has no memory."""
     if torch.is_grad_enabled() or traced():
         return True
     return any(t is not None and _batched(t) for t in grads)
@@ -88,70 +86,49 @@ def exporting_onnx() -> bool:
     return onnx is not None and bool(onnx.is_in_onnx_export())
 
 
-# A constant for the compiler, which writes no ONNX.
-exporting_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def is_exporting() -> bool:
-    """Whether `torch.export` is recording. A constant for the compiler, which answers the question
-    of `torch.compiler` with yes in whatever it traces (torch 2.11).
-    """
+    """Whether `torch.export` is recording; the compiler (torch 2.11) says yes in whatever it
+    traces."""
     return torch.compiler.is_exporting()
-
-
-is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def exporting() -> bool:
     """Whether `torch.export` or `torch.jit.trace` records a graph for other processes."""
-    if is_exporting():
-        return True
-    return not is_compiling() and _tracing() is not None
+    return is_exporting() or (not is_compiling() and _tracing() is not None)
 
 
-class _Recording(threading.local):
-    products: Products | None = None
-
-
-_RECORDING = _Recording()
-
-
+@dataclass
 class Products:
+    """How recorded programs write `elsa.linear` on a CPU; see `products`."""
+
+    kept: bool
+    asked: bool = False  # whether a program holds such a call
+
+
+_PRODUCTS: ContextVar[Products | None] = ContextVar("elsa_products", default=None)
+
+
+@contextmanager
+def products(kept: bool) -> Iterator[Products]:
     """For the length of a `with` block: how this thread's recorded programs write `elsa.linear` on
     a CPU. `kept`: as `elsa::linear`, of which ONNX has a node. Else, and without a block, as
-    PyTorch's operators: no library holds a CPU's kernel of elsa's.
-
-    Attributes:
-        asked: whether a program holds such a call.
-    """
-
-    __slots__ = ("asked", "before", "kept")
-
-    def __init__(self, *, kept: bool):
-        self.kept, self.asked = kept, False
-        self.before: Products | None = None
-
-    def __enter__(self) -> Products:
-        self.before, _RECORDING.products = _RECORDING.products, self
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _RECORDING.products = self.before
+    PyTorch's operators: no library holds a CPU's kernel of elsa's."""
+    token = _PRODUCTS.set(block := Products(kept))
+    try:
+        yield block
+    finally:
+        _PRODUCTS.reset(token)
 
 
 def keeps_products() -> bool:
     """Whether the program that is recorded now holds a call of `elsa.linear` as its operator: not
     within a transform, whose derivatives and batches are of PyTorch's operators.
     """
-    block = _RECORDING.products
+    block = _PRODUCTS.get()
     if block is None or _transforms() is not None or forward_ad._current_level >= 0:
         return False
     block.asked = True
     return block.kept
-
-
-# A constant for the compiler, which records no such program.
-keeps_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def differentiates(*arguments: Any) -> bool:
@@ -164,29 +141,20 @@ def differentiates(*arguments: Any) -> bool:
 
 
 def wanted(**arguments: Tensor | None) -> tuple[str, ...]:
-    """The names of the arguments that reverse mode wants a gradient of, if it records this call.
-
-    A program that is exported or traced is for inference: none.
-    """
+    """The names of the arguments that reverse mode wants a gradient of, if it records this call:
+    none in a program that is exported or traced, which is for inference."""
     if not torch.is_grad_enabled() or exporting():
         return ()
     return tuple(name for name, t in arguments.items() if t is not None and t.requires_grad)
 
 
 def differentiates_otherwise() -> bool:
-    """Whether forward-mode AD or a derivative of `torch.func` is at work.
-
-    The operators have formulas for reverse mode alone: they would drop a tangent without a word,
-    and `torch.func.grad` refuses them. A call has to be made of PyTorch's own operators then.
-    """
+    """Whether forward-mode AD or a derivative of `torch.func` is at work: the operators have
+    formulas for reverse mode alone, so that such a call has to be made of PyTorch's own."""
     transforms = torch._C._functorch.get_interpreter_stack()  # None where there is none
     if transforms and any(t.key() in _DERIVATIVES for t in transforms):
         return True
     return forward_ad._current_level >= 0
-
-
-# A constant for the compiler, which guards its graphs on the transforms at work.
-differentiates_otherwise._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def transformed() -> bool:
@@ -200,6 +168,12 @@ def below_autograd(operator: Any, *arguments: Any) -> Any:
         return operator(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
+
+
+# Constants for the compiler, which writes no ONNX, records no such program, and guards its graphs
+# on the transforms at work.
+for _constant in (exporting_onnx, is_exporting, keeps_products, differentiates_otherwise):
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextmanager

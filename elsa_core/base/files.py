@@ -74,30 +74,28 @@ def scratch(prefix: str, suffix: str = "", folder: Path | None = None) -> Iterat
 
 
 def recover(target: Path) -> None:
-    """Put back or remove what killed processes of this user left beside `target`.
-
-    A target that was moved aside and never replaced comes back; half-written ones are removed.
-    """
+    """Put back a target that a killed process of this user moved aside, and remove what such left
+    half-written beside it."""
     with suppress(OSError):
         for old in _abandoned(target.parent, hidden(target), ".old"):
-            if os.path.lexists(target):
-                _remove(old)
-            else:
+            if not os.path.lexists(target):
                 old.rename(target)
-    sweep(target.parent, hidden(target), ".tmp")
+    for suffix in (".old", ".tmp"):
+        sweep(target.parent, hidden(target), suffix)
 
 
 def sweep(folder: Path, prefix: str, suffix: str = "") -> None:
     """Remove what killed processes of this user left in `folder` under such names."""
     for path in _abandoned(folder, prefix, suffix):
-        _remove(path)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _abandoned(folder: Path, prefix: str, suffix: str) -> Iterator[Path]:
-    """Files and directories that `scratch` or `staged_file` made and that no process holds.
-
-    Each is held while the caller works on it.
-    """
+    """Files and directories that `scratch` or `staged_file` made and that no process holds. Each is
+    held while the caller works on it."""
     if sys.platform == "win32":
         return
     import fcntl
@@ -136,13 +134,6 @@ def _held(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -20,11 +20,8 @@ Item = TypeVar("Item", bound=HasPath)
 
 
 def group(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[tuple[str, list[Item]]]:
-    """`items` as (label, members), in the order of first appearance.
-
-    Members of a group have equal keys and paths that differ in numbers only; the label stands for
-    exactly the members' paths.
-    """
+    """`items` as (label, members), in the order of first appearance. Members have equal keys and
+    paths that differ in numbers only; the label stands for exactly their paths."""
     buckets: dict[Hashable, list[Item]] = {}
     for item in items:
         template = tuple("#" if part.isdigit() else part for part in _parts(item.path))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,17 +24,12 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 MAX_PIXELS = 89_478_485
 
 
-@dataclass(frozen=True)
-class ImageBatch:
-    """Images read from a folder.
-
-    `images` is [N, C, H, W] float32, normalised; `files` names them in the same order; `ignored`
-    counts the files that are no images, `left_out` the images beyond `limit`.
-    """
+class ImageBatch(NamedTuple):
+    """Images of a folder: [N, C, H, W] float32, normalised, their files, and how many of `limit`
+    were left out."""
 
     images: Tensor
     files: tuple[Path, ...]
-    ignored: int
     left_out: int
 
 
@@ -46,36 +40,29 @@ def read_folder(
     std: Sequence[float],
     *,
     limit: int | None = 64,
-    crop_pct: float | None = None,
-    crop_mode: str | None = None,
-    interpolation: str = "bicubic",
+    **transform: Any,
 ) -> ImageBatch:
-    """Reads a folder and its sub-folders in sorted order.
+    """Reads a folder and its sub-folders in sorted order; links to folders are followed, each once.
 
     Args:
-        directory: A folder. Links to folders are followed, each folder once.
-        input_size: (C, H, W) in pixels; C is 3 (RGB) or 1 (grey).
-        mean, std: C values each, in units of [0, 1] pixels.
-        limit: The most images to read; None reads all.
-        crop_pct, crop_mode, interpolation: As in a timm data config.
+        input_size, mean, std, transform: as `reader` takes them.
+        limit: the most images to read; None reads all.
 
     Raises:
         ArgumentError: `input_size` or `limit` is not usable.
-        ModelError: No folder, no image in it, or an image that cannot be read (named).
+        ModelError: no folder, no image in it, or an image that cannot be read (named).
     """
     if limit is not None and limit < 1:
         raise ArgumentError(f"limit={limit}: expected a positive number of images, or None for all")
-    read = reader(
-        input_size, mean, std, crop_pct=crop_pct, crop_mode=crop_mode, interpolation=interpolation
-    )
-    found, ignored = image_files(directory)
+    read = reader(input_size, mean, std, **transform)
+    found = image_files(directory)
     files = found if limit is None else found[:limit]
     images = torch.stack([read(file) for file in files])
-    return ImageBatch(images, tuple(files), ignored, len(found) - len(files))
+    return ImageBatch(images, tuple(files), len(found) - len(files))
 
 
-def image_files(directory: str | os.PathLike[str]) -> tuple[list[Path], int]:
-    """The images of a folder and its sub-folders, sorted, and how many other files there are."""
+def image_files(directory: str | os.PathLike[str]) -> list[Path]:
+    """The images of a folder and its sub-folders, sorted."""
     top = located(directory, ModelError)
     if not top.is_dir():
         raise ModelError(f"{directory}: not a folder; give a folder that holds images")
@@ -87,7 +74,7 @@ def image_files(directory: str | os.PathLike[str]) -> tuple[list[Path], int]:
             f"{directory}: no image in this folder ({len(files)} other files); "
             f"expected files such as .jpg or .png"
         )
-    return sorted(found), len(files) - len(found)
+    return sorted(found)
 
 
 def reader(
@@ -100,9 +87,12 @@ def reader(
     interpolation: str = "bicubic",
 ) -> Callable[[Path], Tensor]:
     """A function from an image file to its tensor, [C, H, W] float32; it raises ModelError for a
-    file that it cannot read.
+    file that it cannot read. ArgumentError: `input_size` is not usable.
 
-    Args and Raises: as `read_folder`.
+    Args:
+        input_size: (C, H, W) in pixels; C is 3 (RGB) or 1 (grey).
+        mean, std: C values each, in units of [0, 1] pixels.
+        crop_pct, crop_mode, interpolation: as in a timm data config.
     """
     from timm.data import create_transform
 
@@ -162,7 +152,21 @@ def _read(file: Path, mode: str, transform: Any, target: tuple[float, float] | N
             Image.init()
             known = [name for name in FORMATS if name in Image.OPEN]
             with Image.open(opened, formats=known) as image:
-                _check_pixels(file, image.width, image.height, target)
+                width, height = image.size
+                scale = 1.0
+                if target is not None and width and height:
+                    scale = max(1.0, target[0] / height, target[1] / width)
+                if width * height > MAX_PIXELS:
+                    raise ModelError(
+                        f"{file}: {width} x {height} pixels are more than the {MAX_PIXELS} that are"
+                        " read; make the image smaller"
+                    )
+                if scale * scale * width * height > MAX_PIXELS:
+                    raise ModelError(
+                        f"{file}: {width} x {height} pixels would be {width * scale:.0f} x"
+                        f" {height * scale:.0f} after resizing, more than the {MAX_PIXELS} that are"
+                        " read; crop the image"
+                    )
                 pixels = image.convert(mode)
     except ModelError:
         raise
@@ -177,21 +181,3 @@ def _read(file: Path, mode: str, transform: Any, target: tuple[float, float] | N
         ) from error
     tensor: Tensor = transform(pixels)
     return tensor
-
-
-def _check_pixels(file: Path, width: int, height: int, target: tuple[float, float] | None) -> None:
-    """Refuse an image of too many pixels, as it is or after resizing."""
-    if width * height > MAX_PIXELS:
-        raise ModelError(
-            f"{file}: {width} x {height} pixels are more than the {MAX_PIXELS} that are read; make"
-            " the image smaller"
-        )
-    if target is None or not width or not height:
-        return
-    scale = max(target[0] / height, target[1] / width)
-    if scale * scale * width * height > MAX_PIXELS:
-        raise ModelError(
-            f"{file}: {width} x {height} pixels would be {width * scale:.0f} x"
-            f" {height * scale:.0f} after resizing, more than the {MAX_PIXELS} that are read; crop"
-            " the image"
-        )

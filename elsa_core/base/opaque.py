@@ -17,10 +17,8 @@ def define(
     formula: Callable[..., Any] | None = None,
     context: Callable[..., None] | None = None,
 ) -> None:
-    """Define `elsa::name` of the schema "name(arguments) -> results".
-
-    formula and context are of its gradients, as `torch.library.register_autograd` takes them.
-    """
+    """Define `elsa::name` of the schema "name(arguments) -> results"; formula and context are of
+    its gradients, as `torch.library.register_autograd` takes them."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")

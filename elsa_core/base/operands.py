@@ -22,19 +22,10 @@ def operands(
     *,
     one_device: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Check the arguments and bring them to the operator's layout, by views where any exist.
-
-    Args:
-        query, key, value, attn_mask, is_causal, enable_gqa: as `elsa_core.attention` takes them.
-        one_device: whether they must share a device.
-
-    Returns:
-        query [B, Hq, Nq, D], key [B, Hkv, Nk, D], value [B, Hkv, Nk, Dv], and the mask of
-        `checked_mask` or None.
-
-    Raises:
-        ArgumentError: an argument does not fit; the message names it.
-    """
+    """Check the arguments of `elsa_core.attention` and bring them to the operator's layout, by
+    views where any exist: query [B, Hq, Nq, D], key [B, Hkv, Nk, D], value [B, Hkv, Nk, Dv], and
+    the mask of `checked_mask` or None. ArgumentError names what does not fit; `one_device`: whether
+    they must share a device."""
     require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
     all_three = "query, key and value must"
     if not query.dtype.is_floating_point:
@@ -101,10 +92,8 @@ def require_mask(
 
 
 def require_dense(**tensors: Tensor | None) -> None:
-    """Refuse nested, sparse and opaque tensors: every backend reads dense strided memory.
-
-    `tensors`: arguments by their names, which a message says; None is let through.
-    """
+    """Refuse nested, sparse and opaque tensors, by their names: every backend reads dense strided
+    memory. None is let through."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -135,11 +124,8 @@ def require_number(name: str, given: object) -> None:
 
 def require_inside(bias_index: Tensor, rows: int) -> bool:
     """Refuse a bias_index that leaves its table of `rows` rows; whether it was looked at, and is
-    inside.
-
-    Only where a look costs no wait: on the CPU, outside tracing. Elsewhere whoever reads the table
-    checks each entry itself and gives NaN for the scores of one that is outside.
-    """
+    inside. Only where a look costs no wait: on the CPU, outside tracing. Elsewhere whoever reads
+    the table gives NaN for the scores of an entry outside."""
     if bias_index.device.type != "cpu" or calls.traced():  # traced values may not exist
         return False
     if bias_index.numel():
@@ -190,33 +176,29 @@ def _to_four_dims(
             if attn_mask is not None and attn_mask.dim() == 3:
                 attn_mask = attn_mask.unsqueeze(1)
     query, key, value = _broadcast_batch(query, key, value, enable_gqa)
-    if rank == 5 and attn_mask is None and not _merges(query, key, value):
+    if (
+        rank == 5
+        and attn_mask is None
+        and not all(
+            1 in t.shape[:2] or t.stride(0) == t.stride(1) * t.shape[1] for t in (query, key, value)
+        )
+    ):
         # [B, H, windows, N, D]: merging heads and windows is a view where batch and heads is none.
         query, key, value = (t.flatten(1, 2) for t in (query, key, value))
     elif rank > 4:
         if attn_mask is not None and 3 < attn_mask.dim() <= rank:
-            attn_mask = _merged_mask(attn_mask, query, key)
+            batch = query.shape[:-3]
+            if attn_mask.shape[:-3].numel() > 1:
+                pairs = zip(reversed(attn_mask.shape[:-3]), reversed(batch), strict=False)
+                if any(size not in (1, wanted) for size, wanted in pairs):
+                    full = [*query.shape[:-1], key.shape[-2]]
+                    raise ArgumentError(
+                        f"attn_mask of shape {list(attn_mask.shape)} does not broadcast to {full}"
+                    )
+                attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:])
+            attn_mask = attn_mask.flatten(0, -4)
         query, key, value = (t.flatten(0, -4) for t in (query, key, value))
     return query, key, value, attn_mask
-
-
-def _merged_mask(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask with its batch dims as one."""
-    batch = query.shape[:-3]
-    if attn_mask.shape[:-3].numel() > 1:
-        pairs = zip(reversed(attn_mask.shape[:-3]), reversed(batch), strict=False)
-        if any(size not in (1, wanted) for size, wanted in pairs):
-            full = [*query.shape[:-1], key.shape[-2]]
-            raise ArgumentError(
-                f"attn_mask of shape {list(attn_mask.shape)} does not broadcast to {full}"
-            )
-        attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:])
-    return attn_mask.flatten(0, -4)
-
-
-def _merges(*tensors: Tensor) -> bool:
-    """Whether the two leading dims of each 5-D tensor merge without a copy."""
-    return all(1 in t.shape[:2] or t.stride(0) == t.stride(1) * t.shape[1] for t in tensors)
 
 
 def _broadcast_batch(
@@ -231,8 +213,13 @@ def _broadcast_batch(
             "the batch dims of query, key and value do not broadcast: "
             f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
         ) from None
-    key, value = _equal_heads(query, key, value, enable_gqa)
-    heads, kv_heads = query.shape[-3], max(key.shape[-3], value.shape[-3])
+    heads, of_key, of_value = query.shape[-3], key.shape[-3], value.shape[-3]
+    unequal = enable_gqa and of_key != of_value and 1 not in (of_key, of_value)
+    if unequal and not heads % of_key and not heads % of_value:
+        common = math.lcm(of_key, of_value)
+        key = key.repeat_interleave(common // of_key, dim=-3)
+        value = value.repeat_interleave(common // of_value, dim=-3)
+    kv_heads = max(key.shape[-3], value.shape[-3])
     if heads == 1 and kv_heads > 1:
         heads = kv_heads
     grouped = enable_gqa and kv_heads > 0 and heads % kv_heads == 0
@@ -246,16 +233,3 @@ def _broadcast_batch(
     query = query.expand(*batch, heads, *query.shape[-2:])
     key, value = (t.expand(*batch, kv_heads, *t.shape[-2:]) for t in (key, value))
     return query, key, value
-
-
-def _equal_heads(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
-) -> tuple[Tensor, Tensor]:
-    """Key and value with one number of heads, where each divides the query's with enable_gqa."""
-    heads, of_key, of_value = query.shape[-3], key.shape[-3], value.shape[-3]
-    equal = of_key == of_value or 1 in (of_key, of_value)
-    if equal or not enable_gqa or heads % of_key or heads % of_value:
-        return key, value
-    common = math.lcm(of_key, of_value)
-    key, value = (t.repeat_interleave(common // t.shape[-3], dim=-3) for t in (key, value))
-    return key, value

@@ -22,15 +22,9 @@ GRACE_SECONDS = 2.0
 
 @contextmanager
 def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A child process; where it still runs at the end, its whole process group is ended.
-
-    A compiler starts others: ending it alone would leave those behind. All of them get SIGTERM
-    first, and SIGKILL when the child has ended or `GRACE_SECONDS` are over.
-
-    Args:
-        command: the program and its arguments.
-        options: of `subprocess.Popen`. Text is read as UTF-8, and stdin is empty unless given.
-    """
+    """A child process of `subprocess.Popen` (UTF-8, stdin empty unless given). Where it still runs
+    at the end, its whole process group is ended, since a compiler starts others: by SIGTERM, and by
+    SIGKILL when the child has ended or `GRACE_SECONDS` are over."""
     started: list[subprocess.Popen[str]] = []
     options = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace", **options}
     try:
@@ -44,10 +38,8 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 
 @contextmanager
 def environment_kept() -> Iterator[None]:
-    """Undo at the end what is done to the environment's variables within.
-
-    torch's compilers set some: TRITON_PTXAS_PATH changes what Triton compiles afterwards.
-    """
+    """Undo at the end what is done to the environment's variables within: torch's compilers set
+    TRITON_PTXAS_PATH, which changes what Triton compiles afterwards."""
     before = dict(os.environ)
     try:
         yield

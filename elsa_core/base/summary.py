@@ -1,8 +1,7 @@
-"""A result as a table, for `print`, the Python prompt and notebooks."""
+"""A result as a table, for `print` and the Python prompt."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,21 +42,6 @@ class Summary:
             ]
         return "\n".join([self.title, *table, *self.lines, *below])
 
-    def html(self) -> str:
-        """The same as HTML, for a notebook."""
-        parts = [f"<p><b>{html.escape(self.title)}</b></p>"]
-        if self.rows:
-            head = "".join(_cell("th", title, title) for title in self.columns)
-            body = "".join(
-                "<tr>" + "".join(map(_cell, ["td"] * len(row), self.columns, row)) + "</tr>"
-                for row in self.rows
-            )
-            parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
-        parts += [f"<p>{html.escape(line)}</p>" for line in self.lines]
-        if self.then is not None:
-            parts.append(self.then.html())
-        return "<div>" + "".join(parts) + "</div>"
-
 
 class Summarised:
     """A result that shows itself as its `summary`, wherever Python shows it."""
@@ -66,17 +50,5 @@ class Summarised:
         """What is shown of the result."""
         raise NotImplementedError
 
-    def __str__(self) -> str:
-        return self.summary().text()
-
     def __repr__(self) -> str:
         return self.summary().text()
-
-    def _repr_html_(self) -> str:
-        return self.summary().html()
-
-
-def _cell(tag: str, title: str, text: str) -> str:
-    side = "right" if title.startswith(">") else "left"
-    shown = html.escape(text.lstrip(">") if tag == "th" else text)
-    return f'<{tag} style="text-align: {side}">{shown}</{tag}>'

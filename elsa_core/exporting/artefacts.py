@@ -123,7 +123,7 @@ def _write_program(
     calls `elsa.linear`, which model.onnx holds as nodes and this program does not."""
     compiled = path.name == FILES["aoti"]
     dynamic_size = chosen.dynamic_size and not compiled
-    with calls.Products(kept=False) as products:
+    with calls.products(kept=False) as products:
         program = tracing.export_program(
             exported.model, exported.first, dynamic_size=dynamic_size, step=size_step(exported)
         )

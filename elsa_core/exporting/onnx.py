@@ -76,7 +76,7 @@ def export_onnx(
         inputs = tuple(torch.cat([t, t]) if t.shape[0] == 1 else t for t in example_inputs)
         batch = torch.export.Dim(BATCH, min=1)
         shapes = tuple({0: batch} for _ in inputs)
-        with calls.Products(kept=True):
+        with calls.products(kept=True):
             program = attempt(
                 "torch.export",
                 module,

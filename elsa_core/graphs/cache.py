@@ -13,10 +13,8 @@ import torch
 from torch import nn
 
 from elsa_core.graphs import capture
-from elsa_core.graphs.given import Given, RefusedError
-from elsa_core.graphs.guards import why_not
+from elsa_core.graphs.checks import Given, RefusedError, saved_tensor_hooks, why_not
 from elsa_core.graphs.inference import Inference
-from elsa_core.graphs.reads import saved_tensor_hooks
 from elsa_core.graphs.training import GradientMemory, Training
 
 _LOG = logging.getLogger("elsa")
@@ -36,24 +34,17 @@ _KEPT: Final = (
 
 
 class Graphs:
-    """The graphs of one model, the one used last at the end. Copies and pickles are empty.
-
-    They share a pool of memory, which is right as long as one is replayed at a time. So from a
-    training forward until its backward no other call is a graph's.
-
-    Args:
-        shapes: kept at most.
-        copy_outputs: whether results are copies.
-        kind: what is captured.
-        warned: reasons that a warning gave already.
-    """
+    """The graphs of one model, `shapes` at most, the one used last at the end; copies and pickles
+    are empty. They share a pool of memory, which is right as long as one is replayed at a time:
+    from a training forward until its backward no other call is a graph's. `warned`: reasons that a
+    warning gave already."""
 
     def __init__(
         self, shapes: int, copy_outputs: bool, kind: type[Inference] | type[Training],
         warned: dict[str, None] | None = None,
     ) -> None:  # fmt: skip
         self._most, self._copy_outputs, self._kind = shapes, copy_outputs, kind
-        self._entries: OrderedDict[Hashable, Inference | Training] = OrderedDict()
+        self.entries: OrderedDict[Hashable, Inference | Training] = OrderedDict()
         self._refused: dict[Hashable, str] = {}
         self._lost: Counter[Hashable] = Counter()  # graphs dropped after few replays
         self.warned: dict[str, None] = {} if warned is None else warned  # reasons, in order
@@ -67,20 +58,13 @@ class Graphs:
 
     def __del__(self) -> None:
         with suppress(Exception):  # the interpreter may be at its end
-            if self._entries and not capture.BACKEND.is_capturing():
-                self._drop(*self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def entries(self) -> tuple[Inference | Training, ...]:
-        """The graphs, the one used last at the end."""
-        return tuple(self._entries.values())
+            if self.entries and not capture.BACKEND.is_capturing():
+                self._drop(*self.entries)
 
     def clear(self) -> None:
         """Drop everything."""
         with _LOCK:
-            self._drop(*self._entries)
+            self._drop(*self.entries)
             self._refused.clear()
             self._lost.clear()
 
@@ -113,40 +97,37 @@ class Graphs:
                 raise RefusedError(self._refused[key])
             if self._gradients or self._ticket is not None:
                 self._check_pool()
-            entry, same, result = self._entries.get(key), False, None
+            entry, same, result = self.entries.get(key), False, None
             if entry is not None and entry.given.tree == given.tree:
                 same, result = entry.answer(given, self._copy_outputs)
             if entry is not None and same:
-                self._entries.move_to_end(key)
+                self.entries.move_to_end(key)
             else:
                 if entry is not None:
                     self._lose(key)
-                    stale = [k for k, e in self._entries.items() if not e.holds()]
+                    stale = [k for k, e in self.entries.items() if not e.holds()]
                     self._drop(*stale)  # they would keep what the model no longer has
                 entry = self._captured(key, model, given, device)
                 # PyTorch's first attention on a GPU sets the order of its kernels, which is in it
                 key = (id(model), model.training, given.key(device))
-                if key in self._entries:
+                if key in self.entries:
                     self._drop(key)
-                self._entries[key] = entry
+                self.entries[key] = entry
                 result = entry.run(given, self._copy_outputs)
             if isinstance(entry, Training):
                 self._ticket = entry.ticket
             return result
 
     def _check_pool(self) -> None:
-        """Let no replay write over what is still wanted.
-
-        Raises:
-            RefusedError: a forward waits for its backward, or somebody holds gradients.
-        """
+        """Let no replay write over what is still wanted: RefusedError where a forward waits for its
+        backward, or somebody holds gradients."""
         ticket = None if self._ticket is None else self._ticket()
         if ticket is not None and not ticket.done:
             raise RefusedError(_PENDING)
-        free = [each.is_free() or each.free() for each in self._gradients]
+        free = [each.free() for each in self._gradients]
         if not all(free):
             raise RefusedError(_KEPT)
-        live = {id(each.memory) for each in self._entries.values() if isinstance(each, Training)}
+        live = {id(each.memory) for each in self.entries.values() if isinstance(each, Training)}
         if len(live) < len(self._gradients):
             self._gradients = [each for each in self._gradients if id(each) in live]
 
@@ -158,10 +139,10 @@ class Graphs:
         if reason:
             raise RefusedError(reason)
         if device != self._device:
-            self._drop(*self._entries)
-        while len(self._entries) >= self._most:
-            self._lose(next(iter(self._entries)))
-        if not self._entries:
+            self._drop(*self.entries)
+        while len(self.entries) >= self._most:
+            self._lose(next(iter(self.entries)))
+        if not self.entries:
             self._pool, self._device = capture.BACKEND.pool(device), device
             self._gradients = []
         try:
@@ -183,7 +164,7 @@ class Graphs:
 
     def _lose(self, key: Hashable) -> None:
         """Drop a graph; where that happens again and again, capturing is not worth its time."""
-        few = self._entries[key].replays < _FEW_REPLAYS
+        few = self.entries[key].replays < _FEW_REPLAYS
         if len(self._lost) >= _MOST_KNOWN:
             self._lost.clear()
         self._lost[key] = self._lost[key] + 1 if few else 0
@@ -193,4 +174,4 @@ class Graphs:
         if keys and self._device is not None:
             capture.BACKEND.wait(self._device)
         for key in keys:
-            del self._entries[key]
+            del self.entries[key]

@@ -21,15 +21,9 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 def captured(
     call: Callable[[], object], ready: Callable[[], object] | None = None
 ) -> Callable[[], object]:
-    """The replay of a CUDA graph of one call on the current device.
-
-    Args:
-        call: what is captured. It runs once before that, on a stream of its own.
-        ready: called right before the capture.
-
-    Raises:
-        RuntimeError: the call does something that a graph cannot hold.
-    """
+    """The replay of a CUDA graph of one call on the current device, which runs once before that, on
+    a stream of its own; `ready` is called right before the capture. RuntimeError: a graph cannot
+    hold it."""
     own = _capture_stream(torch.cuda.current_device())
     (replay,) = captured_in_turn([call], torch.cuda.graph_pool_handle(), own, ready)
     return replay
@@ -40,15 +34,9 @@ def captured_in_turn(
     ready: Callable[[], object] | None = None, error_mode: str = "global",
 ) -> list[Callable[[], object]]:  # fmt: skip
     """`captured` of calls that always follow one another, as a forward and its backward do: a graph
-    of each, in one pool, in which what one part leaves is there for the next.
-
-    Args:
-        parts, ready: as `captured` takes them.
-        pool: of graphs that are never replayed at the same time.
-        stream: captured on. cuBLAS keeps a workspace for each stream; on one that has none yet it
-            is made in the graph's pool.
-        error_mode: as `torch.cuda.graph` has it: "thread_local" leaves other threads alone.
-    """
+    of each, in one pool of graphs that are never replayed at the same time. `stream`: captured on;
+    cuBLAS makes its workspace for one that has none yet in the graph's pool. `error_mode`: as
+    `torch.cuda.graph` has it; "thread_local" leaves other threads alone."""
     own = _capture_stream(torch.cuda.current_device())
     own.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(own):
@@ -80,10 +68,8 @@ def captured_in_turn(
 def replayed(
     call: Callable[[], object], ready: Callable[[], object] | None = None
 ) -> Callable[[], Any]:
-    """`captured` of a call, compiled or not, that is warmed up first; returns the call's output.
-
-    The output lies in the same memory after every replay.
-    """
+    """`captured` of a call, compiled or not, that is warmed up first; returns the call's output, in
+    the same memory after every replay."""
     output: list[Any] = []
 
     def kept() -> None:
@@ -101,11 +87,7 @@ def replayed(
 
 
 class Cuda:
-    """What `elsa_core.graphs.model` needs of CUDA; tests put another in its place.
-
-    Attributes:
-        device_type: of the models that can be captured.
-    """
+    """What `elsa_core.graphs.model` needs of CUDA; tests put another in its place."""
 
     device_type = "cuda"
 
@@ -139,11 +121,9 @@ class Cuda:
         torch.cuda.default_generators[device.index].set_offset(state)
 
     def pool(self, device: torch.device) -> Any:
-        """A new pool for graphs that are replayed one after the other, and a stream to capture on.
-
-        The stream is new, so that cuBLAS has its workspace in the pool and not in memory that
-        another's capture may free.
-        """
+        """A new pool for graphs that are replayed one after the other, and a new stream to capture
+        on, so that cuBLAS has its workspace in the pool and not in memory that another's capture
+        may free."""
         return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def captured(

@@ -10,9 +10,15 @@ from torch.utils import _pytree as pytree
 
 from elsa_core.base.messages import first_line
 from elsa_core.graphs import capture
-from elsa_core.graphs.given import CONSTANTS, Given, RefusedError, is_plain, without_cache
-from elsa_core.graphs.guards import MOST_NESTED, Guards
-from elsa_core.graphs.reads import storage_of, watched
+from elsa_core.graphs.checks import (
+    Given,
+    Guards,
+    RefusedError,
+    check_state,
+    flat_results,
+    watched,
+    without_cache,
+)
 
 WARM_UPS: Final = 2  # besides the one that is watched and the one of the capture
 
@@ -50,7 +56,7 @@ class Inference:
 
     def holds(self) -> bool:
         """Whether the model is what it was."""
-        return self.guards.all_hold()
+        return self.guards.alive() and self.guards.hold()
 
     def answer(self, given: Given, copy_outputs: bool) -> tuple[bool, Any]:
         """Whether the model is what it was, and the result."""
@@ -70,27 +76,3 @@ class Inference:
         if copy_outputs:
             found = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in found]
         return pytree.tree_unflatten(list(found), self._tree)
-
-
-def check_state(guards: Guards, targets: list[Tensor]) -> None:
-    """Raises RefusedError: what the model holds is not the same before every call."""
-    if not guards.complete:
-        raise RefusedError(f"its modules hold more than {MOST_NESTED} dicts and lists")
-    if not guards.all_hold():
-        raise RefusedError(
-            "its forward changes what the model holds (an attribute, a list or a dict)"
-        )
-    own = {storage_of(target) for target in targets}
-    if any(storage_of(tensor) in own for tensor in guards.tensors):
-        raise RefusedError("the model keeps an argument, which a replay would overwrite")
-
-
-def flat_results(result: Any, device: torch.device) -> tuple[list[Any], Any]:
-    """What a call returned as leaves and their tree; raises RefusedError."""
-    leaves, tree = pytree.tree_flatten(result)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor) and type(leaf) not in CONSTANTS:
-            raise RefusedError(f"it returns a {type(leaf).__qualname__}")
-        if isinstance(leaf, Tensor) and (not is_plain(leaf) or leaf.device != device):
-            raise RefusedError("it returns a tensor on another device or of its own kind")
-    return leaves, tree

@@ -95,11 +95,7 @@ def graphed(model: nn.Module, *, shapes: int = 8, copy_outputs: bool = True) -> 
 
 
 class GraphedModel(nn.Module):
-    """What `graphed` returns.
-
-    Attributes:
-        model: the model itself.
-    """
+    """What `graphed` returns; `model` is the model itself."""
 
     def __init__(self, model: nn.Module, shapes: int, copy_outputs: bool) -> None:
         super().__init__()
@@ -114,8 +110,11 @@ class GraphedModel(nn.Module):
         replica = "_is_replica" in self.__dict__  # of DataParallel, which shares this one's graphs
         if replica or calls.traced() or capture.BACKEND.is_capturing():
             return self.model(*args, **kwargs)
-        if torch.is_grad_enabled() and _wants_gradients(self.model, args, kwargs):
-            return self._steps.call(self.model, args, kwargs)
+        if torch.is_grad_enabled():
+            given = pytree.tree_leaves((args, kwargs))
+            wants = any(isinstance(each, Tensor) and each.requires_grad for each in given)
+            if wants or any(each.requires_grad for each in self.model.parameters()):
+                return self._steps.call(self.model, args, kwargs)
         if self.model.training:
             return self.model(*args, **kwargs)
         return self._graphs.call(self.model, args, kwargs)
@@ -128,7 +127,7 @@ class GraphedModel(nn.Module):
     @property
     def captures(self) -> int:
         """How many calls have graphs now, of inference and of training."""
-        return len(self._graphs) + len(self._steps)
+        return len(self._graphs.entries) + len(self._steps.entries)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -137,7 +136,7 @@ class GraphedModel(nn.Module):
 
     def replays(self) -> tuple[Callable[[], object], ...]:
         """The replays of the graphs of inference, without copies of arguments and results."""
-        return tuple(entry.replay for entry in self._graphs.entries())
+        return tuple(entry.replay for entry in self._graphs.entries.values())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own."""
@@ -146,13 +145,6 @@ class GraphedModel(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own."""
         return self.model.load_state_dict(*args, **kwargs)
-
-
-def _wants_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = pytree.tree_leaves((args, kwargs))
-    if any(isinstance(each, Tensor) and each.requires_grad for each in given):
-        return True
-    return any(each.requires_grad for each in model.parameters())
 
 
 def _prefixed(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:

@@ -22,10 +22,18 @@ from torch.utils import _pytree as pytree
 
 from elsa_core.base.messages import first_line
 from elsa_core.graphs import capture
-from elsa_core.graphs.given import Given, RefusedError, is_plain, without_cache
-from elsa_core.graphs.guards import Guards
-from elsa_core.graphs.inference import WARM_UPS, check_state, flat_results
-from elsa_core.graphs.reads import storage_of, watched
+from elsa_core.graphs.checks import (
+    Given,
+    Guards,
+    RefusedError,
+    check_state,
+    flat_results,
+    is_plain,
+    storage_of,
+    watched,
+    without_cache,
+)
+from elsa_core.graphs.inference import WARM_UPS
 
 _WANTS = attrgetter("requires_grad")
 _VERSION = attrgetter("_version")
@@ -45,20 +53,15 @@ class GradientMemory:
 
     def __init__(self, rows: list[tuple[nn.Parameter, Tensor]]) -> None:
         self._params = [param for param, _ in rows]
-        self._grads = [grad for _, grad in rows]  # keeps the memory
-        self._addresses = [grad.data_ptr() for grad in self._grads]
-        self._storages = [storage_of(grad) for grad in self._grads]
-        self._counts = self._count()
-
-    def _count(self) -> list[int]:
-        return [*map(torch._C._storage_Use_Count, self._storages)]
-
-    def is_free(self) -> bool:
-        """Whether nobody holds a gradient that lies there."""
-        return self._count() == self._counts
+        self.grads = [grad for _, grad in rows]  # keeps the memory
+        self._addresses = [grad.data_ptr() for grad in self.grads]
+        self._storages = [storage_of(grad) for grad in self.grads]
+        self._counts = [*map(torch._C._storage_Use_Count, self._storages)]
 
     def free(self) -> bool:
         """Give each `grad` that lies there memory of its own; whether nobody holds one now."""
+        if [*map(torch._C._storage_Use_Count, self._storages)] == self._counts:
+            return True
         rows = zip(self._params, self._addresses, strict=True)
         held = [p.grad for p, at in rows if p.grad is not None and p.grad.data_ptr() == at]
         if held:
@@ -67,47 +70,41 @@ class GradientMemory:
             for old, new in zip(held, fresh, strict=True):
                 old.data = new
         del held
-        return self.is_free()
+        return [*map(torch._C._storage_Use_Count, self._storages)] == self._counts
 
 
 class Training:
-    """A captured call and its backward.
-
-    In the runs that are captured, parameters, and arguments that want gradients, are fresh aliases:
-    autograd keeps a node for every leaf, which remembers the stream that it was made on, and an
-    earlier loss may still hold that of the real one.
-
-    Attributes:
-        memory: of the gradients of parameters.
-        ticket: of the last forward; set by `run`.
-    """
+    """A captured call and its backward, with the memory of the gradients of parameters and the
+    ticket of the last forward. In the runs that are captured, parameters, and arguments that want
+    gradients, are fresh aliases: autograd keeps a node for every leaf, which remembers the stream
+    that it was made on, and an earlier loss may still hold that of the real one."""
 
     backward = True
 
     def __init__(self, model: nn.Module, given: Given, device: torch.device, pool: Any) -> None:
         self.given, self.replays = given.copied(), 0
         self.ticket: weakref.ref[Ticket] | None = None
-        self._model, self._device = model, device
-        self._targets = self.given.tensors()
+        self._model, self.device = model, device
+        self.targets = self.given.tensors()
         everything = list(model.parameters())
         self._everything, self._wanted = everything, [*map(_WANTS, everything)]
         self._params = [each for each in everything if each.requires_grad]
-        self._leaves = list(dict.fromkeys(each for each in self._targets if each.requires_grad))
-        self._outputs: list[Any] = []
-        self._slopes: list[Tensor] = []  # gradients of the outputs, as they are given
-        self._grads: list[Tensor | None] = []  # of the leaves, then of the parameters
+        self.leaves = list(dict.fromkeys(each for each in self.targets if each.requires_grad))
+        self.outputs: list[Any] = []
+        self.slopes: list[Tensor] = []  # gradients of the outputs, as they are given
+        self.grads: list[Tensor | None] = []  # of the leaves, then of the parameters
         with _as_it_was(model, device):
             self._capture(pool)
-        pairs = zip(self._params, self._grads[len(self._leaves) :], strict=True)
+        pairs = zip(self._params, self.grads[len(self.leaves) :], strict=True)
         self.memory = GradientMemory([(p, g) for p, g in pairs if g is not None and g.numel()])
 
     def _capture(self, pool: Any) -> None:
-        device = self._device
+        device = self.device
         with without_cache(device):
             for _ in range(WARM_UPS):
                 self._run_forward()
-                self._slopes = [torch.zeros_like(each.detach()) for each in self._learning()]
-                if not self._slopes:
+                self.slopes = [torch.zeros_like(each.detach()) for each in self._learning()]
+                if not self.slopes:
                     raise RefusedError("none of its results has a gradient")
                 self._run_alone()
             self.guards = Guards(self._model, backward=True)
@@ -129,7 +126,7 @@ class Training:
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 reads = watched(both, device, self._model.buffers(), draws=True)
-            check_state(self.guards, self._targets)
+            check_state(self.guards, self.targets)
             self._clear()
             try:
                 self.replay, self.replay_backward = capture.BACKEND.captured(
@@ -139,26 +136,26 @@ class Training:
                 raise
             except RuntimeError as error:
                 raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
-        check_state(self.guards, self._targets)
-        held = (*self._targets, *self._slopes, *self.guards.tensors)
+        check_state(self.guards, self.targets)
+        held = (*self.targets, *self.slopes, *self.guards.tensors)
         if reads.outside(held):
             raise RefusedError("it reads a tensor that is no attribute of its modules")
-        self._saved = [each for each in self._params if storage_of(each) in saved]
+        self.saved = [each for each in self._params if storage_of(each) in saved]
         leaves, self._tree = flat_results(self._result, device)
-        self._learns = [each.requires_grad for each in leaves if isinstance(each, Tensor)]
-        self._outputs = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        grads = self._grads
+        self.learns = [each.requires_grad for each in leaves if isinstance(each, Tensor)]
+        self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+        grads = self.grads
         self._clear()
-        self._grads = grads
+        self.grads = grads
 
     def _clear(self) -> None:
         self._result: Any = None
-        self._grads = []
+        self.grads = []
         self._inputs: list[Tensor] = []
 
     def _run_forward(self) -> None:
         self._clear()
-        fresh = {id(each): each.detach().requires_grad_() for each in self._leaves}
+        fresh = {id(each): each.detach().requires_grad_() for each in self.leaves}
         leaves = [fresh.get(id(each), each) for each in self.given.leaves]
         args, kwargs = self.given.arguments(leaves)
         aliases = {id(each): nn.Parameter(each.detach()) for each in self._params}
@@ -172,9 +169,9 @@ class Training:
 
     def _run_backward(self) -> None:
         inputs = self._inputs
-        with torch.autocast(self._device.type, enabled=False):
-            found = torch.autograd.grad(self._learning(), inputs, self._slopes, allow_unused=True)
-        taken = {storage_of(each) for each in (*inputs, *self._slopes)}
+        with torch.autocast(self.device.type, enabled=False):
+            found = torch.autograd.grad(self._learning(), inputs, self.slopes, allow_unused=True)
+        taken = {storage_of(each) for each in (*inputs, *self.slopes)}
         grads: list[Tensor | None] = []
         for grad, leaf in zip(found, inputs, strict=True):
             own = grad
@@ -185,7 +182,7 @@ class Training:
                     own = torch.empty_like(leaf, requires_grad=False).copy_(grad)
                 taken.add(storage_of(own))  # type: ignore[arg-type]
             grads.append(own)
-        self._grads = grads
+        self.grads = grads
 
     def _run_alone(self) -> None:
         """The backward outside of a capture."""
@@ -199,7 +196,8 @@ class Training:
 
     def holds(self) -> bool:
         """Whether the model is what it was."""
-        return self.guards.all_hold() and [*map(_WANTS, self._everything)] == self._wanted
+        wanted = [*map(_WANTS, self._everything)] == self._wanted
+        return wanted and self.guards.alive() and self.guards.hold()
 
     def answer(self, given: Given, copy_outputs: bool) -> tuple[bool, Any]:
         """Whether the model is what it was, and the result."""
@@ -208,52 +206,12 @@ class Training:
     def run(self, given: Given, copy_outputs: bool) -> Any:
         """The results for other arguments of the same kind."""
         self.replays += 1
-        ticket = Ticket([*map(_VERSION, self._saved)])
+        ticket = Ticket([*map(_VERSION, self.saved)])
         self.ticket = weakref.ref(ticket)
         made = _Replay.apply(self, ticket, copy_outputs, *given.tensors(), *self._params)
         found = iter(made)
-        leaves = [next(found) if isinstance(x, Tensor) else x for x in self._outputs]
+        leaves = [next(found) if isinstance(x, Tensor) else x for x in self.outputs]
         return pytree.tree_unflatten(leaves, self._tree)
-
-    def forward(self, tensors: Sequence[Tensor], copy_outputs: bool) -> list[tuple[Tensor, bool]]:
-        """The outputs, each with whether it has a gradient."""
-        capture.BACKEND.order(self._device)
-        for target, leaf in zip(self._targets, tensors, strict=False):
-            target.detach().copy_(leaf)
-        self.replay()
-        tensors = [leaf for leaf in self._outputs if isinstance(leaf, Tensor)]
-        made = [leaf.clone() if copy_outputs else leaf.detach() for leaf in tensors]
-        return list(zip(made, self._learns, strict=True))
-
-    def gradients(self, ticket: Ticket, slopes: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of every tensor of the arguments, then of the parameters.
-
-        Raises:
-            RuntimeError: the forward's tensors are no longer what they were.
-        """
-        if ticket.done:
-            raise RuntimeError(
-                "graphed: the backward of a graphed forward runs once; for retain_graph=True call "
-                "the model itself (`.model`)"
-            )
-        ticket.done = True
-        if [*map(_VERSION, self._saved)] != ticket.versions:
-            raise RuntimeError(
-                "graphed: a parameter that the backward reads was modified in place after the "
-                "forward, by an optimizer's step say"
-            )
-        capture.BACKEND.order(self._device)
-        learnt = [slope for slope, ok in zip(slopes, self._learns, strict=True) if ok]
-        for target, slope in zip(self._slopes, learnt, strict=True):
-            target.copy_(slope)
-        self.replay_backward()
-        count = len(self._leaves)
-        own = {leaf: g for leaf, g in zip(self._leaves, self._grads[:count], strict=True)
-               if g is not None}  # fmt: skip
-        # an argument given twice has its gradient once
-        of_arguments = [g if (g := own.pop(each, None)) is None else g.clone()
-                        for each in self._targets]  # fmt: skip
-        return of_arguments + [None if g is None else g.detach() for g in self._grads[count:]]
 
 
 class _Replay(torch.autograd.Function):
@@ -264,14 +222,46 @@ class _Replay(torch.autograd.Function):
         ctx: Any, step: Training, ticket: Ticket, copy_outputs: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.step, ctx.ticket = step, ticket
-        made = step.forward(tensors, copy_outputs)
-        ctx.mark_non_differentiable(*(tensor for tensor, learns in made if not learns))
-        return tuple(tensor for tensor, _ in made)
+        capture.BACKEND.order(step.device)
+        for target, leaf in zip(step.targets, tensors, strict=False):
+            target.detach().copy_(leaf)
+        step.replay()
+        outputs = [leaf for leaf in step.outputs if isinstance(leaf, Tensor)]
+        made = tuple(leaf.clone() if copy_outputs else leaf.detach() for leaf in outputs)
+        rows = zip(made, step.learns, strict=True)
+        ctx.mark_non_differentiable(*(tensor for tensor, learns in rows if not learns))
+        return made
 
     @staticmethod
     @once_differentiable  # type: ignore[no-untyped-call]
     def backward(ctx: Any, *slopes: Tensor) -> Any:
-        return (None, None, None, *ctx.step.gradients(ctx.ticket, slopes))
+        """Gradients of every tensor of the arguments, then of the parameters; RuntimeError: the
+        forward's tensors are no longer what they were."""
+        step, ticket = ctx.step, ctx.ticket
+        if ticket.done:
+            raise RuntimeError(
+                "graphed: the backward of a graphed forward runs once; for retain_graph=True call "
+                "the model itself (`.model`)"
+            )
+        ticket.done = True
+        if [*map(_VERSION, step.saved)] != ticket.versions:
+            raise RuntimeError(
+                "graphed: a parameter that the backward reads was modified in place after the "
+                "forward, by an optimizer's step say"
+            )
+        capture.BACKEND.order(step.device)
+        learnt = [slope for slope, ok in zip(slopes, step.learns, strict=True) if ok]
+        for target, slope in zip(step.slopes, learnt, strict=True):
+            target.copy_(slope)
+        step.replay_backward()
+        count = len(step.leaves)
+        rows = zip(step.leaves, step.grads[:count], strict=True)
+        own = {leaf: grad for leaf, grad in rows if grad is not None}
+        # an argument given twice has its gradient once
+        of_arguments = [g if (g := own.pop(each, None)) is None else g.clone()
+                        for each in step.targets]  # fmt: skip
+        of_parameters = [None if g is None else g.detach() for g in step.grads[count:]]
+        return (None, None, None, *of_arguments, *of_parameters)
 
 
 @contextmanager

@@ -10,27 +10,29 @@ from typing import TYPE_CHECKING, Any
 from elsa_core.base import lazy
 
 if TYPE_CHECKING:
-    from elsa_core.loading.architecture import check_sizes, files_of, meta_model, small_model
+    from elsa_core.loading.fromfile import files_of
+    from elsa_core.loading.imagesize import check_sizes
     from elsa_core.loading.library import UninitialisedParameters
     from elsa_core.loading.loader import Loaded, load, load_model
     from elsa_core.loading.plan import PLAN_NAME, Plan, apply_plan, read_plan
-    from elsa_core.loading.preprocessing import assumed_text, of_model, with_given
     from elsa_core.loading.python_models import read_inputs
-    from elsa_core.loading.recipe import Given, Preprocess
+    from elsa_core.loading.recipe import Given, Preprocess, assumed_text, with_given
+    from elsa_core.loading.recognise import meta_model, small_model
     from elsa_core.loading.saving import check_target, save, write_model
     from elsa_core.loading.spec import ModelSpec, parse
-    from elsa_core.loading.stated import names_of
+    from elsa_core.loading.stated import names_of, of_model
 
 _HOMES = {
-    "architecture": ("check_sizes", "files_of", "meta_model", "small_model"),
+    "fromfile": ("files_of",),
+    "imagesize": ("check_sizes",),
     "library": ("UninitialisedParameters",),
     "loader": ("Loaded", "load", "load_model"),
     "plan": ("PLAN_NAME", "Plan", "apply_plan", "read_plan"),
-    "preprocessing": ("assumed_text", "of_model", "with_given"),
     "python_models": ("read_inputs",),
-    "recipe": ("Given", "Preprocess"),
+    "recipe": ("Given", "Preprocess", "assumed_text", "with_given"),
+    "recognise": ("meta_model", "small_model"),
     "saving": ("check_target", "save", "write_model"),
-    "stated": ("names_of",),
+    "stated": ("names_of", "of_model"),
     "spec": ("ModelSpec", "parse"),
 }
 

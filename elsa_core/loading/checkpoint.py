@@ -37,14 +37,10 @@ _MAX_WRAPPED = 4
 
 
 def read_checkpoint(path: Path, key: str | None = None) -> Weights:
-    """Read a PyTorch checkpoint without running any code of its pickle.
-
-    A training checkpoint is unwrapped: averaged weights first, then a teacher's, then `state_dict`
-    and `model`. `key` takes others: a key of the checkpoint, or the beginning of tensors' names.
-    ModelError where `weights_only=True` cannot read it, it is compressed, holds no state dict, or a
-    tensor is sparse, quantised, complex, on the meta device, much larger than what is stored of it,
-    or not finite.
-    """
+    """Read a PyTorch checkpoint without running any code of its pickle. A training checkpoint is
+    unwrapped: averaged weights first, then a teacher's, then `state_dict` and `model`; `key` takes
+    others (a key, or the beginning of tensors' names). ModelError where `weights_only=True` cannot
+    read it, it is compressed or holds no state dict, or a tensor cannot be a weight."""
     with open_regular(path) as file:
         _check_archive(path, file)
         file.seek(0)
@@ -105,11 +101,8 @@ def _check_stored(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_archive(path: Path, file: BinaryIO) -> None:
-    """Refuse an archive that unpacks to more than the file has; other files pass.
-
-    `torch.save` stores its members as they are. A compressed member, or several that share the
-    same bytes, would let kilobytes fill the memory.
-    """
+    """Refuse an archive that unpacks to more than the file has: `torch.save` stores its members as
+    they are, and compressed or overlapping ones would let kilobytes fill the memory."""
     size = os.fstat(file.fileno()).st_size
     if not size:
         raise ModelError(f"{path} is empty: not a PyTorch checkpoint")
@@ -163,7 +156,14 @@ def _unwrap(content: Any) -> tuple[Mapping[Any, Any], list[str]]:
     for _ in range(_MAX_WRAPPED):
         if not isinstance(content, Mapping):
             return {}, []
-        found = [key for key in _STATES if _holds_tensors(content.get(key))]
+        inside = {k: v for k in _STATES if isinstance(v := content.get(k), Mapping)}
+        # a state dict, or a mapping that holds one
+        found = [
+            key
+            for key, inner in inside.items()
+            if any(isinstance(value, Tensor) for value in inner.values())
+            or any(name in inner for name in _STATES)
+        ]
         if not found:
             return content, notes
         if found[1:]:
@@ -171,11 +171,3 @@ def _unwrap(content: Any) -> tuple[Mapping[Any, Any], list[str]]:
             notes.append(f"{kind} ({found[0]}) taken; --weights {found[1]} takes those")
         content = content[found[0]]
     return {}, []
-
-
-def _holds_tensors(inner: Any) -> bool:
-    """True for a state dict, or for a mapping that holds one."""
-    return isinstance(inner, Mapping) and (
-        any(isinstance(value, Tensor) for value in inner.values())
-        or any(key in inner for key in _STATES)
-    )

@@ -33,10 +33,8 @@ _NAME = re.compile(r"[\w.@+-]{1,120}")
 
 def from_config(config: Mapping[str, Any], where: str) -> Recipe:
     """Read timm's hub layout (or elsa's extension of it) from config.json, or open_clip's towers.
-
-    `where` is the file, for messages. ModelError: another kind of configuration, a name that is
-    none, or a value of the wrong type.
-    """
+    `where` is the file, for messages. ModelError: another kind, a name that is none, or a wrong
+    value."""
     if "model_cfg" in config:
         return from_open_clip_config(config, where)
     name = config.get("architecture")
@@ -46,7 +44,7 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
         raise ModelError(f"{where} names no architecture{hint}")
     _check_name(name, where)
     extension = config.get("elsa", {})
-    usual = libraries.first().name
+    usual = libraries.LIBRARIES[0].name
     library = extension.get("library", usual) if isinstance(extension, Mapping) else None
     implied = next((x.config_args for x in libraries.LIBRARIES if x.name == library), None)
     if implied is None:
@@ -143,11 +141,10 @@ def _assumed(extension: Any, cfg: Mapping[str, Any], where: str) -> tuple[str, .
 def _unsaid(extension: Any, where: str) -> dict[str, Any]:
     """Return what an earlier elsa took from the architecture's name alone."""
     noted = extension.get("unsaid", {}) if isinstance(extension, Mapping) else {}
-    good = isinstance(noted, Mapping) and len(noted) <= _MAX_UNSAID
-    for key, value in noted.items() if good else ():
-        counts = value if isinstance(value, list) else [value]
-        good = good and isinstance(key, str) and _UNSAID.fullmatch(key) is not None
-        good = good and all(type(n) is int and 0 < n < 2**31 for n in counts)
-    if not good:
-        raise ModelError(f"{where}: unsaid must give numbers by the names of arguments")
-    return dict(noted)
+    if isinstance(noted, Mapping) and len(noted) <= _MAX_UNSAID:
+        counts = [v if isinstance(v, list) else [v] for v in noted.values()]
+        if all(type(n) is int and 0 < n < 2**31 for each in counts for n in each) and all(
+            isinstance(key, str) and _UNSAID.fullmatch(key) for key in noted
+        ):
+            return dict(noted)
+    raise ModelError(f"{where}: unsaid must give numbers by the names of arguments")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, ElsaError
 from elsa_core.loading import libraries
-from elsa_core.loading.libraries import build_meta, patch_step, resized
+from elsa_core.loading.libraries import build_meta, patch_step
 from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe, required_pair
 
@@ -37,8 +37,13 @@ def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
     configuration describes, takes none."""
     if not given:
         return recipe
-    libraries.refuse_arguments(recipe)
     where = "model_kwargs (--model-kwargs)"
+    if recipe.two_towers:
+        takers = [each.name for each in libraries.LIBRARIES if each.config_args is not None]
+        raise ArgumentError(
+            f"{where} are for {', '.join(takers[:-1])} and {takers[-1]}; {recipe.library}'s"
+            f" {recipe.name} is described by an open_clip_config.json"
+        )
     # Two keywords that the recipe holds elsewhere than among the constructor's.
     count, size = given.get("num_classes"), given.get("img_size")
     recipe = recipe.with_args(
@@ -52,7 +57,8 @@ def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
         preprocess = recipe.preprocess.with_channels(given["in_chans"])
         recipe = dataclasses.replace(recipe, preprocess=preprocess)
     if "img_size" in given:
-        recipe = resized(recipe, required_pair(size, where, ArgumentError))
+        pair = required_pair(size, where, ArgumentError)
+        recipe = libraries.of(recipe.library).resized(recipe, pair)
     return recipe
 
 
@@ -72,18 +78,16 @@ def fitted(
         size = None if grid is None else (grid[0] * step[0], grid[1] * step[1])
         if size is None or size == recipe.size or max(size) > MAX_IMAGE_SIZE:
             return None
-        recipe = resized(recipe, size)
+        recipe = libraries.of(recipe.library).resized(recipe, size)
         return None if any(differences(build_meta(recipe), shapes)) else recipe
     except ElsaError:
         return None
 
 
 def differences(model: nn.Module, shapes: Shapes) -> tuple[set[str], set[str], set[str]]:
-    """Return the names that are missing, that are unexpected, and that have another shape.
-
-    Buffers that older releases stored may be missing; where both have them their shapes count,
-    because they tell window and image size.
-    """
+    """Return the names that are missing, that are unexpected, and that have another shape. Buffers
+    that older releases stored may be missing; where both have them their shapes count, because they
+    tell window and image size."""
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     computed = {
         name: tuple(tensor.shape)
@@ -169,11 +173,8 @@ def changed(
     resized: bool = False,
 ) -> dict[str, str]:
     """Return the tensors of a file that the model does not hold as they are, each with what
-    happened.
-
-    `asked` are names that another image size or window was asked to change; `resized` says that the
-    model has another one than the file, and so other buffers that are computed from it.
-    """
+    happened. `asked` are names that another image size or window was asked to change; `resized`:
+    other buffers are computed from another size."""
     state = model.state_dict()
     own = {**dict(model.named_buffers()), **state}
     left: dict[str, Tensor] = {}
@@ -227,11 +228,16 @@ def _lost(left: Mapping[str, Tensor], rest: list[Tensor]) -> list[str]:
     for name, tensor in left.items():
         if name.endswith("bias") and not tensor.count_nonzero():
             continue  # nothing is added without it
-        place = next((i for i, held in enumerate(pool) if _same_numbers(held, tensor)), None)
-        if place is None:
-            names.append(name)
+        for place, held in enumerate(pool):
+            if held.numel() == tensor.numel():
+                cast = tensor.to(held.dtype)
+                turned = (cast, cast.t()) if cast.ndim == 2 else (cast,)
+                # equal numbers in another shape, or transposed
+                if any(torch.equal(held.flatten(), each.flatten()) for each in turned):
+                    pool.pop(place)
+                    break
         else:
-            pool.pop(place)
+            names.append(name)
     if names and pool:
         # Joined (q, k and v into qkv) or split: the same numbers, zeros that are added apart.
         dtype = pool[0].dtype
@@ -241,16 +247,6 @@ def _lost(left: Mapping[str, Tensor], rest: list[Tensor]) -> list[str]:
         if torch.equal(one, other):
             return []
     return names
-
-
-def _same_numbers(held: Tensor, tensor: Tensor) -> bool:
-    """True for equal numbers in another shape, or transposed."""
-    if held.numel() != tensor.numel():
-        return False
-    cast = tensor.to(held.dtype)
-    if torch.equal(held.flatten(), cast.flatten()):
-        return True
-    return cast.ndim == 2 and torch.equal(held.flatten(), cast.t().flatten())
 
 
 def _shape(tensor: Tensor) -> str:

@@ -6,12 +6,13 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from elsa_core.base.messages import first_line, listed, quiet, side
 from elsa_core.base.reading import parse_json, read_json
@@ -23,6 +24,7 @@ from elsa_core.loading.fit import changed, differences, explain_misfit, with_giv
 from elsa_core.loading.imagesize import with_image_size
 from elsa_core.loading.libraries import build, build_meta, default_recipe, label
 from elsa_core.loading.library import BUILD_ERRORS
+from elsa_core.loading.plan import PLAN_NAME
 from elsa_core.loading.recipe import Recipe, checked_args
 from elsa_core.loading.recognise import fit_named, recognise
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
@@ -51,10 +53,8 @@ Size = tuple[int, int] | None
 
 
 def read_weights(path: Path, key: str | None = None) -> Weights:
-    """Read a .safetensors file, an index of several, or a PyTorch checkpoint.
-
-    `key` says which of several weights to take (--weights).
-    """
+    """Read a .safetensors file, an index of several, or a PyTorch checkpoint; `key` says which of
+    several weights to take (--weights)."""
     if is_index(path):
         return read_sharded(path, key)
     safe = path.suffix.lower() == ".safetensors"
@@ -75,13 +75,14 @@ def weights_in(directory: Path) -> Path:
     raise ModelError(f"{directory} holds {what} model.safetensors")
 
 
-def refuse_links(directory: Path) -> None:
-    """Refuse a bundle in which a file is a link: it leads to what the bundle does not hold."""
-    if not (directory / "manifest.json").exists():
-        return  # the hub's cache holds links
-    link = next((path for path in sorted(directory.iterdir()) if path.is_symlink()), None)
-    if link is not None:
-        raise ModelError(f"{link} is a link, which a bundle does not hold: refused")
+def files_of(spec: ModelSpec) -> list[Path]:
+    """All files that a file or a saved directory is built from, weights first; none for a name."""
+    if spec.path is None:
+        return []
+    weights = weights_in(spec.path) if spec.source == "directory" else spec.path
+    shards = sorted(weights.parent.glob("*.safetensors")) if is_index(weights) else []
+    beside = [weights.parent / name for name in (*CONFIG_NAMES, PLAN_NAME)]
+    return [weights, *shards, *(path for path in beside if path.is_file())]
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,6 @@ class Choice:
 
     recipe: Recipe  # at the size of the tensors
     notes: tuple[str, ...] = ()
-    alike: tuple[Recipe, ...] = ()  # that fit and compute the same; they may preprocess otherwise
     described: bool = False  # a configuration says the preprocessing, or what of it is assumed
     tagged: bool = False  # the name is that of published weights, whose preprocessing is known
 
@@ -104,12 +104,8 @@ def choose_recipe(
     config_required: bool,
 ) -> Choice:
     """Find the architecture: `arch` (--arch), the file's metadata, a config beside it, or the
-    shapes.
-
-    `image_size` settles a grid that is not square; `given` are the constructor's arguments as
-    typed; `config_required` refuses a directory without a configuration. ModelError: unknown,
-    ambiguous, or a configuration that cannot be read.
-    """
+    shapes. `image_size` settles a grid that is not square; `given` are the constructor's arguments
+    as typed; `config_required` refuses a directory without a configuration."""
     shapes = weights.shapes
     if arch is not None:
         spec = parse(arch)
@@ -124,9 +120,7 @@ def choose_recipe(
         where = f"{weights.path} (metadata {CONFIG_METADATA})"
         recipe = from_config(parse_json(embedded, where), where)
         return Choice(with_given(recipe, given), described=True)
-    stated = () if config_required else weights.stated.architectures
-    tried = (_recorded(name, weights, image_size, given) for name in stated)
-    recorded = next((choice for choice in tried if choice is not None), None)
+    recorded = None if config_required else _recorded(weights, image_size, given)
     problem: ModelError | None = None
     for path in (weights.path.parent / name for name in CONFIG_NAMES):
         if path.is_file():
@@ -147,25 +141,22 @@ def choose_recipe(
     also = f" (the same computation as {names})" if names else ""
     told = _told(recipe, given)
     note = f"architecture {label(recipe)}{told}, recognised from names and shapes{also}"
-    return Choice(recipe, (note,), alike)
+    return Choice(recipe, (note,))
 
 
-def _recorded(
-    name: str, weights: Weights, image_size: Size, given: Mapping[str, Any]
-) -> Choice | None:
+def _recorded(weights: Weights, image_size: Size, given: Mapping[str, Any]) -> Choice | None:
     """The architecture that a file names; None where trainers record another kind of name, such as
     a class, so that the shapes say more."""
-    try:
-        spec = parse(name)
-        if spec.source not in libraries.names() or spec.alias is not None:
-            return None
-        said = checked_args(weights.stated.args, f"{weights.path} (model_args)")
-        recipe = fit_named(spec, weights.shapes, image_size, {**said, **given})
-    except ElsaError:
-        return None
-    told = _told(recipe, given, ", as the tensors' shapes say")
-    note = f"architecture {label(recipe)}, from the file's metadata{told}"
-    return Choice(recipe, (note,), tagged=spec.tag is not None)
+    for name in weights.stated.architectures:
+        with suppress(ElsaError):
+            spec = parse(name)
+            if spec.source in libraries.names() and spec.alias is None:
+                said = checked_args(weights.stated.args, f"{weights.path} (model_args)")
+                recipe = fit_named(spec, weights.shapes, image_size, {**said, **given})
+                told = _told(recipe, given, ", as the tensors' shapes say")
+                note = f"architecture {label(recipe)}, from the file's metadata{told}"
+                return Choice(recipe, (note,), tagged=spec.tag is not None)
+    return None
 
 
 def _told(recipe: Recipe, given: Mapping[str, Any], source: str = "") -> str:
@@ -196,16 +187,30 @@ def apply(
     was asked to change, and from a classifier that `num_classes=0` drops.
     """
     target = recipe if image_size is None else with_image_size(recipe, image_size)
-    weights, dropped = _headless(recipe, weights) if drops_classifier(given) else (weights, [])
     misfit = f"{weights.path} does not fit {label(recipe)}"
     plain = build_meta(target)
+    dropped: list[str] = []
+    if drops_classifier(given):
+        with_one = build_meta(dataclasses.replace(recipe, num_classes=2)).state_dict().keys()
+        names = with_one - build_meta(recipe).state_dict().keys()
+        dropped = sorted(names & weights.shapes.keys())
+        weights = weights.without(names)
     exact = not any(differences(plain, weights.shapes))
     if not exact:
         _check_scale(plain, weights, recipe, misfit)
-    _check_floating(plain, weights, recipe)
+    for name, own in plain.state_dict().items():
+        held = weights.tensors.get(name)
+        if held is not None and own.is_floating_point() and not held.is_floating_point():
+            kind = str(held.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{weights.path}: tensor {name[:120]!r} is {kind}, and {label(recipe)} has a"
+                " floating one; quantised weights are not supported"
+            )
     try:
         with quiet():
-            model = _filled(target, weights) if exact else _convert(target, recipe, weights)
+            # The library reads its own files: renamed tensors, resized position embeddings.
+            converted = None if exact else libraries.of(target.library).converted
+            model = converted(target, recipe, weights) if converted else _filled(target, weights)
     except ElsaError:
         raise
     except BUILD_ERRORS as error:
@@ -230,19 +235,6 @@ def drops_classifier(given: Mapping[str, Any]) -> bool:
     return type(count) is int and count == 0
 
 
-def _headless(recipe: Recipe, weights: Weights) -> tuple[Weights, list[str]]:
-    """Return the weights without the tensors that only a model with a classifier has."""
-    with_one = build_meta(dataclasses.replace(recipe, num_classes=2)).state_dict().keys()
-    names = with_one - build_meta(recipe).state_dict().keys()
-    shapes = {name: shape for name, shape in weights.shapes.items() if name not in names}
-
-    def read() -> dict[str, Tensor]:
-        return {name: weights.tensors[name] for name in shapes}
-
-    kept = dataclasses.replace(weights, shapes=shapes, read=read)
-    return kept, sorted(names & weights.shapes.keys())
-
-
 def _filled(recipe: Recipe, weights: Weights) -> nn.Module:
     """Build a model and give it tensors of its own names and shapes."""
     kinds = {tensor.dtype for tensor in weights.tensors.values()}
@@ -252,16 +244,6 @@ def _filled(recipe: Recipe, weights: Weights) -> nn.Module:
     own = model.state_dict().keys()
     kept = {name: tensor for name, tensor in weights.tensors.items() if name in own}
     model.load_state_dict(kept, strict=False)
-    return model
-
-
-def _convert(target: Recipe, recipe: Recipe, weights: Weights) -> nn.Module:
-    """Let the library read the file its own way: renamed tensors, resized position embeddings."""
-    converted = libraries.of(target.library).converted
-    if converted is not None:
-        return converted(target, recipe, weights)
-    model = build(target)
-    model.load_state_dict(dict(weights.tensors))
     return model
 
 
@@ -276,18 +258,6 @@ def _asked(
     native = {name: tensor.shape for name, tensor in build_meta(recipe).state_dict().items()}
     resized = plain.state_dict().items()
     return sorted(n for n, t in resized if n in weights.shapes and native.get(n) != t.shape)
-
-
-def _check_floating(model: nn.Module, weights: Weights, recipe: Recipe) -> None:
-    """Whole numbers where the model has weights would be read as weights."""
-    for name, own in model.state_dict().items():
-        given = weights.tensors.get(name)
-        if given is not None and own.is_floating_point() and not given.is_floating_point():
-            kind = str(given.dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{weights.path}: tensor {name[:120]!r} is {kind}, and {label(recipe)} has a"
-                " floating one; quantised weights are not supported"
-            )
 
 
 def _check_scale(model: nn.Module, weights: Weights, recipe: Recipe, misfit: str) -> None:

@@ -24,11 +24,8 @@ OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin
 
 def fetch(repository: str, names: Sequence[str], *, need: str) -> Path:
     """Return the local path of the first of `names` that the hub repository
-    (`owner/name[@revision]`) has.
-
-    `need` says what the file is for in the error line: "the weights of X". UnavailableError: not in
-    the cache, and the network is off or the hub cannot be reached.
-    """
+    (`owner/name[@revision]`) has; `need` says what it is for in the error line. UnavailableError:
+    not in the cache, and the network is off or the hub cannot be reached."""
     import huggingface_hub
     from huggingface_hub import errors
 

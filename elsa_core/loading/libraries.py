@@ -6,14 +6,13 @@ caller's random state.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from elsa_core.base.messages import first_line, quiet
-from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
+from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.loading.library import BUILD_ERRORS, Library, UninitialisedParameters, built
 from elsa_core.loading.open_clip_models import OPEN_CLIP
 from elsa_core.loading.recipe import Recipe
@@ -29,11 +28,6 @@ LIBRARIES = (TIMM, OPEN_CLIP, TORCHVISION)
 # Of models that no name builds: the user's own code, and folders of transformers. Where attention
 # happens in them is seen as they run.
 NAMELESS = ("python", "transformers")
-
-
-def first() -> Library:
-    """The library whose names need no prefix."""
-    return LIBRARIES[0]
 
 
 def names() -> tuple[str, ...]:
@@ -57,11 +51,9 @@ def of(name: str) -> Library:
 
 
 def default_recipe(spec: ModelSpec) -> Recipe:
-    """Return the recipe that the library itself follows for this name.
-
-    The first library has no model named as a file or a hub id, and says so when it is built.
-    """
-    library = of(spec.source) if spec.source in names() else first()
+    """Return the recipe that the library itself follows for this name. The first library has no
+    model named as a file or a hub id, and says so when it is built."""
+    library = of(spec.source) if spec.source in names() else LIBRARIES[0]
     return library.recipe(spec.name, spec.tag)
 
 
@@ -98,14 +90,6 @@ def build_published(recipe: Recipe) -> tuple[nn.Module, str]:
     return model.eval(), f"pretrained ({origin})"
 
 
-def resized(recipe: Recipe, size: tuple[int, int]) -> Recipe:
-    """Return the recipe for inputs of (height, width) pixels, the way its library takes sizes.
-
-    A model that takes any size keeps its arguments and gets the new input size alone.
-    """
-    return of(recipe.library).resized(recipe, size)
-
-
 def patch_step(model: nn.Module, recipe: Recipe) -> tuple[int, int] | None:
     """Return the pixels (height, width) that an input must be a multiple of, None if unknown."""
     if of(recipe.library).takes_any_size(recipe):
@@ -135,24 +119,7 @@ def classes(model: nn.Module, recipe: Recipe) -> int:
     return linear[-1].out_features if linear else 0
 
 
-def explicit(recipe: Recipe, num_classes: int) -> Recipe:
-    """Return the recipe with nothing left to the library's defaults, which a tag can change."""
-    args = {**of(recipe.library).explicit(recipe), **recipe.args}
-    return dataclasses.replace(recipe, args=args, num_classes=num_classes)
-
-
-def refuse_arguments(recipe: Recipe) -> None:
-    """Refuse arguments of the constructor for a model that a configuration describes."""
-    if recipe.two_towers:
-        *most, last = (each.name for each in LIBRARIES if each.config_args is not None)
-        takers = f"{', '.join(most)} and {last}"
-        raise ArgumentError(
-            f"model_kwargs (--model-kwargs) are for {takers}; {recipe.library}'s {recipe.name}"
-            " is described by an open_clip_config.json"
-        )
-
-
 def label(recipe: Recipe) -> str:
     """Return the name as a user would type it for MODEL or --arch."""
-    plain = recipe.library == first().name
+    plain = recipe.library == LIBRARIES[0].name
     return recipe.name if plain else f"{recipe.library}:{recipe.name}"

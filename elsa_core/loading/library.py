@@ -56,9 +56,8 @@ class Library:
     # what has to be run to compare a recipe, and the settings that are compared as text
     core: Callable[[Recipe], tuple[str, Recipe]] = lambda recipe: ("", recipe)
 
-    # a model with its published weights, and their name; the preprocessing of each set by full name
+    # a model with its published weights, and their name
     published: Callable[[Recipe], tuple[nn.Module, str]] | None = None
-    preprocessings: Callable[[Recipe], dict[str, Preprocess]] = lambda recipe: {}
     # the weights of a hub repository, the preferred name first
     hub_files: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
 
@@ -122,10 +121,8 @@ def built(builder: Callable[[Recipe], nn.Module], recipe: Recipe) -> nn.Module:
 
 class UninitialisedParameters(TorchFunctionMode):
     """Skips initialisers, which are most of the time of a build: for shapes, or before a fill.
-
-    Parameters are left as allocated and meta tensors as they are; buffers elsewhere are computed.
-    Numbers of a meta tensor, which older releases of timm ask of drop path rates, are zeros.
-    """
+    Buffers off the meta device are computed. Numbers of a meta tensor, which older releases of timm
+    ask of drop path rates, are zeros."""
 
     SKIPPED = frozenset(
         (

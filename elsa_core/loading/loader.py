@@ -18,7 +18,7 @@ from elsa_core.base.inputs import generated_inputs, resolved_input_size, text_sh
 from elsa_core.base.messages import first_line
 from elsa_core.base.reading import read_json
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
-from elsa_core.loading import hub, libraries, preprocessing
+from elsa_core.loading import hub, libraries
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.fit import with_given
 from elsa_core.loading.fromfile import (
@@ -26,16 +26,25 @@ from elsa_core.loading.fromfile import (
     choose_recipe,
     drops_classifier,
     read_weights,
-    refuse_links,
     weights_in,
 )
 from elsa_core.loading.imagesize import checked_size, with_image_size
-from elsa_core.loading.libraries import build, build_published, classes, default_recipe, explicit
+from elsa_core.loading.libraries import build, build_published, classes, default_recipe
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
 from elsa_core.loading.python_models import build_own
-from elsa_core.loading.recipe import Given, Preprocess, Recipe, checked_args
+from elsa_core.loading.recipe import (
+    ASSUMABLE,
+    FLAGS,
+    Given,
+    Preprocess,
+    Recipe,
+    assumed_text,
+    checked_args,
+)
+from elsa_core.loading.recipe import with_given as with_said
 from elsa_core.loading.recognise import with_unsaid
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
+from elsa_core.loading.stated import filled
 from elsa_core.loading.transformers_models import (
     LIBRARY,
     PROCESSORS,
@@ -47,28 +56,23 @@ if TYPE_CHECKING:
     from elsa_core.patching import PatchReport
 
 _SAVED_FROM = ", saved from "
+Size = tuple[int, int] | None
 
 
 @dataclass
 class Loaded:
-    """A model in eval mode, and what is known of it.
-
-    Its properties are those of the recipe: name, input_size (C, H, W) in pixels, mean and std per
-    channel on images scaled to 0..1, interpolation, crop_pct (the share of the resized image that
-    the crop keeps) and crop_mode, as timm has them.
-    """
+    """A model in eval mode, and what is known of it."""
 
     model: nn.Module  # on the device and in the dtype that were asked for
     spec: ModelSpec
     recipe: Recipe  # how to build the model again
     num_classes: int  # outputs of the classifier, 0 where the model ends in features
     weights: str  # where they come from, in words: "random (seed 0)"
-    notes: tuple[str, ...]  # for the user: an alias, an architecture that was recognised
+    notes: tuple[str, ...] = ()  # for the user: an alias, an architecture that was recognised
     report: PatchReport | None = None  # of a directory that was saved patched
     tower: str | None = None  # "image" or "text" where `model` is one tower of a CLIP
     # What the user should act on: a preprocessing that is assumed, which of several weights.
     warnings: tuple[str, ...] = ()
-    alike: tuple[Recipe, ...] = ()  # others with the same tensors that compute the same
     example: tuple[Any, ...] | None = None  # its arguments, where it takes no images
     example_size: tuple[int, ...] | None = None  # of its one input without the batch, likewise
 
@@ -87,28 +91,14 @@ class Loaded:
         return self.recipe.name
 
     @property
+    def preprocess(self) -> Preprocess:
+        """How an image becomes an input."""
+        return self.recipe.preprocess
+
+    @property
     def input_size(self) -> tuple[int, int, int]:
+        """(C, H, W) in pixels."""
         return self.recipe.preprocess.input_size
-
-    @property
-    def mean(self) -> tuple[float, ...]:
-        return self.recipe.preprocess.mean
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        return self.recipe.preprocess.std
-
-    @property
-    def interpolation(self) -> str:
-        return self.recipe.preprocess.interpolation
-
-    @property
-    def crop_pct(self) -> float:
-        return self.recipe.preprocess.crop_pct
-
-    @property
-    def crop_mode(self) -> str:
-        return self.recipe.preprocess.crop_mode
 
     @property
     def unsaid(self) -> str:
@@ -120,12 +110,9 @@ class Loaded:
         return values and f"assumed: {values} from {self.name} (not in the file)"
 
     def example_inputs(self, batch_size: int = 1, seed: int = 0) -> tuple[Tensor, ...]:
-        """Return random inputs for `model(*inputs)`, on the model's device.
-
-        Images are [batch, channels, height, width] of normalised noise in the model's dtype. A
-        CLIP gets token ids too, int64 [batch, context length]: start, words, end, padding. Or
-        `example`, where there is one.
-        """
+        """Return random inputs for `model(*inputs)`, on the model's device: normalised noise
+        [batch, C, H, W] in its dtype, for a CLIP token ids too, int64 [batch, context length]; or
+        `example`."""
         if self.example is not None:
             return self.example
         held = next(self.model.parameters(), torch.empty(0))
@@ -161,12 +148,27 @@ def load(
     crop_pct: float | None = None,
     interpolation: str | None = None,
 ) -> nn.Module:
-    """Load a model in eval mode; see `load_model`, whose arguments these are.
+    """Load a model in eval mode.
 
     What had to be assumed (a preprocessing that the file does not state, which of several weights
     was taken) comes as a `UserWarning`.
 
     Args:
+        spec: MODEL as typed (see `spec.parse`), or parsed.
+        image_size: pixels, one number or (height, width); default: the checkpoint's own. Position
+            embeddings are resized the way the model's library does.
+        pretrained: published weights, from the cache or the network; for a file they are its own.
+        device: where the model goes.
+        dtype: of the parameters; floating.
+        seed: of random weights. The caller's random state is neither used nor changed.
+        arch: the architecture of a weights file, where it cannot be recognised.
+        model_kwargs: arguments of the library's constructor (`window_size=8`), as timm's
+            `--model-kwargs`. For a file they say what it was made with, that tensors of another
+            window, patch or image size are to be resampled, and with `num_classes=0` that its
+            classifier is to be dropped.
+        weights: which weights of a file that holds several: a key of the checkpoint
+            ("state_dict_ema", "teacher") or the beginning of tensors' names ("model").
+            Default: averaged ones first, then a teacher's.
         mean: one number or one a channel, on images scaled to 0..1; likewise `std`. Default: what
             the weights' source says.
         crop_pct: the share of the resized image that the centre crop keeps.
@@ -177,6 +179,14 @@ def load(
         timm's models have them, and label_names where they are known; its `elsa_assumed` names
         those that the weights' source does not state. A directory that was saved patched gives a
         patched model; `open_clip:NAME` the whole CLIP, both towers.
+
+    Raises:
+        TypeError: an argument of a wrong type.
+        ModelError: unknown name, unreadable or unsupported file, tensors that do not fit or that
+            the library would resample or drop.
+        ArgumentError: an image size, device, dtype, arch, model_kwargs or preprocessing that cannot
+            be.
+        UnavailableError: a library, the device or the network is missing.
     """
     loaded = load_model(
         spec, image_size=image_size, pretrained=pretrained, device=device, dtype=dtype, seed=seed,
@@ -201,41 +211,22 @@ def load_model(
     preprocess: Given | None = None,
     weights: str | None = None,
 ) -> Loaded:
-    """Load a model and say what it is.
-
-    Args:
-        spec: MODEL as typed (see `spec.parse`), or parsed.
-        image_size: pixels, one number or (height, width); default: the checkpoint's own. Position
-            embeddings are resized the way the model's library does.
-        pretrained: published weights, from the cache or the network; for a file they are its own.
-        device: where the model goes.
-        dtype: of the parameters; floating.
-        seed: of random weights. The caller's random state is neither used nor changed.
-        arch: the architecture of a weights file, where it cannot be recognised.
-        model_kwargs: arguments of the library's constructor (`window_size=8`), as timm's
-            `--model-kwargs`. For a file they say what it was made with, that tensors of another
-            window, patch or image size are to be resampled, and with `num_classes=0` that its
-            classifier is to be dropped.
-        preprocess: mean, std, crop_pct and interpolation where the model's own are not meant.
-        weights: which weights of a file that holds several: a key of the checkpoint
-            ("state_dict_ema", "teacher") or the beginning of tensors' names ("model").
-            Default: averaged ones first, then a teacher's.
-
-    Raises:
-        TypeError: an argument of a wrong type.
-        ModelError: unknown name, unreadable or unsupported file, tensors that do not fit or that
-            the library would resample or drop.
-        ArgumentError: an image size, device, dtype, arch, model_kwargs or preprocess that cannot
-            be.
-        UnavailableError: a library, the device or the network is missing.
-    """
+    """Load a model and say what it is; arguments and errors as `load`, but for `preprocess`: mean,
+    std, crop_pct and interpolation where the model's own are not meant."""
     parsed = spec if isinstance(spec, ModelSpec) else parse(spec)
     asked = Given() if preprocess is None else preprocess
-    _check_types(dtype=dtype, seed=seed, preprocess=asked, pretrained=pretrained, weights=weights)
-    if isinstance(image_size, str) or not isinstance(image_size, int | Sequence | None):
-        raise TypeError(
-            f"image_size must be one or two whole numbers, not {type(image_size).__name__}"
-        )
+    typed: tuple[tuple[str, Any, Any, str], ...] = (
+        ("dtype", dtype, torch.dtype, "a torch.dtype"),
+        ("seed", seed, SupportsIndex, "a whole number"),
+        ("preprocess", asked, Given, "an elsa_core.loading.Given"),
+        ("pretrained", pretrained, bool, "True or False"),
+        ("weights", weights, str | None, "text"),
+        ("device", device, str | int | torch.device, "text or a torch.device"),
+        ("image_size", image_size, int | tuple | list | None, "one or two whole numbers"),
+    )
+    for name, value, kind, word in typed:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {word}, not {type(value).__name__}")
     size = None if image_size is None else checked_size(image_size)
     target = _checked_device(device)
     if not dtype.is_floating_point:
@@ -256,37 +247,33 @@ def load_model(
             loaded = _from_hub(parsed, size, pretrained, dtype, drawn, given)
         else:
             loaded = _from_file(parsed, size, arch, dtype, given, weights)
-    stated = preprocessing.with_given(loaded.recipe.preprocess, asked)
-    loaded.recipe = dataclasses.replace(loaded.recipe, preprocess=stated)
-    line = preprocessing.line(loaded.recipe, loaded.alike, parsed.name)
-    if line and not loaded.weights.startswith("random"):
+    stated = with_said(loaded.preprocess, asked)
+    recipe = dataclasses.replace(loaded.recipe, preprocess=stated)
+    # with nothing left to the library's defaults, which a tag can change
+    args = {**libraries.of(recipe.library).explicit(recipe), **recipe.args}
+    count = classes(loaded.model, recipe)
+    loaded.recipe = dataclasses.replace(recipe, args=args, num_classes=count)
+    loaded.num_classes = count
+    if stated.assumed and not loaded.weights.startswith("random"):
+        flags = ", ".join(FLAGS[key] for key in stated.assumed)
+        tag = ", or --arch with a tag" if libraries.of(recipe.library).has_tags else ""
+        line = (
+            f"{parsed.name} does not say its preprocessing: {assumed_text(stated)} assumed, the"
+            f" defaults of {recipe.name}: give {flags}{tag}"
+        )
         loaded.warnings = (*loaded.warnings, line)
     loaded.model = loaded.model.eval().to(device=target, dtype=dtype)
     if parsed.source != "python":
         loaded.recipe.describe(loaded.model)
-    if parsed.source == "directory":
-        _apply_plan(loaded)
+    plan = parsed.path / PLAN_NAME if parsed.path and parsed.source == "directory" else None
+    if plan is not None and os.path.lexists(plan):
+        example = loaded.example_inputs() if loaded.is_watched else None
+        loaded.report = apply_plan(loaded.model, read_plan(plan), plan, example)
     return loaded
-
-
-def _check_types(**arguments: Any) -> None:
-    kinds: dict[str, tuple[Any, str]] = {
-        "dtype": (torch.dtype, "a torch.dtype"),
-        "seed": (SupportsIndex, "a whole number"),
-        "preprocess": (Given, "an elsa_core.loading.Given"),
-        "pretrained": (bool, "True or False"),
-        "weights": (str | None, "text"),
-    }
-    for name, value in arguments.items():
-        kind, word = kinds[name]
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be {word}, not {type(value).__name__}")
 
 
 def _checked_device(device: str | torch.device) -> torch.device:
     """The device of a name, which must be one of this machine that holds weights."""
-    if not isinstance(device, str | int | torch.device):
-        raise TypeError(f"device must be text or a torch.device, not {type(device).__name__}")
     try:
         found = torch.device(device)
     except RuntimeError as error:
@@ -305,34 +292,18 @@ def _checked_device(device: str | torch.device) -> torch.device:
     return found
 
 
-def _apply_plan(loaded: Loaded) -> None:
-    assert loaded.spec.path is not None
-    path = loaded.spec.path / PLAN_NAME
-    if os.path.lexists(path):
-        example = loaded.example_inputs() if loaded.is_watched else None
-        loaded.report = apply_plan(loaded.model, read_plan(path), path, example)
-
-
 def _from_library(
-    spec: ModelSpec,
-    size: tuple[int, int] | None,
-    pretrained: bool,
-    drawn: str,
-    given: Mapping[str, Any],
+    spec: ModelSpec, size: Size, pretrained: bool, drawn: str, given: Mapping[str, Any]
 ) -> Loaded:
     recipe = with_given(default_recipe(spec), given)
     if size is not None:
         recipe = with_image_size(recipe, size)
     model, weights = build_published(recipe) if pretrained else (build(recipe), drawn)
-    return _loaded(model, spec, recipe, weights, () if spec.alias is None else (spec.alias,))
+    return Loaded(model, spec, recipe, 0, weights, () if spec.alias is None else (spec.alias,))
 
 
 def _from_python(
-    spec: ModelSpec,
-    size: tuple[int, int] | None,
-    pretrained: bool,
-    drawn: str,
-    given: Mapping[str, Any],
+    spec: ModelSpec, size: Size, pretrained: bool, drawn: str, given: Mapping[str, Any]
 ) -> Loaded:
     """A model that the user's own code makes."""
     if pretrained:
@@ -342,19 +313,15 @@ def _from_python(
     recipe = Recipe("python", spec.name, given, preprocess=preprocess)
     module = spec.name.partition(":")[0]
     notes = (f"{module} is your own code: it was imported and run",)
-    return _loaded(model, spec, recipe, f"{drawn} or of the factory", notes)
+    return Loaded(model, spec, recipe, 0, f"{drawn} or of the factory", notes)
 
 
 def _from_hub(
-    spec: ModelSpec,
-    size: tuple[int, int] | None,
-    pretrained: bool,
-    dtype: torch.dtype,
-    drawn: str,
+    spec: ModelSpec, size: Size, pretrained: bool, dtype: torch.dtype, drawn: str,
     given: Mapping[str, Any],
-) -> Loaded:
+) -> Loaded:  # fmt: skip
     """A repository of the hub: its configuration, and its weights where they are asked for."""
-    need = f"the weights of {spec.name}"
+    need, told = f"the weights of {spec.name}", f"pretrained ({spec.name})"
     config = hub.fetch(
         spec.name, CONFIG_NAMES[::-1], need=f"the configuration and weights of {spec.name}"
     )
@@ -368,33 +335,30 @@ def _from_hub(
         hub.fetch(spec.name, hub.TIMM_WEIGHTS, need=need)
         with suppress(ModelError, UnavailableError):
             hub.fetch(spec.name, PROCESSORS, need=f"the preprocessing of {spec.name}")
-        return _from_transformers(
-            spec, config.parent, content, size, weights=f"pretrained ({spec.name})"
-        )
+        return _from_transformers(spec, config.parent, content, size, told)
     recipe = with_given(from_config(content, str(config)), given)
     if not pretrained:
         recipe = recipe if size is None else with_image_size(recipe, size)
-        return _loaded(build(recipe), spec, recipe, drawn, ())
+        return Loaded(build(recipe), spec, recipe, 0, drawn)
     weights = read_weights(hub.fetch(spec.name, libraries.of(recipe.library).hub_files, need=need))
-    stated = preprocessing.filled(recipe.preprocess, weights.stated.preprocess)
+    stated = filled(recipe.preprocess, weights.stated.preprocess)
     recipe = dataclasses.replace(recipe, preprocess=stated)
     model, recipe, notes = apply(recipe, weights, size, dtype, given)
-    return _loaded(model, spec, recipe, f"pretrained ({spec.name})", notes)
+    return Loaded(model, spec, recipe, 0, told, notes)
 
 
 def _from_file(
-    spec: ModelSpec,
-    size: tuple[int, int] | None,
-    arch: str | None,
-    dtype: torch.dtype,
-    given: Mapping[str, Any],
+    spec: ModelSpec, size: Size, arch: str | None, dtype: torch.dtype, given: Mapping[str, Any],
     key: str | None,
-) -> Loaded:
+) -> Loaded:  # fmt: skip
     assert spec.path is not None
-    directory = spec.source == "directory"
+    path, directory = spec.path, spec.source == "directory"
     if directory:
-        refuse_links(spec.path)
-        config = spec.path / CONFIG_NAMES[0]
+        link = next((each for each in sorted(path.iterdir()) if each.is_symlink()), None)
+        # The hub's cache holds links; in a bundle one leads to what it does not hold.
+        if link is not None and (path / "manifest.json").exists():
+            raise ModelError(f"{link} is a link, which a bundle does not hold: refused")
+        config = path / CONFIG_NAMES[0]
         content = read_json(config) if config.is_file() else {}
         if is_transformers(content):
             if arch is not None or key is not None or given:
@@ -402,15 +366,20 @@ def _from_file(
                     f"arch, weights and model_kwargs are not for {spec.given}, which {LIBRARY} "
                     "describes"
                 )
-            return _from_transformers(spec, spec.path, content, size, weights=str(spec.path))
-    path = weights_in(spec.path) if directory else spec.path
+            return _from_transformers(spec, path, content, size, str(path))
+        path = weights_in(path)
     weights = read_weights(path, key)
     # A classifier that is to be dropped tells the architecture like any other tensor.
     headless = drops_classifier(given)
     kept = {key: value for key, value in given.items() if not headless or key != "num_classes"}
     choice = choose_recipe(weights, arch, size, kept, config_required=directory)
-    chosen = choice.recipe if choice.described else preprocessing.unknown(choice.recipe)
-    stated = preprocessing.filled(chosen.preprocess, weights.stated.preprocess)
+    chosen = choice.recipe
+    stated = chosen.preprocess
+    if not choice.described:
+        # open_clip crops nothing in evaluation
+        keys = tuple(key for key in ASSUMABLE if not chosen.two_towers or key != "crop_pct")
+        stated = dataclasses.replace(stated, assumed=keys)
+    stated = filled(stated, weights.stated.preprocess)
     if choice.tagged:
         stated = dataclasses.replace(stated, assumed=())
     labels = chosen.labels or weights.stated.labels
@@ -420,28 +389,15 @@ def _from_file(
     if headless:
         chosen = with_given(chosen, {"num_classes": 0})
     model, recipe, changed = apply(chosen, weights, size, dtype, given)
-    origin = weights.metadata.get("elsa_weights")
     # What was saved twice comes from where it came from first.
-    first = "" if origin is None else origin.rpartition(_SAVED_FROM)[2][:200]
+    first = weights.metadata.get("elsa_weights", "").rpartition(_SAVED_FROM)[2][:200]
     text = f"{path}{_SAVED_FROM}{first}" if first else f"{path}"
-    loaded = _loaded(model, spec, recipe, text, (*choice.notes, *changed))
-    return dataclasses.replace(loaded, warnings=weights.notes, alike=choice.alike)
+    notes = (*choice.notes, *changed)
+    return Loaded(model, spec, recipe, 0, text, notes, warnings=weights.notes)
 
 
 def _from_transformers(
-    spec: ModelSpec,
-    folder: Path,
-    config: Mapping[str, Any],
-    size: tuple[int, int] | None,
-    weights: str,
+    spec: ModelSpec, folder: Path, config: Mapping[str, Any], size: Size, weights: str
 ) -> Loaded:
     model, recipe, notes, said = open_folder(folder, config, size)
-    loaded = _loaded(model, spec, recipe, weights, tuple(notes))
-    return dataclasses.replace(loaded, warnings=tuple(said))
-
-
-def _loaded(
-    model: nn.Module, spec: ModelSpec, recipe: Recipe, weights: str, notes: tuple[str, ...]
-) -> Loaded:
-    count = classes(model, recipe)
-    return Loaded(model, spec, explicit(recipe, count), count, weights, notes)
+    return Loaded(model, spec, recipe, 0, weights, tuple(notes), warnings=tuple(said))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -46,7 +46,7 @@ def bare_names(
     if key is not None:
         kept = [name for name in kept if _without_parts(name).startswith(f"{key}.")]
         if not kept:
-            some = ", ".join(_beginnings(shapes)[:8])
+            some = ", ".join(list(dict.fromkeys(_beginning(name) for name in shapes))[:8])
             raise ModelError(
                 f"{path} has no weights {key[:60]!r} (--weights): its names begin with {some[:200]}"
             )
@@ -67,10 +67,6 @@ def bare_names(
     return names, tuple(notes)
 
 
-def _beginnings(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(_without_parts(name).partition(".")[0] for name in names))
-
-
 def _one_copy(full: list[str], shapes: Shapes) -> tuple[list[str], list[str]]:
     """Return one copy of the model where a file holds several, and which it is."""
     for prefix in _COPIES:
@@ -83,7 +79,7 @@ def _one_copy(full: list[str], shapes: Shapes) -> tuple[list[str], list[str]]:
             kind = "averaged weights" if "ema" in prefix or "averaged" in prefix else "weights"
             return inside, [
                 f"{kind} ({prefix}*) taken, {len(outside)} other tensors left"
-                f" (--weights {_beginnings(outside)[0]} takes those)"
+                f" (--weights {_beginning(outside[0])} takes those)"
             ]
     return full, []
 
@@ -137,6 +133,10 @@ def _renamed(names: list[str]) -> list[str]:
         # DINOv2 trains its blocks in chunks; the second number counts through all of them.
         return [re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name) for name in names]
     return names
+
+
+def _beginning(name: str) -> str:
+    return _without_parts(name).partition(".")[0]
 
 
 def _without_parts(name: str) -> str:

@@ -55,18 +55,14 @@ def _recipe(name: str, tag: str | None = None) -> Recipe:
     cfg = open_clip.get_model_config(name)
     size = cfg["vision_cfg"].get("image_size", 224)
     pair = (size, size) if isinstance(size, int) else tuple(size)
-    known = open_clip.get_pretrained_cfg(name, tag) if tag else {}
-    return Recipe("open_clip", name, {}, 0, _preprocess(known, pair), tag, cfg)
-
-
-def _preprocess(cfg: Mapping[str, Any], size: Size) -> Preprocess:
-    """How published weights' images are made inputs."""
-    word = cfg.get("resize_mode") or "shortest"
-    mode = next((mode for mode, name in RESIZE_MODES.items() if name == word), "center")
-    return Preprocess(
-        (3, *size), tuple(cfg.get("mean") or CLIP_MEAN), tuple(cfg.get("std") or CLIP_STD),
-        cfg.get("interpolation") or "bicubic", 1.0, crop_mode=mode,
+    known: Mapping[str, Any] = open_clip.get_pretrained_cfg(name, tag) if tag else {}
+    word = known.get("resize_mode") or "shortest"
+    preprocess = Preprocess(
+        (3, *pair), tuple(known.get("mean") or CLIP_MEAN), tuple(known.get("std") or CLIP_STD),
+        known.get("interpolation") or "bicubic", 1.0,
+        crop_mode=next((mode for mode, name in RESIZE_MODES.items() if name == word), "center"),
     )  # fmt: skip
+    return Recipe("open_clip", name, {}, 0, preprocess, tag, cfg)
 
 
 def _build(recipe: Recipe) -> nn.Module:
@@ -171,11 +167,9 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
 
 
 def _load(target: Recipe, native: Recipe, path: str) -> nn.Module:
-    """Build a CLIP and let open_clip read its checkpoint; `native` is at the checkpoint's size.
-
-    open_clip resizes the position embedding of its own towers as it reads, and lets timm resize
-    that of a timm tower afterwards.
-    """
+    """Build a CLIP and let open_clip read its checkpoint, which is at the size of `native`: it
+    resizes the position embedding of its own towers as it reads, and timm that of a timm tower
+    afterwards."""
     import open_clip
 
     timm_tower = "timm_model_name" in (native.model_cfg or {})["vision_cfg"]
@@ -190,17 +184,6 @@ def _load(target: Recipe, native: Recipe, path: str) -> nn.Module:
 def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
     with one_file(weights) as file:
         return _load(target, native, str(file))
-
-
-def _preprocessings(recipe: Recipe) -> dict[str, Preprocess]:
-    import open_clip
-
-    return {
-        f"open_clip:{recipe.name}/{tag}": _preprocess(
-            open_clip.get_pretrained_cfg(recipe.name, tag), recipe.size
-        )
-        for tag in _tags(recipe.name)
-    }
 
 
 # --- what tensors show -------------------------------------------------------------------------
@@ -244,7 +227,6 @@ OPEN_CLIP = Library(
     shallow=_shallow,
     core=_core,
     published=_published,
-    preprocessings=_preprocessings,
     hub_files=hub.OPEN_CLIP_WEIGHTS,
     converted=_converted,
     marks=lambda shapes: any(name.startswith("visual.") for name in shapes),

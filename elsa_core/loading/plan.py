@@ -23,12 +23,10 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments of `patch` and the paths of the sites that it patched.
-
-    `kept` are (path, reason) of sites left alone on purpose, because a profile found them slower.
-    In the scope "model" a projection goes with the attention that it lies in, whose time a profile
-    measures as one, unless `include`, `exclude` or `kept` say otherwise.
-    """
+    """The arguments of `patch` and the paths of the sites that it patched. `kept` are (path,
+    reason) of sites left alone on purpose, because a profile found them slower; in the scope
+    "model" a projection goes with the attention that it lies in, unless `include`, `exclude` or
+    `kept` say otherwise."""
 
     precision: str
     backend: str
@@ -50,15 +48,13 @@ class Plan:
 
 def plan_of(report: PatchReport) -> Plan:
     """Return the plan that repeats what `patch` reported."""
+    given: tuple[Any, Any] = report.include, report.exclude
+    include, exclude = ((g,) if isinstance(g, str) else tuple(g or ()) for g in given)
+    sites = tuple(site.path for site in report.patched)
     return Plan(
-        report.precision,
-        report.backend,
-        _names(report.include),
-        _names(report.exclude),
-        tuple(site.path for site in report.patched),
-        scope=report.scope,
+        report.precision, report.backend, include, exclude, sites, scope=report.scope,
         offload=report.offload,
-    )
+    )  # fmt: skip
 
 
 def read_plan(path: Path) -> Plan:
@@ -69,37 +65,38 @@ def read_plan(path: Path) -> Plan:
         raise ModelError(
             f"{path} has schema_version {str(version)[:20]}, this elsa reads {SCHEMA_VERSION}"
         )
-    names = [content.get(key) for key in ("precision", "backend")]
-    lists = [content.get(key) for key in ("include", "exclude", "sites")]
-    if not all(isinstance(name, str) for name in names):
-        raise ModelError(f"{path}: precision and backend must be text")
-    for values in lists:
-        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-            raise ModelError(f"{path}: include, exclude and sites must be lists of text")
     kept = content.get("kept", {})
-    if not isinstance(kept, dict) or not all(isinstance(why, str) for why in kept.values()):
-        raise ModelError(f"{path}: kept must map sites to reasons")
-    if not lists[2]:
-        raise ModelError(f"{path} names no sites: nothing was patched in it")
-    scope = content.get("scope", "attention")  # plans of elsa 0.1 do not say it
-    if scope not in ("attention", "model"):
-        raise ModelError(f"{path}: scope must be attention or model")
-    offload = content.get("offload")
-    if offload not in (None, "host"):
-        raise ModelError(f"{path}: offload must be host")
+    # plans of elsa 0.1 do not say a scope
+    scope, offload = content.get("scope", "attention"), content.get("offload")
+    precision, backend = content.get("precision"), content.get("backend")
+    lists = [content.get(key) for key in ("include", "exclude", "sites")]
+    texts = [isinstance(each, list) and all(isinstance(v, str) for v in each) for each in lists]
+    named = isinstance(kept, dict) and all(isinstance(why, str) for why in kept.values())
+    for good, what in (
+        (
+            isinstance(precision, str) and isinstance(backend, str),
+            "precision and backend must be text",
+        ),
+        (all(texts), "include, exclude and sites must be lists of text"),
+        (named, "kept must map sites to reasons"),
+        (scope in ("attention", "model"), "scope must be attention or model"),
+        (offload in (None, "host"), "offload must be host"),
+    ):
+        if not good:
+            raise ModelError(f"{path}: {what}")
     include, exclude, sites = (tuple(values or ()) for values in lists)
+    if not sites:
+        raise ModelError(f"{path} names no sites: nothing was patched in it")
     reasons = tuple((str(site), why[:200]) for site, why in kept.items())
-    return Plan(str(names[0]), str(names[1]), include, exclude, sites, reasons, scope, offload)
+    return Plan(str(precision), str(backend), include, exclude, sites, reasons, scope, offload)
 
 
 def apply_plan(
     model: nn.Module, plan: Plan, path: Path, example: tuple[Any, ...] | None = None
 ) -> PatchReport:
-    """Patch exactly the sites that the plan names, in place.
-
-    `path` is the plan's, for messages; on `example`, its arguments, the model runs where sites are
-    found by a run. ModelError: the plan does not fit the model, or asks for what this elsa lacks.
-    """
+    """Patch exactly the sites that the plan names, in place; where sites are found by a run, on
+    `example`. `path` is the plan's, for messages. ModelError: the plan does not fit the model, or
+    asks for what this elsa lacks."""
     from elsa_core.patching import find_sites, layers_within, patch, sites_of, watch
 
     modules = dict(model.named_modules())
@@ -128,7 +125,3 @@ def apply_plan(
         for site in report.kept
     )
     return dataclasses.replace(report, kept=left, include=plan.include, exclude=plan.exclude)
-
-
-def _names(globs: Any) -> tuple[str, ...]:
-    return (globs,) if isinstance(globs, str) else tuple(globs or ())

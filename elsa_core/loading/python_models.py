@@ -18,15 +18,9 @@ from elsa_core.errors import ArgumentError, ModelError
 
 
 def build_own(name: str, given: Mapping[str, Any]) -> nn.Module:
-    """Import a module and call its factory. What they print goes to stderr.
-
-    Args:
-        name: "PACKAGE.MODULE:FACTORY"; modules of the current directory are found too.
-        given: keyword arguments of the factory.
-
-    Raises:
-        ModelError: there is no such factory, it raises, or gives no `nn.Module`.
-    """
+    """Import the module of "PACKAGE.MODULE:FACTORY", from the current directory too, and call its
+    factory with `given`; what they print goes to stderr. ModelError: no such factory, it raises, or
+    gives no `nn.Module`."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ModelError(f"python:{name}: give python:PACKAGE.MODULE:FACTORY")
@@ -61,16 +55,9 @@ def build_own(name: str, given: Mapping[str, Any]) -> nn.Module:
 
 
 def read_inputs(path: Path, model: nn.Module) -> tuple[Any, ...]:
-    """The arguments of a model in a file: a tensor, a sequence, or a dict of the arguments' names.
-
-    Args:
-        path: .pt (read without running code in it) or .npz (arrays by names; arr_0, arr_1, ... of
-            `numpy.savez(path, first, second)` are arguments in order).
-        model: whose `forward` the names are of.
-
-    Raises:
-        ArgumentError: no such file, another kind, or names that `forward` does not have.
-    """
+    """The arguments of a model's `forward` in a file: a tensor, a sequence, or a dict by names; .pt
+    (read without running code in it) or .npz (`arr_0`, ... of `numpy.savez(path, first, second)` in
+    order). ArgumentError: no such file, another kind, or other names."""
     where = f"inputs (--inputs) {path}"
     try:
         if path.suffix == ".npz":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from elsa_core.errors import ElsaError, ModelError
+from elsa_core.errors import ArgumentError, ElsaError, ModelError
 
 # 16 384 pixels are 2^20 tokens at patch 16: one float32 image is 3 GiB.
 MAX_IMAGE_SIZE = 16_384
@@ -25,6 +25,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 CROP_MODES = ("center", "squash", "border")
 RESIZE_MODES = {"center": "shortest", "squash": "squash", "border": "longest"}  # open_clip's words
 ASSUMABLE = ("mean", "std", "crop_pct", "interpolation")
+FLAGS = {key: f"--{key.replace('_', '-')}" for key in ASSUMABLE}
 MAX_LABELS = 100_000
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -41,9 +42,7 @@ _FORBIDDEN_ARGS = frozenset(
 @dataclass(frozen=True)
 class Preprocess:
     """How an image becomes an input: size in pixels (C, H, W), mean and std on a 0..1 scale.
-
-    `assumed` names the fields that the weights' source does not say and that could be others.
-    """
+    `assumed` names the fields that the weights' source does not say."""
 
     input_size: tuple[int, int, int] = (3, 224, 224)
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # ImageNet's, as its std
@@ -52,6 +51,11 @@ class Preprocess:
     crop_pct: float = 0.875
     assumed: tuple[str, ...] = ()
     crop_mode: str = "center"
+
+    @property
+    def transform(self) -> dict[str, Any]:
+        """The arguments of `elsa_core.base.images.reader`."""
+        return {key: value for key, value in vars(self).items() if key != "assumed"}
 
     def with_channels(self, count: int) -> Preprocess:
         """Return the same for images of `count` channels, each treated as the average one was."""
@@ -89,15 +93,39 @@ class Preprocess:
 
 @dataclass(frozen=True)
 class Given:
-    """What the user says of the preprocessing; None is left to the model.
-
-    mean and std are one number or one a channel, on images scaled to 0..1.
-    """
+    """What the user says of the preprocessing; None is left to the model. mean and std are one
+    number or one a channel, on images scaled to 0..1."""
 
     mean: float | Sequence[float] | None = None
     std: float | Sequence[float] | None = None
     crop_pct: float | None = None
     interpolation: str | None = None
+
+
+def with_given(preprocess: Preprocess, given: Given) -> Preprocess:
+    """Return the preprocessing with what the user has given."""
+    said = {key: getattr(given, key) for key in ASSUMABLE}
+    for key, value in said.items():
+        one = [value] if value is None or isinstance(value, int | float) else list(value)
+        if key != "interpolation" and not all(isinstance(v, int | float | None) for v in one):
+            raise TypeError(f"{key} must be a number, or one a channel, not {value!r}")
+        if key in ("mean", "std") and value is not None:
+            said[key] = one
+    left = tuple(key for key in preprocess.assumed if said[key] is None)
+    found = preprocess.with_said(said, lambda key: f"{key} ({FLAGS[key]})", ArgumentError)
+    return replace(found, assumed=left)
+
+
+def assumed_text(given: Preprocess) -> str:
+    """The values that are assumed, in words."""
+    words = []
+    for key in given.assumed:
+        value = getattr(given, key)
+        values = value if isinstance(value, tuple) else (value,)
+        values = values[:1] if len(set(values)) == 1 else values
+        shown = " ".join(v if isinstance(v, str) else f"{v:g}" for v in values)
+        words.append(f"{key} {shown}")
+    return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -127,15 +155,12 @@ class Recipe:
 
     def at(self, size: tuple[int, int]) -> Recipe:
         """Return the same for inputs of (height, width) pixels; the arguments are left."""
-        return self.with_preprocess(input_size=(self.preprocess.input_size[0], *size))
+        given = replace(self.preprocess, input_size=(self.preprocess.input_size[0], *size))
+        return replace(self, preprocess=given)
 
     def with_args(self, args: Mapping[str, Any]) -> Recipe:
         """Return the same with these arguments beside and over its own."""
         return replace(self, args={**self.args, **args})
-
-    def with_preprocess(self, **changes: Any) -> Recipe:
-        """Return the same with other fields of its preprocessing."""
-        return replace(self, preprocess=replace(self.preprocess, **changes))
 
     def describe(self, model: Any) -> None:
         """Put the preprocessing and the class names where timm keeps them on a model, and what of

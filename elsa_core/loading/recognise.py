@@ -25,7 +25,7 @@ from elsa_core.loading.libraries import build, build_meta, default_recipe, label
 from elsa_core.loading.library import BUILD_ERRORS, Library, UninitialisedParameters
 from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import Recipe
-from elsa_core.loading.spec import ModelSpec
+from elsa_core.loading.spec import ModelSpec, parse
 
 _Args = Mapping[str, Any]
 # Of names with the same block, how many are built to find the closest.
@@ -51,13 +51,10 @@ _HEADS = frozenset(("num_heads", "heads", "num_heads_inner", "num_heads_outer"))
 def recognise(
     shapes: Shapes, where: str, image_size: tuple[int, int] | None, given: _Args
 ) -> tuple[Recipe, tuple[Recipe, ...]]:
-    """Find the architecture whose state dict has these names and shapes: its recipe, and other
-    names that fit and compute the same.
-
-    `where` is the file, for messages; `image_size` settles a grid that is not square; `given` are
-    the constructor's arguments as typed. ModelError: none fits, or several that compute
-    differently.
-    """
+    """Find the architecture whose state dict has these names and shapes, and other names that fit
+    and compute the same. `where` is the file, for messages; `image_size` settles a grid that is not
+    square; `given` are the constructor's arguments as typed. ModelError: none fits, or several that
+    compute differently."""
     first, *others = libraries.LIBRARIES
     library = next((other for other in others if other.marks(shapes)), first)
     names = library.names_like(shapes)
@@ -220,16 +217,36 @@ def shallow(recipe: Recipe) -> tuple[nn.Module, tuple[int, int]]:
     return build(recipe), recipe.size
 
 
+def meta_model(name: str) -> nn.Module:
+    """The architecture on the meta device: every module and shape, no memory."""
+    return build_meta(default_recipe(parse(name)))
+
+
+def small_model(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
+    """The architecture with two blocks a stage where its library allows that, on the CPU, and its
+    image size (C, H, W). It is whole where its depth cannot be cut, and where what is left holds no
+    attention that can be patched. Parameters are allocated and not filled."""
+    from elsa_core.patching import find_sites
+
+    recipe = default_recipe(parse(name))
+    with UninitialisedParameters():
+        try:
+            model, size = shallow(recipe)
+        except Exception:  # its depth cannot be cut (csatv2 runs out of an iterator)
+            model, size = build(recipe), recipe.size
+        if not any(site.patchable for site in find_sites(model)):
+            model, size = build(recipe), recipe.size
+    return model, (recipe.preprocess.input_size[0], *size)
+
+
 # --- what no tensor shows ------------------------------------------------------------------------
 
 
 def with_unsaid(recipe: Recipe, shapes: Shapes, given: _Args) -> Recipe:
     """Return the recipe with `unsaid`: heads and windows that its name says and that fit the
-    tensors no better than others would. What the user has typed (`given`) is said.
-
-    The heads of a plain ViT lie inside the width of its projections, and a SwinV2 without its
-    buffers has the same tensors at any window.
-    """
+    tensors no better than others would. The heads of a plain ViT lie inside the width of its
+    projections, and a SwinV2 without its buffers has the same tensors at any window. What was typed
+    (`given`) is said."""
     try:
         model = build_meta(recipe)
     except ElsaError:

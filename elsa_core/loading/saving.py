@@ -44,27 +44,11 @@ def save(
     *,
     force: bool = False,
 ) -> Path:
-    """Write model.safetensors, config.json and elsa_plan.json; `load` opens the directory again.
-
-    Of a model that the user's own code makes there is no config.json: `elsa patch --plan` takes
-    the plan.
-
-    The files are written beside the target and renamed into place: after a failure or an
-    interrupt at any point the target is as it was before.
-
-    Args:
-        loaded: the model, patched.
-        report: what `patch` returned for it.
-        directory: the target; missing parents are made.
-        force: replace a directory that `save` wrote before.
-
-    Returns:
-        The directory.
-
-    Raises:
-        ArgumentError: the target exists, or cannot be written.
-        UnavailableError: the disk is full.
-    """
+    """Write model.safetensors, config.json and elsa_plan.json; `load` opens the directory again. Of
+    a model that the user's own code makes there is no config.json: `elsa patch --plan` takes the
+    plan. After a failure or an interrupt at any point the target is as it was before. `force`
+    replaces a directory that elsa wrote. ArgumentError: the target exists, or cannot be written;
+    UnavailableError: the disk is full."""
     given = files.located(directory)
     try:
         target = given.resolve()

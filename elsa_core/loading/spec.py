@@ -38,7 +38,7 @@ class ModelSpec:
     @property
     def alias(self) -> str | None:
         """One line for the user when a short name was completed, otherwise None."""
-        plain = libraries.first()
+        plain = libraries.LIBRARIES[0]
         typed = self.given.removeprefix(f"{plain.name}:").removeprefix(f"{plain.hub_owner}/")
         typed = typed.split(".")[0]
         if self.source != plain.name or typed == self.name or ":" in typed:
@@ -66,21 +66,26 @@ def parse(text: str | os.PathLike[str]) -> ModelSpec:
     given = os.fspath(text).strip()
     if not given:
         raise ModelError("the model name is empty: give one such as vit_base_patch16_224")
-    if not isinstance(text, str):
-        return _from_path(given, given)
     prefix, colon, rest = given.partition(":")
     sources = {name.replace("_", "-"): name for name in (*libraries.names(), *_PLACES)}
-    source = sources.get(prefix.replace("_", "-")) if colon else None
+    source = sources.get(prefix.replace("_", "-")) if colon and isinstance(text, str) else None
     if source is not None:
         return _from_source(source, rest, given)
-    if _looks_like_path(given):
+    # What can only be a path: a leading dot, slash or tilde, a file suffix, a folder.
+    if (
+        not isinstance(text, str)
+        or given.startswith((".", "/", "~", "\\"))
+        or given.endswith((".safetensors", ".onnx", ".txt", ".json", *CHECKPOINT_SUFFIXES))
+        or re.match(r"[A-Za-z]:[\\/]", given)
+        or (("/" in given or os.sep in given) and _owner(given) is None)
+    ):
         return _from_path(given, given)
     if _owner(given) is not None:
         return _from_hub(given, given)
     if colon and re.fullmatch(r"[A-Za-z][\w-]+", prefix):
         known = ", ".join(f"{name}:" for name in sources.values())
         raise ModelError(f"unknown model source {prefix!r} in {given!r}: the sources are {known}")
-    first = libraries.first()
+    first = libraries.LIBRARIES[0]
     if located(given, ModelError).exists() and given.split(".")[0] not in first.names():
         return _from_path(given, given)
     return _from_library(first, given, given)
@@ -94,15 +99,6 @@ def _from_source(source: str, rest: str, given: str) -> ModelSpec:
     if source == "python":
         return ModelSpec("python", rest, given)
     return (_from_hub if source == "hf-hub" else _from_path)(rest, given)
-
-
-def _looks_like_path(text: str) -> bool:
-    """True for what can only be a path: a leading dot, slash or tilde, a file suffix, a folder."""
-    if text.startswith((".", "/", "~", "\\")) or re.match(r"[A-Za-z]:[\\/]", text):
-        return True
-    if text.endswith((".safetensors", ".onnx", ".txt", ".json", *CHECKPOINT_SUFFIXES)):
-        return True
-    return ("/" in text or os.sep in text) and _owner(text) is None
 
 
 def _from_path(text: str, given: str) -> ModelSpec:

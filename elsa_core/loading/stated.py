@@ -11,12 +11,20 @@ import ast
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from elsa_core.loading.recipe import INTERPOLATIONS, MAX_LABELS, Given
+from elsa_core.loading.recipe import (
+    ASSUMABLE,
+    CROP_MODES,
+    INTERPOLATIONS,
+    MAX_LABELS,
+    Given,
+    Preprocess,
+    with_given,
+)
 
 _SECTIONS = (
     *("pretrained_cfg", "data_config", "args", "hyper_parameters", "hparams"),
@@ -90,6 +98,36 @@ def names_of(value: Any) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in value):
         return ()
     return tuple(" ".join(name[:200].split()) for name in value)
+
+
+def filled(preprocess: Preprocess, said: Given) -> Preprocess:
+    """Return the preprocessing with what a weights file states in the place of what is assumed."""
+    stated = {key: getattr(said, key) for key in preprocess.assumed}
+    for key in ("mean", "std"):
+        if len(stated.get(key) or ()) not in (1, preprocess.input_size[0]):
+            stated[key] = None
+    return with_given(preprocess, Given(**stated))
+
+
+def of_model(model: Any, input_size: tuple[int, int, int], given: Given) -> Preprocess | None:
+    """The preprocessing that a model object states, as timm's do in `pretrained_cfg`; None where
+    neither the model nor the user (`given`) says anything. What it does not state, or states for
+    another number of channels than that of `input_size` (C, H, W), is marked as assumed."""
+    cfg = getattr(model, "pretrained_cfg", None)
+    said = stated(cfg).preprocess if isinstance(cfg, dict) else Given()
+    if said == given == Given():
+        return None
+    usual = Preprocess(assumed=ASSUMABLE)
+    if isinstance(cfg, dict) and cfg.get("crop_mode") in CROP_MODES:
+        usual = replace(usual, crop_mode=cfg["crop_mode"])
+    mean, std = tuple(said.mean or ()), tuple(said.std or ())  # type: ignore[arg-type]
+    if mean and len(mean) == len(std):
+        usual = replace(usual, mean=mean, std=std)
+    usual = replace(usual.with_channels(input_size[0]), input_size=input_size)
+    found = filled(usual, said)
+    noted = {*getattr(model, "elsa_assumed", ()), *found.assumed}
+    found = replace(found, assumed=tuple(key for key in ASSUMABLE if key in noted))
+    return with_given(found, given)
 
 
 def _sections(content: Any, depth: int = 0) -> Iterator[Mapping[Any, Any]]:

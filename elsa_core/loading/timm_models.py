@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -80,15 +79,11 @@ def recipe(name: str, tag: str | None = None) -> Recipe:
     cfg = get_pretrained_cfg(f"{name}.{tag}" if tag else name)
     if cfg is None:
         return Recipe("timm", name, tag=tag)
-    preprocess = _as_published(Preprocess(tuple(cfg.input_size)), cfg)
-    return Recipe("timm", name, {}, None, preprocess, tag or cfg.tag or None)
-
-
-def _as_published(preprocess: Preprocess, cfg: Any) -> Preprocess:
-    return dataclasses.replace(
-        preprocess, mean=tuple(cfg.mean), std=tuple(cfg.std), interpolation=cfg.interpolation,
-        crop_pct=cfg.crop_pct, crop_mode=cfg.crop_mode,
+    preprocess = Preprocess(
+        tuple(cfg.input_size), tuple(cfg.mean), tuple(cfg.std), cfg.interpolation, cfg.crop_pct,
+        crop_mode=cfg.crop_mode,
     )  # fmt: skip
+    return Recipe("timm", name, {}, None, preprocess, tag or cfg.tag or None)
 
 
 def _args(recipe: Recipe) -> dict[str, Any]:
@@ -166,16 +161,6 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
         name, pretrained=True, pretrained_cfg_overlay=overlay, **_args(recipe)
     )
     return model, str(origin)
-
-
-def _preprocessings(recipe: Recipe) -> dict[str, Preprocess]:
-    from timm.models import get_arch_pretrained_cfgs
-
-    return {
-        name: _as_published(recipe.preprocess, cfg)
-        for name, cfg in get_arch_pretrained_cfgs(recipe.name).items()
-        if cfg.has_weights and math.prod(cfg.std) > 0
-    }
 
 
 # --- files -------------------------------------------------------------------------------------
@@ -268,7 +253,6 @@ TIMM = Library(
     explicit=lambda recipe: {"img_size": list(recipe.size)} if _fixed_size(recipe) else {},
     shallow=_shallow,
     published=_published,
-    preprocessings=_preprocessings,
     hub_files=hub.TIMM_WEIGHTS,
     config_args=_config_args,
     config_keys=("classifier", "first_conv"),

@@ -45,20 +45,17 @@ def _recipe(name: str, tag: str | None = None) -> Recipe:
     from torchvision.models import get_model_weights
 
     first = next(iter(get_model_weights(name)), None)
-    preprocess = Preprocess(interpolation="bilinear") if first is None else _preprocess(first)
+    preprocess = Preprocess(interpolation="bilinear")
+    if first is not None:
+        transform: Any = first.transforms()
+        crop = int(transform.crop_size[0])
+        preprocess = Preprocess(
+            (3, crop, crop), tuple(transform.mean), tuple(transform.std),
+            str(transform.interpolation.value), crop / transform.resize_size[0],
+        )  # fmt: skip
     recipe = Recipe("torchvision", name, {}, None, preprocess)
     # constructors for 224 pixels whatever size the weights were trained at
     return recipe.at((224, 224)) if name.startswith(("vit_", "maxvit")) else recipe
-
-
-def _preprocess(weights: Any) -> Preprocess:
-    """Return what a member of torchvision's weights enums says of its images."""
-    transform = weights.transforms()
-    crop = int(transform.crop_size[0])
-    return Preprocess(
-        (3, crop, crop), tuple(transform.mean), tuple(transform.std),
-        str(transform.interpolation.value), crop / transform.resize_size[0],
-    )  # fmt: skip
 
 
 def _build(recipe: Recipe) -> nn.Module:
@@ -80,12 +77,10 @@ def _build(recipe: Recipe) -> nn.Module:
 
 
 def _with_fixed(builder: Any, args: Mapping[str, Any]) -> nn.Module:
-    """Build with `args` in the place of those that the builder fixes itself.
-
-    `swin_t(**kwargs)` calls `_swin_transformer(window_size=[7, 7], ..., **kwargs)`, which refuses
-    a window_size of the caller as given twice. So the builder's code is run once with a recorder in
-    that function's place, in globals of its own, and the function is called with what both gave.
-    """
+    """Build with `args` in the place of those that the builder fixes itself: `swin_t(**kwargs)`
+    calls `_swin_transformer(window_size=[7, 7], ..., **kwargs)`. So the builder's code is run once
+    with a recorder in that function's place, in globals of its own, and the function is called with
+    what both gave."""
     known, fixed = builder.__globals__, {}
     names = [n for n in builder.__code__.co_names if isinstance(known.get(n), FunctionType)]
 
@@ -180,10 +175,6 @@ TORCHVISION = Library(
     build=_build,
     resized=_resized,
     published=_published,
-    preprocessings=lambda recipe: {
-        str(each): _preprocess(each)
-        for each in imported("torchvision", "torchvision").models.get_model_weights(recipe.name)
-    },
     config_args=lambda cfg, preprocess: {},
     converted=_converted,
     as_in=_as_in,

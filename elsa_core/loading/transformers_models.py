@@ -82,8 +82,6 @@ def write_folder(model: Any, directory: Path, source: Path | None) -> None:
 
 
 def _class(config: Mapping[str, Any], where: str) -> tuple[Any, str]:
-    """The class of transformers that a configuration names, or that of its image tower, and the
-    name."""
     transformers = imported(LIBRARY, LIBRARY)
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
@@ -107,7 +105,6 @@ def _class(config: Mapping[str, Any], where: str) -> tuple[Any, str]:
 
 
 def _filled(cls: Any, folder: Path, numbers: int) -> tuple[Any, list[str], list[str]]:
-    """The model with its weights, the names that the file lacks, and those that the model lacks."""
     try:
         with quiet(), _no_bars():
             config = cls.config_class.from_pretrained(folder, local_files_only=True)

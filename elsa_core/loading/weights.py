@@ -7,9 +7,9 @@ fill the file without gap or overlap.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -50,11 +50,9 @@ class Header(NamedTuple):
 
 @dataclass
 class Weights:
-    """Tensors by name on the CPU, the file's own metadata, and where they came from.
-
-    Shapes and metadata are there at once; the tensors of a .safetensors file are read when they are
-    asked for, so that a file that fits no architecture costs its header alone.
-    """
+    """Tensors by name on the CPU, the file's own metadata, and where they came from. The tensors of
+    a .safetensors file are read when they are asked for, so that a file that fits no architecture
+    costs its header alone."""
 
     shapes: dict[str, tuple[int, ...]]  # by name without the wrappers of training
     metadata: dict[str, str]
@@ -67,6 +65,11 @@ class Weights:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors; ModelError where they are unreadable, complex, or hold NaN or infinity."""
         return self.read()
+
+    def without(self, names: Collection[str]) -> Weights:
+        """The same but for the tensors of these names."""
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in names}
+        return replace(self, shapes=shapes, read=lambda: {n: self.tensors[n] for n in shapes})
 
 
 def read_header(path: Path) -> Header:
@@ -103,7 +106,6 @@ def read_safetensors(path: Path, key: str | None = None) -> Weights:
 
 
 def is_index(path: Path) -> bool:
-    """Whether the name is that of an index of shards."""
     return path.name.lower().endswith(INDEX_SUFFIX)
 
 
@@ -111,19 +113,26 @@ def read_sharded(path: Path, key: str | None = None) -> Weights:
     """Read what an index names, from the files beside it, as `read_safetensors`. A shard is no
     link, lies beside the index, and holds the tensors that the index says."""
     weight_map = _weight_map(path)
-    shards = sorted(set(weight_map.values()))
+    shards, headers = sorted(set(weight_map.values())), {}
     for shard in shards:
-        _check_place(path, shard)
-    headers = {}
+        file = path.parent / shard
+        # A link leads elsewhere, except within the hub's cache: there the index is a link too, and
+        # both lead to the same folder of blobs.
+        cached = path.is_symlink() and file.resolve().parent == path.resolve().parent
+        if file.is_symlink() and not cached:
+            raise ModelError(f"{path} names the shard {shard[:120]!r}, which is a link: refused")
+        if not file.exists():
+            raise ModelError(f"{path} names the shard {shard[:120]!r}, which is not there")
     for shard in shards:
-        header = read_header(path.parent / shard)
+        file = path.parent / shard
+        header = read_header(file)
         wanted = {name for name, file in weight_map.items() if file == shard}
         if header.shapes.keys() != wanted:
             missing = sorted(wanted - header.shapes.keys())
             more = sorted(header.shapes.keys() - wanted)
             what = f"lacks {missing[0][:120]!r}" if missing else f"also holds {more[0][:120]!r}"
             raise ModelError(f"{path} does not fit its shards: {shard} {what}")
-        headers[path.parent / shard] = header
+        headers[file] = header
     return _joined(path, headers, key)
 
 
@@ -155,20 +164,6 @@ def _joined(path: Path, headers: Mapping[Path, Header], key: str | None) -> Weig
     wanted = set(names.values())
     bare = {name: shapes[full] for name, full in names.items()}
     return Weights(bare, metadata, path, read, notes, stated_in_metadata(metadata))
-
-
-def _check_place(path: Path, shard: str) -> None:
-    """A shard lies beside the index: a link leads elsewhere, except within the hub's cache.
-
-    There the index is a link too, and both lead to the same folder of blobs.
-    """
-    file = path.parent / shard
-    if file.is_symlink():
-        same = path.is_symlink() and file.resolve().parent == path.resolve().parent
-        if not same:
-            raise ModelError(f"{path} names the shard {shard[:120]!r}, which is a link: refused")
-    if not file.exists():
-        raise ModelError(f"{path} names the shard {shard[:120]!r}, which is not there")
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -232,10 +227,8 @@ def one_file(weights: Weights) -> Iterator[Path]:
 
 
 def separate(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous CPU tensors, none sharing memory: tied weights are written under each name.
-
-    So the file loads strictly into any model that has those names, tied or not.
-    """
+    """Return contiguous CPU tensors, none sharing memory: tied weights are written under each name,
+    so that the file loads strictly into any model of those names."""
     seen: set[int] = set()
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():

@@ -103,7 +103,7 @@ def labelled_images(
         raise ArgumentError(
             f"names (--labels): {len(names)} names of classes, the model has {classes}"
         )
-    files, _ = image_files(root)
+    files = image_files(root)
     if limit is not None and limit < len(files):
         files = [files[i * len(files) // limit] for i in range(limit)]
     paths = [file.relative_to(root).as_posix() for file in files]

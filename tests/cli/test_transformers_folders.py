@@ -124,13 +124,12 @@ def agree(name: str, folder: Path, size: tuple[int, int]) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (3, 4, 3), dtype=np.uint8)
     picture = Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
     picture.save(folder.parent / "image.png")
-    read = reader(loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
-                  crop_mode=loaded.crop_mode, interpolation=loaded.interpolation)  # fmt: skip
+    read = reader(**loaded.preprocess.transform)
     ours = torch.as_tensor(read(folder.parent / "image.png"))
     processor = getattr(transformers, MODELS[name][2]).from_pretrained(folder)
     theirs = processor(picture, return_tensors="pt")["pixel_values"][0]
     # PyTorch resizes bytes, Pillow too, and each rounds: a level of 255 here and there.
-    assert (ours - theirs).abs().max() < 2.5 / 255 / min(loaded.std), name
+    assert (ours - theirs).abs().max() < 2.5 / 255 / min(loaded.preprocess.std), name
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("dinov3", "sam")])
@@ -203,7 +202,7 @@ def test_a_repository_of_the_hub(
     (place / "snapshots").mkdir()
     saved("vit", tmp_path).rename(place / "snapshots" / ("a" * 40))
     loaded = load_model("hf-hub:some/vit", pretrained=True)
-    assert loaded.weights == "pretrained (some/vit)" and loaded.mean == (0.1, 0.2, 0.3)
+    assert loaded.weights == "pretrained (some/vit)" and loaded.preprocess.mean == (0.1, 0.2, 0.3)
     elsa("inspect", "hf-hub:some/vit").fails(2, "add --pretrained to fetch its weights")
 
 

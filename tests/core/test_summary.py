@@ -1,4 +1,4 @@
-"""Results show themselves as tables: in `print`, at the prompt and in a notebook."""
+"""Results show themselves as tables, in `print` and at the prompt."""
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ def test_a_report_is_a_table_wherever_python_shows_it(
     reports: dict[str, Summarised], name: str
 ) -> None:
     report = reports[name]
-    text, page = str(report), report._repr_html_()
+    text = str(report)
     assert repr(report) == text and "Report(" not in text
-    assert page.count("<table>") == page.count("</table>") == (2 if name == "profile" else 1)
-    for words in WORDS[name]:
-        assert words in text and words in page
+    assert all(words in text for words in WORDS[name])
 
 
 def test_a_failed_check_says_so_in_its_table(
@@ -52,10 +50,7 @@ def test_a_failed_check_says_so_in_its_table(
     assert any(line.startswith("FAIL") and path in line for line in text.splitlines())
 
 
-def test_columns_are_in_line_and_html_is_escaped() -> None:
+def test_columns_are_in_line() -> None:
     shown = Summary("a < b", ("name", ">count"), [("x", "1"), ("long name", "100")], ["<end>"])
     assert shown.text() == "a < b\nname       count\nx              1\nlong name    100\n<end>"
-    page = shown.html()
-    assert "a &lt; b" in page and "&lt;end&gt;" in page
-    assert '<td style="text-align: right">100</td>' in page
-    assert "<table>" not in Summary("nothing").html() and Summary("nothing").text() == "nothing"
+    assert Summary("nothing").text() == "nothing"

@@ -46,8 +46,7 @@ def command(
 
 def batches(trained: Path, digits: Path) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     loaded = load_model(trained)
-    read = reader(loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
-                  interpolation=loaded.interpolation)  # fmt: skip
+    read = reader(**loaded.preprocess.transform)
     return loaded.model, list(labelled_images(digits, 10).batches(read, 64))
 
 

@@ -71,7 +71,7 @@ def test_what_a_bundle_holds(bundle: Bundle, vit: Loaded) -> None:
          "dynamic": {"0": "batch"}}
     ]  # fmt: skip
     assert manifest["outputs"] == [{"name": "logits", "dtype": "float32", "shape": ["batch", 1000]}]
-    assert manifest["preprocess"]["mean"] == list(vit.mean)
+    assert manifest["preprocess"]["mean"] == list(vit.preprocess.mean)
     assert manifest["check"]["ok"] and manifest["model"]["precision"] == "strict"
     schema = manifest["operators"]["elsa::attention"]["schema"]
     assert schema == str(torch.ops.elsa.attention.default._schema)
@@ -243,10 +243,7 @@ def test_load_py_preprocesses_as_timm_does(bundle: Bundle, vit: Loaded) -> None:
 
     pixels = np.random.default_rng(1).integers(0, 255, (90, 70, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
-    transform = create_transform(
-        vit.input_size, mean=vit.mean, std=vit.std, crop_pct=vit.crop_pct,
-        interpolation=vit.interpolation,
-    )  # fmt: skip
+    transform = create_transform(**vit.preprocess.transform)
     ours = template.preprocess(image, bundle.path)
     assert ours.shape == (1, 3, 64, 64) and ours.dtype == np.float32
     assert np.abs(ours[0] - transform(image).numpy()).max() < 0.05

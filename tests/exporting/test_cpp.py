@@ -40,7 +40,8 @@ bundle = elsa.export(model, sys.argv[1], formats=formats, aoti=compiled, loaded=
 assert {each.status for each in bundle.artefacts} == {"ok"}, bundle.artefacts
 pixels = np.random.default_rng(160).integers(0, 255, (160, 160, 3), dtype=np.uint8)
 pixels = torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255
-mean, std = (torch.tensor(row).view(1, 3, 1, 1) for row in (loaded.mean, loaded.std))
+given = loaded.preprocess
+mean, std = (torch.tensor(row).view(1, 3, 1, 1) for row in (given.mean, given.std))
 with torch.no_grad():
     logits = model(((pixels - mean) / std).to("cuda", dtype))[0].float().cpu()
 torch.save(logits, Path(sys.argv[1]).with_name("expected.pt"))
@@ -89,7 +90,8 @@ def image(side: int, path: Path) -> torch.Tensor:
 
 def agrees(done: subprocess.CompletedProcess[str], loaded: Loaded, pixels: torch.Tensor) -> None:
     assert (done.returncode, done.stderr) == (0, "")
-    mean, std = (torch.tensor(row).view(1, 3, 1, 1) for row in (loaded.mean, loaded.std))
+    given = loaded.preprocess
+    mean, std = (torch.tensor(row).view(1, 3, 1, 1) for row in (given.mean, given.std))
     with torch.no_grad():
         logits = loaded.model((pixels - mean) / std)[0]
     rows = [line.split() for line in done.stdout.splitlines()]

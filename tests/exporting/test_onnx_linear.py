@@ -156,7 +156,7 @@ class Cast(nn.Module):
 
 def test_dtypes_are_those_of_pytorch() -> None:
     model, (x, y) = Cast().eval(), operands((2, 3), torch.float32)
-    with calls.Products(kept=True), torch.no_grad():
+    with calls.products(kept=True), torch.no_grad():
         program = torch.export.export(model, (x, y), strict=False)
     assert sum("elsa.linear" in str(node.target) for node in program.graph.nodes) == 1
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_derivatives_within_a_model_are_of_pytorchs_operators() -> None:
     except AssertionError:
         pytest.skip("this PyTorch exports no forward derivative of a layer of its own")
     elsa.patch(model, scope="model")
-    with calls.Products(kept=True), torch.no_grad():
+    with calls.products(kept=True), torch.no_grad():
         program = torch.export.export(model, (x,), strict=False)
     assert not [node for node in program.graph.nodes if "elsa." in str(node.target)]
     torch.testing.assert_close(program.module()(x), model(x))

@@ -508,7 +508,7 @@ def test_copies_and_pickles_hold_no_graphs(tape: Tape) -> None:
 def test_memory_goes_with_the_model(tape: Tape, net: Net) -> None:
     held = elsa.graphed(net)
     held(inputs())
-    (entry,) = held._graphs._entries.values()
+    (entry,) = held._graphs.entries.values()
     known, waits = weakref.ref(entry), tape.waits
     del entry, held
     gc.collect()

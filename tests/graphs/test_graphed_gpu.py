@@ -73,11 +73,11 @@ def test_writes_are_followed_and_replaced_tensors_captured_anew() -> None:
     held = elsa.graphed(model)
     x = rows()
     first = agree(held, model, x)
-    entry = next(iter(held._graphs._entries.values()))
+    entry = next(iter(held._graphs.entries.values()))
     model[0].weight.data.mul_(1.5)
     second = agree(held, model, x)
     assert not torch.equal(first, second)
-    assert next(iter(held._graphs._entries.values())) is entry
+    assert next(iter(held._graphs.entries.values())) is entry
     model[0].weight.data = torch.randn_like(model[0].weight)
     torch.cuda.empty_cache()
     third = agree(held, model, x)
@@ -88,7 +88,7 @@ def test_writes_are_followed_and_replaced_tensors_captured_anew() -> None:
     with torch.inference_mode(False):
         model.half()
     agree(held, model, x.half(), tolerance=2e-2)
-    assert next(iter(held._graphs._entries.values())) is not entry
+    assert next(iter(held._graphs.entries.values())) is not entry
 
 
 def test_autocast() -> None:

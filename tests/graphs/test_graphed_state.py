@@ -15,7 +15,7 @@ import elsa_core as elsa
 from elsa_core import dispatch
 from elsa_core.backends.support import Backend
 from elsa_core.backends.triton.shared.device import Described, describing
-from elsa_core.graphs import guards
+from elsa_core.graphs import checks
 
 from .tape import Tape
 from .test_graphed import agree, inputs, said
@@ -161,7 +161,7 @@ class Listed(nn.Module):
 
 def test_more_lists_than_are_compared(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
     """Those beyond the bound were not compared, and a change of one was not seen."""
-    for lists, held_ones in ((guards.MOST_NESTED - 1, 1), (guards.MOST_NESTED, 0)):
+    for lists, held_ones in ((checks.MOST_NESTED - 1, 1), (checks.MOST_NESTED, 0)):
         model = Listed(lists).eval()  # and the list that holds them; dicts of modules do not count
         held = elsa.graphed(model)
         x = inputs()

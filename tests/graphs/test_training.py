@@ -176,7 +176,7 @@ def test_a_grad_is_not_in_the_pool_when_a_graph_is_replayed(tape: Tape) -> None:
         equal(stepped(held, x), stepped(twin, x))
         grads = [p.grad for p in held.parameters()]
         held(torch.randn(2, 8)), held(torch.randn(3, 8))
-        memory = {at for entry in held._steps.entries() for at in entry.memory._addresses}
+        memory = {at for entry in held._steps.entries.values() for at in entry.memory._addresses}
         assert memory.isdisjoint(p.grad.data_ptr() for p in held.parameters())
         assert all(p.grad is grad for p, grad in zip(held.parameters(), grads, strict=True))
     loss = held(torch.randn(3, 8)).sum()

@@ -197,9 +197,11 @@ def test_what_a_file_states(
     assert holds(loaded, expected)
     assert loaded.recipe.preprocess.assumed == assumed
     if not assumed:
-        found = (list(loaded.mean), list(loaded.std), loaded.crop_pct, loaded.interpolation)
-        assert found == tuple(STATED.values())
-    assert len(loaded.mean) == len(loaded.std) == loaded.input_size[0] == args.get("in_chans", 3)
+        assert {key: loaded.preprocess.transform[key] for key in ALL} == {
+            key: tuple(v) if isinstance(v, list) else v for key, v in STATED.items()
+        }
+    counts = {len(loaded.preprocess.mean), len(loaded.preprocess.std), loaded.input_size[0]}
+    assert counts == {args.get("in_chans", 3)}
     told = "\n".join(loaded.warnings)
     assert ("does not say its preprocessing" in told) is bool(assumed)
     assert said in told

@@ -14,6 +14,7 @@ from elsa_cli import completion, known_models, names
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import libraries, meta_model
 from elsa_core.loading.configuration import from_config
+from elsa_core.loading.fit import with_given
 from elsa_core.loading.library import Library, UninitialisedParameters, unknown
 from elsa_core.loading.loader import load_model
 from elsa_core.loading.recipe import Preprocess, Recipe
@@ -98,7 +99,7 @@ def test_its_mistakes_are_told_like_any_others() -> None:
         load_model("toys:toy_small", pretrained=True)
     clip = Recipe("open_clip", "ViT-B-32", model_cfg={})
     with pytest.raises(ArgumentError, match=r"are for timm, torchvision and toys; open_clip's"):
-        libraries.refuse_arguments(clip)
+        with_given(clip, {"depth": 1})
 
 
 def test_without_its_record_a_library_is_unknown() -> None:

@@ -56,7 +56,7 @@ def test_random_weights_come_from_the_seed_alone() -> None:
     assert one.weights == "random (seed 1)" and not one.model.training
     assert agree(one, two.model) and not agree(one, three.model)
     assert (one.name, one.input_size, one.num_classes) == ("test_vit", (3, 160, 160), 1000)
-    assert one.mean == (0.5, 0.5, 0.5) and one.interpolation == "bicubic"
+    assert one.preprocess.mean == (0.5, 0.5, 0.5) and one.preprocess.interpolation == "bicubic"
 
 
 class Dirty(TorchFunctionMode):

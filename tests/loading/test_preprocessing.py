@@ -15,8 +15,8 @@ from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading import timm_models
 from elsa_core.loading.configuration import from_config, from_open_clip_config
 from elsa_core.loading.loader import load_model
-from elsa_core.loading.preprocessing import of_model
 from elsa_core.loading.recipe import CLIP_MEAN, Given
+from elsa_core.loading.stated import of_model
 
 DEIT = "deit_tiny_patch16_224"
 IMAGENET = Given((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 0.9, "bicubic")
@@ -43,59 +43,44 @@ def test_a_deit_is_not_silently_a_vit(deit: Path) -> None:
 def test_what_is_given_is_not_assumed(deit: Path) -> None:
     loaded = load_model(deit, arch=DEIT, preprocess=IMAGENET)
     assert loaded.warnings == () and loaded.recipe.preprocess.assumed == ()
-    assert (loaded.mean, loaded.std, loaded.crop_pct) == IMAGENET_VALUES
+    assert loaded.preprocess.with_said(vars(IMAGENET), str, ArgumentError) == loaded.preprocess
     some = load_model(deit, arch=DEIT, preprocess=Given(mean=[0.5], std=[0.5]))
-    assert some.mean == (0.5, 0.5, 0.5) and not {"mean", "std"} & set(
+    assert some.preprocess.mean == (0.5, 0.5, 0.5) and not {"mean", "std"} & set(
         some.recipe.preprocess.assumed
     )
-
-
-IMAGENET_VALUES = (IMAGENET.mean, IMAGENET.std, IMAGENET.crop_pct)
 
 
 def test_a_tag_says_the_preprocessing(deit: Path) -> None:
     loaded = load_model(deit, arch=f"{DEIT}.fb_in1k")
     assert loaded.recipe.preprocess.assumed == () and loaded.warnings == ()
-    assert loaded.mean == IMAGENET.mean
+    assert loaded.preprocess.mean == IMAGENET.mean
 
 
 TINY = {"num_layers": 1, "hidden_dim": 24, "num_heads": 3, "mlp_dim": 32}
 
 
-def _torchvision_file(name: str, args: dict[str, Any], path: Path) -> Path:
-    pytest.importorskip("torchvision")
-    model = load_model(f"torchvision:{name}", model_kwargs=args).model
-    save_file({key: t.contiguous() for key, t in model.state_dict().items()}, path)
-    return path
-
-
-def test_torchvisions_weights_of_one_name_differ(tmp_path: Path) -> None:
+def test_a_name_of_torchvision_says_no_preprocessing(tmp_path: Path) -> None:
     """V1 of ViT-B/16 is resized bilinearly and cropped, SWAG's bicubically and not cropped."""
-    path = _torchvision_file("vit_b_16", TINY, tmp_path / "model.safetensors")
-    arch = "torchvision:vit_b_16"
+    pytest.importorskip("torchvision")
+    arch, path = "torchvision:vit_b_16", tmp_path / "model.safetensors"
+    model = load_model(arch, model_kwargs=TINY).model
+    save_file({key: t.contiguous() for key, t in model.state_dict().items()}, path)
     loaded = load_model(path, arch=arch, model_kwargs=TINY)
     assert loaded.recipe.preprocess.assumed == ("mean", "std", "crop_pct", "interpolation")
-    assert (loaded.crop_pct, loaded.interpolation) == (0.875, "bilinear")
+    assert (loaded.preprocess.crop_pct, loaded.preprocess.interpolation) == (0.875, "bilinear")
     (line,) = loaded.warnings
-    assert "ViT_B_16_Weights.IMAGENET1K_SWAG_" in line and "interpolation bicubic" in line
-    assert "--crop-pct" in line and "with a tag" not in line
+    assert "the defaults of vit_b_16: give --mean, --std, --crop-pct" in line
+    assert "with a tag" not in line
     given = dataclasses.replace(IMAGENET, crop_pct=1.0)
     said = load_model(path, arch=arch, model_kwargs=TINY, preprocess=given)
     assert said.warnings == () and said.recipe.preprocess.assumed == ()
-    assert said.crop_pct == 1.0
-
-
-def test_the_only_published_weights_are_not_the_files(tmp_path: Path) -> None:
-    path = _torchvision_file("vit_b_32", TINY, tmp_path / "model.safetensors")
-    loaded = load_model(path, arch="torchvision:vit_b_32", model_kwargs=TINY)
-    assert loaded.recipe.preprocess.assumed == ("mean", "std", "crop_pct", "interpolation")
-    assert "the defaults of vit_b_32: give --mean, --std, --crop-pct" in loaded.warnings[0]
+    assert said.preprocess.crop_pct == 1.0
 
 
 def test_a_name_has_its_own(deit: Path) -> None:
     assert load_model("test_vit").recipe.preprocess.assumed == ()
     given = load_model("test_vit", preprocess=Given(crop_pct=1.0, interpolation="bilinear"))
-    assert (given.crop_pct, given.interpolation) == (1.0, "bilinear")
+    assert (given.preprocess.crop_pct, given.preprocess.interpolation) == (1.0, "bilinear")
     assert given.recipe.preprocess.crop_pct == 1.0
 
 

@@ -52,7 +52,7 @@ def test_round_trip(tmp_path: Path, patched: tuple[Loaded, PatchReport]) -> None
     assert entries(target) == ["config.json", "elsa_plan.json", "model.safetensors"]
     again = load_model(target)
     assert again.spec.source == "directory" and again.name == "test_vit"
-    assert again.input_size == (3, 64, 64) and again.mean == loaded.mean
+    assert again.input_size == (3, 64, 64) and again.preprocess == loaded.preprocess
     assert again.weights.endswith("saved from random (seed 4)")
     assert patched_sites(again.model).keys() == patched_sites(loaded.model).keys()
     assert again.report is not None and again.report.exclude == ("blocks.0.attn",)
