@@ -67,14 +67,17 @@ int64_t workers_of(const Attention& a, int threads) {
   return worth_waking(scores_of(a) * static_cast<double>(a.batch * a.heads) * depth, threads);
 }
 
+}  // namespace
+
 void fill_empty(const Attention& a) {
   const int64_t rows = a.batch * a.heads * a.queries;
   memset(a.out, 0, static_cast<size_t>(rows * a.value_dim * element_size(a.query.dtype)));
-  for (int64_t i = 0; i < rows; ++i) a.lse[i] = -__builtin_inff();
+  for (int64_t h = 0; h < a.batch * a.heads; ++h) {
+    float* const lse = a.lse + lse_offset(a, h / a.heads, h % a.heads);
+    for (int64_t i = 0; i < a.queries; ++i) lse[i] = -__builtin_inff();
+  }
   if (a.lse_low) memset(a.lse_low, 0, static_cast<size_t>(rows) * sizeof(float));
 }
-
-}  // namespace
 
 const Kernel* attention_kernel() { return choice().kernel; }
 
@@ -100,8 +103,6 @@ Status cut(const Attention& a, int threads, Cut* answer) {
   answer->query_ranges = plan.splits;
   answer->workers = most < plan.items ? most : plan.items;
   answer->block_rows = kernel.block_rows(a.keys < plan.key_block ? a.keys : plan.key_block);
-  answer->sum_chain = kernel.sum_chain;
-  answer->workspace_bytes = kernel.workspace(a, plan) * static_cast<int64_t>(sizeof(float));
   return Status::kOk;
 }
 
@@ -116,15 +117,13 @@ Status attention(const Attention& a, int threads, ParallelFor parallel_for) {
   const Kernel& kernel = *choice().kernel;
   const int64_t most = workers_of(a, threads);
   const Plan plan = make_plan(a, kernel, most);
-  const int64_t workers = most < plan.items ? most : plan.items;
-  Queues queues(plan.items, workers);
-  const auto run = [&](int64_t worker, float* memory) {
+  const auto run = [&](Queues& queues, int64_t worker, float* memory) {
     Workspace workspace = {memory, -1};
     for (int64_t item; (item = queues.take(worker)) >= 0;) {
       kernel.run(a, plan, item, queues.next_of(worker), workspace);
     }
   };
-  return share_out(workers, kernel.workspace(a, plan), parallel_for, run);
+  return hand_out(plan.items, most, kernel.workspace(a, plan), parallel_for, run);
 }
 
 }  // namespace elsa

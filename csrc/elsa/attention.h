@@ -86,17 +86,14 @@ Status isa_status();
 // How a problem is cut, for those who want to know without running it. Keys are folded block by
 // block; within a block one maximum serves all keys and sums are trees of chains.
 struct Cut {
-  int64_t key_block;        // keys of a block (the last one may be shorter)
-  int64_t key_blocks;       // merged one after another
-  int64_t query_ranges;     // per head; an item is one range
-  int64_t workers;          // threads that take items
-  int64_t block_rows;       // query rows whose scores are in cache together
-  int64_t sum_chain;        // keys summed in one chain
-  int64_t workspace_bytes;  // of each worker, states included
+  int64_t key_block;     // keys of a block (the last one may be shorter)
+  int64_t key_blocks;    // merged one after another
+  int64_t query_ranges;  // per head; an item is one range
+  int64_t workers;       // threads that take items
+  int64_t block_rows;    // query rows whose scores are in cache together
 };
 
-// Reads shapes and `causal` alone; of the mask, whether there is one. The problem must not be
-// empty.
+// Reads shapes and `causal` alone. The problem must not be empty.
 Status cut(const Attention& problem, int threads, Cut* answer);
 
 // `threads` bounds the concurrency; small problems run on the calling thread alone.

@@ -496,6 +496,6 @@ void run(const Attention& a, const Plan& plan, int64_t item, int64_t upcoming,
 
 }  // namespace
 
-const Kernel ELSA_KERNEL = {ELSA_KERNEL_NAME, kTileRows, kSumChunk, block_rows, workspace, run};
+const Kernel ELSA_KERNEL = {ELSA_KERNEL_NAME, kTileRows, block_rows, workspace, run};
 
 }  // namespace elsa

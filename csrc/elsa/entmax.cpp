@@ -36,15 +36,13 @@ Status entmax_attention(const Entmax& problem, int threads, ParallelFor parallel
   const int64_t least = ceil_div(a.queries, kernel->list_rows(a.keys));
   plan.splits = choose_splits(a.batch * a.heads, a.queries, least, kernel->row_tile, most);
   plan.items = a.batch * a.heads * plan.splits;
-  const int64_t workers = most < plan.items ? most : plan.items;
-  Queues queues(plan.items, workers);
-  const auto run = [&](int64_t worker, float* memory) {
+  const auto run = [&](Queues& queues, int64_t worker, float* memory) {
     Workspace workspace = {memory, -1};
     for (int64_t item; (item = queues.take(worker)) >= 0;) {
       kernel->run(problem, plan, item, workspace);
     }
   };
-  return share_out(workers, kernel->workspace(problem, plan), parallel_for, run);
+  return hand_out(plan.items, most, kernel->workspace(problem, plan), parallel_for, run);
 }
 
 Status entmax_gradient(const EntmaxGradient& g, int threads, ParallelFor parallel_for) {
@@ -62,12 +60,8 @@ Status entmax_gradient(const EntmaxGradient& g, int threads, ParallelFor paralle
   cut_keys(a, plan);
   plan.splits = ceil_div(a.queries, kernel->list_rows(a.keys));
   plan.items = items;
-  const int64_t workers = most < items ? most : items;
-  Queues queues(items, workers);
-  const auto run = [&](int64_t worker, float* memory) {
-    for (int64_t item; (item = queues.take(worker)) >= 0;) kernel->gradient(g, plan, item, memory);
-  };
-  return share_out(workers, kernel->gradient_workspace(g, plan), parallel_for, run);
+  return each_item(items, most, kernel->gradient_workspace(g, plan), parallel_for,
+                   [&](int64_t item, float* memory) { kernel->gradient(g, plan, item, memory); });
 }
 
 }  // namespace elsa

@@ -93,13 +93,9 @@ Status attention_gradient(const AttentionGradient& g, int threads, ParallelFor p
   const double work_size = static_cast<double>(a.batch * a.heads * a.queries) *
                            static_cast<double>(a.keys) *
                            static_cast<double>(3 * a.head_dim + 2 * a.value_dim);
-  const int64_t most = worth_waking(work_size, threads);
-  const int64_t workers = most < items ? most : items;
-  Queues queues(items, workers);
-  const auto run = [&](int64_t worker, float* memory) {
-    for (int64_t item; (item = queues.take(worker)) >= 0;) kernel->attention(g, item, memory);
-  };
-  return share_out(workers, kernel->attention_workspace(g), parallel_for, run);
+  return each_item(items, worth_waking(work_size, threads), kernel->attention_workspace(g),
+                   parallel_for,
+                   [&](int64_t item, float* memory) { kernel->attention(g, item, memory); });
 }
 
 Status window_gradient(const WindowGradient& given, int threads, ParallelFor parallel_for) {
@@ -122,14 +118,9 @@ Status window_gradient(const WindowGradient& given, int threads, ParallelFor par
   const double rows = static_cast<double>(a.batch * a.depth * a.height * a.width);
   const double work_size = 5 * rows * static_cast<double>(plan.windows.tokens) *
                            static_cast<double>(a.heads * a.head_dim);
-  const int64_t items = plan.runs * a.heads, most = worth_waking(work_size, threads);
-  const int64_t workers = most < items ? most : items;
-  Queues queues(items, workers);
-  const auto run = [&](int64_t worker, float* memory) {
-    for (int64_t item; (item = queues.take(worker)) >= 0;) kernel->window(g, plan, item, memory);
-  };
-  const int64_t floats = kernel->window_workspace(g, plan);
-  const Status status = share_out(workers, floats, parallel_for, run);
+  const Status status = each_item(
+      plan.runs * a.heads, worth_waking(work_size, threads), kernel->window_workspace(g, plan),
+      parallel_for, [&](int64_t item, float* memory) { kernel->window(g, plan, item, memory); });
   if (status == Status::kOk) add_parts(g, plan);
   return status;
 }

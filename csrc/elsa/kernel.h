@@ -45,7 +45,6 @@ struct Workspace {
 struct Kernel {
   const char* name;
   int64_t row_tile;                     // query rows of one register tile
-  int64_t sum_chain;                    // keys summed in one chain of additions
   int64_t (*block_rows)(int64_t keys);  // query rows whose scores are in cache together
   int64_t (*workspace)(const Attention& problem, const Plan& plan);  // in floats
   // `upcoming` is the item that probably comes next, or -1: its operands are fetched meanwhile.
@@ -55,6 +54,9 @@ struct Kernel {
 
 // The kernels that run here, or null (see isa_status).
 const Kernel* attention_kernel();
+
+// Zeros, and -inf in lse, for queries without a key.
+void fill_empty(const Attention& problem);
 
 // Sets a plan's key_block, key_blocks and keep_packed; gives the least number of its splits.
 int64_t cut_keys(const Attention& problem, Plan& plan);

@@ -1,8 +1,6 @@
 // How packed sequences are cut into items, and who works on them.
 #include "varlen.h"
 
-#include <string.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -44,42 +42,54 @@ Attention sequence(const Attention& packed, const Sequences& at, int64_t s) {
   return a;
 }
 
-// A sequence's problem and the first of its items.
-struct Forward {
-  Attention problem;
-  Plan plan;
+// A sequence's problem, the first of its items and what it weighs.
+template <class Problem>
+struct Part {
+  Problem problem;
   int64_t first;
   double scores;
+  Plan plan;  // of a forward
 };
 
-struct Backward {
-  AttentionGradient problem;
-  int64_t first;
-  double scores;
-};
+// The problems of sequences that have queries and keys, long ones first: items are handed out in
+// order, and short ones fill the gaps.
+template <class Problem>
+struct Parts {
+  std::vector<Part<Problem>> all;
+  double scores = 0.0;
+  int64_t items = 0, workspace = 0;
 
-// Long sequences first: items are handed out in order, and short ones fill the gaps.
-template <class Part>
-void order(std::vector<Part>& parts) {
-  std::stable_sort(parts.begin(), parts.end(),
-                   [](const Part& x, const Part& y) { return x.scores > y.scores; });
-}
-
-template <class Part>
-int64_t part_of(const std::vector<Part>& parts, int64_t item) {
-  const auto after = std::upper_bound(parts.begin(), parts.end(), item,
-                                      [](int64_t i, const Part& p) { return i < p.first; });
-  return after - parts.begin() - 1;
-}
-
-// Zeros and -inf for queries without a key.
-void fill_empty(const Attention& a) {
-  const int64_t row = a.heads * a.value_dim * element_size(a.query.dtype);
-  memset(a.out, 0, static_cast<size_t>(a.queries * row));
-  for (int64_t h = 0; h < a.heads; ++h) {
-    for (int64_t i = 0; i < a.queries; ++i) a.lse[lse_offset(a, 0, h) + i] = -__builtin_inff();
+  void add(const Problem& problem, const Attention& a) {
+    all.push_back({problem, 0, scores_of(a), {}});
+    scores += scores_of(a);
   }
-}
+  // count(part): its items; floats(part): of workspace.
+  template <class Count, class Floats>
+  void order(Count count, Floats floats) {
+    std::stable_sort(all.begin(), all.end(),
+                     [](const auto& x, const auto& y) { return x.scores > y.scores; });
+    for (Part<Problem>& part : all) {
+      part.first = items;
+      items += count(part);
+      workspace = std::max(workspace, floats(part));
+    }
+  }
+  // Calls start(memory), then its answer for the items that a worker takes, with their parts.
+  template <class Start>
+  Status share(int64_t threads, ParallelFor parallel_for, Start start) const {
+    Queues queues(items, 1);
+    const auto run = [&](int64_t, float* memory) {
+      auto work = start(memory);
+      for (int64_t item; (item = queues.take(0)) >= 0;) {
+        const auto after =
+            std::upper_bound(all.begin(), all.end(), item,
+                             [](int64_t i, const Part<Problem>& p) { return i < p.first; });
+        work(*(after - 1), item - (after - 1)->first);
+      }
+    };
+    return share_out(std::min(threads, items), workspace, parallel_for, run);
+  }
+};
 
 int64_t split(const Attention& a, const Kernel& kernel, double target, Plan& plan) {
   const int64_t least = cut_keys(a, plan);
@@ -97,43 +107,30 @@ Status varlen_attention(const Attention& packed, const Sequences& at, int thread
   const Kernel* const kernel = attention_kernel();
   if (kernel == nullptr) return isa_status();
   if (packed.heads == 0) return Status::kOk;
-  std::vector<Forward> parts;
-  double scores = 0.0;
+  Parts<Attention> parts;
   for (int64_t s = 0; s < at.count; ++s) {
     const Attention a = sequence(packed, at, s);
-    if (a.queries == 0) continue;
     if (a.keys == 0) {
       fill_empty(a);
-      continue;
+    } else if (a.queries > 0) {
+      parts.add(a, a);
     }
-    parts.push_back({a, {}, 0, scores_of(a)});
-    scores += scores_of(a);
   }
-  if (parts.empty()) return Status::kOk;
-  order(parts);
+  if (parts.all.empty()) return Status::kOk;
   const double depth = static_cast<double>(packed.head_dim + packed.value_dim);
-  const double all = scores * static_cast<double>(packed.heads);
-  threads = static_cast<int>(worth_waking(all * depth, threads));
-  const double target = threads > 1 ? all / static_cast<double>(threads * kItemsPerThread) : 0.0;
-  int64_t items = 0, workspace = 0;
-  for (Forward& part : parts) {
-    part.first = items;
-    items += split(part.problem, *kernel, target, part.plan);
-    workspace = std::max(workspace, kernel->workspace(part.problem, part.plan));
-  }
-  Queues queues(items, 1);
-  const auto run = [&](int64_t, float* memory) {
-    Workspace own = {memory, -1};
-    int64_t last = -1;
-    for (int64_t item; (item = queues.take(0)) >= 0;) {
-      const int64_t index = part_of(parts, item);
-      const Forward& part = parts[index];
-      if (index != last) own.packed_head = -1;  // packed keys are of another sequence
-      last = index;
-      kernel->run(part.problem, part.plan, item - part.first, -1, own);
-    }
-  };
-  return share_out(std::min<int64_t>(threads, items), workspace, parallel_for, run);
+  const double all = parts.scores * static_cast<double>(packed.heads);
+  const int64_t most = worth_waking(all * depth, threads);
+  const double target = most > 1 ? all / static_cast<double>(most * kItemsPerThread) : 0.0;
+  parts.order([&](auto& part) { return split(part.problem, *kernel, target, part.plan); },
+              [&](auto& part) { return kernel->workspace(part.problem, part.plan); });
+  return parts.share(most, parallel_for, [&](float* memory) {
+    return [&, own = Workspace{memory, -1}, last = static_cast<const void*>(nullptr)](
+               const auto& part, int64_t item) mutable {
+      if (&part != last) own.packed_head = -1;  // packed keys are of another sequence
+      last = &part;
+      kernel->run(part.problem, part.plan, item, -1, own);
+    };
+  });
 }
 
 Status varlen_gradient(const AttentionGradient& packed, const Sequences& at, int threads,
@@ -142,8 +139,7 @@ Status varlen_gradient(const AttentionGradient& packed, const Sequences& at, int
   if (kernel == nullptr) return isa_status();
   const Attention& all = packed.forward;
   if (all.heads == 0) return Status::kOk;
-  std::vector<Backward> parts;
-  double scores = 0.0;
+  Parts<AttentionGradient> parts;
   for (int64_t s = 0; s < at.count; ++s) {
     AttentionGradient g = packed;
     g.forward = sequence(all, at, s);
@@ -156,30 +152,20 @@ Status varlen_gradient(const AttentionGradient& packed, const Sequences& at, int
     const Attention& a = g.forward;
     if (a.queries == 0 || a.keys == 0) {
       clear_gradients(a, g.query, g.key, g.value);
-      continue;
+    } else {
+      parts.add(g, a);
     }
-    parts.push_back({g, 0, scores_of(a)});
-    scores += scores_of(a);
   }
-  if (parts.empty()) return Status::kOk;
-  order(parts);
-  int64_t items = 0, workspace = 0;
-  for (Backward& part : parts) {
-    part.first = items;
-    items += all.kv_heads;
-    workspace = std::max(workspace, kernel->attention_workspace(part.problem));
-  }
+  if (parts.all.empty()) return Status::kOk;
+  parts.order([&](auto&) { return all.kv_heads; },
+              [&](auto& part) { return kernel->attention_workspace(part.problem); });
   const double depth = static_cast<double>(3 * all.head_dim + 2 * all.value_dim);
-  const double work = scores * depth * static_cast<double>(all.heads);
-  threads = static_cast<int>(worth_waking(work, threads));
-  Queues queues(items, 1);
-  const auto run = [&](int64_t, float* memory) {
-    for (int64_t item; (item = queues.take(0)) >= 0;) {
-      const Backward& part = parts[part_of(parts, item)];
-      kernel->attention(part.problem, item - part.first, memory);
-    }
-  };
-  return share_out(std::min<int64_t>(threads, items), workspace, parallel_for, run);
+  const double work = parts.scores * depth * static_cast<double>(all.heads);
+  return parts.share(worth_waking(work, threads), parallel_for, [&](float* memory) {
+    return [kernel, memory](const auto& part, int64_t item) {
+      kernel->attention(part.problem, item, memory);
+    };
+  });
 }
 
 }  // namespace elsa

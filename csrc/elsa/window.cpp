@@ -87,13 +87,11 @@ Status window_attention(const WindowAttention& a, int threads, ParallelFor paral
   const int64_t most = worth_waking(work_size, threads);
   WindowPlan plan = make_plan(a, *kernel, most);
   if (!prepare_window(a, plan)) return Status::kOutOfMemory;
-  const int64_t workers = most < plan.items ? most : plan.items;
-  Queues queues(plan.items, workers);
-  const auto run = [&](int64_t index, float* memory) {
+  const auto run = [&](Queues& queues, int64_t index, float* memory) {
     Worker worker = {queues, index};
     kernel->run(a, plan, memory, take, &worker);
   };
-  return share_out(workers, kernel->workspace(a, plan), parallel_for, run);
+  return hand_out(plan.items, most, kernel->workspace(a, plan), parallel_for, run);
 }
 
 bool gather_bias(const View& table, int64_t rows, int64_t heads, const int64_t* index,

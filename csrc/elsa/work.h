@@ -148,5 +148,25 @@ Status share_out(int64_t workers, int64_t floats, ParallelFor parallel_for, cons
   return work.out_of_memory ? Status::kOutOfMemory : Status::kOk;
 }
 
+// Hands `items` out to at most `most` workers: calls run(queues, worker, memory) once for each.
+template <class Run>
+Status hand_out(int64_t items, int64_t most, int64_t floats, ParallelFor parallel_for,
+                const Run& run) {
+  const int64_t workers = most < items ? most : items;
+  Queues queues(items, workers);
+  return share_out(workers, floats, parallel_for,
+                   [&](int64_t worker, float* memory) { run(queues, worker, memory); });
+}
+
+// Calls run(item, memory) for each item.
+template <class Run>
+Status each_item(int64_t items, int64_t most, int64_t floats, ParallelFor parallel_for,
+                 const Run& run) {
+  return hand_out(items, most, floats, parallel_for,
+                  [&](Queues& queues, int64_t worker, float* memory) {
+                    for (int64_t item; (item = queues.take(worker)) >= 0;) run(item, memory);
+                  });
+}
+
 }  // namespace
 }  // namespace elsa

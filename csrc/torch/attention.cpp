@@ -12,8 +12,7 @@
 namespace {
 
 using elsa_torch::gradient_of;
-using elsa_torch::Operand;
-using elsa_torch::operand;
+using elsa_torch::output_view;
 using elsa_torch::problem;
 using elsa_torch::Tensor;
 
@@ -113,14 +112,6 @@ std::tuple<Tensor, Tensor, Tensor> sparse_attention(const Tensor& query, const T
   return {out, lse, counts};
 }
 
-elsa::View output_view(const Tensor& tensor, const elsa::Attention& a, const char* name) {
-  const Operand o = operand(tensor, name);
-  const std::array<int64_t, 4> size = {a.batch, a.heads, a.queries, a.value_dim};
-  STD_TORCH_CHECK(o.size == size && o.view.dtype == elsa::DType::kFloat32, kBackwardName, ": ",
-                  name, " must be float32 and of the output's shape");
-  return o.view;
-}
-
 // As elsa::attention_backward of operands in float32, without a gradient of the mask; with a seed
 // as elsa::attention_dropout_backward. is_shard: `out` and `lse` are of rows that see further keys.
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
@@ -180,18 +171,16 @@ extern "C" __attribute__((visibility("default"))) const char* elsa_cpu_isa() {
 // For `elsa bench --trace`: how a call would be cut. shape: batch, heads, kv_heads, queries, keys,
 // head_dim, value_dim. answer: the fields of elsa::Cut. Not 0 where no kernels run here.
 extern "C" __attribute__((visibility("default"))) int elsa_cpu_cut(const int64_t* shape, int causal,
-                                                                   int masked, int threads,
-                                                                   int64_t* answer) {
+                                                                   int threads, int64_t* answer) {
   elsa::Attention problem = {};
   int64_t* const sizes[] = {&problem.batch, &problem.heads,    &problem.kv_heads, &problem.queries,
                             &problem.keys,  &problem.head_dim, &problem.value_dim};
   for (int i = 0; i < 7; ++i) *sizes[i] = shape[i];
   problem.causal = causal != 0;
-  problem.mask.data = masked ? shape : nullptr;  // never read
   elsa::Cut cut = {};
   const elsa::Status status = elsa::cut(problem, threads, &cut);
-  const int64_t fields[] = {cut.key_block,  cut.key_blocks, cut.query_ranges,   cut.workers,
-                            cut.block_rows, cut.sum_chain,  cut.workspace_bytes};
-  for (int i = 0; i < 7; ++i) answer[i] = fields[i];
+  const int64_t fields[] = {cut.key_block, cut.key_blocks, cut.query_ranges, cut.workers,
+                            cut.block_rows};
+  for (int i = 0; i < 5; ++i) answer[i] = fields[i];
   return static_cast<int>(status);
 }

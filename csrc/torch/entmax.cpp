@@ -16,8 +16,6 @@
 namespace {
 
 using elsa_torch::gradient_of;
-using elsa_torch::Operand;
-using elsa_torch::operand;
 using elsa_torch::problem;
 using elsa_torch::ScalarType;
 using elsa_torch::Tensor;
@@ -118,11 +116,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> entmax_attention_backward(
                   ": the CPU kernel takes float32");
   const std::vector<double> given = exponents(head_alpha, alpha, a);
   g.forward.a = given.data();
-  const Operand grad = operand(grad_out, "grad_out");
-  const std::array<int64_t, 4> size = {a.batch, a.heads, a.queries, a.value_dim};
-  STD_TORCH_CHECK(grad.size == size && grad.view.dtype == elsa::DType::kFloat32, kBackwardName,
-                  ": grad_out must be float32 and of the output's shape");
-  g.grad_out = grad.view;
+  g.grad_out = elsa_torch::output_view(grad_out, a, "grad_out");
   const int64_t all = a.batch * a.heads;
   const Tensor kept_rows = dense(rows, 3 * all * a.queries, ScalarType::Float, "rows");
   const Tensor kept_tiles =

@@ -17,15 +17,18 @@ struct Operand {
   std::array<int64_t, 4> size;
 };
 
-Operand operand(const Tensor& tensor, const char* name) {
-  STD_TORCH_CHECK(tensor.dim() == 4, "elsa::attention: ", name, " must have 4 dimensions, has ",
-                  tensor.dim());
+// A tensor [batch, heads, tokens, dim], or of packed sequences [tokens, heads, dim] as a batch of
+// one.
+Operand operand(const Tensor& tensor, const char* name, bool packed = false) {
+  const int64_t rank = packed ? 3 : 4;
+  STD_TORCH_CHECK(tensor.dim() == rank, "elsa::attention: ", name, " must have ", rank,
+                  " dimensions, has ", tensor.dim());
+  constexpr int kDense[] = {0, 1, 2, 3}, kPacked[] = {-1, 1, 0, 2};
   Operand o;
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
   for (int i = 0; i < 4; ++i) {
-    o.size[i] = sizes[i];
-    o.view.stride[i] = sizes[i] == 1 ? 0 : strides[i];
+    const int from = packed ? kPacked[i] : kDense[i];
+    o.size[i] = from < 0 ? 1 : tensor.size(from);
+    o.view.stride[i] = o.size[i] == 1 ? 0 : tensor.stride(from);
   }
   o.view.data = tensor.const_data_ptr();
   o.view.dtype = elsa_torch::dtype_of(tensor.scalar_type(), "elsa::attention");
@@ -69,10 +72,11 @@ elsa::View mask_view(const Tensor& tensor, const elsa::Attention& a) {
 }
 
 elsa::Attention problem(const Tensor& query, const Tensor& key, const Tensor& value,
-                        const std::optional<Tensor>& attn_mask, bool is_causal, double scale) {
-  const Operand q = operand(query, "query");
-  const Operand k = operand(key, "key");
-  const Operand v = operand(value, "value");
+                        const std::optional<Tensor>& attn_mask, bool is_causal, double scale,
+                        bool packed = false) {
+  const Operand q = operand(query, "query", packed);
+  const Operand k = operand(key, "key", packed);
+  const Operand v = operand(value, "value", packed);
   check_shapes(q, k, v);
 
   elsa::Attention a;
@@ -117,6 +121,16 @@ Tensor gradient_of(const Tensor& operand, bool needed, elsa::Target& target) {
     target.stride[3] = strides[2];
   }
   return gradient;
+}
+
+// The output of a forward or its gradient, which must be float32.
+elsa::View output_view(const Tensor& tensor, const elsa::Attention& a, const char* name,
+                       bool packed = false) {
+  const Operand o = operand(tensor, name, packed);
+  const std::array<int64_t, 4> size = {a.batch, a.heads, a.queries, a.value_dim};
+  STD_TORCH_CHECK(o.size == size && o.view.dtype == elsa::DType::kFloat32,
+                  "elsa::attention_backward: ", name, " must be float32 and of the output's shape");
+  return o.view;
 }
 
 // Of a gradient, lse and its slope as dense rows; `kept` holds them.

@@ -17,21 +17,6 @@ using elsa_torch::Tensor;
 
 constexpr const char* kName = "elsa::varlen_attention";
 
-// [tokens, heads, dim] as [1, heads, tokens, dim].
-elsa::View operand(const Tensor& tensor, const char* name, int64_t tokens, int64_t heads,
-                   int64_t dim) {
-  STD_TORCH_CHECK(tensor.dim() == 3 && tensor.size(0) == tokens && tensor.size(1) == heads &&
-                      tensor.size(2) == dim,
-                  kName, ": ", name, " must be [", tokens, ", ", heads, ", ", dim, "]");
-  elsa::View view;
-  view.data = tensor.const_data_ptr();
-  view.dtype = elsa_torch::dtype_of(tensor.scalar_type(), kName);
-  view.stride[1] = tensor.stride(1);
-  view.stride[2] = tensor.stride(0);
-  view.stride[3] = tensor.stride(2);
-  return view;
-}
-
 template <class Integer>
 std::vector<int64_t> copied(const Tensor& lengths) {
   const Integer* const from = static_cast<const Integer*>(lengths.const_data_ptr());
@@ -66,32 +51,9 @@ struct Packed {
 Packed packed(const Tensor& query, const Tensor& key, const Tensor& value,
               const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, bool is_causal,
               double scale) {
-  STD_TORCH_CHECK(query.dim() == 3 && key.dim() == 3 && value.dim() == 3, kName,
-                  ": query, key and value must be of rank 3");
   Packed p;
-  elsa::Attention& a = p.problem;
-  a.batch = 1;
-  a.queries = query.size(0);
-  a.heads = query.size(1);
-  a.head_dim = query.size(2);
-  a.keys = key.size(0);
-  a.kv_heads = key.size(1);
-  a.value_dim = value.size(2);
-  a.query = operand(query, "query", a.queries, a.heads, a.head_dim);
-  a.key = operand(key, "key", a.keys, a.kv_heads, a.head_dim);
-  a.value = operand(value, "value", a.keys, a.kv_heads, a.value_dim);
-  STD_TORCH_CHECK(a.kv_heads > 0 ? a.heads % a.kv_heads == 0 : a.heads == 0, kName, ": ", a.heads,
-                  " query heads are no multiple of ", a.kv_heads, " key heads");
-  STD_TORCH_CHECK(a.head_dim >= 1 && a.head_dim <= elsa::kLargestHeadDim && a.value_dim >= 1 &&
-                      a.value_dim <= elsa::kLargestHeadDim,
-                  kName, ": head_dim must be 1 to ", elsa::kLargestHeadDim, ", got ", a.head_dim,
-                  " (query) and ", a.value_dim, " (value)");
-  STD_TORCH_CHECK(a.query.dtype == a.key.dtype && a.query.dtype == a.value.dtype &&
-                      a.query.dtype != elsa::DType::kBool,
-                  kName, ": query, key and value must have one floating dtype");
-  STD_TORCH_CHECK(elsa::fits(a), kName, ": the tensors have too many elements");
-  a.scale = static_cast<float>(scale);
-  a.causal = is_causal;
+  p.problem = elsa_torch::problem(query, key, value, std::nullopt, is_causal, scale, true);
+  const elsa::Attention& a = p.problem;
   p.query = bounds(cu_seqlens_q, "cu_seqlens_q", a.queries);
   p.key = bounds(cu_seqlens_k, "cu_seqlens_k", a.keys);
   STD_TORCH_CHECK(p.query.size() == p.key.size(), kName,
@@ -125,11 +87,10 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
   elsa::AttentionGradient g;
   g.forward = p.problem;
   const elsa::Attention& a = g.forward;
-  g.out = operand(out, "out", a.queries, a.heads, a.value_dim);
-  g.grad_out = operand(grad_out, "grad_out", a.queries, a.heads, a.value_dim);
-  STD_TORCH_CHECK(a.query.dtype == elsa::DType::kFloat32 && g.out.dtype == elsa::DType::kFloat32 &&
-                      g.grad_out.dtype == elsa::DType::kFloat32,
-                  kName, "_backward: the CPU kernel takes float32");
+  STD_TORCH_CHECK(a.query.dtype == elsa::DType::kFloat32, kName,
+                  "_backward: the CPU kernel takes float32");
+  g.out = elsa_torch::output_view(out, a, "out", true);
+  g.grad_out = elsa_torch::output_view(grad_out, a, "grad_out", true);
   std::array<std::optional<Tensor>, 2> kept;
   elsa_torch::read_rows(g, lse, grad_lse, "elsa::varlen_attention_backward", kept);
   Tensor grad_query = gradient_of(query, needs_query, g.query);

@@ -16,8 +16,6 @@ import hashlib
 import logging
 import os
 import stat
-import struct
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,28 +109,6 @@ def put(library: Path, path: Path) -> None:
     library.replace(path)
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a linker wrote this file to its end.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
-        header = file.read(64)
-    size = path.stat().st_size
-    if sys.platform == "darwin":
-        return size > 0
-    if len(header) < 64 or header[:4] != b"\x7fELF":
-        return False
-    # The table of sections is what linkers write last: its offset, an entry's size, their number.
-    order = ">" if header[5] == 2 else "<"
-    (offset,) = struct.unpack_from(f"{order}Q", header, 0x28)
-    entry, entries = struct.unpack_from(f"{order}HH", header, 0x3A)
-    return bool(size >= offset + entry * entries)
-
-
 @contextmanager
 def locked(path: Path, title: str, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of one library; waiting for another process that builds it is said.
@@ -198,18 +174,13 @@ def not_own(folder: Path) -> str:
             return f"the cache {place} belongs to another user"
         # In a sticky folder (/tmp) only the owner of a file can move it.
         sticky = place != real and facts.st_mode & stat.S_ISVTX
-        # What this package makes is closed to groups too; a home need not be.
-        made = place in (real, real.parent)
-        if _others_write(facts, closed=made) and not sticky:
+        # What this package makes is closed to groups too; a home need not be, where nobody else is
+        # in the group.
+        closed = place in (real, real.parent)
+        group = facts.st_mode & stat.S_IWGRP and (closed or not _is_private(facts.st_gid))
+        if (facts.st_mode & stat.S_IWOTH or group) and not sticky:
             return f"other users may write to the cache {place} (`chmod go-w` closes it)"
     return ""
-
-
-def _others_write(facts: os.stat_result, *, closed: bool) -> bool:
-    """Whether another user may; unless `closed`, a group with nobody else in it is no other."""
-    if facts.st_mode & stat.S_IWOTH:
-        return True
-    return bool(facts.st_mode & stat.S_IWGRP) and (closed or not _is_private(facts.st_gid))
 
 
 def _is_private(group: int) -> bool:

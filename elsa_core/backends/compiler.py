@@ -311,7 +311,7 @@ def _compile(recipe: Recipe, path: Path, say: Callable[[str], None]) -> None:
         if sys.platform != "darwin":
             link.append("-Wl,--exclude-libs,ALL")
         _run_all([("link", [*link, "-o", str(library)])], folder)
-        if not cache.is_whole(library):
+        if not library.exists() or not library.stat().st_size:
             raise UnavailableError(f"the compiler {' '.join(compiler())} wrote no library")
         cache.put(library, path)
     _LOG.info("built %s in %.1f s", path, time.monotonic() - started)

@@ -76,16 +76,9 @@ def partition(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Partitio
 
 @_without_autocast
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str = "strict",
-    *,
-    dropout: philox.Dropout | None = None,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str = "strict", *, dropout: philox.Dropout | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention as a fold over key blocks (ELSA, Eq. 4).
 
     Layouts are those of the operator `elsa::attention`: query [B, Hq, Nq, D], key [B, Hkv, Nk, D],
@@ -107,8 +100,13 @@ def attention(
         state = monoid.State.identity(q.shape[:-1], value_dim, dtype=compute, device=query.device)
         for columns in _blocks(_visible_keys(key, rows, is_causal), block_k):
             scores = _scores(q, key[:, :, columns], attn_mask, rows, columns, is_causal, scale)
+            v = value[:, :, None, columns].to(compute)
+            part = monoid.lift(scores, v[:, :, :, None])
             keep = _keep(dropout, scores, rows, columns)
-            state = monoid.merge(state, _lift(scores, value[:, :, columns].to(compute), keep))
+            if keep is not None:
+                shift = torch.where(part.m.isneginf(), 0.0, part.m)[..., None]
+                part = part._replace(W=((scores - shift).exp() * keep) @ v)
+            state = monoid.merge(state, part)
         out, lse = monoid.finalize(state)
         outputs.append(out.flatten(1, 2))
         lses.append(lse.flatten(1, 2))
@@ -123,22 +121,11 @@ def attention(
 
 @_without_autocast
 def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Sequence[bool],
-    *,
-    dropout: philox.Dropout | None = None,
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
+    precision: str, needs: Sequence[bool], *, dropout: philox.Dropout | None = None,
     is_shard: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients by recomputing P from the saved lse, block by block: O(N) memory beyond the mask's.
 
     With dP = grad_out V^T, P = exp(scores - lse) and delta = rowsum(P * dP) - grad_lse:
@@ -183,7 +170,7 @@ def backward(
             k, v = (t[:, :, None, columns].to(compute) for t in (key, value))
             scores = _scores(q, key[:, :, columns], attn_mask, rows, columns, is_causal, scale)
             keep = _keep(dropout, scores, rows, columns)
-            d_p = _times(g_out @ v.mT, keep)
+            d_p = g_out @ v.mT if keep is None else (g_out @ v.mT) * keep
             if not whole:
                 p = (scores - shift).exp()
             else:
@@ -195,7 +182,8 @@ def backward(
                 # Rows that see a NaN have it in dS; those from which it is hidden have zeros, and
                 # zero times what is not finite is no number.
                 k = k.masked_fill(~k.isfinite(), 0.0)
-            _add_block(grads, q, k, g_out, _times(p, keep), g_scores, rows, columns, scale)
+            p = p if keep is None else p * keep
+            _add_block(grads, q, k, g_out, p, g_scores, rows, columns, scale)
     grad_query, grad_key, grad_value, grad_mask = (
         query.new_empty(0) if t is None or grad is None else grad.to(t.dtype)
         for t, grad in zip(inputs, grads, strict=True)
@@ -215,16 +203,9 @@ def _zeros_for(
 
 
 def _add_block(
-    grads: list[Tensor | None],
-    q: Tensor,
-    k: Tensor,
-    g_out: Tensor,
-    p: Tensor,
-    g_scores: Tensor,
-    rows: slice,
-    columns: slice,
-    scale: float,
-) -> None:
+    grads: list[Tensor | None], q: Tensor, k: Tensor, g_out: Tensor, p: Tensor, g_scores: Tensor,
+    rows: slice, columns: slice, scale: float,
+) -> None:  # fmt: skip
     """Add what a block of P and dS [B, Hkv, G, rows, columns] gives to the gradients wanted."""
     grad_query, grad_key, grad_value, grad_mask = grads
     if grad_query is not None:
@@ -239,17 +220,9 @@ def _add_block(
 
 
 def _first_pass(
-    q: Tensor,
-    g_out: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    rows: slice,
-    is_causal: bool,
-    scale: float,
-    dropout: philox.Dropout | None,
-    block_k: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, g_out: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, rows: slice,
+    is_causal: bool, scale: float, dropout: philox.Dropout | None, block_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """m, S and sum(P * dP) of each row, [B, Hkv, G, rows, 1]: attention whose values are dP.
 
     A row that sees no key has m = infinity, S = 1 and the sum 0.
@@ -258,7 +231,8 @@ def _first_pass(
     for columns in _blocks(_visible_keys(key, rows, is_causal), block_k):
         k, v = key[:, :, columns], value[:, :, None, columns].to(q.dtype)
         scores = _scores(q, k, attn_mask, rows, columns, is_causal, scale)
-        d_p = _times(g_out @ v.mT, _keep(dropout, scores, rows, columns))
+        keep = _keep(dropout, scores, rows, columns)
+        d_p = g_out @ v.mT if keep is None else (g_out @ v.mT) * keep
         state = monoid.merge(state, monoid.lift(scores, d_p[..., None]))
     dead = state.m.isneginf()
     total = state.S.masked_fill(dead, 1.0)[..., None]
@@ -343,17 +317,3 @@ def _keep(
     heads = kv_heads * group
     keep = philox.factors(dropout, batch, heads, rows, columns, scores.dtype)
     return _grouped(keep, kv_heads)
-
-
-def _times(x: Tensor, keep: Tensor | None) -> Tensor:
-    return x if keep is None else x * keep
-
-
-def _lift(scores: Tensor, value: Tensor, keep: Tensor | None) -> monoid.State:
-    """Summarise one key block for every row at once: [B, Hkv, G, rows, n] and [B, Hkv, n, Dv]."""
-    state = monoid.lift(scores, value[:, :, None, None])
-    if keep is None:
-        return state
-    shift = torch.where(state.m.isneginf(), 0.0, state.m)[..., None]
-    kept = (scores - shift).exp() * keep
-    return monoid.State(state.m, state.S, kept @ value.unsqueeze(2))

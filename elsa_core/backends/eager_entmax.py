@@ -33,24 +33,18 @@ _MOST_STEPS = 60
 
 
 class Rows(NamedTuple):
-    """What a block of rows is cut out of: batches, key heads and queries."""
+    """What a block of rows is cut out of: batches, key heads, their query heads, and queries."""
 
     batch: slice
+    key_heads: slice
     heads: slice
     rows: slice
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    head_alpha: Tensor | None,
-    alpha: float,
-    is_causal: bool,
-    scale: float,
-    precision: str = "strict",
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, head_alpha: Tensor | None,
+    alpha: float, is_causal: bool, scale: float, precision: str = "strict",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """alpha-entmax attention, some rows at a time.
 
     Layouts are those of the operator `elsa::entmax_attention`; scores and sums are float32, or
@@ -74,35 +68,25 @@ def attention(
     with torch.autocast(query.device.type, enabled=False):
         for part in _parts(query, key):
             q, k, v, mask, a = _operands(query, key, value, attn_mask, head_alpha, alpha, part)
-            scores = _scores(q, k, mask, part.rows, is_causal, scale)
+            b, _, h, n = part
+            scores = eager._scores(q, k, mask, n, slice(0, keys), is_causal, scale)
             found = solve(scores, a)
             r = powers(scores, found, a)[1]
-            b, _, n = part
-            h = _query_heads(part, query, key)
             top, slope, total = (x[..., 0].flatten(1, 2) for x in found)
             out[b, h, n] = ((r / found.total) @ v[:, :, None]).flatten(1, 2).to(out.dtype)
             rows[:, b, h, n] = torch.stack((top, slope, total))
             where = slice(n.start // TILE, -(-n.stop // TILE))
-            tiles[b, h, where] = _occupied(r).flatten(1, 2)
+            alive = F.pad((r > 0).to(torch.uint8), (0, -keys % TILE, 0, -r.shape[-2] % TILE))
+            alive = alive.unflatten(-1, (-1, TILE)).amax(-1).unflatten(-2, (-1, TILE)).amax(-2)
+            tiles[b, h, where] = alive.flatten(1, 2)
     return out, rows, tiles
 
 
 def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    head_alpha: Tensor | None,
-    out: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    alpha: float,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
+    head_alpha: Tensor | None, out: Tensor, rows: Tensor, tiles: Tensor, alpha: float,
+    is_causal: bool, scale: float, precision: str, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients, with the weights computed again from `rows`, some rows at a time.
 
     With P the weights, U = P^(2 - alpha), dP = grad_out V^T and delta = sum(U dP) / sum(U):
@@ -121,12 +105,12 @@ def backward(
     with torch.autocast(query.device.type, enabled=False):
         for part in _parts(query, key) if key.shape[2] else ():
             q, k, v, mask, a = _operands(query, key, value, attn_mask, head_alpha, alpha, part)
-            b, _, n = part
-            h = _query_heads(part, query, key)
+            b, kv, h, n = part
             kv_heads = k.shape[1]
             g_out = eager._grouped(grad_out[b, h, n].to(wide), kv_heads)
             found = Solved(*(eager._grouped(x[b, h, n, None], kv_heads) for x in rows))
-            ones, r = powers(_scores(q, k, mask, part.rows, is_causal, scale), found, a)
+            scores = eager._scores(q, k, mask, n, slice(0, k.shape[2]), is_causal, scale)
+            ones, r = powers(scores, found, a)
             u = torch.where(r > 0, r / ones, 0.0)
             d_p = g_out @ v[:, :, None].mT
             total = u.sum(-1, keepdim=True)
@@ -139,8 +123,9 @@ def backward(
                 target += found_alpha[..., None, None].sum_to_size(target.shape)
             d_s = u * found.total ** (_at(a) - 1) * d_p
             cut = [None if g is None else g[b] for g in grads]
-            where = (h, part.heads, part.heads)
-            cut[:3] = [None if g is None else g[:, i] for g, i in zip(cut[:3], where, strict=True)]
+            cut[:3] = [
+                g if g is None else g[:, i] for g, i in zip(cut[:3], (h, kv, kv), strict=True)
+            ]
             if cut[3] is not None:
                 cut[3] = _of_heads(grads[3], b, h)  # type: ignore[arg-type]
             eager._add_block(cut, q, k[:, :, None], g_out, p, d_s, n, slice(None), scale)
@@ -251,12 +236,7 @@ def _parts(query: Tensor, key: Tensor) -> Iterator[Rows]:
     for b in eager._blocks(batch, some_batches):
         for h in eager._blocks(kv_heads, some_heads):
             for n in eager._blocks(queries, rows):
-                yield Rows(b, h, n)
-
-
-def _query_heads(part: Rows, query: Tensor, key: Tensor) -> slice:
-    group = query.shape[1] // key.shape[1]
-    return slice(part.heads.start * group, part.heads.stop * group)
+                yield Rows(b, h, slice(h.start * group, h.stop * group), n)
 
 
 def _of_heads(t: Tensor, batch: slice, heads: slice) -> Tensor:
@@ -266,18 +246,12 @@ def _of_heads(t: Tensor, batch: slice, heads: slice) -> Tensor:
 
 
 def _operands(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    head_alpha: Tensor | None,
-    alpha: float,
-    part: Rows,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | float]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, head_alpha: Tensor | None,
+    alpha: float, part: Rows,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | float]:  # fmt: skip
     """query [B, Hkv, G, rows, D], key and value [B, Hkv, N, D], the mask's part, and alpha - 1."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    b, kv, n = part
-    h = _query_heads(part, query, key)
+    b, kv, h, n = part
     k, v = (t[b, kv].to(wide) for t in (key, value))
     q = eager._grouped(query[b, h, n].to(wide), k.shape[1])
     mask = None if attn_mask is None else _of_heads(attn_mask, b, h)
@@ -292,18 +266,3 @@ def _checked(alpha: Tensor) -> Tensor:
     """alpha - 1; NaN, and with it the results, where alpha lies outside [1, 4]."""
     inside = (alpha >= 1) & (alpha <= 4)
     return torch.where(inside, (alpha - 1).clamp_min(_LEAST), math.nan)
-
-
-def _scores(
-    q: Tensor, k: Tensor, mask: Tensor | None, rows: slice, is_causal: bool, scale: float
-) -> Tensor:
-    return eager._scores(q, k, mask, rows, slice(0, k.shape[2]), is_causal, scale)
-
-
-def _occupied(r: Tensor) -> Tensor:
-    """Which tiles of r [..., rows, keys] hold a weight."""
-    rows, keys = r.shape[-2:]
-    alive = F.pad((r > 0).to(torch.uint8), (0, -keys % TILE, 0, -rows % TILE))
-    of_keys: Tensor = alive.unflatten(-1, (-1, TILE)).amax(-1)
-    found: Tensor = of_keys.unflatten(-2, (-1, TILE)).amax(-2)
-    return found

@@ -25,16 +25,9 @@ def schedule(*arguments: object) -> str:
 
 @eager._without_autocast
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    threshold: float,
-    relief: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str, threshold: float, relief: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator `elsa::sparse_attention`: a fold over tiles of 64 keys, in order.
 
     Args:

@@ -2,7 +2,7 @@
 another.
 
 Any device and floating dtype. The lengths are read by the host, so that on a GPU a call waits for
-what was queued before it.
+what was queued before it. `terms` are the operators' from is_causal or alpha on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,55 +21,36 @@ from elsa_core.base.packing import checked_bounds
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str = "strict",
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    *terms: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Layouts and results are those of the operator `elsa::varlen_attention`."""
-    outputs, lses = [query.new_empty((0, query.shape[1], value.shape[-1]))], []
+    wide = torch.promote_types(query.dtype, torch.float32)
+    outputs = [query.new_empty((0, query.shape[1], value.shape[-1]))]
+    lses = [query.new_empty((query.shape[1], 0), dtype=wide)]
     for rows, columns in _parts(query, key, cu_seqlens_q, cu_seqlens_k):
-        out, lse = eager.attention(
-            *_alone(query[rows], key[columns], value[columns]), None, is_causal, scale, precision
-        )
+        q, k, v = _alone(query[rows], key[columns], value[columns])
+        out, lse = eager.attention(q, k, v, None, *terms)
         outputs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
-    if not lses:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        lses.append(query.new_empty((query.shape[1], 0), dtype=wide))
     return torch.cat(outputs), torch.cat(lses, 1)
 
 
 def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, *terms: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients as `elsa_core.backends.eager.backward` computes them, sequence by sequence."""
+    *terms, needs = terms  # type: ignore[assignment]
     if not grad_lse.numel():
         grad_lse = torch.zeros_like(lse)
     grads = _zeros((query, key, value), needs)
     for rows, columns in _parts(query, key, cu_seqlens_q, cu_seqlens_k):
-        operands = _alone(query[rows], key[columns], value[columns])
-        g_out, whole = _alone(grad_out[rows], out[rows])
-        found = eager.backward(
-            g_out, grad_lse[None, :, rows], *operands, None, whole, lse[None, :, rows], is_causal,
-            scale, precision, (*needs, False),
-        )  # fmt: skip
+        g_out, q, k, v, whole = _alone(
+            grad_out[rows], query[rows], key[columns], value[columns], out[rows]
+        )
+        slope, of_rows = grad_lse[None, :, rows], lse[None, :, rows]
+        found = eager.backward(g_out, slope, q, k, v, None, whole, of_rows, *terms, (*needs, False))
         _put(grads, found, rows, columns)
     return grads[0], grads[1], grads[2]
 
@@ -79,19 +61,9 @@ def schedule(*arguments: object) -> str:
 
 
 def entmax_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    head_alpha: Tensor | None,
-    longest_q: int,
-    longest_k: int,
-    alpha: float,
-    is_causal: bool,
-    scale: float,
-    precision: str = "strict",
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    head_alpha: Tensor | None, longest_q: int, longest_k: int, *terms: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Layouts and results are those of the operator `elsa::entmax_varlen_attention`.
 
     Raises:
@@ -106,8 +78,7 @@ def entmax_attention(
     tiles = query.new_zeros(sizes, dtype=torch.uint8)
     for s, (queries, keys) in enumerate(_parts(query, key, cu_seqlens_q, cu_seqlens_k)):
         q, k, v = _alone(query[queries], key[keys], value[keys])
-        own = _of_sequence(head_alpha, s)
-        found = eager_entmax.attention(q, k, v, None, own, alpha, is_causal, scale, precision)
+        found = eager_entmax.attention(q, k, v, None, _of_sequence(head_alpha, s), *terms)
         out[queries] = found[0][0].transpose(0, 1)
         rows[:, :, queries] = found[1][:, 0]
         tile_rows, tile_columns = _tiles(s, queries, keys)
@@ -116,29 +87,17 @@ def entmax_attention(
 
 
 def entmax_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    head_alpha: Tensor | None,
-    out: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    longest_q: int,
-    longest_k: int,
-    alpha: float,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, head_alpha: Tensor | None, out: Tensor, rows: Tensor, tiles: Tensor,
+    longest_q: int, longest_k: int, *terms: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients as `eager_entmax.backward` computes them, sequence by sequence.
 
     Returns:
-        Gradients of query, key, value and head_alpha; empty where `needs` says that none is wanted.
+        Gradients of query, key, value and head_alpha; empty where `needs`, the last term, says that
+        none is wanted.
     """
+    *terms, needs = terms  # type: ignore[assignment]
     grads = _zeros((query, key, value), needs)
     of_alpha, dtype = query.new_empty(0), query.dtype
     if needs[3] and head_alpha is not None:
@@ -151,7 +110,7 @@ def entmax_backward(
         tile_rows, tile_columns = _tiles(s, queries, keys)
         found = eager_entmax.backward(
             g, q, k, v, None, _of_sequence(head_alpha, s), out, rows[:, None, :, queries],
-            tiles[None, :, tile_rows, tile_columns], alpha, is_causal, scale, precision, dense,
+            tiles[None, :, tile_rows, tile_columns], *terms, dense,
         )  # fmt: skip
         _put(grads, found, queries, keys)
         if of_alpha.numel():
@@ -170,16 +129,14 @@ def _parts(
     return [(slice(*rows), slice(*columns)) for rows, columns in pairs]
 
 
-def _alone(*packed: Tensor) -> tuple[Tensor, ...]:
+def _alone(*packed: Tensor) -> tuple[Any, ...]:
     """[n, H, D] as a batch of one, [1, H, n, D]."""
     return tuple(t.transpose(0, 1).unsqueeze(0) for t in packed)
 
 
 def _zeros(inputs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
-    return [
-        torch.zeros_like(t) if needed else t.new_empty(0)
-        for t, needed in zip(inputs, needs, strict=False)
-    ]
+    pairs = zip(inputs, needs, strict=False)
+    return [torch.zeros_like(t) if needed else t.new_empty(0) for t, needed in pairs]
 
 
 def _put(grads: list[Tensor], found: Sequence[Tensor], rows: slice, columns: slice) -> None:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,73 +70,41 @@ def entmax_schedule(*arguments: Any) -> str:
 
 
 def attention_state(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse of float32 operands, with lse in float64: no digit of the sum is lost in it."""
     operator = torch.ops.elsa.attention_state_native.default
     out, lse, low = operator(query, key, value, attn_mask, is_causal, scale)
     return out, lse.double() + low.double()
 
 
-class Cut(NamedTuple):
-    """How the kernels cut a call; see `elsa::Cut` in csrc/elsa/attention.h.
-
-    `key_block` keys are folded at a time, `key_blocks` of them one after another; each head's
-    queries are cut in `query_ranges`, which `workers` threads take in turn, `block_rows` rows at a
-    time. Sums within a block are chains of `sum_chain` keys. `workspace_bytes` is of each worker.
-    """
-
-    key_block: int
-    key_blocks: int
-    query_ranges: int
-    workers: int
-    block_rows: int
-    sum_chain: int
-    workspace_bytes: int
-
-
-def cut(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
-) -> Cut:
+def partition(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, *rest: Any
+) -> Partition:
     """The kernels' own plan of a call that is not empty, for torch's current number of threads.
 
     Raises:
         UnavailableError: the library is not loaded, and why.
     """
-    library = _loaded()
     batch, heads, queries, head_dim = query.shape
-    sizes = (batch, heads, key.shape[1], queries, key.shape[2], head_dim, value.shape[3])
-    answer = (ctypes.c_int64 * len(Cut._fields))()
-    threads, masked = torch.get_num_threads(), attn_mask is not None
-    library.elsa_cpu_cut((ctypes.c_int64 * 7)(*sizes), is_causal, masked, threads, answer)
-    return Cut(*answer)
-
-
-def partition(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Partition:
-    """`cut`, as a record; takes what `schedule` does."""
-    found = cut(query, key, value, *rest[:2])
-    heads, queries, keys = query.shape[0] * query.shape[1], query.shape[2], key.shape[2]
+    keys, value_dim, threads = key.shape[2], value.shape[3], torch.get_num_threads()
+    sizes = (batch, heads, key.shape[1], queries, keys, head_dim, value_dim)
+    answer = (ctypes.c_int64 * 5)()  # `elsa::Cut` in csrc/elsa/attention.h
+    _loaded().elsa_cpu_cut((ctypes.c_int64 * 7)(*sizes), is_causal, threads, answer)
+    key_block, key_blocks, ranges, workers, block_rows = answer
     # The library folds a block at a time; with one block the state never leaves the row's pass.
-    merges = found.key_blocks - 1
-    state = (value.shape[3] + 2) * STATE_BYTES
-    rows = -(-queries // found.query_ranges)
-    trips = heads * queries * merges
+    merges, rows = key_blocks - 1, -(-queries // ranges)
+    state, trips = (value_dim + 2) * STATE_BYTES, batch * heads * queries * merges
     states = RoundTrip(
         "worker memory" if merges else "registers", "m, S, W in float32", trips, trips * state,
-        trips * state, found.workers * rows * state if merges else 0,
+        trips * state, workers * rows * state if merges else 0,
     )  # fmt: skip
-    tile, whole = min(rows, found.block_rows), found.key_block * found.key_blocks
+    tile, whole = min(rows, block_rows), key_block * key_blocks
     return Partition(
-        "native", schedule(query, key, value, *rest),
-        f"{isa()}, {torch.get_num_threads()} threads", queries, keys, tile,
-        found.query_ranges * -(-rows // tile), found.key_block, found.key_blocks, 1, whole, whole,
-        heads * found.query_ranges, 0, states,
+        "native", schedule(), f"{isa()}, {threads} threads", queries, keys, tile,
+        ranges * -(-rows // tile), key_block, key_blocks, 1, whole, whole,
+        batch * heads * ranges, 0, states,
     )  # fmt: skip
 
 

@@ -72,23 +72,11 @@ def _float32(operands: Sequence[Tensor]) -> bool:
 
 
 def attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Sequence[bool],
-    *,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
+    precision: str, needs: Sequence[bool], *, dropout_p: float = 0.0, seed: Tensor | None = None,
     is_shard: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:  # fmt: skip
     """As `elsa::attention_backward`, or with a seed `elsa::attention_dropout_backward`; None where
     the kernel does not serve the call. is_shard: `out` and `lse` are of rows that see further keys.
 
@@ -154,20 +142,10 @@ def window_attention_backward(
 
 
 def varlen_attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor] | None:
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, is_causal: bool,
+    scale: float, precision: str, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """As `elsa::varlen_attention_backward`; None where the kernel does not serve the call."""
     if not _float32((grad_out, query, key, value)):
         return None
@@ -179,21 +157,10 @@ def varlen_attention_backward(
 
 
 def entmax_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    head_alpha: Tensor | None,
-    out: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    alpha: float,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
+    head_alpha: Tensor | None, out: Tensor, rows: Tensor, tiles: Tensor, alpha: float,
+    is_causal: bool, scale: float, precision: str, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `elsa::entmax_attention_backward`, but for the gradient of a mask, which is left out.
 
     The kernels list, for each row, the keys that can still weigh something, and compute all but the

@@ -36,14 +36,9 @@ def support(request: Request) -> Support:
 
 
 def serve(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    precision: str,
-) -> Tensor | None:
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    scale: Tensor | None, precision: str,
+) -> Tensor | None:  # fmt: skip
     """The call where oneDNN computes the product faster than MKL, and as exactly; None elsewhere.
 
     What comes after the product is PyTorch's.
@@ -78,8 +73,7 @@ class _Trained(torch.autograd.Function):
             found[0] = grad @ weight if plain else _by_onednn(grad, weight.t(), None)
         if of_weight:
             few = rows.shape[0] <= MOST_ROWS and weight.numel() >= LEAST_WEIGHT
-            by_rows = few and not plain
-            found[1] = _of_weight(slopes, rows) if by_rows else slopes.t() @ rows
+            found[1] = slopes.t() @ rows if plain or not few else _of_weight(slopes, rows)
         if of_bias:
             found[2] = slopes.sum(0)
         return tuple(found)
@@ -126,7 +120,9 @@ def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (weight.shape[1] <= ONEDNN_DEPTH or input.numel() >= ONEDNN_ROWS * weight.shape[1])
         and type(input) is Tensor
         and _dense(input)
-        and all(_is_parameter(t) for t in (weight, bias) if t is not None)
+        and all(
+            type(t) in (Tensor, nn.Parameter) and _dense(t) for t in (weight, bias) if t is not None
+        )
         and (bias is None or bias.shape == weight.shape[:1])
         and not calls.differentiates_otherwise()
         and not torch.is_autocast_enabled("cpu")
@@ -134,10 +130,6 @@ def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and bool(settings.enabled)
         and settings.matmul.fp32_precision in ("none", "ieee")
     )
-
-
-def _is_parameter(t: Tensor) -> bool:
-    return type(t) in (Tensor, nn.Parameter) and _dense(t)
 
 
 def _dense(t: Tensor) -> bool:

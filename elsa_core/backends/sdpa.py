@@ -68,15 +68,9 @@ def takes(query: Tensor, key: Tensor, attn_mask: Tensor | None) -> bool:
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str = "strict",
-    dropout_p: float = 0.0,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str = "strict", dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
     """`elsa_core.attention` of 4-D operands by PyTorch's own operator; differentiable; no lse.
 
     A row that sees no key gives zeros and no gradient on every one of PyTorch's kernels: it is let
@@ -121,18 +115,14 @@ def _without_nan(query: Tensor, key: Tensor, attn_mask: Tensor) -> tuple[Tensor,
     queries that a boolean mask lets see one of these, 1 for the others. None: no key holds one,
     which is looked at on the CPU alone: on a GPU the host would wait.
     """
-    if _may_look(key) and not bool(key.detach().sum().isnan()):
+    may_look = not calls.recorded() and key.is_cpu and type(key) in (Tensor, torch.nn.Parameter)
+    if may_look and not bool(key.detach().sum().isnan()):
         return key, None
     bad = key.detach().amax(-1).isnan()
     of_heads = bad.repeat_interleave(query.shape[1] // key.shape[1], 1).to(query.dtype)
     seen = torch.einsum("bhnm,bhm->bhn", attn_mask.to(query.dtype), of_heads) > 0
     factor = query.new_ones(()).masked_fill(seen[..., None], math.nan)
     return key.masked_fill(bad[..., None], 0.0), factor
-
-
-def _may_look(t: Tensor) -> bool:
-    """Whether Python may branch on what a tensor holds, without waiting for a device."""
-    return not calls.recorded() and t.is_cpu and type(t) in (Tensor, torch.nn.Parameter)
 
 
 def gradient(request: Request) -> Support:
@@ -159,19 +149,10 @@ def gradient(request: Request) -> Support:
 
 
 def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
+    precision: str, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:  # fmt: skip
     """The gradients of `elsa::attention` by PyTorch's kernels; None where they do not serve.
 
     They read delta = rowsum(grad_out * out), so that a gradient of lse is not for them, and

@@ -12,14 +12,9 @@ from elsa_core.base import calls
 
 
 def measured_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-) -> Tensor | None:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str,
+) -> Tensor | None:  # fmt: skip
     """cuDNN's kernel, which the shipped tables were measured with; None where it does not serve.
 
     attn_mask: of the query's dtype, or None. is_causal: of as many queries as keys.
@@ -43,7 +38,13 @@ def reads(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -
     """Whether operands lie in memory as `measured_attention` takes them."""
     if not all(t.stride(-1) == 1 and starts_aligned(t) for t in (query, key, value)):
         return False
-    return attn_mask is None or _is_whole(attn_mask)
+    if attn_mask is None:
+        return True
+    # rows one after another, from a multiple of 16 bytes on; compilers cannot read where a tensor
+    # begins, see `starts_aligned`
+    rows = attn_mask.stride(-1) == 1 and attn_mask.stride(-2) == attn_mask.shape[-1]
+    step = step_of(attn_mask.dtype)
+    return bool(rows and (torch.compiler.is_compiling() or attn_mask.storage_offset() % step == 0))
 
 
 def serves(
@@ -56,15 +57,6 @@ def serves(
         return True
     taken = takes(query, key, value, attn_mask, is_causal)
     return taken and (attn_mask is None or _gives_zeros(calls.place(query)))
-
-
-def _is_whole(mask: Tensor) -> bool:
-    """Whether the rows of a mask lie one after another, from a multiple of 16 bytes on."""
-    if mask.stride(-1) != 1 or mask.stride(-2) != mask.shape[-1]:
-        return False
-    # compilers cannot read it, see `starts_aligned`
-    begins = torch.compiler.is_compiling() or mask.storage_offset() % step_of(mask.dtype) == 0
-    return bool(begins)
 
 
 _ZEROS: dict[str, bool] = {}
@@ -96,12 +88,9 @@ def _looked_at(place: str) -> bool:
 
 
 def takes(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     is_causal: bool = False,
-) -> bool:
+) -> bool:  # fmt: skip
     cuda = torch.backends.cuda
     if not cuda.cudnn_sdp_enabled():
         return False

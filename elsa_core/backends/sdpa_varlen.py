@@ -40,20 +40,10 @@ def gradient(request: Request) -> Support:
 
 
 def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...] | None:
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, is_causal: bool,
+    scale: float, precision: str, needs: Sequence[bool],
+) -> tuple[Tensor, ...] | None:  # fmt: skip
     """The gradients of `elsa::varlen_attention` by PyTorch's flash kernel; None where it does not
     serve: it gives none of lse, and aligns causal limits to the bottom right.
 

@@ -70,14 +70,9 @@ def schedule(*arguments: Any) -> str:
 
 
 def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Exact attention in float32 FMA on a CUDA device, the kernel of `elsa::attention_portable`.
 
     Args:

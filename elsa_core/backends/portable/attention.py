@@ -38,14 +38,9 @@ class Arguments(ctypes.Structure):
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    tiles: Sequence[Tile] = tiling.TILES,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, tiles: Sequence[Tile] = tiling.TILES,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Out and lse; see `elsa_core.backends.portable.attention_forward`."""
     out, lse = empty(query, value)
     if not lse.numel():
@@ -90,13 +85,9 @@ def _positive(query: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def instance_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
     tiles: Sequence[Tile] = tiling.TILES,
-) -> Instance:
+) -> Instance:  # fmt: skip
     """The instance that serves a call on its device.
 
     Raises:
@@ -125,14 +116,9 @@ def _is_aligned(tensor: Tensor, floats: int) -> bool:
 
 
 def arguments_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    scale: float,
-    out: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float, out: Tensor,
     lse: Tensor,
-) -> Arguments:
+) -> Arguments:  # fmt: skip
     """The kernel's structure.
 
     Raises:

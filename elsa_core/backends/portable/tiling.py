@@ -93,14 +93,9 @@ class Instance(NamedTuple):
 
 
 def instance(
-    head_dim: int,
-    value_dim: int,
-    load: int,
-    mask: str,
-    is_causal: bool,
-    limit: int,
+    head_dim: int, value_dim: int, load: int, mask: str, is_causal: bool, limit: int,
     tiles: Sequence[Tile] = TILES,
-) -> Instance:
+) -> Instance:  # fmt: skip
     """The instance that serves calls of a kind.
 
     Args:
