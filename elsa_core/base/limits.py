@@ -10,7 +10,3 @@ HALF_KEYS_MAX: Final = 512
 """The most keys of a masked call in half precision whose gradients the CPU kernels compute: beyond
 them PyTorch's kernel takes less time in bfloat16, where the CPU multiplies it.
 """
-HALF_DEPTH: Final = 96
-"""The most channels of a linear layer in half precision that has a kernel: up to here PyTorch's
-library has none that fits.
-"""

@@ -24,7 +24,7 @@ from elsa_core.backends.triton.attention import (
     sparse,
     varlen,
 )
-from elsa_core.backends.triton.linear import gated, gemm, launches
+from elsa_core.backends.triton.linear import gated, launches
 from elsa_core.backends.triton.shared.device import Described, describing
 from elsa_core.backends.triton.shared.launch import recording
 from elsa_core.backends.triton.window import planner as windows
@@ -163,7 +163,6 @@ ROWS: list[tuple[str, Callable[[], list[Any]], int | str, torch.dtype]] = [
     ("window gradients", lambda: window_gradients(BF16, cosine=True), 120, BF16),
     ("linear", lambda: product(90, "LARGE", (True, "gelu", True, True)), 90, F32),
     ("splits of linear", splits, 80, F32),
-    ("half linear", lambda: half_product(F16), 80, F16),
 ]
 
 
@@ -202,7 +201,6 @@ PRODUCTS = {
     "strict": ("wgmma", lambda: attention(F32)[-1], F32),
     "strict gradients": ("wgmma", lambda: gradients(F32)[1], F32),
     "entmax": ("tf32", lambda: alpha_entmax(F32)[0], F32),
-    "half linear": ("wgmma", lambda: half_product(BF16)[0], BF16),
     "ieee": ("", lambda: attention(F32, "ieee")[0], F32),
     "ieee windows": ("", lambda: windows.plan_call(window(F32, "ieee", 4)), F32),
     "ieee packed": ("", lambda: packed(F32, 64, "ieee")[0], F32),

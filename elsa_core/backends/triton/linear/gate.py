@@ -12,14 +12,11 @@ from elsa_core.backends import cuda
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.linear import LEAST_WEIGHT
 from elsa_core.base import calls
-from elsa_core.base.limits import HALF_DEPTH
 from elsa_core.ops.linear.gated_record import plain as plain_gated
 from elsa_core.ops.linear.record import Eager, plain, plain_backward
 
 # Where a gradient is wanted, of an eager call: the operator's formulas take more of the host.
 LEAST_TRAINED = 1 << 31
-# Half precision gains with up to HALF_DEPTH channels, and rows within these bounds.
-HALF_ROWS = (2048, 65536)
 # `torch.backends.cuda.matmul.fp32_precision`, which takes nine times as long
 _precision = torch._C._get_fp32_precision_getter
 
@@ -28,20 +25,24 @@ def support(request: Request) -> Support:
     """Whether there are projections of this kind that the kernel computes faster: of gated units
     all in one launch, of others the product with what follows it.
     """
-    half = request.dtype in (torch.float16, torch.bfloat16)
-    if not half and request.dtype != torch.float32:
-        return Support(False, f"takes float32, float16 and bfloat16, not {request.dtype}")
-    if not half and request.precision == "ieee":
+    if request.dtype != torch.float32:
+        return Support(False, f"takes float32, not {request.dtype}")
+    if request.precision == "ieee":
         return Support(False, "takes tensor cores: not with precision 'ieee'")
-    least = _least_served(request.device)
-    if least is None or (least > 0 and half):
+    if _least_served(request.device) is None:
         return Support(False, "is measured on sm_90 alone; see `elsa bench linear --tune`")
-    gated = request.operator == "gated_linear"
-    if gated and half:
-        return Support(False, "takes float32 alone")
-    if gated and request.gradient:
+    if request.operator == "gated_linear" and request.gradient:
         return Support(False, "is for calls without gradients")
     return Support(True)
+
+
+def _by_kernel(input: Tensor, weight: Tensor, *terms: object) -> Tensor | None:
+    """`elsa::linear` by the kernel of this package; None where it takes no such tensors."""
+    if input.dtype != torch.float32:
+        return None
+    from elsa_core.backends.triton.linear import planner
+
+    return planner.linear(input, weight, *terms)  # type: ignore[arg-type]
 
 
 def kernel(
@@ -49,23 +50,9 @@ def kernel(
     residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
 ) -> Tensor:  # fmt: skip
     """The CUDA kernel of `elsa::linear`."""
-    out = _computed(input, weight, bias, activation, residual, scale, precision)
-    return plain(input, weight, bias, activation, residual, scale) if out is None else out
-
-
-def _computed(
-    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
-    scale: Tensor | None, precision: str,
-) -> Tensor | None:  # fmt: skip
-    """By a kernel of this package; None where none takes such tensors."""
     given = (input, weight, bias, activation, residual, scale)
-    if input.dtype == torch.float32:
-        from elsa_core.backends.triton.linear import planner
-
-        return planner.linear(*given, precision)
-    from elsa_core.backends.triton.linear import gemm
-
-    return gemm.linear(*given)
+    out = _by_kernel(*given, precision)
+    return plain(*given) if out is None else out
 
 
 def gated_kernel(
@@ -75,7 +62,7 @@ def gated_kernel(
     """The CUDA kernel of `elsa::gated_linear`."""
     given = (input, weight, bias, value, value_bias, activation)
     out = None
-    if input.dtype == torch.float32 and _serves(input.device, input.dtype, precision):
+    if input.dtype == torch.float32 and _serves(input.device, precision):
         from elsa_core.backends.triton.linear import gated
 
         out = gated.gated_linear(*given, precision)
@@ -86,7 +73,7 @@ def backward(
     grad_out: Tensor, input: Tensor, weight: Tensor, precision: str, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The CUDA kernel of `elsa::linear_backward`."""
-    if grad_out.dtype == torch.float32 and _serves(grad_out.device, torch.float32, precision):
+    if grad_out.dtype == torch.float32 and _serves(grad_out.device, precision):
         from elsa_core.backends.triton.linear import planner
 
         grads = planner.backward(grad_out, input, weight, needs)
@@ -103,27 +90,23 @@ def serve(
 
     Questions are in the order of their cost: eager calls are host-bound.
     """
-    terms = (activation, residual, scale, precision)
-    if (
-        not _suits(input, weight)
-        or not _fits(input, weight, bias)
-        or not _serves(input.device, input.dtype, precision)
-    ):
+    if not _gains(input, weight) or not _fits(input, weight, bias):
+        return None
+    if not _serves(input.device, precision):
         return None
     fused = activation != "none" or residual is not None or scale is not None
-    plain = _plain(input, weight)
+    ordinary = _ordinary(input, weight)
     recorded = calls.recorded()
     wanted = calls.differentiates(input, weight, bias)
     if wanted and not recorded and input.numel() * weight.shape[0] < LEAST_TRAINED:
         return None
-    if wanted and plain and not (fused or calls.traced()):
+    if wanted and ordinary and not (fused or calls.traced()):
         by_kernel: Tensor = Eager.apply(input, weight, bias, precision, _forward, _backward)
         return by_kernel
-    if recorded or wanted or not plain:
-        out: Tensor = torch.ops.elsa.linear.default(input, weight, bias, *terms)
-        return out
-    known: Tensor | None = _eager(input, weight, bias, *terms)
-    return known
+    operator = torch.ops.elsa.linear.default
+    call = operator if recorded or wanted or not ordinary else _eager
+    out: Tensor | None = call(input, weight, bias, activation, residual, scale, precision)
+    return out
 
 
 def serve_gated(
@@ -131,17 +114,16 @@ def serve_gated(
     activation: str = "silu", precision: str = "strict",
 ) -> Tensor | None:  # fmt: skip
     """By the kernel that computes both products and the gate; None where these are apart."""
-    if input.dtype != torch.float32 or not _gains(input, weight):
-        return None
     if (
-        not _fits(input, weight, bias)
+        not _gains(input, weight)
+        or not _fits(input, weight, bias)
         or not _fits(input, value, value_bias)
-        or not _serves(input.device, input.dtype, precision)
+        or not _serves(input.device, precision)
         or calls.differentiates(input, weight, bias, value, value_bias)
     ):
         return None
     given = (input, weight, bias, value, value_bias, activation, precision)
-    if calls.recorded() or not _plain(input, weight):
+    if calls.recorded() or not _ordinary(input, weight):
         out: Tensor = torch.ops.elsa.gated_linear.default(*given)
         return out
     from elsa_core.backends.triton.linear import gated
@@ -149,22 +131,8 @@ def serve_gated(
     return gated.gated_linear(*given)
 
 
-def _plain(input: Tensor, weight: Tensor) -> bool:
+def _ordinary(input: Tensor, weight: Tensor) -> bool:
     return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
-
-
-def _suits(input: Tensor, weight: Tensor) -> bool:
-    """Whether a kernel of this package takes less of the GPU's time than PyTorch's."""
-    if input.is_nested:
-        return False
-    if input.dtype == torch.float32:
-        return _gains(input, weight)
-    depth = weight.shape[-1]
-    if type(depth) is int and depth > HALF_DEPTH:  # most, whatever records them
-        return False
-    if calls.recorded() or not 0 < depth <= HALF_DEPTH:  # what is recorded must not ask for lengths
-        return False
-    return HALF_ROWS[0] <= input.numel() // depth <= HALF_ROWS[1]
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -178,21 +146,15 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _serves(device: torch.device, dtype: torch.dtype, precision: str) -> bool:
+def _serves(device: torch.device, precision: str) -> bool:
     """Whether there is a kernel for such calls, and PyTorch's settings want what it computes."""
-    if torch.is_autocast_enabled("cuda"):
+    if torch.is_autocast_enabled("cuda") or _least_served(device) is None:
         return False
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return False
-    least = _least_served(device)
-    if dtype != torch.float32 or least is None:
-        return least == 0
-    tf32 = _precision("cuda", "matmul") == "tf32"
-    return precision != "ieee" and not tf32
+    return precision != "ieee" and _precision("cuda", "matmul") != "tf32"
 
 
 # A constant for the compiler, which guards its graphs on autocast and on TF32.
-_serves._dynamo_marked_constant = True
+_serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=64)
@@ -218,7 +180,7 @@ def _served_from(device: torch.device) -> int | None:
 
 
 # A constant for the compiler, which opens no file.
-_served_from._dynamo_marked_constant = True
+_served_from._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def forget() -> None:
@@ -231,13 +193,15 @@ def _gains(input: Tensor, weight: Tensor) -> bool:
     """Whether a float32 product of this size gains. Recorded programs must not ask for lengths: in
     them only the shipped figures count.
     """
+    if input.is_nested or input.dtype != torch.float32:
+        return False
     least = _served_from(input.device)
     if not least:
         return least == 0
     return not calls.recorded() and input.numel() * weight.shape[0] >= least
 
 
-_eager = cuda.direct(torch.ops.elsa.linear.default, _computed)
+_eager = cuda.direct(torch.ops.elsa.linear.default, _by_kernel)
 _forward = cuda.direct(torch.ops.elsa.linear.default, kernel)
 _by_plan = cuda.direct(torch.ops.elsa.linear_backward.default, backward)
 

@@ -18,12 +18,13 @@ from torch import Tensor
 from elsa_core.backends.triton.linear import launches, planner
 from elsa_core.backends.triton.linear.product import (
     ACTIVATIONS,
-    GROUP,
     LIFT,
     UNSCALE,
     activated,
+    exact_rows,
     fails_guard,
-    load_half,
+    split_products,
+    tile_of_program,
 )
 from elsa_core.backends.triton.shared.device import on_device_of
 from elsa_core.backends.triton.shared.launch import Launch
@@ -53,34 +54,6 @@ def gate(
     tl.store(p, activated(first, ACTIVATION) * second, mask=mask)
 
 
-@triton.jit
-def exact_gate(
-    X, Weight, Bias, Value, ValueBias, p_out, rows, beside, columns, depth, w_row,
-    BIAS: tl.constexpr, VALUE_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, XM: tl.constexpr, XK: tl.constexpr,
-):  # fmt: skip
-    """A tile of the result with float32 FMA, XM rows at a time, in chains of 64 channels."""
-    o_y = tl.arange(0, BN)
-    p_w = tl.where(o_y % 2 == 0, Weight + o_y // 2 * w_row, Value + o_y // 2 * w_row)
-    for r in tl.range(0, BM, XM, num_stages=1):
-        o_m = r + tl.arange(0, XM)
-        y = tl.zeros([XM, BN], tl.float32)
-        for c0 in tl.range(0, depth, 64, num_stages=1):
-            part = tl.zeros([XM, BN], tl.float32)
-            for k0 in tl.range(c0, c0 + 64, XK, num_stages=1):
-                o_k = k0 + tl.arange(0, XK)
-                deep = o_k < depth
-                there = (o_m < rows)[:, None] & deep[None, :]
-                x = tl.load(X + o_m[:, None] * depth + o_k[None, :], mask=there, other=0.0)
-                inside = (o_y // 2 < beside)[None, :] & deep[:, None]
-                w = tl.load(p_w[None, :] + o_k[:, None], mask=inside, other=0.0)
-                part = tl.dot(x, w, part, input_precision="ieee")
-            y += part
-        gate(
-            y, Bias, ValueBias, p_out, o_m, rows, beside, columns, BIAS, VALUE_BIAS, ACTIVATION,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["rows", "columns", "depth", "w_row", "region_w", "region_v"])
 def gated_product(
     Left, LeftPowers, Right, RightPowers, ValueHalves, ValuePowers, X, Weight, Bias, Value,
@@ -100,14 +73,8 @@ def gated_product(
     """
     depth = depth * 8
     columns = columns * 4
-    tiles_n = tl.cdiv(columns, BN // 2)
-    tiles_m = tl.cdiv(rows, BM)
-    pid = tl.program_id(0)
-    first_m = pid // (GROUP * tiles_n) * GROUP
-    group = tl.minimum(tiles_m - first_m, GROUP)
-    place = pid % (GROUP * tiles_n)
-    i_m = (first_m + place % group).to(tl.int64)
-    i_n = (place // group).to(tl.int64) * (BN // 2)
+    i_m, i_n = tile_of_program(rows, columns, BM, BN // 2)
+    i_n *= BN // 2
     left = tl.minimum(rows - i_m * BM, BM).to(tl.int32)
     beside = tl.minimum(columns - i_n, BN // 2).to(tl.int32)
     o_m = tl.arange(0, BM)
@@ -120,21 +87,7 @@ def gated_product(
     p_r = tl.where(from_w, Right + i_n * depth + o_r, ValueHalves + i_n * depth + o_r)
     region_l = rows.to(tl.int64) * depth
     region_r = tl.where(from_w, region_w, region_v) * 8
-    acc = tl.zeros([BM, BN], tl.float32)
-    for k0 in tl.range(0, depth, BK, num_stages=STAGES):
-        deep = k0 + o_k < depth
-        lh = load_half(p_l, deep[None, :], EVEN)
-        rh = load_half(p_r, deep[:, None], EVEN)
-        if SINGLE:
-            part = tl.dot(lh, rh)
-        else:
-            part = tl.dot(load_half(p_l + region_l, deep[None, :], EVEN), rh)
-            part = tl.dot(lh, load_half(p_r + region_r, deep[:, None], EVEN), part)
-            part = tl.dot(lh, rh, part)
-        # by name: written with + the compiler lets the products accumulate into acc
-        acc = tl.fma(part, 1.0, acc)
-        p_l += BK
-        p_r += BK
+    acc = split_products(p_l, p_r, region_l, region_r, 0, depth, SINGLE, EVEN, BK, STAGES)
     of_left = tl.load(LeftPowers + i_m * BM + o_m, mask=o_m < left, other=0.0)
     p_p = tl.where(
         o_y % 2 == 0, RightPowers + i_n + o_y // 2, ValuePowers + i_n + o_y // 2
@@ -148,11 +101,18 @@ def gated_product(
         VALUE_BIAS, ACTIVATION,
     )  # fmt: skip
     if bad:
-        exact_gate(
-            X + i_m * BM * depth, Weight + i_n * w_row, Bias + i_n, Value + i_n * w_row,
-            ValueBias + i_n, p_out, left, beside, columns, depth, w_row, BIAS, VALUE_BIAS,
-            ACTIVATION, BM, BN, XM, XK,
-        )  # fmt: skip
+        p_x = X + i_m * BM * depth
+        o_w = o_y[None, :] // 2 * w_row
+        p_w = tl.where(from_w, Weight + i_n * w_row + o_w, Value + i_n * w_row + o_w)
+        for r in tl.range(0, BM, XM, num_stages=1):
+            o_x = r + tl.arange(0, XM)
+            exact = exact_rows(
+                p_x, p_w, o_x, left, (o_y // 2 < beside)[None, :], 0, depth, depth, 1, 1, XK
+            )  # fmt: skip
+            gate(
+                exact, Bias + i_n, ValueBias + i_n, p_out, o_x, left, beside, columns, BIAS,
+                VALUE_BIAS, ACTIVATION,
+            )  # fmt: skip
 
 
 def gated_linear(

@@ -103,34 +103,39 @@ def finish(
 
 
 @triton.jit
-def exact_tile(
-    X, Weight, Bias, Scale, Residual, p_out, rows, o_n, beside, columns, first, last, x_row,
-    x_depth, w_row, w_depth, at, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    SCALE: tl.constexpr, RESIDUAL: tl.constexpr, BM: tl.constexpr, XM: tl.constexpr,
-    XK: tl.constexpr,
+def exact_rows(
+    X, p_w, o_m, rows, kept, first, last, x_row, x_depth, w_depth, XK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the result with float32 FMA, XM rows at a time, in chains of 64 channels."""
-    for r in tl.range(0, BM, XM, num_stages=1):
-        o_m = r + tl.arange(0, XM)
-        y = tl.zeros([XM, o_n.shape[0]], tl.float32)
-        for c0 in tl.range(first, last, 64, num_stages=1):
-            part = tl.zeros([XM, o_n.shape[0]], tl.float32)
-            for k0 in tl.range(c0, c0 + 64, XK, num_stages=1):
-                o_k = k0 + tl.arange(0, XK)
-                deep = o_k < last
-                p_x = X + o_m[:, None] * x_row + o_k.to(tl.int64)[None, :] * x_depth
-                there = (o_m < rows)[:, None] & deep[None, :]
-                x = tl.load(p_x, mask=there, other=0.0)
-                p_w = (
-                    Weight + o_n.to(tl.int64)[None, :] * w_row + o_k.to(tl.int64)[:, None] * w_depth
-                )
-                w = tl.load(p_w, mask=(o_n < beside)[None, :] & deep[:, None], other=0.0)
-                part = tl.dot(x, w, part, input_precision="ieee")
-            y += part
-        finish(
-            y, Bias, Scale, Residual, p_out, o_m, rows, o_n, beside, at, columns,
-            BIAS, ACTIVATION, SCALE, RESIDUAL,
-        )  # fmt: skip
+    """Rows `o_m` of a tile of results with float32 FMA, in chains of 64 channels.
+
+    p_w: where the columns begin; kept: those that there are.
+    """
+    y = tl.zeros([o_m.shape[0], p_w.shape[1]], tl.float32)
+    for c0 in tl.range(first, last, 64, num_stages=1):
+        part = tl.zeros([o_m.shape[0], p_w.shape[1]], tl.float32)
+        for k0 in tl.range(c0, c0 + 64, XK, num_stages=1):
+            o_k = k0 + tl.arange(0, XK)
+            deep = o_k < last
+            p_x = X + o_m[:, None] * x_row + o_k.to(tl.int64)[None, :] * x_depth
+            x = tl.load(p_x, mask=(o_m < rows)[:, None] & deep[None, :], other=0.0)
+            w = tl.load(
+                p_w + o_k.to(tl.int64)[:, None] * w_depth, mask=kept & deep[:, None], other=0.0
+            )
+            part = tl.dot(x, w, part, input_precision="ieee")
+        y += part
+    return y
+
+
+@triton.jit
+def tile_of_program(rows, columns, BM: tl.constexpr, BN: tl.constexpr):
+    """The row and the column of tiles of BM x BN that a program computes."""
+    tiles_n = tl.cdiv(columns, BN)
+    tiles_m = tl.cdiv(rows, BM)
+    pid = tl.program_id(0)
+    first_m = pid // (GROUP * tiles_n) * GROUP
+    group = tl.minimum(tiles_m - first_m, GROUP)
+    place = pid % (GROUP * tiles_n)
+    return (first_m + place % group).to(tl.int64), (place // group).to(tl.int64)
 
 
 @triton.jit
@@ -139,6 +144,33 @@ def load_half(p, inside, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(p)
     return tl.load(p, mask=inside, other=0.0)
+
+
+@triton.jit
+def split_products(
+    p_l, p_r, region_l, region_r, first, last, SINGLE: tl.constexpr, EVEN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The products of the channels [first, last): p_l [BM, BK] and p_r [BK, BN] point to hi, lo
+    lies `region_l` and `region_r` further on.
+    """
+    o_k = tl.arange(0, BK)
+    acc = tl.zeros([p_l.shape[0], p_r.shape[1]], tl.float32)
+    for k0 in tl.range(first, last, BK, num_stages=STAGES):
+        deep = k0 + o_k < last
+        lh = load_half(p_l, deep[None, :], EVEN)
+        rh = load_half(p_r, deep[:, None], EVEN)
+        if SINGLE:
+            part = tl.dot(lh, rh)
+        else:
+            part = tl.dot(load_half(p_l + region_l, deep[None, :], EVEN), rh)
+            part = tl.dot(lh, load_half(p_r + region_r, deep[:, None], EVEN), part)
+            part = tl.dot(lh, rh, part)
+        # by name: written with + the compiler lets the products accumulate into acc
+        acc = tl.fma(part, 1.0, acc)
+        p_l += BK
+        p_r += BK
+    return acc
 
 
 @triton.jit(
@@ -165,14 +197,7 @@ def product(
     """
     padded = padded * 8
     columns = columns * 4
-    tiles_n = tl.cdiv(columns, BN)
-    tiles_m = tl.cdiv(rows, BM)
-    pid = tl.program_id(0)
-    first_m = pid // (GROUP * tiles_n) * GROUP
-    group = tl.minimum(tiles_m - first_m, GROUP)
-    place = pid % (GROUP * tiles_n)
-    i_m = (first_m + place % group).to(tl.int64)
-    i_n = (place // group).to(tl.int64)
+    i_m, i_n = tile_of_program(rows, columns, BM, BN)
     left = tl.minimum(rows - i_m * BM, BM).to(tl.int32)
     beside = tl.minimum(columns - i_n * BN, BN).to(tl.int32)
     o_m = tl.arange(0, BM)
@@ -187,21 +212,7 @@ def product(
     p_r = p_r + tl.minimum(o_n, beside - 1)[None, :] * padded + o_k[:, None]
     region_l = rows.to(tl.int64) * padded
     region_r = columns.to(tl.int64) * padded
-    acc = tl.zeros([BM, BN], tl.float32)
-    for k0 in tl.range(first, last, BK, num_stages=STAGES):
-        deep = k0 + o_k < last
-        lh = load_half(p_l, deep[None, :], EVEN)
-        rh = load_half(p_r, deep[:, None], EVEN)
-        if SINGLE:
-            part = tl.dot(lh, rh)
-        else:
-            part = tl.dot(load_half(p_l + region_l, deep[None, :], EVEN), rh)
-            part = tl.dot(lh, load_half(p_r + region_r, deep[:, None], EVEN), part)
-            part = tl.dot(lh, rh, part)
-        # by name: written with + the compiler lets the products accumulate into acc
-        acc = tl.fma(part, 1.0, acc)
-        p_l += BK
-        p_r += BK
+    acc = split_products(p_l, p_r, region_l, region_r, first, last, SINGLE, EVEN, BK, STAGES)
     of_left = tl.load(LeftPowers + i_m * BM + o_m, mask=o_m < left, other=0.0)
     of_right = tl.load(RightPowers + i_n * BN + o_n, mask=o_n < beside, other=0.0)
     bad = fails_guard(acc, of_left, of_right, BM, BN)
@@ -214,11 +225,18 @@ def product(
         beside, at, columns, BIAS, ACTIVATION, SCALE, RESIDUAL,
     )  # fmt: skip
     if bad:
-        exact_tile(
-            X + i_m * BM * x_row, Weight + i_n * BN * w_row, Bias + i_n * BN, Scale + i_n * BN,
-            Residual, p_out, left, o_n, beside, columns, first, tl.minimum(last, depth), x_row,
-            x_depth, w_row, w_depth, at, BIAS, ACTIVATION, SCALE, RESIDUAL, BM, XM, XK,
-        )  # fmt: skip
+        p_x = X + i_m * BM * x_row
+        p_w = Weight + i_n * BN * w_row + o_n.to(tl.int64)[None, :] * w_row
+        for r in tl.range(0, BM, XM, num_stages=1):
+            o_x = r + tl.arange(0, XM)
+            exact = exact_rows(
+                p_x, p_w, o_x, left, (o_n < beside)[None, :], first, tl.minimum(last, depth), x_row,
+                x_depth, w_depth, XK,
+            )  # fmt: skip
+            finish(
+                exact, Bias + i_n * BN, Scale + i_n * BN, Residual, p_out, o_x, left, o_n, beside, at,
+                columns, BIAS, ACTIVATION, SCALE, RESIDUAL,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "parts"])

@@ -184,27 +184,21 @@ def _window(case: Case) -> None:
 
 
 def _linear(case: Case) -> None:
-    from elsa_core.backends.triton.linear import gate, gemm, planner
+    from elsa_core.backends.triton.linear import planner
 
     gpu = device.described()
-    if gpu is None or gpu.capability != (9, 0):  # as `gate` has it
+    if gpu is None or gpu.capability != (9, 0) or case.dtype != "fp32":  # as `gate` has it
         return
     row = case.row
     rows, depth, columns = row["rows"] * case.batch, row["depth"], row["columns"]
     x, weight = case.empty(rows, depth), case.empty(columns, depth)
     bias = case.empty(columns) if row["bias"] else None
     if case.training:
-        if case.dtype == "fp32":
-            planner.backward(case.empty(rows, columns), x, weight, (True, True, bias is not None))
+        planner.backward(case.empty(rows, columns), x, weight, (True, True, bias is not None))
         return
     residual = case.empty(rows, columns) if row["residual"] else None
     scale = case.empty(columns) if row["scale"] else None
-    terms = (x, weight, bias, row["activation"], residual, scale)
-    if case.dtype != "fp32":
-        if gate._suits(x, weight):
-            gemm.linear(x, weight, bias)
-        return
-    planner.linear(*terms, "strict")
+    planner.linear(x, weight, bias, row["activation"], residual, scale)
 
 
 _CALLS = {"attention": _attention, "window_attention": _window, "linear": _linear}
