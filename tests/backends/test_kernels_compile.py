@@ -127,11 +127,6 @@ def gated_unit(arch: int) -> list[Any]:
         return launched(lambda: gated.gated_linear(x, w, bias, w, bias))[-1:]
 
 
-def half_product(dtype: torch.dtype) -> list[Any]:
-    x, w, vector = meta(1576, 96, dtype=dtype), meta(384, 96, dtype=dtype), meta(384, dtype=dtype)
-    return [gemm.plan(x, w, vector, "gelu", meta(1576, 384, dtype=dtype), vector)]
-
-
 def packed(dtype: torch.dtype, dim: int, precision: str = "strict", causal: bool = False) -> Any:
     q, starts = meta(4096, 4, dim, dtype=dtype), torch.empty(9, dtype=torch.int32, device="meta")
     return [varlen.plan(q, q, q, starts, causal, dim**-0.5, precision)]
@@ -244,6 +239,5 @@ def test_the_value_product_of_sparsity_is_behind_a_branch() -> None:
 
 def test_rows_of_linear_are_read_and_written_16_bytes_at_a_time() -> None:
     assert "ld.global.v4" in compiled(splits()[0], 90, F32).asm["ptx"]
-    assert "st.global.v4" in compiled(half_product(F16)[0], 90, F16).asm["ptx"]
     text = compiled(gated_unit(90)[0], 90, F32).asm["ptx"]
     assert "cp.async.cg.shared.global" in text and "cp.async.ca" not in text

@@ -216,9 +216,7 @@ def test_a_gpu_serves_only_after_its_table(monkeypatch):
     written(usertable.document(1000, [], {}))
     gate.forget()
     assert gate.support(request).ok
-    # not half precision, which was not measured
     assert not gate.support(Request("cuda", torch.float16, 96, 96, "strict", "linear")).ok
-
     monkeypatch.setenv("ELSA_TUNING", "0")
     gate.forget()
     assert not gate.support(request).ok

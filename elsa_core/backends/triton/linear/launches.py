@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from elsa_core.backends.triton.linear import halves as splitting
 from elsa_core.backends.triton.linear.product import ACTIVATIONS, join_parts, product
-from elsa_core.backends.triton.shared.device import capability_of, described
+from elsa_core.backends.triton.shared.device import capability_of, device_table, index_of
 from elsa_core.backends.triton.shared.launch import Launch
 
 # Columns in one pass of `split_rows`, and the blocks of `split_turned`.
@@ -45,7 +44,6 @@ class Gpu(NamedTuple):
 
 
 # Measured on one H200; `tile_for` says where each serves.
-H200 = Gpu(132, 227 << 10, (9, 0))
 LARGE = Tile(128, 128, 64, 8, 3)
 SHALLOW = Tile(64, 128, 32, 4, 4)
 WIDE = Tile(64, 128, 64, 4, 3)
@@ -54,11 +52,6 @@ MEDIUM = Tile(64, 64, 32, 4, 4)
 # What serves where a tile takes more shared memory than there is; not measured.
 NARROW = Tile(128, 128, 32, 8, 4)
 SMALLER = {LARGE: NARROW, NARROW: SHALLOW, WIDE: SHALLOW, SHALLOW: MEDIUM, SMALL: MEDIUM}
-# Bytes that a program may use on GPUs that are described by data, of those with less than 227 KiB.
-SHARED_MEMORY = {
-    (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10,
-    (12, 1): 99 << 10,
-}  # fmt: skip
 # Of the last round of large tiles, one to a multiprocessor, so many must be there.
 FULL = 0.72
 # Products that sum over fewer channels spend their time on the tiles' ends.
@@ -137,22 +130,8 @@ def _fill(programs: int, multiprocessors: int) -> float:
 
 def gpu_of(device: torch.device) -> Gpu:
     """The GPU that a plan is for: an H200 where there is none."""
-    gpu = described()
-    if gpu is None:
-        return _real_gpu(device)
-    shared = SHARED_MEMORY.get(gpu.capability, H200.shared_memory)
-    return Gpu(gpu.multiprocessors, shared, gpu.capability)
-
-
-@lru_cache(maxsize=64)
-def _real_gpu(device: torch.device) -> Gpu:
-    capability = capability_of(device)
-    if capability is None:
-        return H200
-    properties = torch.cuda.get_device_properties(device)
-    known = SHARED_MEMORY.get(capability, H200.shared_memory)
-    shared = getattr(properties, "shared_memory_per_block_optin", known)
-    return Gpu(properties.multi_processor_count, shared, capability)
+    table, multiprocessors = device_table(index_of(device))
+    return Gpu(multiprocessors, table.shared_memory, capability_of(device) or (9, 0))
 
 
 def product_launch(

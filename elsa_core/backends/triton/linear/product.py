@@ -234,8 +234,8 @@ def product(
                 x_depth, w_depth, XK,
             )  # fmt: skip
             finish(
-                exact, Bias + i_n * BN, Scale + i_n * BN, Residual, p_out, o_x, left, o_n, beside, at,
-                columns, BIAS, ACTIVATION, SCALE, RESIDUAL,
+                exact, Bias + i_n * BN, Scale + i_n * BN, Residual, p_out, o_x, left, o_n, beside,
+                at, columns, BIAS, ACTIVATION, SCALE, RESIDUAL,
             )  # fmt: skip
 
 
