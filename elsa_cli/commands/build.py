@@ -25,10 +25,6 @@ from elsa_cli.values import ARCHITECTURE, Listed
         "--jobs", type=click.IntRange(1, 256), help="Compiling processes [one a core]."
     ),
     click.option("--only", metavar="GLOB", help="Only kernels of cases whose name matches."),
-    folder_option(
-        "--wheel",
-        text="Build a wheel of elsa with the packs in it too; needs a checkout and hatchling.",
-    ),
 )  # fmt: skip
 def command(session: Session, /, **values: Any) -> None:
     """Compile the native CPU library into the user's cache (ELSA_CACHE_DIR moves it).
@@ -37,8 +33,8 @@ def command(session: Session, /, **values: Any) -> None:
     there is an NVIDIA GPU, the CUDA library too.
 
     With --cuda, compile packs of GPU kernels, so that the first call on a GPU compiles nothing.
-    Takes minutes for each architecture; a second run compiles what has changed alone. With --wheel,
-    the packs go into a wheel of this package as well, for machines that compile none.
+    Takes minutes for each architecture; a second run compiles what has changed alone. Copy the
+    folder to machines that compile none, and name it there: ELSA_PACK=DIR.
     """
     options = Options(**values)
     if options.cuda:
@@ -46,7 +42,7 @@ def command(session: Session, /, **values: Any) -> None:
             raise click.UsageError("--force is for the native library: leave it out with --cuda")
         _packs(session, options)
         return
-    for name in ("arch", "output", "jobs", "only", "wheel"):
+    for name in ("arch", "output", "jobs", "only"):
         if values[name] is not None:
             raise click.UsageError(f"--{name} needs --cuda")
     _native(session, options.force)
@@ -94,20 +90,17 @@ def _native(session: Session, force: bool) -> None:
 
 
 def _packs(session: Session, options: Options) -> None:
-    """One pack for each architecture; with --wheel a wheel of them, too."""
+    """One pack for each architecture."""
     with session.stage("importing torch and triton", imports=True):
         import torch
 
         from elsa_core.backends.triton.pack import build, lookup
-        from elsa_core.backends.triton.pack import wheel as wheels
     archs = options.arch
     if not archs and (not torch.cuda.is_available() or torch.version.hip):
         raise click.UsageError("no NVIDIA GPU is here: name those to compile for, --arch sm_90")
     if not archs:
         major, minor = torch.cuda.get_device_capability()
         archs = (10 * major + minor,)
-    if options.wheel is not None:
-        wheels.require()  # before minutes of compiling
     out = options.output or lookup.own_folder()
     found = []
     for arch in archs:
@@ -124,16 +117,6 @@ def _packs(session: Session, options: Options) -> None:
         said = f"{built.kernels} kernels ({compiled} compiled) · {human(built.bytes)}"
         session.line(f"{said} · serves {built.served:.0%} of {built.calls} calls", even_quiet=True)
         found.append({**built.to_dict(), "seconds": time.perf_counter() - start})
-    results: dict[str, Any] = {"packs": found}
-    step = f"{'' if options.output is None else f'ELSA_PACK={options.output} '}elsa doctor"
-    if options.wheel is not None:
-        with session.stage("building the wheel"):
-            made = wheels.wheel([out / f"sm_{arch}" for arch in archs], options.wheel)
-        session.written.append(made)
-        size = made.stat().st_size
-        results["wheel"] = {"path": str(made), "bytes": size}
-        session.line(f"{made}")
-        session.line(f"a wheel with {len(found)} packs · {human(size)}", even_quiet=True)
-        step = f"pip install {made}, then elsa doctor"
-    session.document("build", results)
-    session.line(f"Next: {step}")
+    session.document("build", {"packs": found})
+    named = "" if options.output is None else f"ELSA_PACK={options.output} "
+    session.line(f"Next: {named}elsa doctor")

@@ -205,9 +205,9 @@ def _own_bytes(path: Path) -> bytes | None:
         return file.read(_LARGEST_BYTES)
 
 
-def open_own(path: Path, *, anyone: bool = False) -> int | None:
+def open_own(path: Path) -> int | None:
     """A descriptor to read a file with; None for a link, a device and a file that is not this
-    user's alone. anyone: of a plain file, whoever may write to it.
+    user's alone.
 
     Raises:
         OSError: it cannot be opened.
@@ -217,8 +217,7 @@ def open_own(path: Path, *, anyone: bool = False) -> int | None:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     facts = os.fstat(descriptor)
     plain = stat.S_ISREG(facts.st_mode) and facts.st_size <= _LARGEST_BYTES
-    own = anyone or (_is_own(facts) and not facts.st_mode & _WRITABLE_BY_OTHERS)
-    if plain and own:
+    if plain and _is_own(facts) and not facts.st_mode & _WRITABLE_BY_OTHERS:
         return descriptor
     os.close(descriptor)
     return None

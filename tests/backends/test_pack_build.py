@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -239,46 +238,6 @@ def test_the_command_and_doctor_say_what_is_there(packs: Path, capsys, monkeypat
     monkeypatch.delenv("ELSA_PACK")
     assert run(["doctor", "--json"]) == 0
     assert "none here: `elsa build --cuda` compiles them" in capsys.readouterr().out
-
-
-INSTALLED = """
-import json
-import elsa_core
-from elsa_core.backends.triton.pack import lookup, store
-assert "site" in elsa_core.__file__, elsa_core.__file__
-(place,) = [place for place, trusted in lookup.places() if trusted]
-found = [(pack.folder.parent == place, pack.arch, pack.kernels, pack.reason)
-         for pack in lookup.shipped()]
-pack = store.read(place / "sm_80", trusted=True)
-assert all(map(pack.cubin, pack.entries.values()))
-print(json.dumps([found, [pack.arch for pack in lookup.packs_for(80)]]))
-"""
-
-
-def test_a_wheel_with_packs(packs: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    """Unpacked, it is a package that finds the packs in itself."""
-    from elsa_cli.main import run
-
-    command = ["build", "--cuda", "--arch", "80", "--only", ONLY, "-o", str(packs)]
-    assert run([*command, "--wheel", "wheels", "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
-    (made,) = Path("wheels").iterdir()
-    assert results["wheel"] == {"path": str(made), "bytes": made.stat().st_size}
-    assert made.suffix == ".whl" and results["packs"][0]["reused"] == 2
-    with zipfile.ZipFile(made) as archive:
-        names = archive.namelist()
-        archive.extractall(tmp_path / "site")
-    held = [name for name in names if "/packs/" in name]
-    assert held == [f"elsa_core/packs/sm_80/{store.NAME}"]
-    assert not [name for name in names if "__pycache__" in name or "/results/" in name]
-    assert {"elsa_cli/main.py", "elsa_core/csrc/cuda/driver.cpp"} <= set(names)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "ELSA_PACK": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INSTALLED], capture_output=True, text=True, check=False,
-        env=environment, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [[[True, 80, 2, ""]], [80]]
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:

@@ -144,20 +144,18 @@ def test_what_others_may_write_is_not_read(
         path.chmod(path.stat().st_mode | 0o020)
     with pytest.raises(UnavailableError, match="is not used"):
         store.read(folder)
-    store.read(folder, trusted=True)
 
 
-@pytest.mark.parametrize("trusted", [False, True])
-def test_a_link_is_not_followed(trusted: bool, folder: Path, tmp_path: Path) -> None:
+def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
     path = written(folder, "one")
     path.replace(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UnavailableError, match="no plain file"):
-        store.read(folder, trusted=trusted)
+        store.read(folder)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(UnavailableError, match="no plain file"):
-        store.read(folder, trusted=trusted)
+        store.read(folder)
 
 
 def test_a_new_pack_replaces_the_old_one_under_a_reader(folder: Path) -> None:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from elsa_core.backends import cache
 from elsa_core.backends.triton.pack import specialize, store
 from elsa_core.backends.triton.pack.cases import Planner, architectures, expanded, gpus
+from elsa_core.backends.triton.pack.specialize import Job
 from elsa_core.base.files import scratch
+from elsa_core.base.messages import first_line
 from elsa_core.base.processes import running
 from elsa_core.base.version import __version__
 from elsa_core.errors import ArgumentError, UnavailableError
 
 Progress = Callable[[str, int, int], None]
+_KEY = 65  # bytes of a line with a key
 
 
 @dataclass(frozen=True)
@@ -145,51 +145,39 @@ def _unchanged(plan: Planner, folder: Path) -> dict[str, tuple[dict[str, Any], b
 def _compiled(
     keys: list[str], place: Path, arch: int, jobs: int, only: str
 ) -> Iterator[tuple[str, str]]:
-    """Each key with why it cannot be compiled, empty where it was."""
+    """Each key with why it cannot be compiled, empty where it was.
+
+    The processes read one file of keys, from one offset that they share, and answer into one pipe.
+    """
     if not keys:
         return
-    worker = "elsa_core.backends.triton.pack.worker"
-    command = [sys.executable, "-m", worker, str(place), str(arch), only]
-    root = str(Path(__file__).parents[4])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", build.__module__, str(place), str(arch), only]
+    paths = [str(Path(__file__).parents[4]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {
         **_environment(), "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "",
         "TRITON_CACHE_DIR": str(place / "triton"), "TMPDIR": str(place),
     }  # fmt: skip
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environ}
-    count = min(jobs or len(os.sched_getaffinity(0)), len(keys))
-    idle = SimpleQueue[Any]()
-
-    def ask(key: str) -> tuple[str, str]:
-        process = idle.get()
-        try:
-            process.stdin.write(f"{key}\n")
-            process.stdin.flush()
-            answer: str = process.stdout.readline()
-        except (OSError, ValueError):  # it has ended
-            answer = ""
-        finally:
-            idle.put(process)
-        return key, answer
-
-    # the processes end first, so that no thread waits for one
-    with ThreadPoolExecutor(count) as threads, ExitStack() as stack:
+    (place / "keys").write_text("".join(f"{key}\n" for key in keys), encoding="ascii")
+    left = set(keys)
+    with ExitStack() as stack:
+        given = stack.enter_context((place / "keys").open("rb", buffering=0))
         errors = stack.enter_context((place / "stderr").open("w"))
-        for _ in range(count):
-            started = running(command, bufsize=1, stderr=errors, **pipes)
-            idle.put(stack.enter_context(started))
-        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-        for future in as_completed([threads.submit(ask, key) for key in keys]):
-            key, answer = future.result()
-            if not answer:
-                raise UnavailableError(f"a compiling process ended: {_said(place)}")
-            yield key, answer.strip()
-
-
-def _said(place: Path) -> str:
-    lines = (place / "stderr").read_text(encoding="utf-8", errors="replace").split("\n")
-    said = [line.strip() for line in lines if line.strip()]
-    return said[-1][:300] if said else "it said nothing"
+        reading, writing = os.pipe()
+        answers = stack.enter_context(open(reading, encoding="utf-8"))  # noqa: PTH123
+        pipes = {"stdin": given, "stdout": writing, "stderr": errors, "env": environ}
+        try:
+            for _ in range(min(jobs or len(os.sched_getaffinity(0)), len(keys))):
+                stack.enter_context(running(command, **pipes))
+        finally:
+            os.close(writing)
+        for line in answers:
+            key, _, reason = line.rstrip("\n").partition(" ")
+            left.discard(key)
+            yield key, reason
+    if left:
+        said = (place / "stderr").read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
+        raise UnavailableError(f"a compiling process ended: {last[:300]}")
 
 
 def _too_large(arch: int, shared: int) -> str:
@@ -215,3 +203,65 @@ def _written(
         folder, plan.arch, len(pack.entries), reused, pack.bytes, len(plan.calls),
         sum(served) / len(served), left_out,
     )  # fmt: skip
+
+
+def main() -> None:
+    """One compiling process: `FOLDER ARCH ONLY`. It plans the same cases, then compiles each key
+    that it reads to `<key>.cubin` and `<key>.json` in FOLDER, and answers with the key and why the
+    kernel cannot be compiled.
+    """
+    folder, arch, only = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what a compiler prints is no answer
+    _leave_out_debug_sections()
+    jobs = Planner(arch).add(expanded(only)).jobs
+    while key := os.read(0, _KEY).decode().strip():
+        reason = ""
+        try:
+            compiled = jobs[key].compile()
+            (folder / f"{key}.cubin").write_bytes(compiled.asm["cubin"])
+            metadata = json.dumps(_added(jobs[key], compiled.metadata))
+            (folder / f"{key}.json").write_text(metadata, encoding="utf-8")
+        except Exception as error:  # a compiler may raise anything
+            reason = f"{type(error).__name__}: {first_line(error)}"[:1000]
+        os.write(answers, f"{key} {reason}\n".encode())
+
+
+def _leave_out_debug_sections() -> None:
+    """Have cubins without lines of sources, which are most of their bytes.
+
+    Lines are left in until the assembler has made the code of them: compiled without from the
+    start, some kernels come out with other registers than the JIT's.
+    """
+    from triton import knobs
+
+    def changed(*given: Any) -> tuple[str, str]:
+        if given:  # else Triton asks what its cache is to be keyed by
+            stages = given[1]
+            assemble = stages["cubin"]
+            stages["cubin"] = lambda text, metadata: suppressed(assemble, text, metadata)
+        return "", ""
+
+    def suppressed(assemble: Any, text: str, metadata: Any) -> Any:
+        with knobs.compilation.scope():
+            knobs.compilation.disable_line_info = True  # -lineinfo -suppress-debug-info
+            return assemble(text, metadata)
+
+    knobs.runtime.add_stages_inspection_hook = changed
+
+
+def _added(job: Job, metadata: Any) -> dict[str, Any]:
+    """What the compiler wrote beside its options, or changed of them."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    options = json.loads(json.dumps(job.options.__dict__, default=vars))  # as metadata went
+    apart = {"hash", "target", "triton_version", *get_cache_invalidating_env_vars()}
+    return {
+        name: value
+        for name, value in metadata._asdict().items()
+        if name not in apart and (name not in options or options[name] != value)
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -74,13 +74,10 @@ class Gpu:
 def _devices() -> tuple[Gpu, ...]:
     rows = json.loads(DEVICES.read_text(encoding="utf-8"))["devices"]
     return tuple(
-        Gpu(
-            row["arch"],
-            Described(row["name"], divmod(row["arch"], 10), row["multiprocessors"]),
-            row["shared_memory"],
-        )
-        for row in rows
-    )
+        Gpu(arch, Described(row["name"], divmod(arch, 10), row["multiprocessors"]),
+            row["shared_memory"])
+        for row in rows for arch in (row["arch"],)
+    )  # fmt: skip
 
 
 def gpus(arch: int) -> list[Gpu]:

@@ -6,8 +6,8 @@ hold digests of Triton's libraries, its launcher is compiled. What no pack has, 
 wrong with one, leaves the call to the JIT; one warning says why.
 
 Environment variables:
-    ELSA_PACK: packs are read from the cache (`elsa build --cuda` writes there) and from this
-        package; a folder is looked into before these. "0": no pack is read.
+    ELSA_PACK: packs are read from the cache (`elsa build --cuda` writes there); a folder is looked
+        into before it. "0": no pack is read.
     ELSA_CACHE_DIR: the cache (default: the user's cache directory).
 """
 
@@ -62,32 +62,30 @@ def own_folder() -> Path:
     return cache.directory().with_name("packs")
 
 
-def places() -> list[tuple[Path, bool]]:
-    """Folders of packs, `sm_90` and so on, and whether each is part of this package; the first that
-    has a kernel serves it.
-    """
+def places() -> list[Path]:
+    """Folders with folders of packs, `sm_90` and so on; the first that has a kernel serves it."""
     given = os.environ.get(VARIABLE, "")
     found = []
     try:
         if given not in ("", "0", "1"):
-            found.append((Path(given).expanduser(), False))
+            found.append(Path(given).expanduser())
     except RuntimeError:
         _warn(f"{VARIABLE}={given} names the home of no user")
     try:
-        found.append((own_folder(), False))
+        found.append(own_folder())
     except UnavailableError as error:
         _warn(str(error))
-    return [*found, (Path(__file__).parents[3] / "packs", True)]
+    return found
 
 
 def shipped() -> Iterator[Found]:
     """Every pack that lies where packs are looked for. Never raises for what is wrong with one."""
-    for place, trusted in places():
+    for place in places():
         for folder in sorted(place.glob("sm_*")):
             digits = folder.name.removeprefix("sm_")
             arch = int(digits) if digits.isdecimal() else 0
             try:
-                pack = store.read(folder, trusted=trusted)
+                pack = store.read(folder)
             except (UnavailableError, FileNotFoundError) as error:
                 yield Found(folder, arch, 0, 0, "", " ".join(str(error).split()))
             else:
@@ -153,9 +151,9 @@ def packs_for(arch: int) -> tuple[Pack, ...]:
     with others is said.
     """
     found = []
-    for place, trusted in places():
+    for place in places():
         try:
-            pack = store.read(place / f"sm_{arch}", trusted=trusted)
+            pack = store.read(place / f"sm_{arch}")
         except FileNotFoundError:
             continue
         except UnavailableError as error:
@@ -194,7 +192,7 @@ def _found(job: Job, pack: Pack, device: int) -> Any:
             try:
                 found = _FOUND[job.key, device] = compiled(job, pack)
             except (UnavailableError, OSError) as error:
-                _warn_of(pack.folder, error)
+                _warn(f"a kernel of the pack {pack.folder} is not used: {error}")
         return found
 
 
@@ -229,7 +227,7 @@ def load(found: Any) -> bool:
     try:
         run_of(found)
     except (OSError, RuntimeError, TritonError) as error:
-        _warn_of(found.folder, error)
+        _warn(f"a kernel of the pack {found.folder} is not used: {error}")
         COUNTS["hits"] -= 1
         COUNTS["misses"] += 1
         return False
@@ -241,10 +239,6 @@ def run_of(compiled: Any) -> Any:
     with _LOCK:
         compiled._init_handles()
     return compiled.run
-
-
-def _warn_of(folder: Path, error: Exception) -> None:
-    _warn(f"a kernel of the pack {folder} is not used: {error}")
 
 
 @functools.cache

@@ -3,10 +3,10 @@
     <folder>/sm_90/kernels.pack    SHA-256 of the index and its length in bytes (64 and 16 digits),
                                    the index as JSON, the code of one kernel behind the other
 
-A pack is code that the GPU runs with the user's rights. Outside of this package it is read only
-where its folder and file belong to this user or root and no other user can write to them, as
-`elsa_core.backends.cache` has it. Every byte is under a digest: the index under the file's first,
-each kernel's code under one that the index holds.
+A pack is code that the GPU runs with the user's rights. It is read only where its folder and file
+belong to this user or root and no other user can write to them, as `elsa_core.backends.cache` has
+it. Every byte is under a digest: the index under the file's first, each kernel's code under one
+that the index holds.
 """
 
 from __future__ import annotations
@@ -110,22 +110,18 @@ class Pack:
         return content
 
 
-def read(folder: Path, *, trusted: bool = False) -> Pack:
-    """The pack in a folder.
-
-    Args:
-        folder: of one architecture.
-        trusted: whoever may write there may also change this package's own code.
+def read(folder: Path) -> Pack:
+    """The pack in a folder, which is of one architecture.
 
     Raises:
         FileNotFoundError: there is none.
         UnavailableError: it is damaged, of another format, or other users could have written it.
     """
-    if not trusted and (reason := cache.not_own(folder)):
+    if reason := cache.not_own(folder):
         raise UnavailableError(f"the kernel pack is not used: {reason}")
     path = folder / NAME
     try:
-        descriptor = cache.open_own(path, anyone=trusted)
+        descriptor = cache.open_own(path)
         if descriptor is None:
             raise UnavailableError(
                 f"the kernel pack is not used: {path} is no plain file that only you can write"
