@@ -18,9 +18,13 @@ struct Signature {
 
 // Reads a file as elsa_core/backends/cuda/planfile.py writes it, adds the kernels and the plans for
 // this machine's GPUs to those that are there, and returns its operators. Throws
-// std::runtime_error: the bytes are no such file or were changed (their last 32 bytes are the
-// SHA-256 of those before; it is no signature), or no GPU here is of an architecture that it holds.
+// std::runtime_error: the bytes are no such file or were damaged, or no GPU here is of an
+// architecture that it holds.
 std::vector<Signature> add_file(const uint8_t* bytes, uint64_t size);
+
+// What the last four bytes of a file are: the CRC-32 of those before, as zlib has it. It shows
+// damage, and is no signature.
+uint32_t checksum(const uint8_t* bytes, uint64_t size);
 
 // The plan of a call: an operator's name and the words of its layout, without its device. Throws
 // std::runtime_error: no file holds it for the architecture of `device`.

@@ -77,10 +77,12 @@ def _launch(self: Launch, *pointers: Tensor) -> None:
     MADE.append(Made(self, pointers))
 
 
-def as_stub(kernel: Kernel) -> Kernel:
+def as_stub(kernel: Kernel, compiled: Any) -> Kernel:
     """The kernel with code that the stub driver reads: its name and the bytes of its parameters."""
-    sizes = ",".join(map(str, kernel.parameters))
-    return replace(kernel, code=f"{kernel.symbol};{sizes}".encode() + b"\0")
+    kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+    sizes = [ctypes.sizeof(SCALARS[kind]) if kind in SCALARS else 8 for kind in kinds]
+    text = ",".join(map(str, (*sizes, 8, 8)))  # two scratch buffers
+    return replace(kernel, code=f"{kernel.symbol};{text}".encode() + b"\0")
 
 
 def started(stub: str, overlap: bool = False) -> library.Library:
@@ -88,7 +90,7 @@ def started(stub: str, overlap: bool = False) -> library.Library:
     from elsa_core.backends.cuda import kernels
 
     plain = kernels.kernel_of
-    library.kernel_of = lambda compiled: as_stub(plain(compiled))
+    library.kernel_of = lambda compiled: as_stub(plain(compiled), compiled)
     Launch.__call__ = _launch
     if overlap:
         device.overlaps = lambda where: True

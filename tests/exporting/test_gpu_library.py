@@ -99,7 +99,7 @@ def test_a_changed_plan_is_refused(folder: Path, driver: str) -> None:
     (folder / gpu_library.PLANS).write_bytes(content)
     done = loaded(folder, LD_LIBRARY_PATH=driver)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith("its SHA-256 is another: it was changed")
+    assert done.stderr.splitlines()[-1].endswith("its CRC-32 is another: it was changed")
 
 
 def attends(batch: int, dtype: torch.dtype = torch.float32) -> tuple[str, list[Any]]:

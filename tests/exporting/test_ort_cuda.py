@@ -282,7 +282,7 @@ def test_changed_plans_are_refused_when_a_kernel_is_made(make: Make) -> None:
     content[40] ^= 1
     made.plans.write_bytes(content)
     answer = made.ask(call("packed"))
-    assert answer["answers"][0]["error"].endswith("its SHA-256 is another: it was changed")
+    assert answer["answers"][0]["error"].endswith("its CRC-32 is another: it was changed")
     assert not answer["log"]
 
 

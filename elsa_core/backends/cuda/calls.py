@@ -133,9 +133,9 @@ def _launched(
     if 0 in grid:
         return True
     try:
-        number, kernel = library.number(compiled)
         slots = [plans.Pointer(slot) for slot in range(len(pointers))]
-        step = plans.Launch(number, grid, arguments_of(compiled, kernel, values, slots))  # type: ignore[arg-type]
+        given = arguments_of(compiled, values, slots)
+        step = plans.Launch(library.number(compiled), grid, given)  # type: ignore[arg-type]
         found = plans.write(plans.Plan(len(pointers), (), 0, (step,)))
         library.launch(found, [p.data_ptr() for p in pointers], max(0, pointers[0].get_device()))
     except (PlanError, UnavailableError) as reason:

@@ -31,7 +31,7 @@ class Library:
         torch.ops.load_library(str(path))
         self._calls = ctypes.CDLL(str(path))
         self._locked = ctypes.PyDLL(str(path))
-        self._numbers: dict[tuple[str, str], tuple[int, Kernel]] = {}
+        self._numbers: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
         self.kernels: dict[int, Kernel] = {}
         # operator, arguments and plan of every call that is planned, while `planfile` records
@@ -58,8 +58,8 @@ class Library:
         """The letters of an operator's arguments."""
         return "".join(_TYPES[str(argument.type)] for argument in schema.arguments)
 
-    def number(self, compiled: Any) -> tuple[int, Kernel]:
-        """The number by which plans name a compiled kernel, and its record.
+    def number(self, compiled: Any) -> int:
+        """The number by which plans name a compiled kernel.
 
         Raises:
             PlanError: the library cannot launch it.
@@ -67,8 +67,7 @@ class Library:
         key = (compiled.hash, compiled.metadata.name)
         with self._lock:
             if key not in self._numbers:
-                kernel = kernel_of(compiled)
-                self._numbers[key] = (self.add(kernel), kernel)
+                self._numbers[key] = self.add(kernel_of(compiled))
             return self._numbers[key]
 
     def add(self, kernel: Kernel) -> int:

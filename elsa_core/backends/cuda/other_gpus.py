@@ -50,7 +50,7 @@ def planned(
         for name, words, _ in found.layouts
     ]
     compiled = dict[str, Any]()
-    numbers = dict[int, tuple[int, Kernel]]()
+    numbers, held = dict[int, int](), dict[int, Kernel]()
     for key, job in planner.jobs.items():
         progress(len(compiled), len(planner.jobs))
         where = f"kernel {job.kernel.__name__} for sm_{gpu.arch}"
@@ -64,7 +64,8 @@ def planned(
                 f"{where} takes {kernel.shared} bytes of shared memory, {gpu.facts.name} has "
                 f"{gpu.shared_memory}"
             )
-        numbers[id(compiled[key])] = len(numbers), kernel
+        numbers[id(compiled[key])] = len(numbers)
+        held[len(held)] = kernel
     progress(len(compiled), len(planner.jobs))
     for launch, key in launches:
         launch.compiled = compiled[key]
@@ -75,7 +76,7 @@ def planned(
         except PlanError as error:
             raise UnavailableError(_lost(name, gpu, str(error))) from None
         layouts.append((name, words, plan))
-    return Recorded(tuple(layouts), dict(numbers.values()))
+    return Recorded(tuple(layouts), held)
 
 
 def _called(

@@ -24,7 +24,6 @@ class Kernel:
         cluster: blocks of a cluster.
         overlap: it may begin before the launch ahead of it ends (programmatic dependent launch).
         cooperative: all its blocks run at once.
-        parameters: the bytes of each parameter, in order.
     """
 
     symbol: str
@@ -34,7 +33,6 @@ class Kernel:
     cluster: int = 1
     overlap: bool = False
     cooperative: bool = False
-    parameters: tuple[int, ...] = ()
 
     @property
     def flags(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from elsa_core.backends.cuda.kernels import PlanError, arguments_of
-from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer, Zero
+from elsa_core.backends.cuda.plan import Launch, Output, Plan, Pointer, Zero
 
 _ATEN = torch.ops.aten
 _ALLOCATIONS = {
@@ -103,10 +103,10 @@ class Recorder(TorchDispatchMode):
         self._kept += pointers
         self.hooked = self.hooked or launch.hooked()
 
-    def plan(self, results: Sequence[Tensor], number: Callable[[Any], tuple[int, Kernel]]) -> Plan:
+    def plan(self, results: Sequence[Tensor], number: Callable[[Any], int]) -> Plan:
         """The plan of the call that was noted.
 
-        results: what it returned. number: of a compiled kernel, the library's number and record.
+        results: what it returned. number: the library's, of a compiled kernel.
 
         Raises:
             PlanError: there can be none.
@@ -129,10 +129,9 @@ class Recorder(TorchDispatchMode):
                 raise PlanError("this version of Triton is launched by its own JIT")
             if 0 in launch.grid:
                 continue
-            kernel, record = number(launch.compiled)
             found = [places.pointer(self._of(t), t) for t in pointers]
-            given = arguments_of(launch.compiled, record, launch.values, found)
-            steps.append(Launch(kernel, launch.grid, given))
+            given = arguments_of(launch.compiled, launch.values, found)
+            steps.append(Launch(number(launch.compiled), launch.grid, given))
         return Plan(len(self.inputs), outputs, places.workspace, tuple(steps))
 
     def _of(self, tensor: Tensor) -> _Place:
