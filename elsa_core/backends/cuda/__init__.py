@@ -14,7 +14,6 @@ Environment variables:
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -51,7 +50,7 @@ def offer(kernels: Mapping[str, Callable[..., Any]]) -> None:
     _OFFERED.update(kernels)
     given = os.environ.get(VARIABLE, "")
     if given not in ("", "0", "1"):
-        _warn(f"{VARIABLE}={given!r} is neither 0 nor 1: ignored")
+        _LOG.warning("%s=%r is neither 0 nor 1: ignored", VARIABLE, given)
     if is_asked_for():
         _State.decided = True
         _activate()
@@ -60,11 +59,6 @@ def offer(kernels: Mapping[str, Callable[..., Any]]) -> None:
 def offered() -> Mapping[str, Callable[..., Any]]:
     """What computes each operator in Python that the library serves, or would."""
     return _OFFERED
-
-
-@functools.cache
-def _warn(said: str) -> None:
-    _LOG.warning("%s", said)
 
 
 def ready() -> bool:

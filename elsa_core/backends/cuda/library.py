@@ -75,9 +75,7 @@ class Library:
         number = ctypes.c_uint32()
         self._ask(
             "elsa_cuda_add_kernel", kernel.symbol.encode(), kernel.code,
-            ctypes.c_uint64(len(kernel.code)), ctypes.c_uint32(kernel.threads),
-            ctypes.c_uint32(kernel.shared), ctypes.c_uint32(kernel.cluster),
-            ctypes.c_uint32(kernel.flags),
+            ctypes.c_uint64(len(kernel.code)), *map(ctypes.c_uint32, kernel.facts),
             ctypes.byref(number),
         )  # fmt: skip
         self.kernels[number.value] = kernel

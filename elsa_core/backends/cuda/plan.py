@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MAGIC = 0x4E4C5045
 VERSION = 1
@@ -15,15 +16,11 @@ LAUNCH, ZERO = 0, 1
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel and how it is launched: all that the library needs of a compiler's output.
+    """A compiled kernel and how it is launched.
 
-    Attributes:
-        symbol: its name in `code`.
-        code: a cubin.
-        threads, shared: of a block; shared memory in bytes, dynamic.
-        cluster: blocks of a cluster.
-        overlap: it may begin before the launch ahead of it ends (programmatic dependent launch).
-        cooperative: all its blocks run at once.
+    symbol: its name in `code`, a cubin. threads, shared: of a block; shared memory in bytes,
+    dynamic. cluster: blocks of one. overlap: it may begin before the launch ahead of it ends
+    (programmatic dependent launch). cooperative: all its blocks run at once.
     """
 
     symbol: str
@@ -35,13 +32,12 @@ class Kernel:
     cooperative: bool = False
 
     @property
-    def flags(self) -> int:
-        """`overlap` and `cooperative` as the library takes them."""
-        return self.overlap + 2 * self.cooperative
+    def facts(self) -> tuple[int, int, int, int]:
+        """What the library takes beside name and code; the last number is of flags."""
+        return self.threads, self.shared, self.cluster, self.overlap + 2 * self.cooperative
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """A result: PyTorch's number of its dtype, sizes and strides in elements."""
 
     dtype: int
@@ -92,24 +88,20 @@ def write(plan: Plan) -> bytes:
     Raises:
         struct.error: a number does not fit its place.
     """
-
-    def place(pointer: Pointer) -> bytes:
-        return struct.pack("<IQ", pointer.slot, pointer.offset)
-
     parts = [struct.pack("<4I", MAGIC, VERSION, plan.inputs, len(plan.outputs))]
-    for output in plan.outputs:
-        count = len(output.sizes)
-        layout = (*output.sizes, *output.strides)
-        parts.append(struct.pack(f"<iI{2 * count}q", output.dtype, count, *layout))
+    for dtype, sizes, strides in plan.outputs:
+        count = len(sizes)
+        parts.append(struct.pack(f"<iI{2 * count}q", dtype, count, *sizes, *strides))
     parts.append(struct.pack("<QI", plan.workspace, len(plan.steps)))
     for step in plan.steps:
         if isinstance(step, Zero):
-            parts.append(struct.pack("<IQ", ZERO, step.size) + place(step.place))
+            place = step.place
+            parts.append(struct.pack("<IQIQ", ZERO, step.size, place.slot, place.offset))
             continue
         parts.append(struct.pack("<6I", LAUNCH, step.kernel, *step.grid, len(step.arguments)))
         for argument in step.arguments:
             if isinstance(argument, Pointer):
-                parts.append(struct.pack("<I", 0) + place(argument))
+                parts.append(struct.pack("<IIQ", 0, argument.slot, argument.offset))
             else:
                 parts.append(struct.pack("<I", len(argument)) + argument.ljust(8, b"\0"))
     return b"".join(parts)

@@ -130,8 +130,7 @@ def write(archs: Mapping[int, Recorded], served: str) -> bytes:
         out += [struct.pack("<I", arch), _count(each.kernels)]
         for number, kernel in sorted(each.kernels.items()):
             out += [struct.pack("<I", number), _text(kernel.symbol)]
-            facts = kernel.threads, kernel.shared, kernel.cluster, kernel.flags
-            out.append(struct.pack("<4IQ", *facts, len(kernel.code)) + kernel.code)
+            out.append(struct.pack("<4IQ", *kernel.facts, len(kernel.code)) + kernel.code)
         out.append(_count(each.layouts))
         for name, words, plan in each.layouts:
             out += [_text(name), struct.pack("<I", len(words) // 8), words]

@@ -35,14 +35,6 @@ DTYPES = {
 _ALIGNMENT = 512
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor's memory comes from: an input by its number, or an allocation."""
-
-    source: int | Tensor
-    start: int  # the address that offsets count from
-
-
 @dataclass(eq=False)
 class Recorder(TorchDispatchMode):
     """Notes what is done while it is active in this thread.
@@ -55,7 +47,8 @@ class Recorder(TorchDispatchMode):
     inputs: Sequence[Tensor | None]
     reason: str = ""
     hooked: bool = False
-    _places: dict[int, _Place] = field(default_factory=dict)
+    # of a tensor: an input's number or what was allocated, and the address that offsets count from
+    _places: dict[int, tuple[int | Tensor, int]] = field(default_factory=dict)
     _kept: list[Tensor] = field(default_factory=list)  # so that no object takes another's place
     _steps: list[tuple[Any, tuple[Tensor, ...]] | Tensor] = field(default_factory=list)
 
@@ -63,7 +56,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         for number, tensor in enumerate(self.inputs):
             if tensor is not None:
-                self._know(tensor, _Place(number, tensor.data_ptr()))
+                self._know(tensor, (number, tensor.data_ptr()))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -72,7 +65,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS or func in _ZEROED:
-            self._know(result, _Place(result, result.untyped_storage().data_ptr()))
+            self._know(result, (result, result.untyped_storage().data_ptr()))
             if func in _ZEROED:
                 self._steps.append(result)
         elif func is _ATEN.zero_.default:
@@ -93,7 +86,7 @@ class Recorder(TorchDispatchMode):
             self._know(part, place)
         return True
 
-    def _know(self, tensor: Tensor, place: _Place) -> None:
+    def _know(self, tensor: Tensor, place: tuple[int | Tensor, int]) -> None:
         self._kept.append(tensor)
         self._places[id(tensor)] = place
 
@@ -113,28 +106,60 @@ class Recorder(TorchDispatchMode):
         """
         if self.reason:
             raise PlanError(self.reason)
-        places = _Slots(len(self.inputs), [self._of(t) for t in results], results)
-        outputs = tuple(Output(DTYPES[t.dtype], tuple(t.shape), tuple(t.stride())) for t in results)
+        slots = self._slots_of(results)
+        parts: dict[int, int] = {}  # storage: offset in the workspace, which holds all the others
+        workspace = 0
+
+        def pointer(tensor: Tensor) -> Pointer:
+            nonlocal workspace
+            source, start = self._place_of(tensor)
+            offset = tensor.data_ptr() - start if tensor.numel() else 0
+            if not isinstance(source, Tensor):
+                return Pointer(source, offset)
+            storage = _storage(source)
+            if storage in slots:
+                return Pointer(slots[storage], offset)
+            if storage not in parts:
+                parts[storage] = workspace
+                workspace += -(-source.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+            return Pointer(len(self.inputs) + len(results), parts[storage] + offset)
+
         steps: list[Launch | Zero] = []
         for step in self._steps:
             if isinstance(step, Tensor):
                 if not step.is_contiguous():
                     raise PlanError("it zeroes memory with gaps")
                 if step.numel():
-                    size = step.numel() * step.element_size()
-                    steps.append(Zero(places.pointer(self._of(step), step), size))
+                    steps.append(Zero(pointer(step), step.numel() * step.element_size()))
                 continue
             launch, pointers = step
             if launch.compiled is None:
                 raise PlanError("this version of Triton is launched by its own JIT")
-            if 0 in launch.grid:
-                continue
-            found = [places.pointer(self._of(t), t) for t in pointers]
-            given = arguments_of(launch.compiled, launch.values, found)
-            steps.append(Launch(number(launch.compiled), launch.grid, given))
-        return Plan(len(self.inputs), outputs, places.workspace, tuple(steps))
+            if 0 not in launch.grid:
+                found = list(map(pointer, pointers))
+                given = arguments_of(launch.compiled, launch.values, found)
+                steps.append(Launch(number(launch.compiled), launch.grid, given))
+        outputs = tuple(Output(DTYPES[t.dtype], tuple(t.shape), tuple(t.stride())) for t in results)
+        return Plan(len(self.inputs), outputs, workspace, tuple(steps))
 
-    def _of(self, tensor: Tensor) -> _Place:
+    def _slots_of(self, results: Sequence[Tensor]) -> dict[int, int]:
+        """The slots of results by their storages: each must be one that the call allocated."""
+        slots: dict[int, int] = {}
+        for slot, result in enumerate(results, len(self.inputs)):
+            if not isinstance(self._place_of(result)[0], Tensor):
+                raise PlanError("it returns a tensor that it was given")
+            storage = result.untyped_storage()
+            steps = zip(result.shape, result.stride(), strict=True)
+            size = sum((n - 1) * s for n, s in steps) + 1 if result.numel() else 0
+            whole = storage.nbytes() == size * result.element_size()
+            if not whole or storage.data_ptr() != result.data_ptr():
+                raise PlanError("it returns a part of what it allocates")
+            if _storage(result) in slots and result.numel():
+                raise PlanError("it returns one tensor twice")
+            slots[_storage(result)] = slot
+        return slots
+
+    def _place_of(self, tensor: Tensor) -> tuple[int | Tensor, int]:
         place = self._places.get(id(tensor))
         if place is None:
             raise PlanError("it reads a tensor that is neither given nor allocated by it")
@@ -158,44 +183,6 @@ def recorder_of(inputs: Sequence[Tensor | None]) -> Recorder:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-class _Slots:
-    """The slots of a plan: inputs, outputs, and one workspace that holds all other allocations."""
-
-    def __init__(self, inputs: int, places: Sequence[_Place], results: Sequence[Tensor]):
-        self.inputs, self.count = inputs, len(results)
-        self.workspace = 0
-        self.outputs: dict[int, int] = {}  # storage: slot
-        self.parts: dict[int, int] = {}  # storage: offset in the workspace
-        for number, (place, result) in enumerate(zip(places, results, strict=True)):
-            if not isinstance(place.source, Tensor):
-                raise PlanError("it returns a tensor that it was given")
-            storage, steps = (
-                result.untyped_storage(),
-                zip(result.shape, result.stride(), strict=True),
-            )
-            size = sum((n - 1) * s for n, s in steps) + 1 if result.numel() else 0
-            whole = storage.nbytes() == size * result.element_size()
-            if not whole or storage.data_ptr() != result.data_ptr():
-                raise PlanError("it returns a part of what it allocates")
-            if _storage(result) in self.outputs and result.numel():
-                raise PlanError("it returns one tensor twice")
-            self.outputs[_storage(result)] = inputs + number
-
-    def pointer(self, place: _Place, tensor: Tensor) -> Pointer:
-        """The pointer to a tensor's first element."""
-        offset = tensor.data_ptr() - place.start if tensor.numel() else 0
-        if not isinstance(place.source, Tensor):
-            return Pointer(place.source, offset)
-        storage = _storage(place.source)
-        if storage in self.outputs:
-            return Pointer(self.outputs[storage], offset)
-        if storage not in self.parts:
-            self.parts[storage] = self.workspace
-            size = place.source.untyped_storage().nbytes()
-            self.workspace += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return Pointer(self.inputs + self.count, self.parts[storage] + offset)
 
 
 def heard(launch: Any, pointers: tuple[Tensor, ...]) -> None:
