@@ -28,8 +28,8 @@ from elsa_core.backends.triton.linear import gated, launches
 from elsa_core.backends.triton.shared.device import Described, describing
 from elsa_core.backends.triton.shared.launch import recording
 from elsa_core.backends.triton.window import planner as windows
-from elsa_core.backends.triton.window.backward_plan import Wants
-from elsa_core.backends.triton.window.backward_plan import plan_call as plan_window_gradients
+from elsa_core.backends.triton.window.backward import Wants
+from elsa_core.backends.triton.window.backward import plan_call as plan_window_gradients
 from elsa_core.backends.window_call import WindowCall
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

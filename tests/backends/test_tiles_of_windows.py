@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from elsa_core.backends.triton.shared import device
-from elsa_core.backends.triton.window.backward_plan import Wants, plan_call, tile_plan
+from elsa_core.backends.triton.window.backward import Wants, plan_call
 
 TABLES = ["default", *sorted(p.stem for p in SHIPPED.glob("*.json"))]
 
@@ -180,7 +180,7 @@ def test_workspace_does_not_grow_with_the_images():
         own = given_gradients(torch.float16, cosine=True, side=84)
         own = own._replace(qkv=own.qkv[:batch])
         call = plan_call(own, ALL._replace(pad=False), None)
-        plan = tile_plan(own)
+        plan = tiling.plan_backward(*planner.tile_terms(own))
         size, _ = call.workspace["partial"]
         assert size <= plan.tile.resident * 132 * (64 * 64 + 1)
         assert all(n == 1 for name, (n, _) in call.workspace.items() if name.endswith("flags"))

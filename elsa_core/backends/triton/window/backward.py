@@ -8,19 +8,40 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.shared import device
+from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.window import planner, tiling
-from elsa_core.backends.triton.window.backward_plan import Call, Wants, plan_call
+from elsa_core.backends.triton.window.tiling import WindowShape
 from elsa_core.backends.window_call import WindowCall
 
 LARGEST_DIM = 64
+# partial sums that a program adds at once, and entries of a row
+AT_ONCE, SUM_BLOCK = 16, 64
+TABLE_BLOCK = 512
+
+
+class Wants(NamedTuple):
+    """Which gradients are computed: those wanted of terms that there are."""
+
+    qkv: bool
+    bias: bool
+    pad: bool
+    logit: bool
+
+
+class Call(NamedTuple):
+    """A planned call: its launches with the names of what they read and write, and the elements and
+    dtype of what it allocates beside the gradients."""
+
+    steps: tuple[tuple[Launch, tuple[str, ...]], ...]
+    workspace: dict[str, tuple[int, torch.dtype]]
 
 
 def support(request: Request) -> Support:
@@ -91,35 +112,88 @@ def window_attention_backward(
             assert given.bias is not None
             given = given._replace(bias=planner.gathered(given.bias, index), bias_index=None)
         grad_out = grad_out.contiguous()
-        call = planned(given, grad_out, wants, grads, index)
-        execute(call, given, grad_out, grads, index)
+        table = (grads[1], index) if index is not None and wants.bias else None
+        key = (
+            *planner.layout_key("window backward", given), grad_out.data_ptr() % 16, wants,
+            *((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in (*grads, *(table or ()))),
+        )  # fmt: skip
+        call: Call = PLANS.get(key, plan_call, given, wants, table)
+        tensors = {
+            name: qkv.new_empty(size, dtype=dtype) for name, (size, dtype) in call.workspace.items()
+        }
+        tensors |= zip(("qkv", "bias", "pad", "logit"), planner.pointers(given), strict=True)
+        tensors |= zip(("dqkv", "dbias", "dpad", "dlogit"), grads, strict=True)
+        tensors |= {"grad": grad_out, "none": qkv, "index": qkv if index is None else index}
+        for launch, names in call.steps:
+            launch(*(tensors[name] for name in names))
     return grads[0], grads[1], grads[2], grads[3]
 
 
-def execute(
-    call: Call, given: WindowCall, grad_out: Tensor, grads: list[Tensor],
-    index: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Allocate the workspace and launch. given: with a dense bias; index: of the bias's table."""
-    qkv = given.qkv
-    tensors = {
-        name: qkv.new_empty(size, dtype=dtype) for name, (size, dtype) in call.workspace.items()
-    }
-    tensors |= zip(("qkv", "bias", "pad", "logit"), planner.pointers(given), strict=True)
-    tensors |= {"grad": grad_out, "none": qkv, "index": qkv if index is None else index}
-    tensors |= zip(("dqkv", "dbias", "dpad", "dlogit"), grads, strict=True)
-    for launch, names in call.steps:
-        launch(*(tensors[name] for name in names))
+def plan_call(given: WindowCall, wants: Wants, table: tuple[Tensor, Tensor] | None = None) -> Call:
+    """The launches of a call: all windows, with a guard again those that it turned away; then the
+    sums of their programs, and a table's part of these.
+
+    given: with a dense bias. table: the gradient of a table, and its index.
+    """
+    from elsa_core.backends.triton.window.backward_kernels import window_gradients
+
+    p = tiling.plan_backward(*planner.tile_terms(given))
+    shape = planner.shape_of(given)
+    row = shape.tokens**2 * wants.bias + 2 * shape.head_dim * wants.pad + wants.logit
+    programs = p.groups * shape.heads
+    terms: dict[str, Any] = {
+        **planner.common_terms(given), "grad_scale": float(given.scale), "count": p.count,
+        "DP": p.padded_dim, "BM": p.block, "ROW": row,
+        **{f"WANT_{name.upper()}": wanted for name, wanted in wants._asdict().items()},
+    }  # fmt: skip
+    names = ("qkv", "grad", "bias", "pad", "logit", "dqkv" if wants.qkv else "none", "partial",
+             "flags")  # fmt: skip
+    steps = []
+    for tile in (p.tile, p.exact):
+        if tile is None:
+            continue
+        options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if tile.registers:
+            options["maxnreg"] = tile.registers
+        own = terms | {
+            "MODE": device.MODES[tile.mode], "AGAIN": tile is p.exact, "STAGES": tile.stages,
+        }  # fmt: skip
+        steps.append((Launch(window_gradients, (programs,), own, options), names))
+    flags = 1 if p.exact is None else programs + shape.windows * shape.heads
+    sizes = {"partial": (max(1, programs * row), torch.float32), "flags": (flags, torch.int32)}
+    if row:
+        # what sums are written to: a table's are made dense first
+        ends = ("dbias" if table is None else "dense", "dpad", "dlogit")
+        ends = (end if wanted else "partial" for end, wanted in zip(ends, wants[1:], strict=True))
+        launch = _sums(shape, wants, p.groups, row, given.layout == "head")
+        steps.append((launch, ("partial", *ends)))
+    if table is not None:
+        steps.append((_table(table, shape), ("dense", "index", "dbias")))
+        sizes["dense"] = (shape.heads * shape.tokens**2, torch.float32)
+    return Call(tuple(steps), sizes)
 
 
-def planned(
-    given: WindowCall, grad_out: Tensor, wants: Wants, grads: list[Tensor], index: Tensor | None
-) -> Call:
-    """The launches of a call, cached by layout. A bias is dense here."""
-    table = (grads[1], index) if index is not None and wants.bias else None
-    key = (
-        *planner.layout_key("window backward", given), grad_out.data_ptr() % 16, wants,
-        None if table is None else (index.shape, index.stride(), index.data_ptr() % 16),
-        *((g.shape, g.dtype, g.data_ptr() % 16) for g in grads),
-    )  # fmt: skip
-    return PLANS.get(key, plan_call, given, wants, table)
+def _sums(shape: WindowShape, wants: Wants, groups: int, row: int, head_first: bool) -> Launch:
+    from elsa_core.backends.triton.window.backward_kernels import add_partials
+
+    dim = shape.head_dim
+    tail = {
+        "groups": groups, "heads": shape.heads, "pad_h": dim * (3 if head_first else 1),
+        "pad_part": dim * (1 if head_first else shape.heads), "SIZE": shape.tokens**2, "D": dim,
+        "ROW": row, "WANT_BIAS": wants.bias, "WANT_PAD": wants.pad, "WANT_LOGIT": wants.logit,
+        "AT_ONCE": AT_ONCE, "BLOCK": SUM_BLOCK,
+    }  # fmt: skip
+    return Launch(add_partials, (-(-row // SUM_BLOCK), shape.heads), tail, {"num_warps": 4})
+
+
+def _table(table: tuple[Tensor, Tensor], shape: WindowShape) -> Launch:
+    from elsa_core.backends.triton.window.backward_kernels import add_to_table
+
+    (rows, heads), index = table[0].shape, table[1]
+    block = min(8, tiling.padded(heads, 1))
+    tail = {
+        "size": shape.tokens**2, "rows": rows, "heads": heads, "tokens": shape.tokens,
+        **dict(zip(("index_q", "index_k"), index.stride(), strict=True)),
+        "HEADS": block, "BLOCK": TABLE_BLOCK,
+    }  # fmt: skip
+    return Launch(add_to_table, (rows, -(-heads // block)), tail, {"num_warps": 4})

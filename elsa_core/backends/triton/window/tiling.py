@@ -35,8 +35,7 @@ class WindowTile:
     after the other; resident: programs a multiprocessor should have before that. registers: the
     most a thread may use (0: the compiler decides). unroll: the tiles of keys follow one another
     without a loop. least_dim: head dimensions are padded to it. direction: forward or backward;
-    the other direction's rows never serve a call. reload: each window reads the bias again, which
-    takes fewer registers than to keep it.
+    the other direction's rows never serve a call.
     """
 
     mode: str
@@ -53,7 +52,6 @@ class WindowTile:
     folded: bool = False
     least_dim: int = 16
     direction: str = "forward"
-    reload: bool = False
 
     def serves(self, mode: str, dim: int, tokens: int, direction: str = "forward") -> bool:
         """Whether calls of this mode, padded head dimension, length and direction are its own."""

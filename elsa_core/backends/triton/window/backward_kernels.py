@@ -4,7 +4,7 @@ With P the weights of a window and g the gradient of its result: dV = P^T g, dP 
 dS = P * (dP - sum(P * dP)), dQ = scale dS K, dK = scale dS^T Q. Weights are computed again; nothing
 of a window is written but its rows of dqkv. A program takes the windows [i * count, (i + 1) *
 count) of one head in order and keeps its sums of dS (the bias's gradient), of the padded tokens'
-gradients and of the logit scale's in registers; each is written once, and `backward_sums` adds the
+gradients and of the logit scale's in registers; each is written once, and `add_partials` adds the
 programs' in order: no float atomics, equal bits from run to run.
 
 MODE, BIAS, DENSE, PADDED, COSINE, edge and code as in `helpers`, with MODE 3 (float32 FMA) here
@@ -19,18 +19,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from elsa_core.backends.triton.shared.helpers import exponent, halves, load_tile, power
-from elsa_core.backends.triton.window.backward_products import (
-    MOST_OF_SCORES,
-    operand,
-    product,
-    rows_operand,
-    scaled,
-    score_tile,
-    through_norm,
+from elsa_core.backends.triton.shared.helpers import (
+    FLOAT_MAX,
+    SINGLE_LIMIT,
+    SPLIT_LIMIT,
+    clamped_power,
+    exponent,
+    extent,
+    fails_guard,
+    halves,
+    load_tile,
+    power,
+    times_power,
 )
 from elsa_core.backends.triton.window.helpers import (
+    NORM_EPS,
     RUNTIME_INTEGERS,
+    SCORE_LIMIT,
     add_terms,
     bias_tile,
     load_tokens,
@@ -42,6 +47,110 @@ from elsa_core.backends.triton.window.helpers import (
     token_code,
     window_edge,
 )
+
+# bounds of an operand's exponent, so that those of two operands and of weights stay in float32
+LEAST_EXPONENT: tl.constexpr = tl.constexpr(-40)
+MOST_EXPONENT: tl.constexpr = tl.constexpr(56)
+# dS of a window of zeros would take an exponent that no factor undoes
+MOST_OF_SCORES: tl.constexpr = tl.constexpr(100)
+
+
+@triton.jit
+def operand(x, MODE: tl.constexpr):
+    """A tile as products take it: high and low part, exponent, and 1 where the guard fails."""
+    hi = x
+    lo = x
+    e = tl.full([], 0, tl.int32)
+    bad = tl.full([], 0, tl.int32)
+    if MODE == 1 or MODE == 2:
+        LIMIT: tl.constexpr = SPLIT_LIMIT if MODE == 1 else SINGLE_LIMIT
+        top, least = extent(tl.abs(x), 0.0)
+        e = tl.minimum(exponent(top), MOST_EXPONENT)
+        bad = fails_guard(least, e, LIMIT) | (e < LEAST_EXPONENT).to(tl.int32)
+        hi, lo = halves(x * power(e))
+    return hi, lo, e, bad
+
+
+@triton.jit
+def unit_operand(x, MODE: tl.constexpr):
+    """Normalised rows as products take them, 1 / norm of each row, and 1 where a norm overflows.
+
+    In split and single modes they carry 2**13.
+    """
+    square = tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+    inverse = 1.0 / tl.maximum(tl.sqrt(square), NORM_EPS)
+    bad = tl.full([], 0, tl.int32)
+    unit = x.to(tl.float32) * inverse[:, None]
+    if MODE == 1 or MODE == 2:
+        hi, lo = halves(unit * 8192.0)
+        bad = (tl.max(square, 0) > FLOAT_MAX).to(tl.int32)
+    else:
+        hi = unit.to(x.dtype)
+        lo = hi
+    return hi, lo, inverse, bad
+
+
+@triton.jit
+def product(ah, al, bh, bl, MODE: tl.constexpr):
+    """a b in an accumulator of its own, the smallest products first."""
+    if MODE == 1:
+        t = tl.dot(al, bh)
+        t = tl.dot(ah, bl, t)
+        t = tl.dot(ah, bh, t)
+    elif MODE == 3:
+        t = tl.dot(ah, bh, input_precision="ieee")
+    else:
+        t = tl.dot(ah, bh)
+    return t
+
+
+@triton.jit
+def scaled(x, e):
+    """x * 2**e; e beyond what float32 holds gives zeros or infinities."""
+    return times_power(x, tl.minimum(tl.maximum(e, -252), 254))
+
+
+@triton.jit
+def through_norm(u, x, inverse):
+    """The gradient of rows before they were normalised, of that after, and its part along them.
+
+    A row of a norm below NORM_EPS was divided by that constant.
+    """
+    unit = x.to(tl.float32) * inverse[:, None]
+    along = tl.sum(unit * u, 1)
+    held = tl.where(inverse * NORM_EPS < 1.0, along, 0.0)
+    return (u - unit * held[:, None]) * inverse[:, None], along
+
+
+@triton.jit
+def rows_operand(x, MODE: tl.constexpr, COSINE: tl.constexpr):
+    """Queries or keys as products take them: high and low part, exponent, 1 / norm of rows (of
+    cosine attention), and 1 where the guard fails."""
+    if COSINE:
+        hi, lo, inverse, bad = unit_operand(x, MODE)
+        e = tl.full([], 13 if MODE == 1 or MODE == 2 else 0, tl.int32)
+    else:
+        hi, lo, e, bad = operand(x, MODE)
+        inverse = tl.zeros([x.shape[0]], tl.float32)
+    return hi, lo, e, inverse, bad
+
+
+@triton.jit
+def score_tile(
+    q, qh, ql, e_q, i_q, k, kh, kl, e_k, i_k, scale, scale_exp,
+    MODE: tl.constexpr, COSINE: tl.constexpr,
+):  # fmt: skip
+    """Scores in base 2 of two tiles, and 1 where they may lie beyond what a split holds."""
+    bad = tl.full([], 0, tl.int32)
+    if MODE == 0 and COSINE:
+        # as the forward, from rows that are not rounded again
+        s = tl.dot(q, k.T) * (i_q * scale)[:, None] * i_k[None, :]
+    else:
+        e = scale_exp - e_q - e_k
+        s = product(qh, ql, kh.T, kl.T, MODE) * (clamped_power(e) * scale)
+        if MODE == 1 or MODE == 2:
+            bad = (e > SCORE_LIMIT).to(tl.int32)
+    return s, bad
 
 
 @triton.jit
@@ -179,7 +288,6 @@ def window_gradients(
     GRID: tl.constexpr, VOLUME: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     WD: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr, T: tl.constexpr, SHIFT: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    RELOAD: tl.constexpr,
     WANT_QKV: tl.constexpr, WANT_BIAS: tl.constexpr, WANT_PAD: tl.constexpr,
     WANT_LOGIT: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
@@ -236,13 +344,10 @@ def window_gradients(
         if WANT_LOGIT:
             dlogit = tl.load(p_logit, mask=in_logit, other=0.0)
     i_b, w_z, w_y, w_x = locate_window(tl.full([], 0, tl.int32) + first, n_d, n_h, n_w, VOLUME)
-    if not RELOAD:
-        bias = bias_tile(Bias, i_h, o, o, bias_h, bias_q, bias_k, BIAS, DENSE, T, BOUNDED)
+    bias = bias_tile(Bias, i_h, o, o, bias_h, bias_q, bias_k, BIAS, DENSE, T, BOUNDED)
     p_flags = Flags + tl.num_programs(0) + i_h
     verdicts = tl.full([], 0, tl.int32)
     for i_window in tl.range(first, last, num_stages=STAGES):
-        if RELOAD:
-            bias = bias_tile(Bias, i_h, o, o, bias_h, bias_q, bias_k, BIAS, DENSE, T, BOUNDED)
         now = True
         if AGAIN:
             now = tl.load(p_flags + i_window * heads) != 0
@@ -268,3 +373,61 @@ def window_gradients(
         tl.store(p_pad + D, dpad_v, mask=in_pad)
     if WANT_LOGIT:
         tl.store(p_logit, dlogit, mask=in_logit)
+
+
+@triton.jit(do_not_specialize=["groups", "heads", "pad_h", "pad_part"])
+def add_partials(
+    Partial, DBias, DPad, DLogit,
+    groups: tl.int32, heads: tl.int32, pad_h: tl.int64, pad_part: tl.int64,
+    SIZE: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, WANT_BIAS: tl.constexpr,
+    WANT_PAD: tl.constexpr, WANT_LOGIT: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of ROW, heads): the sums of a head over its groups.
+
+    Partial, float32 [groups, heads, ROW]: SIZE of the bias, then 2 * D of a padded token's key and
+    value, then one of the logit scale. DBias [heads, SIZE] and DLogit [heads] are dense; DPad
+    [3 * C] has a head at pad_h and the next of query, key and value pad_part further on.
+    """
+    i_h = tl.program_id(1)
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    o_g = tl.arange(0, AT_ONCE)
+    acc = tl.zeros([AT_ONCE, BLOCK], tl.float32)
+    for g0 in tl.range(0, groups, AT_ONCE):
+        p = Partial + ((g0 + o_g).to(tl.int64) * heads + i_h)[:, None] * ROW + o[None, :]
+        acc += tl.load(p, mask=(g0 + o_g < groups)[:, None] & (o < ROW)[None, :], other=0.0)
+    x = tl.sum(acc, 0)
+    FIRST: tl.constexpr = SIZE if WANT_BIAS else 0
+    if WANT_BIAS:
+        p = DBias + i_h.to(tl.int64) * SIZE + o
+        tl.store(p, x.to(DBias.dtype.element_ty), mask=o < SIZE)
+    if WANT_PAD:
+        i = o - FIRST
+        p = DPad + i_h * pad_h + (1 + i // D) * pad_part + i % D
+        tl.store(p, x.to(DPad.dtype.element_ty), mask=(i >= 0) & (i < 2 * D))
+    if WANT_LOGIT:
+        tl.store(DLogit + i_h + o * 0, x.to(DLogit.dtype.element_ty), mask=o == ROW - 1)
+
+
+@triton.jit(do_not_specialize=["size", "rows", "heads", "tokens", "index_q", "index_k"])
+def add_to_table(
+    Dense, Index, DTable, size: tl.int32, rows: tl.int32, heads: tl.int32, tokens: tl.int32,
+    index_q: tl.int64, index_k: tl.int64, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows of the table, blocks of HEADS heads): the sum of the entries that read a row.
+
+    Dense, float32 [heads, tokens * tokens]; Index [tokens, tokens]; DTable [rows, heads]. Entries
+    beyond the table have no gradient.
+    """
+    i_row = tl.program_id(0)
+    o_h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    acc = tl.zeros([HEADS, BLOCK], tl.float32)
+    for first in tl.range(0, size, BLOCK):
+        o = first + tl.arange(0, BLOCK)
+        i_q = o // tokens
+        p = Index + i_q * index_q + (o - i_q * tokens) * index_k
+        number = tl.load(p, mask=o < size, other=-1 - rows)
+        mine = number == i_row
+        p = Dense + o_h.to(tl.int64)[:, None] * size + o[None, :]
+        acc += tl.load(p, mask=(o_h < heads)[:, None] & mine[None, :], other=0.0)
+    p = DTable + i_row.to(tl.int64) * heads + o_h
+    tl.store(p, tl.sum(acc, 1).to(DTable.dtype.element_ty), mask=o_h < heads)
