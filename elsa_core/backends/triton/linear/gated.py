@@ -26,8 +26,8 @@ from elsa_core.backends.triton.linear.product import (
     split_products,
     tile_of_program,
 )
-from elsa_core.backends.triton.shared.device import on_device_of
 from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.shared.layout import on_device
 from elsa_core.backends.triton.shared.plans import PLANS
 
 
@@ -127,7 +127,7 @@ def gated_linear(
     call = PLANS.get(key, plan, *given, activation, precision == "turbo")
     if call is None:
         return None
-    with on_device_of(input):
+    with on_device(input):
         out: Tensor = call(*given)
     return out
 

@@ -23,7 +23,7 @@ from elsa_core.backends.triton.linear.launches import (
     split_turned,
     tile_for,
 )
-from elsa_core.backends.triton.shared.device import on_device_of
+from elsa_core.backends.triton.shared.layout import on_device
 from elsa_core.backends.triton.shared.plans import PLANS
 
 # With fewer rows PyTorch's library, which then cuts the sums over channels, is faster.
@@ -48,7 +48,7 @@ def linear(
     call = PLANS.get(key, plan, given, activation, precision == "turbo")
     if call is None:
         return None
-    with on_device_of(input):
+    with on_device(input):
         out: Tensor = call(*given)
     return out
 
@@ -147,7 +147,7 @@ def backward(
         return None
     of_input, of_weight = found
     none = grad_out.new_empty(0)
-    with on_device_of(grad_out):
+    with on_device(grad_out):
         return (
             of_input(grad_out, weight) if of_input is not None else none,
             of_weight(grad_out, input) if of_weight is not None else none,

@@ -6,10 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from elsa_core.backends.triton.attention import tiling
 from elsa_core.backends.triton.attention.tiling import Table
@@ -114,24 +113,6 @@ def _capability_of(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.hip:
         return None
     return torch.cuda.get_device_capability(device)
-
-
-class on_device_of:  # noqa: N801 (a context manager that is read as a sentence)
-    """Makes a tensor's device the current one, where it is not."""
-
-    __slots__ = ("guard",)
-
-    def __init__(self, t: Tensor):
-        elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
-        self.guard = torch.cuda.device(t.device) if elsewhere else None
-
-    def __enter__(self) -> None:
-        if self.guard is not None:
-            self.guard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self.guard is not None:
-            self.guard.__exit__(*error)
 
 
 def overlaps(device: torch.device) -> bool:

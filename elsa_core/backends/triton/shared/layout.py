@@ -24,8 +24,8 @@ def key_of(t: Tensor | None) -> tuple[Any, ...] | None:
 
 def on_device(t: Tensor) -> AbstractContextManager[Any]:
     """The context in which a tensor's GPU is the current one."""
-    several = t.is_cuda and torch.cuda.device_count() > 1
-    return torch.cuda.device(t.device) if several else nullcontext()
+    elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(t.device) if elsewhere else nullcontext()
 
 
 def mask_pointer(mask: Tensor | None, query: Tensor) -> Tensor:

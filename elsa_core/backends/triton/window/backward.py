@@ -16,6 +16,7 @@ from torch import Tensor
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.shared.layout import on_device
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.window import planner, tiling
 from elsa_core.backends.triton.window.tiling import WindowShape
@@ -105,7 +106,7 @@ def window_attention_backward(
     if not any(wants):
         return grads[0], grads[1], grads[2], grads[3]
     index, pad = given.bias_index, given.pad_qkv
-    with device.on_device_of(qkv):
+    with on_device(qkv):
         if pad is not None and (pad.dtype != qkv.dtype or pad.stride(0) != 1):
             given = given._replace(pad_qkv=pad.to(qkv.dtype).contiguous())
         if index is not None:

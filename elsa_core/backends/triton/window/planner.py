@@ -11,7 +11,7 @@ from torch import Tensor
 from elsa_core.backends import eager_window
 from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.shared.launch import Launch
-from elsa_core.backends.triton.shared.layout import LOG2E
+from elsa_core.backends.triton.shared.layout import LOG2E, on_device
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.window import tiling
 from elsa_core.backends.triton.window.tiling import WindowPlan, WindowShape, WindowTable
@@ -50,7 +50,7 @@ def window_attention(*arguments: Any) -> Tensor:
     out = qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
     if not out.numel():
         return out
-    with device.on_device_of(qkv):
+    with on_device(qkv):
         if given.bias_index is not None:
             assert given.bias is not None
             given = given._replace(bias=gathered(given.bias, given.bias_index), bias_index=None)
