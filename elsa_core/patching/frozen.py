@@ -1,8 +1,4 @@
-"""`freeze`, `unfreeze` and `refresh`: what patched sites keep of tensors derived from weights.
-
-Some sites use functions of weights alone: the bias that SwinV2's position network computes, a
-table of relative positions read for every pair of tokens.
-"""
+"""`freeze`, `unfreeze` and `refresh`: what patched sites keep of tensors derived from weights."""
 
 from __future__ import annotations
 
@@ -19,13 +15,8 @@ from elsa_core.patching.sites import plain_model
 
 @dataclass(frozen=True)
 class FreezeReport:
-    """What `freeze` keeps.
-
-    Attributes:
-        sites: patched sites, and layers within them, for which derived tensors are kept.
-        tensors: how many there are.
-        nbytes: their memory in bytes, on the model's device.
-    """
+    """What `freeze` keeps: `tensors` that are derived from the weights of so many patched `sites`,
+    and the `nbytes` of their memory, on the model's device."""
 
     sites: int
     tensors: int
@@ -47,9 +38,9 @@ class FreezeReport:
 def freeze(model: nn.Module) -> FreezeReport:
     """Derive what patched sites derive from weights alone, once, and keep it.
 
-    For inference with weights that do not change. It saves the derivation in every eager forward:
-    the position network of SwinV2, gathered tables of biases. Without it every write is followed;
-    after it, a write that PyTorch does not count (a fused optimizer, `.data`, a numpy view) is not.
+    For inference with weights that do not change: it saves SwinV2's position network and gathered
+    tables of biases in every eager forward. A write that PyTorch does not count (a fused optimizer,
+    `.data`, a numpy view) is not followed any more.
 
     These end it, for the sites that they reach: `model.train()`, `load_state_dict`, a forward that
     trains or wants gradients of these weights, a write that PyTorch counts, moving or casting a
@@ -87,14 +78,7 @@ def freeze(model: nn.Module) -> FreezeReport:
 
 
 def unfreeze(model: nn.Module) -> int:
-    """End `freeze`: what is derived follows the weights again, whoever writes them.
-
-    Returns:
-        The sites of which tensors had been kept.
-
-    Raises:
-        TypeError: `model` is no `nn.Module`.
-    """
+    """End `freeze`: as `refresh`."""
     return refresh(model)
 
 

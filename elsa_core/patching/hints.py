@@ -42,7 +42,9 @@ def _names(cls: type, forward: object) -> Iterator[str]:
         if not isinstance(function, FunctionType) or function in seen:
             continue
         seen.add(function)
-        for code in _codes(function.__code__):
+        codes = [function.__code__]
+        for code in codes:  # and of the lambdas and comprehensions inside it
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
             yield from code.co_names
             yield from ("@" for i in dis.get_instructions(code) if i.argrepr in ("@", "@="))
             for name in code.co_names:
@@ -52,11 +54,3 @@ def _names(cls: type, forward: object) -> Iterator[str]:
                     yield str(getattr(helper, "__name__", name))
                 if str(getattr(helper, "__module__", "")).partition(".")[0] == package:
                     pending.append(helper)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function and of the lambdas and comprehensions inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)

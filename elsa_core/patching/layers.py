@@ -1,8 +1,7 @@
 """What the scope "model" patches beside attention: linear layers, MLPs and patch embeddings.
 
-A linear layer is a site wherever it stands, but within an MLP that is one. Layers that look like
-linear ones and are none (quantised, parametrised, with a low-rank addition) are sites that stay as
-they are, with the reason.
+A linear layer is a site wherever it stands, but within an MLP that is one. Layers that only look
+like linear ones (quantised, parametrised, with a low-rank addition) stay, with the reason.
 """
 
 from __future__ import annotations
@@ -43,11 +42,12 @@ def scope_of(model: nn.Module, scope: str) -> str:
 def patched_scope(model: nn.Module) -> str:
     """The scope that a patched model has: "model" where a layer or a companion of layers, which no
     other scope has, is patched."""
-    for module in model.modules():
-        of_layers = adapters.is_companion(module) and not getattr(module, "elsa_any_scope", False)
-        if of_layers or (adapters.is_patched(module) and is_layer(module)):
-            return MODEL
-    return ATTENTION
+    patched = [module for module in model.modules() if adapters.is_patched(module)]
+    of_layers = any(
+        is_layer(m) or (adapters.is_companion(m) and not getattr(m, "elsa_any_scope", False))
+        for m in patched
+    )
+    return MODEL if of_layers else ATTENTION
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -91,14 +91,8 @@ def normed_images(model: nn.Module) -> set[nn.Module]:
     """The convolutions of patch embeddings whose images a batch norm reads, and more convolutions
     after it: a product would lay them out by channels last, which all of those take longer for.
     """
-    found: set[nn.Module] = set()
-    for module in model.modules():
-        parts = module._modules
-        if isinstance(parts.get("proj"), nn.Conv2d) and isinstance(
-            parts.get("norm"), nn.BatchNorm2d
-        ):
-            found.add(parts["proj"])  # type: ignore[arg-type]
-    return found
+    pairs = [(m._modules.get("proj"), m._modules.get("norm")) for m in model.modules()]
+    return {p for p, n in pairs if isinstance(p, nn.Conv2d) and isinstance(n, nn.BatchNorm2d)}
 
 
 def companions(model: nn.Module, selected: Sequence[nn.Module]) -> Iterator[nn.Module]:
@@ -113,7 +107,6 @@ def companions(model: nn.Module, selected: Sequence[nn.Module]) -> Iterator[nn.M
         adapter: Any = adapters.written(adapters.base_class(module))
         if not getattr(adapter, "elsa_companion", False) or not adapters.support(module).ok:
             continue
-        if not (whole or getattr(adapter, "elsa_any_scope", False)):
-            continue
-        if chosen.intersection(adapter.elsa_serves(module)):
+        wanted = whole or getattr(adapter, "elsa_any_scope", False)
+        if wanted and chosen.intersection(module.modules()):
             yield module

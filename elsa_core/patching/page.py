@@ -11,19 +11,11 @@ from elsa_core.patching.text import reasons, sites_of, sites_table
 
 
 def write_page(name: str, about: str, found: Inspection, path: Path) -> Path:
-    """Write the page, whole or not at all.
-
-    Args:
-        name: the model.
-        about: one line below it: weights, size, device.
-        found: what `inspect` returned.
-        path: an .html file.
-    """
+    """Write the page of `found`, whole or not at all; `about` is a line below the model's name."""
     return pages.write(page(name, about, found), path)
 
 
 def page(name: str, about: str, found: Inspection) -> str:
-    """The whole page as HTML."""
     good = [site for site in found.sites if site.patchable]
     stay = [site for site in found.sites if not site.patchable]
     share = sum(site.flops_share or 0.0 for site in good)

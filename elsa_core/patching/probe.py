@@ -1,8 +1,7 @@
 """One run of a copy of a model, to learn what its attention sites see: tokens, windows, FLOPs.
 
-The copy shares nothing with the model that a run could change: its weights are fake tensors (shapes
-without memory), its buffers and caches its own, its classes the unpatched ones. So no hook, no
-cached fake tensor and no mode is left in the model, also where the run fails.
+The copy shares no hook, cache or mode with the model; its weights are fake tensors.
+
 """
 
 from __future__ import annotations
@@ -44,44 +43,21 @@ class ProbeError(Exception):
 
 @dataclass
 class Observation:
-    """What one site did in the run, for one image.
-
-    Attributes:
-        ran: whether the site ran at all.
-        query_tokens: rows of one softmax; key_tokens: its columns. Of the largest one.
-        problems: independent softmax matrices: heads, times windows.
-        heads: the size of the dim before the queries.
-        head_dim: the length that queries and keys were multiplied over.
-        flops: of all products of two activations inside the site; of a layer, of all products.
-        terms: further terms seen in the arguments: "mask", "rope", "causal", "returns weights".
-    """
+    """What one site did in the run, for one image."""
 
     ran: bool = False
-    query_tokens: int | None = None
-    key_tokens: int | None = None
-    problems: int | None = None
-    heads: int | None = None
-    head_dim: int | None = None
-    flops: int = 0
-    terms: list[str] = field(default_factory=list)
+    query_tokens: int | None = None  # rows of the largest softmax
+    key_tokens: int | None = None  # its columns
+    problems: int | None = None  # independent softmax matrices: heads, times windows
+    heads: int | None = None  # the size of the dim before the queries
+    head_dim: int | None = None  # the length that queries and keys were multiplied over
+    flops: int = 0  # of products of two activations inside the site; of a layer, of all products
+    # seen in the arguments: "mask", "rope", "relative bias", "causal", "returns weights"
+    terms: dict[str, None] = field(default_factory=dict)
 
 
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 _Result = TypeVar("_Result")
-
-
-def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a model that an example stands for: one tensor, a tuple, or named ones."""
-    if isinstance(example, Tensor):
-        return (example,), {}
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if isinstance(example, tuple | list):
-        return tuple(example), {}
-    raise TypeError(
-        "example must be a tensor, a tuple of the model's arguments or a dict of named ones, not "
-        f"{type(example).__name__}"
-    )
 
 
 def run_copy(
@@ -90,13 +66,8 @@ def run_copy(
     run: Callable[[nn.Module, Any, Any], _Result],
 ) -> _Result:
     """run(copy, args, kwargs) of an unpatched copy of the model in eval mode: on fake tensors, or
-    on real ones where that takes less or fake ones cannot.
-
-    Args:
-        model: is neither run nor changed.
-        given: makes the arguments, for a model with a weight such as this.
-        run: is called once, or again where it raised.
-    """
+    on real ones where that takes less or fake ones cannot. `given` makes the arguments, for a model
+    with a weight such as this; `run` is called again where it raised."""
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
 
     def really() -> _Result:
@@ -141,12 +112,21 @@ def _clear_caches(model: nn.Module) -> None:
 
 def cast_to(like: Tensor, example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of an example on the device of a model's weight, floating ones in its dtype."""
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    if isinstance(example, Mapping):
+        given = (), dict(example)
+    elif isinstance(example, Tensor | tuple | list):
+        given = ((example,) if isinstance(example, Tensor) else tuple(example)), {}
+    else:
+        raise TypeError(
+            "example must be a tensor, a tuple of the model's arguments or a dict of named ones, "
+            f"not {type(example).__name__}"
+        )
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
 
-    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, cast, arguments(example))
-    return found
+    return tree_map_only(Tensor, cast, given)  # type: ignore[no-any-return]
 
 
 def probe(
@@ -170,13 +150,21 @@ def probe(
         # the image tower and the text tower (open_clip)
         return (image, torch.zeros((1, tokens), dtype=torch.long, device=image.device)), {}
 
-    return run_copy(model, given, lambda twin, args, kwargs: _run(twin, paths, args, kwargs))
+    def run(twin: nn.Module, args: Any, kwargs: Any) -> Probe:
+        recorder = Probe(paths)
+        for path in paths:
+            recorder.observe(twin.get_submodule(path), path)
+        # The math path spells attention out as two products and a softmax, which it sees.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), plain_multihead(), recorder:
+            twin(*args, **kwargs)
+        return recorder
+
+    return run_copy(model, given, run)
 
 
 def _is_quick(model: nn.Module, values_given: int) -> bool:
-    """Whether a real run takes less than the import of PyTorch's compiler, which fake tensors need.
-
-    A real run and a fake one see the same shapes.
+    """Whether a real run, which sees the same shapes, takes less than the import of PyTorch's
+    compiler, which fake tensors need.
     """
     if "torch._dynamo" in sys.modules or any(p.is_meta for p in model.parameters()):
         return False
@@ -204,23 +192,8 @@ def _unpatched_copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
     return twin.eval()
 
 
-def _run(model: nn.Module, paths: Mapping[str, bool], args: Any, kwargs: Any) -> Probe:
-    recorder = Probe(paths)
-    for path in paths:
-        recorder.observe(model.get_submodule(path), path)
-    # The math path spells attention out as two products and a softmax, which the recorder sees.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), plain_multihead(), recorder:
-        model(*args, **kwargs)
-    return recorder
-
-
 class Probe(TorchDispatchMode):
-    """Counts the model's FLOPs, and products and softmaxes for the innermost observed module.
-
-    Attributes:
-        total_flops: of the whole model.
-        observations: what each site did, by path.
-    """
+    """Counts the model's FLOPs, and products and softmaxes for the innermost observed module."""
 
     def __init__(self, paths: Mapping[str, bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -231,15 +204,11 @@ class Probe(TorchDispatchMode):
         self._products: list[tuple[int, int]] = []  # (elements of the result, inner length)
 
     def observe(self, module: nn.Module, path: str) -> None:
-        """Observe one module of the copy."""
-
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._stack.append(path)
             self._products.clear()
             self.observations[path].ran = True
-            for term in _argument_terms(module, args, kwargs):
-                if term not in self.observations[path].terms:
-                    self.observations[path].terms.append(term)
+            self.observations[path].terms |= dict.fromkeys(_argument_terms(module, args, kwargs))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._stack.pop()

@@ -18,10 +18,8 @@ class PatchReport(Summarised):
     Attributes:
         patched: the sites that run on elsa now.
         kept: the sites left as they were; `reason` says why.
-        precision: the precision that the patched sites ask for.
-        backend: the backend that they ask for.
-        include: the globs given, empty for all.
-        exclude: the globs given.
+        precision, backend: what the patched sites ask for.
+        include, exclude: the globs given, empty for all.
         scope: "attention", or "model" with linear layers, MLPs and patch embeddings.
         sparsity: what the sites may leave out, None for nothing.
         offload: "host" where what a backward needs is kept in host memory.

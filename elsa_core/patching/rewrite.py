@@ -1,10 +1,8 @@
 """`patch` and `unpatch`: swap the class of each site's module for elsa's, in place.
 
 A patched module is the same object with the same parameters, buffers, hooks and `__dict__`, plus
-two strings (`elsa_precision`, `elsa_backend`) and, where asked for, `elsa_sparsity` and
-`elsa_offload`; only its class differs. So state dicts, deepcopy, pickle, `torch.compile` and
-`torch.export` see the model that they saw before. With `offload` the model itself gets a subclass
-of its class, of the same name (`elsa_core.patching.adapters.offloaded`).
+the strings of `_ATTRIBUTES`; only its class differs. So state dicts, deepcopy, pickle,
+`torch.compile` and `torch.export` see the model that they saw before.
 """
 
 from __future__ import annotations
@@ -78,10 +76,9 @@ def patch(
             float32 on sm_90 and on AMD's processors with AVX-512, else "attention".
         mesh: where given, the model's tokens are sharded over its ranks too, see
             `elsa_core.distributed.shard`.
-        sparsity: as `elsa_core.attention` takes it, for global attention (windows leave out
-            nothing). A
-            number costs an error, which `check` reports, and has no gradients. Saved models and
-            exported ones leave out nothing.
+        sparsity: as `elsa_core.attention` takes it, for global attention alone. A number costs an
+            error, which `check` reports, and has no gradients. Saved and exported models leave out
+            nothing.
         offload: "host": what a backward needs stays in host memory from the forward on, pinned
             where it comes from a GPU. In inference, attention of a model in host memory streams
             through a GPU. See docs/offload.md. Excludes mesh.
@@ -275,9 +272,8 @@ def layers_within(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
 ) -> Iterator[str]:
-    """The layers within the attention modules of `sites` that go with them: those of `found`, all
-    sites of the model, that can be patched, that `sites` and `kept` do not name, and that the globs
-    do not leave out.
+    """The layers of `found`, all sites of the model, that go with the attention modules of `sites`
+    around them: patchable, not named by `sites` and `kept`, and not left out by the globs.
     """
     paths = {module: path for path, module in model.named_modules()}
     attention = [one.path for one in found if one.kind not in LAYERS and one.path in sites]
@@ -300,7 +296,6 @@ def _texts(name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _check_globs(sites: Sequence[AttentionSite], what: str, **given: tuple[str, ...]) -> None:
-    """A glob that matches nothing is a mistake: the site that it means is not treated as asked."""
     for name, globs in given.items():
         for glob in globs:
             if not any(fnmatchcase(site.path, glob) for site in sites):
@@ -311,7 +306,6 @@ def _check_globs(sites: Sequence[AttentionSite], what: str, **given: tuple[str, 
 
 
 def _why_left_out(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> str | None:
-    """Why include and exclude leave a site out; None where they do not."""
     hit = next((glob for glob in exclude if fnmatchcase(path, glob)), None)
     if hit is not None:
         return f"excluded by {hit!r}"

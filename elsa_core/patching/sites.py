@@ -1,16 +1,13 @@
 """`inspect`: every place in a model that computes attention, and whether elsa can take it over.
 
 In the scope "model" layers are sites too (`elsa_core.patching.layers`). An attention site is a
-module whose own code computes attention: a class known by name, a class that calls
-`scaled_dot_product_attention`, or one that multiplies matrices around a softmax. Where an adapter
-replaces the block around such a module (Swin), the block is the site. What the code does not
-say (tokens, windows, FLOPs, masks) is learned by running a copy of the model once on fake tensors
-(`elsa_core.patching.probe`).
+module whose own code computes attention; where an adapter replaces the block around it (Swin), the
+block. Tokens, windows, FLOPs and masks come from one run of a copy (`elsa_core.patching.probe`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -205,26 +202,27 @@ def find_sites(
     model: nn.Module, scope: str = layers.ATTENTION, ran: Attentions | None = None
 ) -> tuple[AttentionSite, ...]:
     """The sites by code alone, or by what happened in a run; tokens and FLOPs are None."""
-    found = tuple(_sites(model, scope == layers.MODEL, ran))
-    return found if ran is None else tuple(_as_ran(found, ran))
-
-
-def _as_ran(sites: Sequence[AttentionSite], ran: Attentions) -> Iterator[AttentionSite]:
-    """The sites of a run: what elsa serves is patchable, and nothing else."""
-    for site in sites:
-        of_any_class = site.adapter == adapters.WATCHED
-        if site.kind in table.LAYERS or not site.patchable or ran.paths[site.path]:
-            yield site
-        elif ran.within(site.path):
-            if not of_any_class:  # else the modules within it are the sites
-                yield site
+    found: list[AttentionSite] = []
+    for site in _sites(model, scope == layers.MODEL, ran):
+        reason = ""
+        if ran is None or site.kind in table.LAYERS or not site.patchable or ran.paths[site.path]:
+            pass  # of a run, what elsa serves is patchable, and nothing else
+        elif any(_lies_in(one, site.path) for one in ran.paths):
+            if site.adapter == adapters.WATCHED:  # the modules within it are the sites
+                continue
         elif site.path in ran.returning:
-            if not ran.is_served_around(site.path):
-                yield replace(site, patchable=False, reason=_RETURNED, adapter=None)
-        elif of_any_class or site.path not in ran.entered:
-            yield replace(site, patchable=False, reason=_DID_NOT_RUN, adapter=None)
-        else:  # an adapter may fuse what is recognised in no forward
-            yield site
+            if any(_lies_in(site.path, one) for one in ran.paths):
+                continue  # its attention is that of a module around it
+            reason = _RETURNED
+        elif site.adapter == adapters.WATCHED or site.path not in ran.entered:
+            reason = _DID_NOT_RUN  # else an adapter may fuse what is recognised in no forward
+        changed = replace(site, patchable=False, reason=reason, adapter=None) if reason else site
+        found.append(changed)
+    return tuple(found)
+
+
+def _lies_in(path: str, outer: str) -> bool:
+    return not outer or f"{path}.".startswith(f"{outer}.")
 
 
 def _sites(model: nn.Module, whole: bool, ran: Attentions | None) -> Iterator[AttentionSite]:
@@ -265,7 +263,6 @@ def _sites(model: nn.Module, whole: bool, ran: Attentions | None) -> Iterator[At
 
 
 def _row(cls: type) -> table.Row | None:
-    """What is known of the class whose forward this is."""
     for base in cls.__mro__:
         row = table.row_of(base)
         if row is not None and row.kind not in _NO_ATTENTION:
@@ -292,7 +289,6 @@ def _support(module: nn.Module, cls: type[nn.Module], seen: bool) -> tuple[Suppo
 
 
 def _observed(site: AttentionSite, result: Probe) -> AttentionSite:
-    """The site with what the run showed."""
     seen = result.observations.get(site.path)
     if seen is None or not seen.ran:
         return site
@@ -360,8 +356,5 @@ def _head_dim(module: nn.Module, heads: int | None) -> int | None:
 
 
 def _first_int(module: nn.Module, *names: str) -> int | None:
-    for name in names:
-        value = getattr(module, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
+    values = (getattr(module, name, None) for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)

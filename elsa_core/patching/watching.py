@@ -1,8 +1,6 @@
 """A model run once on an example: in which modules attention happens.
 
-A copy runs, on fake tensors where the model is large, so that the model itself is neither run nor
-changed. What computes attention in it is recognised (`patching.recognition`), whether its forward
-multiplies matrices around a softmax itself or a helper calls PyTorch's operator.
+A copy runs, on fake tensors where the model is large, and `patching.recognition` sees what it does.
 """
 
 from __future__ import annotations
@@ -24,28 +22,14 @@ __all__ = ["Attentions", "Example", "watch"]
 
 @dataclass
 class Attentions:
-    """What happened in one run.
+    """What happened in one run, by the paths of modules."""
 
-    Attributes:
-        paths: how many attentions each module computed; of one that began in one module and ended
-            in another, the innermost that holds both. Weights that a forward returns are computed
-            as it ends, so that such a module's attention is its caller's.
-        entered: the modules whose forward ran.
-        returning: those of them whose weights were returned.
-    """
-
+    # How many attentions each computed; of one that began in one module and ended in another, the
+    # innermost that holds both. Weights that a forward returns are computed as it ends, so that
+    # such a module's attention is its caller's.
     paths: Counter[str] = field(default_factory=Counter)
-    entered: set[str] = field(default_factory=set)
-    returning: set[str] = field(default_factory=set)
-
-    def within(self, path: str) -> bool:
-        """Whether attention happened in a module or in those within it."""
-        inside = f"{path}." if path else ""
-        return any(one == path or one.startswith(inside) for one in self.paths)
-
-    def is_served_around(self, path: str) -> bool:
-        """Whether a module's attention is that of a module around it."""
-        return any(not one or path.startswith(f"{one}.") for one in self.paths)
+    entered: set[str] = field(default_factory=set)  # whose forward ran
+    returning: set[str] = field(default_factory=set)  # of these, whose weights were returned
 
 
 class _Observer:
@@ -54,7 +38,6 @@ class _Observer:
         self._stack: list[str] = []
 
     def observe(self, model: nn.Module) -> None:
-        """Follow the forwards of every module."""
         for path, module in model.named_modules():
 
             def enter(module: nn.Module, args: Any, path: str = path) -> None:
@@ -89,19 +72,19 @@ def watch(model: nn.Module, example: Example) -> Attentions:
         TypeError: the example is none.
         ArgumentError: the model does not run on it.
     """
+
+    def run(model: nn.Module, args: Any, kwargs: Any) -> Attentions:
+        observer = _Observer()
+        observer.observe(model)
+        watching = Watch("strict", dispatch.PLAIN, observer)
+        with torch.no_grad(), watching:
+            out = model(*args, **kwargs)
+        watching.close(out)
+        return observer.found
+
     try:
-        return run_copy(model, lambda like: cast_to(like, example), _run)
+        return run_copy(model, lambda like: cast_to(like, example), run)
     except ProbeError as error:
         raise ArgumentError(
             f"example: {type(model).__name__} does not run on it: {error}"
         ) from error
-
-
-def _run(model: nn.Module, args: Any, kwargs: Any) -> Attentions:
-    observer = _Observer()
-    observer.observe(model)
-    watching = Watch("strict", dispatch.PLAIN, observer)
-    with torch.no_grad(), watching:
-        out = model(*args, **kwargs)
-    watching.close(out)
-    return observer.found

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError, NothingPatchedError
-from elsa_core.patching.probe import arguments
+from elsa_core.patching.probe import cast_to
 
 
 class Base(nn.Module):
@@ -130,7 +130,7 @@ class Count(TorchDispatchMode):
 
 def operators(model: nn.Module, example: Any) -> tuple[int, Any]:
     """How often elsa's operators run, and what the model gives."""
-    args, kwargs = arguments(example)
+    args, kwargs = cast_to(torch.empty(0), example)
     with torch.no_grad(), Count() as count:
         out = model(*args, **kwargs)
     return count.calls, out

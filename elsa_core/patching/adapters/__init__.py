@@ -1,8 +1,5 @@
-"""The subclasses that a patched module takes: written ones (one file a family), and
-those of any class, whose own forward runs watched.
-
-Each is importable and picklable, has no constructor, no parameters and no closures, and names the
-class that it replaces in `elsa_base`.
+"""The subclasses that a patched module takes: written ones (one file a family), and those of any
+class, whose own forward runs watched. Each names the class that it replaces in `elsa_base`.
 """
 
 from __future__ import annotations
@@ -43,24 +40,23 @@ def is_patched(module: nn.Module) -> bool:
 def with_base(module: nn.Module, base: type[nn.Module]) -> type[nn.Module]:
     """The module's class with `base` for elsa's class: `base` itself if none was derived since."""
     patched = patched_class(module)
-    return base if patched is None else _derived_anew(type(module), patched, base)
 
+    def anew(cls: Any) -> Any:
+        if patched is None or cls is patched:
+            return base
+        if not issubclass(cls, patched):
+            return cls
+        namespace = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+        codes = (getattr(value, "__code__", None) for value in namespace.values())
+        if any(code is not None and "__class__" in code.co_freevars for code in codes):
+            raise ModelError(
+                f"{cls.__qualname__} was derived from elsa's {patched.__name__} and calls super(): "
+                "give the module its patched class back first"
+            )
+        return type(cls)(cls.__name__, tuple(map(anew, cls.__bases__)), namespace)
 
-def _derived_anew(cls: Any, patched: type, base: type) -> Any:
-    if cls is patched:
-        return base
-    if not issubclass(cls, patched):
-        return cls
-    namespace = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-    codes = (getattr(value, "__code__", None) for value in namespace.values())
-    if any(code is not None and "__class__" in code.co_freevars for code in codes):
-        raise ModelError(
-            f"{cls.__qualname__} was derived from elsa's {patched.__name__} and calls super(): "
-            "give the module its patched class back first"
-        )
-    return type(cls)(
-        cls.__name__, tuple(_derived_anew(b, patched, base) for b in cls.__bases__), namespace
-    )
+    found: type[nn.Module] = anew(type(module))
+    return found
 
 
 def written(cls: type[nn.Module]) -> type[nn.Module] | None:
@@ -94,10 +90,8 @@ def computes_otherwise(name: str) -> bool:
 
 def parts(module: nn.Module) -> tuple[nn.Module, ...]:
     """The modules within a layer that its adapter computes: they are no sites of their own."""
-    adapter: Any = written(base_class(module))
-    find = getattr(adapter, "elsa_parts", None)
-    found: tuple[nn.Module, ...] = () if find is None else find(module)
-    return found
+    find: Any = getattr(written(base_class(module)), "elsa_parts", lambda module: ())
+    return find(module)  # type: ignore[no-any-return]
 
 
 def is_companion(module: nn.Module) -> bool:
@@ -112,22 +106,19 @@ def entry(module: nn.Module) -> str:
 
 
 def support(module: nn.Module) -> Support:
-    """Whether the module can be patched, and how or why not."""
     adapter = written(base_class(module))
     if adapter is None:
         return watch_support(module)
     for name in ("forward", entry(module)):
         if name in vars(module):
             return Support(False, f"its {name} was replaced on the instance")
-    refusal = getattr(adapter, "elsa_why_not", None)
-    reason = "" if refusal is None else refusal(module)
+    reason: str = getattr(adapter, "elsa_why_not", lambda module: "")(module)
     return Support(not reason, reason or "an adapter is written for this class")
 
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a patched module runs its own forward, watched."""
-    cls = patched_class(module)
-    return cls is not None and cls.__module__ == watched.__name__
+    return getattr(patched_class(module), "__module__", "") == watched.__name__
 
 
 def watch_support(module: nn.Module) -> Support:
@@ -150,7 +141,6 @@ def replacement(cls: type[nn.Module], adapter: str | None = None) -> type[nn.Mod
 
 
 def _refuse_script(module: nn.Module) -> nn.Module:
-    """What `torch.jit.script` asks each module for."""
     raise ModelError(
         f"torch.jit.script cannot read a patched {base_class(module).__name__}: elsa.export writes "
         "TorchScript with elsa's kernels (formats=['torchscript']), elsa.unpatch(model) gives the "

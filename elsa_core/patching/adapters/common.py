@@ -140,16 +140,12 @@ def passed(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def runs_original(
-    work: Callable[[Any, Tensor], int] | None = None, *, layered: bool = True
+    work: Callable[[Any, Tensor], int], *, layered: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a patched attention's forward run the original one where attention weights have to
     exist (hooks on them, or another module in the place of softmax or dropout), and in small eager
-    calls on a GPU.
-
-    Args:
-        work: from the module and its first argument x, the multiply-adds of query key^T. None:
-            elsa's forward is the cheaper one in small calls too.
-        layered: whether it is where elsa computes the linear layers as well.
+    calls on a GPU: by `work`, of the module and its first argument the multiply-adds of query
+    key^T. Where elsa computes the linear layers as well it is no small one if `layered`.
     """
 
     def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +155,7 @@ def runs_original(
         def chosen(self: Any, x: Tensor, *given: Any, **named: Any) -> Any:
             if not isinstance(x, Tensor):  # torch.fx traces the original, and finds its names
                 return getattr(self.elsa_base, name)(self, x, *given, **named)
-            small = work is not None and is_small(self, x, work(self, x))
+            small = is_small(self, x, work(self, x))
             if (small and not (layered and computes_layers(self))) or weights_are_hooked(self):
                 return getattr(self.elsa_base, name)(self, x, *given, **named)
             return forward(self, x, *given, **named)
@@ -167,10 +163,6 @@ def runs_original(
         return chosen
 
     return decorated
-
-
-all_tokens = runs_original(lambda site, x: x.numel() * x.shape[-2])
-"""`runs_original` of tokens [..., N, C] that all meet each other."""
 
 
 def is_small(site: Any, x: Tensor, work: int, operator: str = "attention") -> bool:
@@ -199,11 +191,8 @@ def computes_layers(site: nn.Module) -> bool:
 
 
 def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
-    """Whether an eager call keeps the original forward since the table gives its training to
-    PyTorch's own kernel: the operator would call that too, and take the host more time.
-
-    Args:
-        site: a patched module that attends within x [B, N, C]. projection: its first one.
+    """Whether an eager call, of tokens x [B, N, C], keeps the original forward since the table
+    gives its training to PyTorch's own kernel: the operator would call that too, and take longer.
     """
     if not (torch.is_grad_enabled() or site.training):
         return False
@@ -250,19 +239,8 @@ def is_other(name: str, part: object) -> bool:
     return type(part) not in _STANDING[name] or getattr(part, "dim", -1) != -1
 
 
-def other_part(module: nn.Module) -> str:
-    """What of an attention's eager branch is of such a class, in words; empty where nothing is."""
-    for name in _STANDING:
-        part = module._modules.get(name)
-        if part is not None and is_other(name, part):
-            return f"its {name} is a {type(part).__qualname__}"
-    return ""
-
-
 def weights_are_hooked(module: Any) -> bool:
-    """Whether the attention weights pass through what the operator does not stand for: a hook, or
-    another module in the place of the eager branch's softmax or dropout.
-    """
+    """Whether the attention weights pass through what the operator does not stand for."""
     if getattr(module, "fused_attn", False):
         return False
     for name in _STANDING:

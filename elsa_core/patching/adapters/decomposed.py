@@ -1,8 +1,7 @@
 """Decomposed relative positions: a bias q . R_h[row, key row] + q . R_w[column, key column].
 
-As a mask the bias is as large as the scores (805 MB for an image of SAM's at 64x64 tokens). It is a
-product itself: with queries [q * s, q R_h, q R_w] and keys [k, one-hot row, one-hot column], the
-scores contain it, exactly, and nothing of that size exists.
+As a mask the bias is as large as the scores (805 MB for an image of SAM's at 64x64 tokens). Queries
+[q * s, q R_h, q R_w] and keys [k, one-hot row, one-hot column] give scores that contain it.
 
 Reference:
     MViTv2 (arXiv 2112.01526), Eq. 4; Bottleneck Transformers (arXiv 2101.11605).
@@ -36,21 +35,12 @@ def attend_decomposed(
     prefix: int = 0,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """The operator with decomposed relative positions.
+    """The operator with decomposed relative positions: [B, H, prefix + qh * qw, D] -> the same with
+    Dv channels.
 
-    Args:
-        module: the patched module.
-        query: [B, H, prefix + qh * qw, D]; `prefix` tokens in front have no position.
-        key: [B, H, prefix + kh * kw, D].
-        value: [B, H, prefix + kh * kw, Dv].
-        rel_h: [qh, kh, D], multiplied with the unscaled queries.
-        rel_w: [qw, kw, D].
-        scale: of the scores, not of the bias; 1 / sqrt(D) if None.
-        prefix: tokens in front.
-        dropout_p: the probability of dropping a weight.
-
-    Returns:
-        [B, H, prefix + qh * qw, Dv].
+    Keys are [B, H, prefix + kh * kw, D]; `prefix` tokens in front have no position. rel_h [qh, kh,
+    D] and rel_w [qw, kw, D] are multiplied with the unscaled queries: `scale`, 1 / sqrt(D) if None,
+    is of the scores alone.
     """
     (q_rows, k_rows, dim), (q_columns, k_columns, _) = rel_h.shape, rel_w.shape
     scale = dim**-0.5 if scale is None else scale
@@ -87,9 +77,7 @@ def attend_decomposed(
 
 
 def _is_small(x: Tensor) -> bool:
-    """Whether launches cost more than what they read, and the leading dimensions need no copy to be
-    one: beyond that two copies, and cat of operands without gaps, are no slower.
-    """
+    """Whether launches cost more than what they read: beyond that two copies are no slower."""
     merges = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
     return merges and x.numel() <= _SMALL
 
@@ -97,24 +85,18 @@ def _is_small(x: Tensor) -> bool:
 def _places(keys: tuple[int, int], more: int, prefix: int, like: Tensor) -> Tensor:
     """[prefix + rows * columns, rows + columns + more]: one-hot row and column of each key."""
     rows, columns = keys
-    if like.is_cuda and not calls.traced():
-        return _placed(keys, more, prefix, like)
+    if like.is_cuda and not calls.traced():  # in three launches
+        shape = prefix + rows * columns, rows + columns + more
+        found = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        grid = found[prefix:].unflatten(0, keys)
+        grid[..., :rows].diagonal(dim1=0, dim2=2).fill_(1)
+        grid[..., rows : rows + columns].diagonal(dim1=1, dim2=2).fill_(1)
+        return found
     of_row = F.one_hot(torch.arange(rows, device=like.device), rows)
     of_column = F.one_hot(torch.arange(columns, device=like.device), columns)
     parts = of_row[:, None].expand(-1, columns, -1), of_column[None].expand(rows, -1, -1)
     found = torch.cat(parts, dim=-1).flatten(0, 1)
     return F.pad(found, (0, more, prefix, 0)).to(like.dtype)
-
-
-def _placed(keys: tuple[int, int], more: int, prefix: int, like: Tensor) -> Tensor:
-    """`_places` in three launches."""
-    rows, columns = keys
-    shape = prefix + rows * columns, rows + columns + more
-    found = torch.zeros(shape, dtype=like.dtype, device=like.device)
-    grid = found[prefix:].unflatten(0, keys)
-    grid[..., :rows].diagonal(dim1=0, dim2=2).fill_(1)
-    grid[..., rows : rows + columns].diagonal(dim1=1, dim2=2).fill_(1)
-    return found
 
 
 def table(rel: Tensor, queries: int, keys: int) -> Tensor:

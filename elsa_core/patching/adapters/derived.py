@@ -1,12 +1,8 @@
 """Tensors that adapters derive from weights alone: computed in each call, or kept by `freeze`.
 
-PyTorch counts only some of the writes to a tensor: fused optimizers, `.data` and numpy views leave
-its version and its address as they are. So a value is kept only after `elsa_core.freeze`, by which
-the caller says that the weights do not change. Writes that PyTorch counts, training mode and a
-forward that wants gradients end it all the same.
-
-A CUDA graph under capture derives, so that its replays follow the weights, and so does a recorded
-program (compiler, tracer, transform, dispatch mode). What is kept lies outside the modules: it is
+PyTorch counts only some of the writes to a tensor: a value is kept only after `elsa_core.freeze`.
+Writes that are counted, training mode and a forward that wants gradients end it all the same. A
+CUDA graph under capture and a recorded program derive. What is kept lies outside the modules: it is
 not copied, not pickled, and ends with the module.
 """
 
@@ -25,26 +21,16 @@ from elsa_core.patching.adapters.hooks import has_hooks
 
 
 class Derivation(NamedTuple):
-    """A function of weights alone, as one patched site asks for it.
+    """A function of weights alone, as one patched site asks for it."""
 
-    Attributes:
-        site: the patched module.
-        attention: the module that holds the weights, often the site itself.
-        compute: the function; its result is a tensor or a tuple of such.
-        tensors: the parameters and buffers that it reads itself.
-        networks: submodules that it calls; their parameters and buffers are read too.
-        per_call: the function on a GPU, in eager calls and where a gradient is wanted; None for
-            `compute`.
-        keep: whether the result may be kept at all.
-    """
-
-    site: nn.Module
-    attention: nn.Module
-    compute: Callable[[], Any]
-    tensors: tuple[Tensor | None, ...]
-    networks: tuple[nn.Module, ...] = ()
+    site: nn.Module  # the patched module
+    attention: nn.Module  # that holds the weights, often the site itself
+    compute: Callable[[], Any]  # gives a tensor or a tuple of such
+    tensors: tuple[Tensor | None, ...]  # parameters and buffers that it reads itself
+    networks: tuple[nn.Module, ...] = ()  # submodules that it calls, whose tensors are read too
+    # the function on a GPU, in eager calls and where a gradient is wanted; None for `compute`
     per_call: Callable[[], Any] | None = None
-    keep: bool = True
+    keep: bool = True  # whether the result may be kept at all
 
 
 class _Entry(NamedTuple):
@@ -128,7 +114,7 @@ class Derives(_Module):  # type: ignore[misc]
 
     def elsa_derivation(self) -> Derivation | None:
         """What the site derives from its weights as it is now; None for nothing."""
-        raise NotImplementedError
+        return None
 
 
 def _sources(derivation: Derivation, *, gradients: bool = False) -> tuple[Tensor, ...] | None:

@@ -70,18 +70,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """What transformers calls: [B, H, N, D] -> [B, N, H, D] and no weights.
 
-    Args:
-        module: the attention layer; `module.is_causal` counts where `is_causal` is None.
-        query: [B, H, Nq, D].
-        key: [B, Hkv, Nk, D]; fewer heads are not repeated.
-        value: [B, Hkv, Nk, Dv].
-        attention_mask: None, or as transformers' "sdpa" takes it: boolean (True takes part) or
-            additive, [B or 1, H or 1, Nq, >= Nk].
-        dropout: of the attention weights, already 0 in eval mode.
-        scaling: of the scores, 1 / sqrt(D) if None.
-        is_causal: whether a call without a mask is causal.
-        position_bias: added to the scores (T5), [1 or B, H, Nq, Nk].
-
+    Masks are as transformers' "sdpa" takes them, [B or 1, H or 1, Nq, >= Nk]; position_bias (T5) is
+    added to the scores, [1 or B, H, Nq, Nk]. Where `is_causal` is None `module.is_causal` counts.
     `output_attentions=True` is warned about once, as by transformers' "sdpa".
 
     Raises:
@@ -105,23 +95,14 @@ def attention_forward(
     if position_bias is not None:
         attention_mask, causal = _with_bias(position_bias, attention_mask, causal), False
     out: Any = attention(
-        query,
-        key,
-        value,
-        attn_mask=attention_mask,
-        dropout_p=dropout,
-        is_causal=causal,
-        scale=scaling,
-        enable_gqa=True,
-        precision=precision,
-        backend=backend,
-    )
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=causal,
+        scale=scaling, enable_gqa=True, precision=precision, backend=backend,
+    )  # fmt: skip
     return out.transpose(1, 2), None
 
 
 @functools.lru_cache(maxsize=1)
 def _warn_of_weights() -> None:
-    """Say once that there are no weights, where transformers' own functions say it."""
     logging.getLogger("transformers.integrations.elsa").warning(
         "elsa's attention does not support `output_attentions=True`. Please set your attention to "
         "`eager` if you want any of these features."
@@ -129,7 +110,6 @@ def _warn_of_weights() -> None:
 
 
 def _with_bias(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """The bias with the mask in it, additive."""
     if mask is None and causal:
         mask = bias.new_ones(bias.shape[-2:]).tril().bool()
     if mask is None:

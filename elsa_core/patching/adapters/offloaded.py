@@ -1,8 +1,6 @@
 """The class of a model patched with `offload`: what a backward of its calls needs is kept in host
-memory (`elsa_core.offload.activations`).
-
-Libraries know models by name (transformers saves it, and looks it up), so name and module are those
-of the class that it stands for. Pickle and deepcopy build it from that class.
+memory. Libraries know models by name, so name and module are those of the class that it stands for;
+pickle and deepcopy build it from that class.
 """
 
 from __future__ import annotations
@@ -38,9 +36,8 @@ def may_offload(module: nn.Module) -> bool:
     usual: Any = nn.Module
     if type(cls) is not type or any(getattr(cls, n) is not getattr(usual, n) for n in own):
         return False
-    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    hears = any("__init_subclass__" in c.__dict__ for c in bases if c is not Generic)
-    return not hears and all(c.__name__ != "FSDPModule" for c in bases)
+    bases = [c for c in cls.__mro__[: cls.__mro__.index(nn.Module)] if c is not Generic]
+    return not any(c.__name__ == "FSDPModule" or "__init_subclass__" in vars(c) for c in bases)
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -53,16 +50,11 @@ def offloaded(base: type[nn.Module]) -> type[nn.Module]:
     with _LOCK:
         found = _CLASSES.get(base)
         if found is None:
-            namespace = {
-                "__module__": base.__module__,
-                "__qualname__": base.__qualname__,
-                "__doc__": base.__doc__,
-                "__reduce_ex__": _reduce,
-                "elsa_base": base,
-                "elsa_companion": True,
-                "elsa_any_scope": True,
-                "elsa_offloads": True,
-            }
+            names = ("__module__", "__qualname__", "__doc__")
+            namespace = {name: getattr(base, name) for name in names} | dict.fromkeys(
+                ("elsa_companion", "elsa_any_scope", "elsa_offloads"), True
+            )
+            namespace |= {"__reduce_ex__": _reduce, "elsa_base": base}
             for name in _ENTRIES:
                 method = inspect.getattr_static(base, name, None)
                 if isinstance(method, FunctionType):

@@ -23,19 +23,12 @@ _LEAST_PADDING = 0.125
 
 
 class Packed(NamedTuple):
-    """What blocks of packed tokens [1, T, C] get in the place of a mask.
+    """What blocks of packed tokens [1, T, C] get in the place of a mask."""
 
-    Attributes:
-        queries: [B + 1] int32, cumulative: where each image's tokens are.
-        longest: the most tokens of an image, or more.
-        keys: [B + 1] int32, cumulative: the tokens of each image that are keys; None for all.
-        seen: [Tk] those among the T tokens; None for all.
-    """
-
-    queries: Tensor
-    longest: int
-    keys: Tensor | None = None
-    seen: Tensor | None = None
+    queries: Tensor  # [B + 1] int32, cumulative: where each image's tokens are
+    longest: int  # the most tokens of an image, or more
+    keys: Tensor | None = None  # [B + 1] the same of the tokens that are keys; None for all
+    seen: Tensor | None = None  # [Tk] those among the T tokens; None for all
 
 
 def may_pack(x: Tensor, blocks: Iterable[nn.Module], attention: str, cls: Any) -> bool:

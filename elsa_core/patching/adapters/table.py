@@ -1,10 +1,7 @@
 """The adapter table: what is known of attention classes by name.
 
-A class without an adapter runs its own forward, watched (`elsa_core.patching.adapters.watched`). So
-does one that is missing here, where its code or a run on an example shows attention. A row with a
-reason is never rewritten: the class computes something else than softmax(Q K^T * s + b) V.
-
-Adapters of other packages are registered with `register_adapter`.
+A class without an adapter runs its own forward, watched. So does one that is missing here, where
+its code or a run on an example shows attention. A row with a reason is never rewritten.
 """
 
 from __future__ import annotations
@@ -33,17 +30,11 @@ KINDS = (
 
 
 class Row(NamedTuple):
-    """One class.
+    """One class."""
 
-    Attributes:
-        kind: one of KINDS or LAYERS, or BLOCK, NONE or COMPANION.
-        adapter: where its adapter is; "" where none is written.
-        reason: why the class is never rewritten; "" otherwise.
-    """
-
-    kind: str
-    adapter: str = ""
-    reason: str = ""
+    kind: str  # one of KINDS or LAYERS, or BLOCK, NONE or COMPANION
+    adapter: str = ""  # where its adapter is
+    reason: str = ""  # why the class is never rewritten
 
 
 # Adapters, by the class that each replaces: its kind, and where the adapter is, "module.Class" in
@@ -222,46 +213,40 @@ def register_adapter(adapter: _Adapter, *, kind: str = GLOBAL) -> _Adapter:
     """
     if kind not in KINDS:
         raise ArgumentError(f"kind={kind!r} is unknown: choose one of {', '.join(KINDS)}")
-    reason = _why_no_adapter(adapter)
-    if reason:
-        raise ArgumentError(f"adapter={getattr(adapter, '__qualname__', adapter)!r} {reason}")
-    base = adapter.__dict__["elsa_base"]
+    of_modules = isinstance(adapter, type) and issubclass(adapter, nn.Module)
+    own = adapter.__dict__ if of_modules else {}
+    base: Any = own.get("elsa_base")
+    named = isinstance(base, type) and issubclass(adapter, base) and base is not adapter
+    base_name = getattr(base, "__qualname__", "")
+    entries = {"forward", getattr(adapter, "elsa_entry", "")}
+    name = getattr(adapter, "__qualname__", adapter)
+    faults = {
+        "is no subclass of torch.nn.Module": not of_modules,
+        "does not name the class that it replaces, one of its bases, in elsa_base": not named,
+        f"replaces {base_name}, which is an adapter itself": named and "elsa_base" in vars(base),
+        "has a constructor, which is never called": "__init__" in own,
+        "has no forward of its own": not entries & {*own},
+        "is defined within a function, where pickle does not find it": "<locals>" in str(name),
+    }
+    for words, present in faults.items():
+        if present:
+            raise ArgumentError(f"adapter={name!r} {words}")
     _REGISTERED[base] = (Row(kind, qualified(adapter)), adapter)
     return adapter
 
 
-def _why_no_adapter(adapter: object) -> str:
-    if not (isinstance(adapter, type) and issubclass(adapter, nn.Module)):
-        return "is no subclass of torch.nn.Module"
-    base: Any = adapter.__dict__.get("elsa_base")
-    if not (isinstance(base, type) and issubclass(adapter, base) and base is not adapter):
-        return "does not name the class that it replaces, one of its bases, in elsa_base"
-    own = adapter.__dict__
-    faults = {
-        f"replaces {base.__qualname__}, which is an adapter itself": "elsa_base" in base.__dict__,
-        "has a constructor, which is never called": "__init__" in own,
-        "has no forward of its own": not {"forward", getattr(adapter, "elsa_entry", "")} & {*own},
-        "is defined within a function, where pickle does not find it": "<locals>"
-        in adapter.__qualname__,
-    }
-    return next((words for words, present in faults.items() if present), "")
-
-
 def row_of(cls: type) -> Row | None:
     """What is known of exactly this class."""
-    registered = _REGISTERED.get(cls)
-    return ROWS.get(qualified(cls)) if registered is None else registered[0]
+    return _REGISTERED[cls][0] if cls in _REGISTERED else ROWS.get(qualified(cls))
 
 
 def adapter_of(cls: type) -> type[nn.Module] | None:
     """The adapter written for exactly this class, imported here; None for none."""
-    registered = _REGISTERED.get(cls)
-    if registered is not None:
-        return registered[1]
-    row = ROWS.get(qualified(cls))
-    if row is None or not row.adapter:
+    if cls in _REGISTERED:
+        return _REGISTERED[cls][1]
+    module, _, name = ROWS.get(qualified(cls), Row("")).adapter.rpartition(".")
+    if not name:
         return None
-    module, _, name = row.adapter.rpartition(".")
     found = importlib.import_module(f"{__package__}.{module}")
     adapter: type[nn.Module] = getattr(found, name)
     return adapter if adapter.__dict__["elsa_base"] is cls else None

@@ -2,8 +2,7 @@
 `elsa_core.attention`.
 
 Read against timm 1.0.20 (no is_causal, no gate), 1.0.29 (both) and 1.0.31 (grouped key/value heads
-in AttentionRope). Queries, keys and values stay views of the packed projection, and the heads come
-back side by side, so that nothing is copied on either side of the operator.
+in AttentionRope). Nothing is copied on either side of the operator.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
 from elsa_core.patching.adapters.common import (
-    all_tokens,
     attend,
     computes_layers,
     drop_p,
@@ -25,6 +23,7 @@ from elsa_core.patching.adapters.common import (
     join_heads,
     project,
     project_by,
+    runs_original,
     scale_of,
     split_heads,
     split_packed,
@@ -58,7 +57,13 @@ class _Attention(_Module):  # type: ignore[misc]
             v = split_heads(project(self, self.v_proj, x), kv_heads)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
-            q, k = _rotated(self, q, rope, v), _rotated(self, k, rope, v)
+            prefix, half = self.num_prefix_tokens, getattr(self, "rotate_half", False)
+            q, k = (  # the class and register tokens in front have no position
+                torch.cat(
+                    [t[:, :, :prefix], apply_rot_embed_cat(t[:, :, prefix:], rope, half=half)], 2
+                ).type_as(v)
+                for t in (q, k)
+            )
         x = self.norm(join_heads(self._elsa_attend(q, k, v, attn_mask, is_causal)))
         if opening is not None:
             x = x * opening
@@ -102,7 +107,7 @@ class ElsaAttention(_Attention, Attention):  # type: ignore[misc]  # timm is unt
 
 
 class _RopeAttention(_Attention):
-    @all_tokens
+    @runs_original(lambda site, x: x.numel() * x.shape[-2])
     def forward(
         self,
         x: Tensor,
@@ -133,10 +138,3 @@ class ElsaEvaAttention(_RopeAttention, EvaAttention):  # type: ignore[misc]
             packed += bias
             return packed
         return project_by(self, x, self.qkv.weight, bias)
-
-
-def _rotated(module: Any, x: Tensor, rope: Tensor, like: Tensor) -> Tensor:
-    """The tokens after the prefix (class and register tokens) rotated, in `like`'s dtype."""
-    prefix, half = module.num_prefix_tokens, getattr(module, "rotate_half", False)
-    rotated = apply_rot_embed_cat(x[:, :, prefix:, :], rope, half=half)
-    return torch.cat([x[:, :, :prefix, :], rotated], dim=2).type_as(like)

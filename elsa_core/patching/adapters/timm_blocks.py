@@ -26,11 +26,6 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
     elsa_base = Block
     elsa_companion = True
 
-    @staticmethod
-    def elsa_serves(module: Any) -> tuple[nn.Module, ...]:
-        """The sites whose products take the block's terms."""
-        return module.attn, module.mlp
-
     def forward(self, x: Tensor, *given: Any, **named: Any) -> Any:
         attn, mlp = self.attn, self.mlp
         if not _folds(self, x) or attn.elsa_runs_original(x, (*given, None)[0]):

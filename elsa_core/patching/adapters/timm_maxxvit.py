@@ -48,7 +48,6 @@ class ElsaPartitionAttentionCl(WindowBlock, PartitionAttentionCl):  # type: igno
         return Derivation(self, attn, dense, (), (rel_pos,), per_call)
 
     def _partition_attn(self, x: Tensor) -> Any:
-        """[B, H, W, C] -> [B, H, W, C]."""
         attn, window = self.attn, self.partition_size
         # Sizes that do not divide are an error here, which the original words.
         uneven = x.shape[1] % window[0] or x.shape[2] % window[1]

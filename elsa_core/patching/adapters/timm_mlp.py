@@ -48,8 +48,6 @@ class _Mlp(_Module):  # type: ignore[misc]
         return tuple(layer for layer in module.children() if is_plain_linear(layer))
 
     def _elsa_first(self, layer: nn.Module, x: Tensor) -> Any:
-        """The activation of a layer's output, in one call unless something watches the activation
-        or one without a name has taken its place."""
         activation = "" if is_watched(self.act) else activation_of(self.act)
         if not activation:
             return self.act(project(self, layer, x))
@@ -110,7 +108,6 @@ class ElsaSwiGLU(_GatedMlp, SwiGLU):  # type: ignore[misc]  # timm is untyped
     elsa_layers = ("fc1_g", "fc1_x", "fc2")
 
     def _elsa_apart(self, x: Tensor) -> Any:
-        """The gated hidden channels, by two products."""
         return self._elsa_first(self.fc1_g, x) * project(self, self.fc1_x, x)
 
 
@@ -123,6 +120,5 @@ class ElsaGluMlp(_GatedMlp, GluMlp):  # type: ignore[misc]
     elsa_base = GluMlp
 
     def _elsa_apart(self, x: Tensor) -> Any:
-        """The gated hidden channels, by one product and a pass over its halves."""
         first, second = project(self, self.fc1, x).chunk(2, dim=-1)
         return first * self.act(second) if self.gate_last else self.act(first) * second

@@ -45,7 +45,16 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
         q, q_size = _pooled(self, q, feat_size, self.pool_q, self.norm_q)
         k, k_size = _pooled(self, k, feat_size, self.pool_k, self.norm_k)
         v, _ = _pooled(self, v, feat_size, self.pool_v, self.norm_v)
-        return _attended(self, q, k, v, q_size, k_size), q_size
+        if self.rel_pos_type == "spatial":
+            rel_h = table(self.rel_pos_h, q_size[0], k_size[0])
+            rel_w = table(self.rel_pos_w, q_size[1], k_size[1])
+            prefix = int(self.has_cls_token)
+            out = attend_decomposed(self, q, k, v, rel_h, rel_w, scale=self.scale, prefix=prefix)
+        else:
+            out = attend(self, q, k, v, scale=self.scale)
+        if self.residual_pooling:
+            out = out + q
+        return project(self, self.proj, join_heads(out)), q_size
 
 
 def _pooled(module: Any, x: Tensor, feat_size: _Size, pool: Any, norm: Any) -> tuple[Tensor, _Size]:
@@ -55,17 +64,3 @@ def _pooled(module: Any, x: Tensor, feat_size: _Size, pool: Any, norm: Any) -> t
         x, token = reshape_pre_pool(x, feat_size, module.has_cls_token)
         x, size = reshape_post_pool(pool(x), module.num_heads, token)
     return (x if norm is None else norm(x)), size
-
-
-def _attended(module: Any, q: Tensor, k: Tensor, v: Tensor, q_size: _Size, k_size: _Size) -> Tensor:
-    if module.rel_pos_type == "spatial":
-        rel_h = table(module.rel_pos_h, q_size[0], k_size[0])
-        rel_w = table(module.rel_pos_w, q_size[1], k_size[1])
-        prefix = int(module.has_cls_token)
-        out = attend_decomposed(module, q, k, v, rel_h, rel_w, scale=module.scale, prefix=prefix)
-    else:
-        out = attend(module, q, k, v, scale=module.scale)
-    if module.residual_pooling:
-        out = out + q
-    joined: Tensor = project(module, module.proj, join_heads(out))
-    return joined

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import Block
-from torch import Tensor, nn
+from torch import Tensor
 
 from elsa_core.patching.adapters import padding
 from elsa_core.patching.adapters.common import weights_are_hooked
@@ -33,13 +33,7 @@ class ElsaNaFlexVit(NaFlexVit):  # type: ignore[misc]  # timm is untyped
 
     @staticmethod
     def elsa_why_not(module: Any) -> str:
-        """Why an instance keeps its class; it is no site, so no report names it."""
         return "" if hasattr(module, "_forward_embeds") else "this timm's embeds otherwise"
-
-    @staticmethod
-    def elsa_serves(module: Any) -> tuple[nn.Module, ...]:
-        """The sites that take packed tokens."""
-        return tuple(block.attn for block in module.blocks if hasattr(block, "attn"))
 
     def forward(
         self,

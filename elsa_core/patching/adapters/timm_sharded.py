@@ -1,10 +1,9 @@
 """timm's VisionTransformer with its tokens sharded over the ranks of a group.
 
-The sequence of class token, registers and patches is cut into one run of tokens for each rank, of
-equal lengths but for one token. Every rank is given the whole image and embeds the rows of patches
-that its tokens lie in. Attention goes through `elsa_core.distributed.attention`; all else between
-the embedding and the pooling is of single tokens. What pooling reads of other ranks is gathered and
-summed in their order, and the head runs on every rank.
+Class token, registers and patches are cut into one run of tokens for each rank. Every rank is given
+the whole image and embeds the rows of patches that its tokens lie in. Attention goes through
+`elsa_core.distributed.attention`; pooling gathers, and the head runs on every rank.
+
 """
 
 from __future__ import annotations
@@ -53,11 +52,8 @@ class ShardedAttention(ElsaAttention):
 
 
 class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm is untyped
-    """A ViT of which each rank holds a run of tokens: whole images in, whole outputs out.
-
-    `forward_features` gives this rank's tokens [B, n, C] alone; `forward` and `forward_head` of
-    them what the model gives in one process.
-    """
+    """A ViT of which each rank holds a run of tokens: `forward_features` gives these [B, n, C];
+    `forward` and `forward_head` of them what the model gives in one process."""
 
     elsa_base = VisionTransformer
     elsa_companion = True
@@ -167,11 +163,8 @@ def _check(model: Any, images: Tensor) -> None:
 
 
 def _compare_calls(model: Any, images: Tensor, mask: Tensor | None, is_causal: bool) -> None:
-    """Let the ranks compare a forward before its first byte of data.
-
-    One message of two kilobytes, for which the host waits. Not in a recorded program, nor under the
-    capture of a CUDA graph, where it cannot.
-    """
+    """Let the ranks compare a forward before its first byte of data, by one message for which the
+    host waits: not in a recorded program, nor under the capture of a CUDA graph."""
     captured = images.is_cuda and torch.cuda.is_current_stream_capturing()
     if calls.traced() or captured or place(model.elsa_group)[1] == 1:
         _check(model, images)
@@ -202,7 +195,6 @@ def _compare_calls(model: Any, images: Tensor, mask: Tensor | None, is_causal: b
 
 
 def _grid_and_lengths(model: Any, images: Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Rows and columns of patches of a batch [B, C, H, W], and each rank's tokens."""
     embed = model.patch_embed
     if images.dim() != 4:
         raise ArgumentError(f"images of shape {list(images.shape)} are not [B, C, H, W]")
@@ -223,7 +215,6 @@ def _grid_and_lengths(model: Any, images: Tensor) -> tuple[tuple[int, int], tupl
 
 
 def _check_length(model: Any, tokens: int, lengths: Any) -> None:
-    """Refuse features that are not of the last forward, whose lengths a model keeps."""
     rank, _ = place(model.elsa_group)
     if tokens != lengths[rank]:
         raise ArgumentError(
@@ -248,11 +239,8 @@ def _called(block: Any, lengths: tuple[int, ...], x: Tensor, **terms: Any) -> An
 
 
 def _embedded(model: Any, images: Tensor, grid: tuple[int, int], start: int, stop: int) -> Any:
-    """This rank's tokens [B, stop - start, C] with their positions.
-
-    A rank without patches, or without prefix tokens, takes none of some: its parameters then have
-    a gradient, of zeros.
-    """
+    """This rank's tokens [B, stop - start, C] with their positions. A rank without patches, or
+    without prefix tokens, takes none of some: their parameters have a gradient, of zeros."""
     embed, prefix = model.patch_embed, model.num_prefix_tokens
     first, last = max(start - prefix, 0), max(stop - prefix, 0)
     top = min(first // grid[1], grid[0] - 1)

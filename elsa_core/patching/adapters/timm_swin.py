@@ -2,9 +2,8 @@
 `elsa_core.window_attention`.
 
 Read against timm 1.0.20 to 1.0.31. Window, shift and table are read at each call, so that
-`set_input_size`, `always_partition` and a dynamic image size work on a patched model. The block's
-`attn_mask` stays a buffer and is not read: the operator knows the regions by their coordinates.
-Queries and keys of the second version are normalised inside the operator.
+`set_input_size`, `always_partition` and a dynamic image size work on a patched model. The operator
+knows the regions of a mask by their coordinates, and normalises queries and keys of Swin-V2.
 """
 
 from __future__ import annotations
@@ -122,9 +121,8 @@ class ElsaSwinTransformerV2CrBlock(_SwinBlock, SwinTransformerV2CrBlock):  # typ
 
 
 def _differs(block: Any, x: Tensor) -> bool:
-    """Whether a Swin block, of any version, has other windows than its attention, or a mask of
-    another shift or of other windows than those of x [B, H, W, C], which the original applies.
-    """
+    """Whether a Swin block has other windows than its attention, or a mask of another shift or of
+    other windows than those of x [B, H, W, C], which the original applies."""
     if tuple(block.window_size) != tuple(block.attn.window_size):
         return True
     if getattr(block, "dynamic_mask", False):

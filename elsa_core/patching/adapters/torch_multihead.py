@@ -1,14 +1,11 @@
 """`torch.nn.MultiheadAttention` on `elsa_core.attention`, alone and inside PyTorch's layers.
 
 Read against torch 2.10 to 2.15. In eval mode PyTorch sends the module, and the whole of a
-`TransformerEncoderLayer`, through one C++ operator each, which no export format knows. The adapter
-replaces the first by its forward, and turns the second off through `_qkv_same_embed_dim`, which
-PyTorch reads before it takes that path.
+`TransformerEncoderLayer`, through one C++ operator each, which no export format knows. The latter
+is turned off through `_qkv_same_embed_dim`, which PyTorch reads before it takes that path.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,11 +71,19 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
             absent = torch.arange(padded.shape[1], device=query.device) >= lengths[:, None]
             out, _ = self.forward(padded, padded, padded, absent, need_weights=False)
             return torch._nested_tensor_from_mask(out, ~absent, mask_check=False), None
-        if need_weights or self.elsa_why_not(self):
-            return self._elsa_by_pytorch(
-                query, key, value, key_padding_mask=key_padding_mask, need_weights=need_weights,
-                attn_mask=attn_mask, average_attn_weights=average_attn_weights, is_causal=is_causal,
+        if need_weights or self.elsa_why_not(self):  # or keys are appended
+            turn = self.batch_first and query.dim() == 3
+            if turn:
+                query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+            whole, weights = F.multi_head_attention_forward(
+                query, key, value, self.embed_dim, self.num_heads, self.in_proj_weight,
+                self.in_proj_bias, self.bias_k, self.bias_v, self.add_zero_attn, self.dropout,
+                self.out_proj.weight, self.out_proj.bias, self.training, key_padding_mask,
+                need_weights, attn_mask, self.in_proj_weight is None, self.q_proj_weight,
+                self.k_proj_weight, self.v_proj_weight,
+                average_attn_weights=average_attn_weights, is_causal=is_causal,
             )  # fmt: skip
+            return whole.transpose(0, 1) if turn else whole, weights
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, which is missing")
         q, k, v = self._elsa_projected(query, key, value)
@@ -98,18 +103,21 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, H, N, D], views of as few projections as PyTorch makes."""
-        same_keys, same_queries = key is value, query is key
-        query = self._elsa_batched(query)
+
+        def batched(x: Tensor) -> Tensor:  # [B, N, E]
+            if x.dim() == 2:
+                return x.unsqueeze(0)
+            return x if self.batch_first else x.transpose(0, 1)
+
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        elif same_keys and same_queries:
-            packed = project_by(self, query, weight, bias)
-            return split_packed(packed, self.num_heads)
+        elif query is key is value:
+            return split_packed(project_by(self, batched(query), weight, bias), self.num_heads)
         else:
             weights = weight.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        inputs = (query, self._elsa_batched(key), self._elsa_batched(value))
+        inputs = [batched(x) for x in (query, key, value)]
         batches = [x.shape[0] for x in inputs]
         if not batches[0] == batches[1] == batches[2]:
             raise ArgumentError(f"query, key and value have batches of {batches}: must be equal")
@@ -119,36 +127,12 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
         )
         return q, k, v
 
-    def _elsa_batched(self, x: Tensor) -> Tensor:
-        """[B, N, E] of an input in the module's layout."""
-        if x.dim() == 2:
-            return x.unsqueeze(0)
-        return x if self.batch_first else x.transpose(0, 1)
-
-    def _elsa_by_pytorch(
-        self, query: Tensor, key: Tensor, value: Tensor, **masks: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """PyTorch's function, for weights that are wanted and keys that are appended."""
-        turn = self.batch_first and query.dim() == 3
-        if turn:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        out, weights = F.multi_head_attention_forward(
-            query, key, value, self.embed_dim, self.num_heads, self.in_proj_weight,
-            self.in_proj_bias, self.bias_k, self.bias_v, self.add_zero_attn, self.dropout,
-            self.out_proj.weight, self.out_proj.bias, training=self.training,
-            use_separate_proj_weight=self.in_proj_weight is None, q_proj_weight=self.q_proj_weight,
-            k_proj_weight=self.k_proj_weight, v_proj_weight=self.v_proj_weight, **masks,
-        )  # fmt: skip
-        return out.transpose(0, 1) if turn else out, weights
-
 
 def _merged_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
-    """One mask for the operator, not larger than it must be: [B or 1, H or 1, Nq or 1, Nk].
-
-    The module's boolean masks say what is left out, the operator's what takes part.
-    """
+    """One mask for the operator, [B or 1, H or 1, Nq or 1, Nk]. The module's boolean masks say what
+    is left out, the operator's what takes part."""
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
     if attn_mask is not None and attn_mask.dim() == 3:
         _check("attn_mask", attn_mask, (batch * heads, queries, keys))

@@ -10,7 +10,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.siglip2.modeling_siglip2 import (
     Siglip2Attention,
     Siglip2Encoder,
@@ -47,11 +47,9 @@ class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transform
 class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
     """In inference of batches with padding: tokens [B, N, C] -> the same.
 
-    The padded tokens of an image are equal when they come from SigLIP 2's own embedding of padding,
-    and no key of any query: then they stay equal through all layers. So the layers take the tokens
-    of all images one after another, and one padded token of each image that has some; its results
-    stand at all of that image's padded places, where the original has the same. Padded tokens that
-    differ stay in the batch.
+    Padded tokens of an image that are equal, and no key of any query, stay equal through all
+    layers. So these take the tokens of all images one after another, and one padded token of each
+    image, whose results stand at all of its padded places, where the original has the same.
     """
 
     elsa_base = Siglip2Encoder
@@ -60,13 +58,7 @@ class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
 
     @staticmethod
     def elsa_why_not(module: Any) -> str:
-        """Why an instance keeps its class; it is no site, so no report names it."""
         return _departs(Siglip2Encoder, ("self", "inputs_embeds", "attention_mask", "kwargs"))
-
-    @staticmethod
-    def elsa_serves(module: Any) -> tuple[nn.Module, ...]:
-        """The sites that take packed tokens."""
-        return tuple(layer.self_attn for layer in module.layers)
 
     def forward(self, inputs_embeds: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
         found = None
@@ -83,11 +75,8 @@ class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
 
 def _packed(x: Tensor, mask: Any) -> tuple[Tensor, Tensor, padding.Packed] | None:
     """Of a batch x [B, N, C] the places of its tokens and of one padded token of each image, [T],
-    and which of them stands for each place, [B * N]; what the layers get for a mask [B, 1, N, N].
-
-    None where the mask hides keys of some queries alone, leaving tokens out does not pay, or the
-    padded tokens of an image are not equal.
-    """
+    which of them stands for each place, [B * N], and what the layers get for a mask [B, 1, N, N];
+    None where tokens cannot be left out, or it does not pay."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
         return None
     if mask.shape[1] != 1 or not mask.numel():

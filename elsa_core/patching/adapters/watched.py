@@ -92,12 +92,10 @@ def run(site: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _attend(site: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any, **named: Any) -> Any:
     """`attention` of a site that was patched with sparsity or offload."""
-    names = ("mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     terms = dict(zip(names, given, strict=False)) | named
-    for name in ("precision", "backend"):  # `attend` reads them of the site
-        terms.pop(name)
-    terms["mask"] = terms.pop("attn_mask", terms.get("mask"))
-    return attend(site, query, key, value, **terms)
+    del terms["precision"], terms["backend"]  # `attend` reads them of the site
+    return attend(site, query, key, value, terms.pop("attn_mask", None), **terms)
 
 
 class _Traced(TorchFunctionMode):

@@ -1,8 +1,7 @@
 """What adapters of windowed blocks share: when a block computes its attention itself, and the call.
 
-A block's adapter computes from image to image: roll, padding, windows and mask are index arithmetic
-inside `elsa_core.ops.window.api.window_attention`. The attention module within the block keeps
-its class, its parameters and its place in the state dict; its forward is not called.
+A block's adapter computes from image to image. The attention module within it keeps its class and
+parameters; its forward is not called.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from elsa_core.patching.adapters.common import (
     drop_p,
     is_other,
     is_plain_linear,
-    other_part,
     project,
     scale_of,
     wants_training,
@@ -37,27 +35,22 @@ _MAX_LOGIT_SCALE = math.log(1.0 / 0.01)  # of Swin-V2 (arXiv 2111.09883), Sec. 3
 
 
 class WindowBlock(Derives):
-    """A block whose adapter computes the attention within it.
+    """A block whose adapter computes the attention within it."""
 
-    Attributes:
-        elsa_attention: where that attention is.
-        elsa_expects: its class, the library's own.
-    """
-
-    elsa_attention = "attn"
-    elsa_expects: type[nn.Module]
+    elsa_attention = "attn"  # where that attention is
+    elsa_expects: type[nn.Module]  # its class, the library's own
 
     @classmethod
     def elsa_why_not(cls, module: Any) -> str:
         """Why this instance stays as it is; empty if it does not."""
         attention = module.get_submodule(cls.elsa_attention)
-        if type(attention) is cls.elsa_expects:
-            return other_part(attention)
         own, expected = type(attention).__qualname__, cls.elsa_expects.__qualname__
-        return f"its attention is a {own}, not a {expected}"
-
-    def elsa_derivation(self) -> Derivation | None:
-        return None
+        if type(attention) is not cls.elsa_expects:
+            return f"its attention is a {own}, not a {expected}"
+        for name, part in attention._modules.items():
+            if part is not None and is_other(name, part):
+                return f"its {name} is a {type(part).__qualname__}"
+        return ""
 
 
 def must_call(attention: nn.Module, expected: type[nn.Module] | None) -> bool:
@@ -75,10 +68,8 @@ def must_call(attention: nn.Module, expected: type[nn.Module] | None) -> bool:
 
 
 def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tensor | None:
-    """What a projection makes of a padded one of tokens x [B, H, W, C], a zero: [3 * C].
-
-    None for zeros, and where none is asked for.
-    """
+    """What a projection makes of a padded token of x [B, H, W, C], a zero: [3 * C], None for zeros,
+    and where there is none."""
     if is_plain_linear(projection):
         bias: Tensor | None = projection.bias  # type: ignore[assignment]
         return bias
@@ -92,11 +83,9 @@ def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tenso
 def keeps_original(
     site: Any, x: Tensor, projection: Any, num_heads: int, window: Sequence[int]
 ) -> bool:
-    """Whether a call keeps the original forward.
-
-    That is so on a GPU that no backend has kernels for, and where gradients are wanted and the
-    shipped table says that the operator's forward and gradients together are slower than the
-    original's; never where a backend was asked for by name.
+    """Whether a call keeps the original forward: on a GPU that no backend has kernels for, and
+    where the shipped table says that the operator is slower with its gradients, which are wanted;
+    never where a backend was asked for by name.
     """
     if not isinstance(x, Tensor):  # torch.fx traces the original, and finds its names
         return True

@@ -51,16 +51,10 @@ def length(axis: Axis) -> int:
 
 
 class Layout:
-    """The dimensions of scores, and of the two operands that they are the product of.
+    """The dimensions of scores (`axes`) and of the two operands, which are multiplied over `inner`.
 
-    Layouts of equal products are one object, so that what is concluded from one is kept in `memo`.
-
-    Attributes:
-        left, right: the dimensions of the operands.
-        inner: the axis that they are multiplied over.
-        axes: the dimensions of the scores.
-        shape: their lengths.
-        memo: conclusions, None where lengths are a tracer's.
+    Layouts of equal products are one object, so that what is concluded from one is kept in `memo`;
+    None where lengths are a tracer's.
     """
 
     __slots__ = ("axes", "inner", "left", "memo", "right", "shape")
@@ -163,7 +157,6 @@ def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
 
 
 def _taken(rest: list[Atom], size: int, end: int) -> Axis | None:
-    """Atoms of the length `size` from one end of `rest`, in their order."""
     found: list[Atom] = []
     while size != 1:
         if not rest:
@@ -217,15 +210,9 @@ def steps_to(have: Axes, want: Axes, whole: bool = True) -> Steps:
 
 
 def run(tensor: Tensor, steps: Steps) -> Tensor:
-    """A tensor after these steps."""
     for name, argument in steps:
         tensor = getattr(tensor, name)(argument)
     return tensor
-
-
-def arranged(tensor: Tensor, have: Axes, want: Axes, *, whole: bool = True) -> Tensor:
-    """A tensor of the dimensions `have` brought to the dimensions `want`."""
-    return run(tensor, steps_to(have, want, whole))
 
 
 @functools.lru_cache(maxsize=256)

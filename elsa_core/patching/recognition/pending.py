@@ -2,8 +2,8 @@
 
 Within a `Watch` a product of two tensors becomes a `Pending`: a tensor without storage that knows
 the call which would compute it, and what it is as a part of attention (`scores.Scores`). A product
-of such weights with values runs `elsa_core.attention`. Any other use first computes the pending
-tensor, by the very calls that were made; from then on the same object is an ordinary tensor.
+of such weights with values runs `elsa_core.attention`. Any other use first computes it, by the very
+calls that were made; from then on the same object is an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ _LISTED = 3  # references to a tensor that a list holds, when a loop over it ask
 
 
 class _Call(NamedTuple):
-    """A call as it was made."""
-
     function: Any
     args: Sequence[Any]
     kwargs: dict[str, Any]
@@ -63,23 +61,14 @@ class _Call(NamedTuple):
 
 
 class Pending(Tensor):
-    """A tensor that is computed when something other than attention asks for it.
+    """A tensor that is computed when something other than attention asks for it."""
 
-    Attributes:
-        watch: where it was made.
-        call: what computes it.
-        scores: what it is; None where it is nothing that attention is made of.
-        made: its values, where the object itself could not become them.
-        tied: whether gradients reach what it is made of.
-        tracked: whether gradients were recorded in every call that it is made of.
-    """
-
-    watch: Watch
-    call: _Call
-    scores: Scores | None
-    made: Tensor | None
-    tied: bool
-    tracked: bool
+    watch: Watch  # where it was made
+    call: _Call  # what computes it
+    scores: Scores | None  # what it is; None where it is nothing that attention is made of
+    made: Tensor | None  # its values, where the object itself could not become them
+    tied: bool  # whether gradients reach what it is made of
+    tracked: bool  # whether gradients were recorded in every call that it is made of
 
     @classmethod
     def __torch_function__(
@@ -138,7 +127,6 @@ class _Attended(torch.autograd.Function):
 
 
 def _gradients(call: _Call, sources: Sequence[Tensor], grad: Tensor) -> Iterator[Tensor | None]:
-    """The gradients of the result of a call, made again, for every source."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         out = call.run(sources[0].device.type)
@@ -209,7 +197,6 @@ class Watch(TorchFunctionMode):
         self._alive = []
 
     def _of_pending(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A call with pending arguments."""
         if func in rules.METADATA:
             tracing = func in rules.SHAPES and torch._C._get_tracing_state() is not None
             if tracing and args[0].scores is not None:
@@ -220,7 +207,11 @@ class Watch(TorchFunctionMode):
         grad = torch.is_grad_enabled()
         for one in _pendings(args, kwargs):
             if one.made is not None:
-                args, kwargs = _real(args, _made), _real(kwargs, _made)
+
+                def known(pending: Pending) -> Tensor:
+                    return pending if pending.made is None else pending.made
+
+                args, kwargs = _real(args, known), _real(kwargs, known)
             elif one.tied and not grad:  # perhaps within a function with its own backward
                 return self._computed(func, args, kwargs)
         special = _SPECIAL.get(func)
@@ -270,7 +261,14 @@ class Watch(TorchFunctionMode):
         target = args[0]
         if not isinstance(target, Pending) or found.dtype != target.scores.dtype:  # type: ignore[union-attr]
             return rules.MISSING
-        if target.call.function in rules.VIEWS or self._is_used(target):
+        self._forget()
+        used = (  # another pending tensor is to be computed of this one
+            one is target
+            for pending in self._alive
+            if pending.made is None
+            for one in _pendings(pending.call.args, {})
+        )
+        if target.call.function in rules.VIEWS or any(used):
             return rules.MISSING
         before = self._pend(*target.call[:3], target.scores, target.call.part)  # type: ignore[arg-type]
         after = self._pend(func, (before, *args[1:]), kwargs, found)
@@ -279,16 +277,6 @@ class Watch(TorchFunctionMode):
             target.__dict__, after.__dict__ = after.__dict__, target.__dict__
             return target
         return target if _become(target, after) else rules.MISSING
-
-    def _is_used(self, target: Pending) -> bool:
-        """Whether another pending tensor is to be computed of this one."""
-        self._forget()
-        return any(
-            one is target
-            for pending in self._alive
-            if pending.made is None
-            for one in _pendings(pending.call.args, {})
-        )
 
     def _pend(
         self,
@@ -318,7 +306,6 @@ class Watch(TorchFunctionMode):
         return made  # type: ignore[no-any-return]
 
     def _forget(self) -> None:
-        """Drop the pending tensors that nobody else holds, and those that are computed."""
         alive = self._alive
         for i in range(len(alive) - 1, -1, -1):  # the latest hold earlier ones
             pending = alive[i]
@@ -335,7 +322,6 @@ class Watch(TorchFunctionMode):
                 compute(pending)
 
     def _product(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """matmul, bmm, einsum, baddbmm"""
         factors = _operands(func, args, kwargs)
         if factors is None:
             return self._computed(func, args, kwargs)
@@ -508,7 +494,6 @@ def _with_input(scores: Scores, added: Any, kwargs: dict[str, Any]) -> Scores | 
 
 
 def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Two factors and the labels of their dimensions; None for a product of another kind."""
     equation, factors = None, args
     if func in rules.EINSUM:
         equation, *factors = args if args and isinstance(args[0], str) else (None,)
@@ -553,7 +538,6 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _autocast(device: str) -> tuple[bool, torch.dtype]:
-    """Whether autocast is on for a kind of device, and its dtype."""
     if not torch._C._is_any_autocast_enabled():
         return _OFF
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -599,10 +583,6 @@ def _pendings(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Pending]:
         elif isinstance(value, list | tuple):
             found += _pendings(value, {})
     return found
-
-
-def _made(pending: Pending) -> Tensor:
-    return pending if pending.made is None else pending.made
 
 
 def _real(value: Any, of: Callable[[Pending], Tensor] = compute) -> Any:

@@ -36,7 +36,6 @@ _HOMES = (torch, Tensor, F, torch.special)
 
 
 def _all(*names: str) -> list[Any]:
-    """PyTorch's functions and methods of these names."""
     return [getattr(home, name) for home in _HOMES for name in names if hasattr(home, name)]
 
 
@@ -59,7 +58,6 @@ METADATA: Final = SHAPES.union(
 
 
 def _pair(args: Sequence[Any], kwargs: Any, *, ordered: bool = False) -> tuple[Scores, Any] | None:
-    """The scores and the other operand of a call of two."""
     if kwargs or len(args) != 2:
         return None
     one, two = args
@@ -73,7 +71,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _fits(scores: Scores, other: Any) -> bool:
-    """Whether a tensor broadcasts to the scores, which keep their shape."""
     if not isinstance(other, Tensor) or other.layout is not torch.strided or other.is_nested:
         return False
     shape = scores.layout.shape
@@ -131,7 +128,6 @@ def _added(args: Any, kwargs: Any, *, kind: str = "add") -> Any:
 
 
 def _filled(args: Any, kwargs: Any) -> Any:
-    """masked_fill(scores, mask, value)"""
     args = (*args, *(kwargs[name] for name in ("mask", "value") if name in kwargs))
     if len(args) != 3 or not isinstance(args[0], Scores) or args[0].stage != SCORES:
         return MISSING
@@ -189,7 +185,6 @@ def _powers(args: Any, kwargs: Any) -> Any:
 
 
 def _of_row(args: Any, kwargs: Any, *, stage: str, of: str) -> Any:
-    """max, amax or sum over the keys, with the dimension kept"""
     scores, *rest = args
     given = dict(zip(("dim", "keepdim"), rest, strict=False)) | kwargs
     dim, kept = given.get("dim", given.get("axis")), given.get("keepdim", False)
@@ -248,7 +243,6 @@ def _viewed(args: Any, kwargs: Any, *, of: Callable[..., Axes | None]) -> Any:
 
 
 def _together(values: Sequence[Any]) -> Sequence[Any] | None:
-    """A shape or dimensions, given as one sequence or apart; None for anything else."""
     if len(values) == 1 and isinstance(values[0], tuple | list):
         values = values[0]
     others = (torch.dtype, str, torch.Size)
@@ -311,7 +305,6 @@ def _averaged(args: Any, kwargs: Any) -> Any:
 
 
 def _dropout(args: Any, kwargs: Any) -> Any:
-    """F.dropout(weights, p, training, inplace), torch.dropout(weights, p, train)"""
     names = ("input", "p", "training", "inplace")
     given = dict(zip(names, args, strict=False)) | kwargs
     p, training = given.get("p", 0.5), given.get("training", given.get("train", True))

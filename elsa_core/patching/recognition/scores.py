@@ -19,7 +19,6 @@ from elsa_core.patching.recognition.axes import (
     Axis,
     Layout,
     Steps,
-    arranged,
     leaves,
     length,
     of_kind,
@@ -46,33 +45,20 @@ class Term(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scores or weights as they are now.
+    """Scores or weights as they are now."""
 
-    Attributes:
-        left, right: the factors.
-        layout: their dimensions, and those of the scores.
-        product: the dtype that PyTorch multiplies in.
-        dtype: what PyTorch would hold the scores in.
-        terms: what was done to the product, in order.
-        stage: SCORES to WEIGHTS.
-        key: RIGHT or LEFT: the operand whose tokens the softmax is over; "" before it.
-        place: where in the model the product was made, for an observer.
-        origin: of a MAXIMUM or a SUM, the scores or powers that it is of.
-    """
-
-    left: Tensor
+    left: Tensor  # the factors
     right: Tensor
-    layout: Layout
-    product: torch.dtype
-    dtype: torch.dtype
-    terms: tuple[Term, ...] = ()
-    stage: str = SCORES
-    key: str = ""
-    place: Any = None
-    origin: Scores | None = None
+    layout: Layout  # their dimensions, and those of the scores
+    product: torch.dtype  # that PyTorch multiplies in
+    dtype: torch.dtype  # what PyTorch would hold the scores in
+    terms: tuple[Term, ...] = ()  # what was done to the product, in order
+    stage: str = SCORES  # to WEIGHTS
+    key: str = ""  # RIGHT or LEFT: the operand whose tokens the softmax is over; "" before it
+    place: Any = None  # where in the model the product was made, for an observer
+    origin: Scores | None = None  # of a MAXIMUM or a SUM, the scores or powers that it is of
 
     def and_then(self, kind: str, value: Any, dtype: torch.dtype, fill: float = 0.0) -> Scores:
-        """The scores after one more step."""
         return self._replace(terms=(*self.terms, Term(kind, value, self.layout, fill)), dtype=dtype)
 
     def sources(self) -> list[Tensor]:
@@ -96,17 +82,9 @@ class RefusedError(Exception):
 
 
 class _Plan:
-    """How operands of certain layouts become those of `attention`, and its result the product.
-
-    Attributes:
-        batch, queries, keys: the atoms in the order in which `attention` is given them.
-        every: all of these, a dimension each.
-        of_query, of_key, of_value: to [batch atoms..., tokens, channels].
-        groups: the batch atoms of each of two dimensions; sizes: their lengths, None where each
-            holds one atom.
-        free: the channels of the values.
-        want: the dimensions of the product.
-    """
+    """How operands of certain layouts become those of `attention`, [batch atoms..., tokens,
+    channels], and its result the product. Atoms of the batch form two dimensions, `groups`, of the
+    lengths `sizes`: None where each holds one atom."""
 
     def __init__(self, layout: Layout, key: str, value: Sequence[int], labels: tuple[Any, ...]):
         query, keys = (layout.left, layout.right) if key == RIGHT else (layout.right, layout.left)
@@ -160,13 +138,8 @@ def attended(
     dtype: torch.dtype,
     attend: Callable[..., Any],
 ) -> Tensor:
-    """The product of weights with values, by one call of `attend`, in the place of `attention`.
-
-    Args:
-        scores: at the stage WEIGHTS.
-        value: the other factor, in the dtype that it is multiplied in.
-        labels: of the dimensions of the weights, of the values and of the product.
-        dtype: of the product.
+    """The product of WEIGHTS with values, by one call of `attend`, in the place of `attention`.
+    `labels` are of the dimensions of the weights, of the values and of the product.
     """
     layout, key = scores.layout, scores.key
     # atoms may have been cut since
@@ -298,7 +271,7 @@ def _per_token(factors: Tensor, batch: Axis, tokens: Axis, others: range) -> Ten
         for atom, size in zip((*batch, *tokens), factors.shape, strict=True)
     )
     lead = tuple((atom,) for atom in batch)
-    return arranged(factors, have, (*lead, tokens, ()), whole=False)
+    return run(factors, steps_to(have, (*lead, tokens, ()), whole=False))
 
 
 def _widened(
@@ -331,9 +304,9 @@ def _widened(
         atoms = (*batch, *queries, keys[i])
         bias = bias.squeeze(tuple(first + j for j in range(len(keys)) if j != i))  # noqa: PLW2901
         have = tuple((a,) if n != 1 else () for a, n in zip(atoms, bias.shape, strict=True))
-        wide.append(arranged(bias, have, (*lead, queries, (keys[i],))).to(q.dtype))
+        wide.append(run(bias, steps_to(have, (*lead, queries, (keys[i],)))).to(q.dtype))
         one_hot = Atom(RIGHT, keys[i].size)
         eye = torch.eye(keys[i].size, dtype=k.dtype, device=k.device)
-        place = arranged(eye, ((keys[i],), (one_hot,)), (keys, (one_hot,)))
+        place = run(eye, steps_to(((keys[i],), (one_hot,)), (keys, (one_hot,))))
         places.append(place.expand(*k.shape[:-1], -1))
     return torch.cat(wide, -1), torch.cat(places, -1), rest, 1.0
