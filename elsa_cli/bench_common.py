@@ -112,11 +112,12 @@ def judge(session: Session, own: Document, other: Document) -> None:
     session.line(f"against {environment.label(other['environment'])}", "bold")
     rows = []
     for row in found.rows:
-        spans = (f"{row.own_low:.2f}-{row.own_high:.2f}",
-                 f"{row.published_low:.2f}-{row.published_high:.2f}")  # fmt: skip
-        cells = [row.name, f"{row.own:.2f}", spans[0], f"{row.published:.2f}", spans[1]]
+        pair = (row.own, row.published)
+        cells = [row.name]
+        for each in pair:
+            cells += [f"{each.ratio:.2f}", f"{each.low:.2f}-{each.high:.2f}"]
         if found.same_machine:
-            cells.append(f"{(row.seconds or 0) * 1e3:.3g}/{(row.published_seconds or 0) * 1e3:.3g}")
+            cells.append("/".join(f"{each.seconds * 1e3:.3g}" for each in pair))
         mark = {"regression": "FAIL worse", "better": "better"}.get(row.verdict, "")
         rows.append([*cells, f"{mark} {row.note}".strip()])
     times = (">ms now/then",) if found.same_machine else ()

@@ -253,13 +253,10 @@ def _chosen(device: torch.device, options: Options) -> tuple[Case, ...]:
         how = {"dtype": dtype or "fp32", "precision": precision or "strict"}
         return tuple(dict.fromkeys(cases.from_shape(text, **how) for text in options.shapes))
     few = (options.trace or options.tune) and not (options.tables or options.patterns)
-    found = cases.select(
-        device.type, tables=options.tables, patterns=options.patterns,
+    return cases.select(
+        device.type, precision, tables=options.tables, patterns=options.patterns,
         quick=options.quick or few, dtype=dtype,
     )  # fmt: skip
-    if precision is None:
-        return found
-    return tuple(cases.with_precision(case, precision) for case in found)
 
 
 def _list(session: Session, chosen: tuple[Case, ...], device: torch.device) -> None:

@@ -30,6 +30,19 @@ class Plain:
         return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}  # type: ignore[arg-type]
 
 
+class Named(Plain):
+    """Plain data with a name that is made of it."""
+
+    @property
+    def name(self) -> str:
+        """Unique among its like."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"name": self.name, **super().to_dict()}
+
+
 def _plain(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()

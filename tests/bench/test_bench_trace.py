@@ -85,7 +85,7 @@ def test_one_query_and_what_the_gpu_does_not_take() -> None:
     with pytest.raises(UnavailableError, match="triton alone plans calls, not 'native'"):
         trace.trace(Case("t", 1, 1, 4, 4, 16), CUDA, "strict", backend="native")
     with pytest.raises(ArgumentError, match="turbo"):
-        trace.run([Case("t", 1, 1, 4, 4, 16, "fp16")], device="cuda", precision="turbo")
+        trace.run([Case("t", 1, 1, 4, 4, 16, "fp16")], device=CUDA, precision="turbo")
 
 
 def test_a_replay_follows_any_partition() -> None:

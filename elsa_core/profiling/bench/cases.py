@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elsa_core import ops
 from elsa_core.errors import ArgumentError
-from elsa_core.measuring.documents import Plain
+from elsa_core.measuring.documents import Named
 from elsa_core.precision import DTYPES, validate
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ WINDOW_IMAGES: Final = 4  # images that the windows of a case come from
 
 
 @dataclass(frozen=True)
-class Case(Plain):
+class Case(Named):
     """One attention call to measure: query [batch, heads, queries, head_dim], key and value
     [batch, heads, keys, head_dim].
 
@@ -89,10 +89,6 @@ class Case(Plain):
         elements = self.batch * self.heads * self.queries * self.keys
         return elements * self.torch_dtype.itemsize
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"name": self.name, **super().to_dict()}
-
 
 def lengths_of(batch: int, longest: int) -> list[int]:
     """The lengths of a case of packed sequences: in even steps down from the longest."""
@@ -110,7 +106,8 @@ class Inputs(NamedTuple):
 
 def inputs(case: Case, device: torch.device | str, seed: int = 0) -> Inputs:
     """Random normal query, key, value, and the mask (or None) of a case."""
-    generator = torch.Generator(device=device).manual_seed(seed)
+    drawn = torch.device(device).type != "meta"
+    generator = torch.Generator(device=device).manual_seed(seed) if drawn else None
 
     def normal(*shape: int) -> Tensor:
         # Drawn in the dtype itself: a float32 copy of a long case would not fit beside it.
@@ -131,18 +128,9 @@ def from_shape(text: str, *, dtype: str = "fp32", precision: str = "strict") -> 
         raise ArgumentError(
             f"shape: {text!r} is not B,H,N,D or B,H,NQ:NK,D in positive numbers, like 8,12,197,64"
         )
-    if dtype not in DTYPES:
-        raise ArgumentError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     validate(precision, DTYPES[dtype])
     batch, heads, queries, keys, head_dim = sizes
     return Case("shape", batch, heads, queries, keys, head_dim, dtype, precisions=(precision,))
-
-
-def with_precision(case: Case, precision: str) -> Case:
-    """The case in `precision` alone; its goal stays with the precision that it was set for."""
-    validate(precision, case.torch_dtype)
-    goal = case.goal if precision == case.precisions[0] else None
-    return replace(case, precisions=(precision,), goal=goal)
 
 
 def square(table: str, shape: tuple[int, int, int, int], **more: Any) -> Case:
@@ -176,16 +164,6 @@ _DECODE: Final = ((1, 32, 32768, 64), (1, 32, 262144, 64), (1, 8, 524288, 64), (
 _CUDA_QUICK: Final = ((8, 12, 197, 64), (1, 8, 4096, 64))
 
 
-def _prefill(dtype: str) -> tuple[Case, ...]:
-    wide = dtype == "fp32"
-    precisions = ("strict", "turbo", "lean") if wide else ("strict",)
-    return tuple(
-        square(dtype, shape, dtype=dtype, precisions=precisions, goal=goals[0 if wide else 1],
-               quick=shape in _CUDA_QUICK)
-        for shape, goals in _CUDA_GOALS.items()
-    )  # fmt: skip
-
-
 CPU_TABLES: Final = {
     "vit": tuple(
         square("vit", shape, goal=goal, quick=shape[2] < 1000) for shape, goal in _VIT.items()
@@ -206,7 +184,16 @@ CPU_WINDOW_TABLES: Final = {
     )
 }  # fmt: skip
 CUDA_TABLES: Final = {
-    **{dtype: _prefill(dtype) for dtype in ("fp32", "fp16", "bf16")},
+    **{
+        dtype: tuple(
+            square(dtype, shape, dtype=dtype, precisions=precisions, goal=goals[dtype != "fp32"],
+                   quick=shape in _CUDA_QUICK)
+            for shape, goals in _CUDA_GOALS.items()
+        )
+        for dtype, precisions in (
+            ("fp32", ("strict", "turbo", "lean")), ("fp16", ("strict",)), ("bf16", ("strict",))
+        )
+    },
     "decode": tuple(
         Case("decode", batch, heads, 1, keys, head_dim, dtype, goal=goal,
              quick=keys == 32768 and dtype != "bf16")
@@ -244,9 +231,19 @@ def _benches() -> list[Bench]:
     return [bench for bench in parts if bench is not None]
 
 
-def select(device_type: str, **chosen: Any) -> tuple[Case, ...]:
-    """The cases of a device; the rest as of `selected`."""
-    return selected(all_tables(), device_type, **chosen)
+def select(device_type: str, precision: str | None = None, **chosen: Any) -> tuple[Case, ...]:
+    """The cases of a device, in `precision` alone where one is named, whose goal stays with the
+    precision that it was set for; the rest as of `selected`."""
+    found = selected(all_tables(), device_type, **chosen)
+    if precision is None:
+        return found
+    return tuple(
+        replace(
+            case, precisions=(validate(precision, case.torch_dtype),),
+            goal=case.goal if precision == case.precisions[0] else None,
+        )
+        for case in found
+    )  # fmt: skip
 
 
 def selected(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from elsa_core.measuring.documents import Plain
-
 Document = dict[str, Any]
 
 REGRESSION: Final = "regression"
@@ -20,30 +18,34 @@ _OF_MEDIAN: Final = 1.917
 _MACHINE: Final = ("cpu", "threads", "gpu")
 
 
+class Figures(NamedTuple):
+    """What is compared of a case: best peer's time over elsa's, of the medians, its 95% interval,
+    elsa's seconds and its error."""
+
+    ratio: float
+    low: float
+    high: float
+    seconds: float
+    error: float | None
+
+
 @dataclass(frozen=True)
-class Row(Plain):
-    """One case of both runs: best peer's time over elsa's, of the medians, and its 95% interval.
+class Row:
+    """One case of both runs.
 
     `verdict`: `REGRESSION` where the own interval lies below the published one by more than 5%, or
-    the error is over twice the published, which `note` says; `BETTER`, `SAME`. The seconds are
-    elsa's; None where the machines differ.
+    the error is over twice the published, which `note` says; `BETTER`, `SAME`.
     """
 
     name: str
-    own: float
-    own_low: float
-    own_high: float
-    published: float
-    published_low: float
-    published_high: float
+    own: Figures
+    published: Figures
     verdict: str
-    seconds: float | None
-    published_seconds: float | None
     note: str
 
 
 @dataclass(frozen=True)
-class Comparison(Plain):
+class Comparison:
     """All cases that both runs have. Ratios against peers of the same run compare machines that
     differ; times do only where `same_machine`."""
 
@@ -55,6 +57,23 @@ class Comparison(Plain):
     def regressions(self) -> tuple[Row, ...]:
         """What became worse."""
         return tuple(row for row in self.rows if row.verdict == REGRESSION)
+
+    def to_dict(self) -> Document:
+        """Plain data for JSON; seconds are None where the machines differ."""
+        rows = []
+        for row in self.rows:
+            found: Document = {"name": row.name, "verdict": row.verdict, "note": row.note}
+            for prefix, each in (("own", row.own), ("published", row.published)):
+                found |= {
+                    prefix: each.ratio,
+                    f"{prefix}_low": each.low,
+                    f"{prefix}_high": each.high,
+                }
+            same = self.same_machine
+            found["seconds"] = row.own.seconds if same else None
+            found["published_seconds"] = row.published.seconds if same else None
+            rows.append(found)
+        return {"rows": rows, "same_machine": self.same_machine, "missing": list(self.missing)}
 
 
 def compare(own: Document, published: Document) -> Comparison:
@@ -69,28 +88,28 @@ def compare(own: Document, published: Document) -> Comparison:
             continue
         if here is None:
             missing.append(name)
-        else:
-            rows.append(_row(name, here, there, same))
+            continue
+        verdict, note = SAME, ""
+        if here.high < there.low * (1 - _MARGIN):
+            verdict = REGRESSION
+        elif here.low > there.high * (1 + _MARGIN):
+            verdict = BETTER
+        errors = (here.error, there.error)
+        if None not in errors and not errors[0] <= _ERRORS * errors[1]:  # type: ignore[operator]
+            verdict, note = REGRESSION, f"error {errors[0]:.1e}, published {errors[1]:.1e}"
+        rows.append(Row(name, here, there, verdict, note))
     return Comparison(tuple(rows), same, tuple(missing))
 
 
-class _Figures(NamedTuple):
-    ratio: float
-    low: float
-    high: float
-    seconds: float
-    error: float | None
-
-
-def _figures(case: Document) -> _Figures | None:
-    """What is compared of a case, None where it was not measured or has no peer."""
+def _figures(case: Document) -> Figures | None:
+    """None where the case was not measured or has no peer."""
     if "gain" in case:
         gain = case["gain"]
         if gain is None:
             return None
         run = next(m for m in case["measurements"] if m["contender"] == case["best_own"])
         error = case["errors"][0] if case["errors"] else None
-        return _Figures(gain["value"], gain["low"], gain["high"], run["seconds"], error)
+        return Figures(gain["value"], gain["low"], gain["high"], run["seconds"], error)
     first = case["case"]["precisions"][0]
     run = next((m for m in case["measurements"] if m["precision"] == first), None)
     if run is None or run["ratio"] is None:
@@ -99,19 +118,4 @@ def _figures(case: Document) -> _Figures | None:
     middle = run["ratio"]
     low, high = (middle + share * (run[end] - middle) for end in ("ratio_p10", "ratio_p90"))
     low, high = min(low, middle), max(high, middle)  # quantiles of pairs may miss the medians' own
-    return _Figures(middle, low, high, run["seconds"], run["error"])
-
-
-def _row(name: str, own: _Figures, published: _Figures, same: bool) -> Row:
-    verdict, note = SAME, ""
-    if own.high < published.low * (1 - _MARGIN):
-        verdict = REGRESSION
-    elif own.low > published.high * (1 + _MARGIN):
-        verdict = BETTER
-    here, there = own.error, published.error
-    if here is not None and there is not None and not here <= _ERRORS * there:
-        verdict, note = REGRESSION, f"error {here:.1e}, published {there:.1e}"
-    return Row(
-        name, own.ratio, own.low, own.high, published.ratio, published.low, published.high,
-        verdict, own.seconds if same else None, published.seconds if same else None, note,
-    )  # fmt: skip
+    return Figures(middle, low, high, run["seconds"], run["error"])

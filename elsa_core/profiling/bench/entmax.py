@@ -23,18 +23,7 @@ from elsa_core.profiling.bench.peers import Bench, of_elsa, too_large
 ALPHA: Final = 1.5
 _CPU = ((8, 12, 197, 64), (1, 12, 577, 64), (1, 12, 1025, 64), (1, 4, 4096, 64))
 _CUDA = tuple((1, 8, 2**exponent, 64) for exponent in range(11, 16))
-
-
-def _cases(dtypes: tuple[str, ...], shapes: tuple[tuple[int, int, int, int], ...]) -> list[Case]:
-    quick = ((8, 12, 197, 64), (1, 8, 4096, 64))
-    return [square("entmax", s, dtype=dtype, quick=s in quick) for dtype in dtypes for s in shapes]
-
-
-def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
-    terms = {"alpha": ALPHA}
-    return of_elsa(
-        entmax_attention, explain_entmax_attention, tensors, precision, backend, terms=terms
-    )
+_QUICK = ((8, 12, 197, 64), (1, 8, 4096, 64))
 
 
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:
@@ -101,10 +90,21 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Te
 
 ENTMAX = Bench(
     {
-        "cpu": {"entmax": tuple(_cases(("fp32",), _CPU))},
-        "cuda": {"entmax": tuple(_cases(("fp32", "fp16", "bf16"), _CUDA))},
+        device: {
+            "entmax": tuple(
+                square("entmax", shape, dtype=dtype, quick=shape in _QUICK)
+                for dtype in dtypes
+                for shape in shapes
+            )
+        }
+        for device, dtypes, shapes in (
+            ("cpu", ("fp32",), _CPU), ("cuda", ("fp32", "fp16", "bf16"), _CUDA)
+        )
     },
-    _elsa,
+    lambda case, tensors, precision, backend: of_elsa(
+        entmax_attention, explain_entmax_attention, tensors, precision, backend,
+        terms={"alpha": ALPHA},
+    ),
     _peers,
     _exact,
-)
+)  # fmt: skip

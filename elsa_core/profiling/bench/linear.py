@@ -24,7 +24,7 @@ from elsa_core import dispatch, reference
 from elsa_core.base.files import write_text
 from elsa_core.base.messages import first_line, milliseconds
 from elsa_core.measuring import environment, timing
-from elsa_core.measuring.documents import Plain
+from elsa_core.measuring.documents import Named
 from elsa_core.measuring.intervals import digits, percentile, ratio
 from elsa_core.measuring.timing import Contender, float32_products
 from elsa_core.ops.linear.api import linear
@@ -37,7 +37,7 @@ _ROUNDING: Final = 2.0**-24
 
 
 @dataclass(frozen=True)
-class ProductCase(Plain):
+class ProductCase(Named):
     """One product [rows, channels] x [columns, channels]^T + bias, of `table`."""
 
     table: str
@@ -51,10 +51,6 @@ class ProductCase(Plain):
     def name(self) -> str:
         """Unique in the tables: `products/1576x768x2304`."""
         return f"{self.table}/{self.rows}x{self.channels}x{self.columns}"
-
-    def to_dict(self) -> Document:
-        """Plain data for JSON."""
-        return {"name": self.name, **super().to_dict()}
 
 
 # Rows, channels, columns: of ViT-B, and of Swin-T's first stages for one image, eight, and 896 px.

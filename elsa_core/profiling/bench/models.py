@@ -6,7 +6,6 @@ architecture of every family (`families`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -50,30 +49,28 @@ _SWEPT: Final = (
 _QUICK: Final = ("ViT-T", "Swin-T W8", "CLIP B/32")
 
 
-def _paper(device_type: str) -> Iterable[ModelCase]:
-    for dtype in families.dtypes(device_type):
-        for label, model, side, window, long in _PAPER:
-            batch = 1 if long and device_type == "cpu" else 8
-            yield ModelCase("batch8", label, model, side, batch, dtype, window=window,
-                            quick=label in _QUICK)  # fmt: skip
+def _tables(device_type: str) -> dict[str, tuple[ModelCase, ...]]:
+    dtypes = families.dtypes(device_type)
+    paper = (
+        ModelCase("batch8", label, model, side, 1 if long and device_type == "cpu" else 8, dtype,
+                  window=window, quick=label in _QUICK)
+        for dtype in dtypes
+        for label, model, side, window, long in _PAPER
+    )  # fmt: skip
+    sweeps = (
+        ModelCase("resolution", label, model, side, 1, dtype,
+                  quick=label == "ViT-T" and side in (224, 384))
+        for dtype in dtypes
+        for label, model, sides in _SWEPT
+        for side in sides
+    )  # fmt: skip
+    of_families = (ModelCase(families.TABLE, *row) for row in families.rows(device_type))
+    return {
+        "batch8": tuple(paper), "resolution": tuple(sweeps), families.TABLE: tuple(of_families)
+    }  # fmt: skip
 
 
-def _sweeps(device_type: str) -> Iterable[ModelCase]:
-    for dtype in families.dtypes(device_type):
-        for label, model, sides in _SWEPT:
-            for side in sides:
-                quick = label == "ViT-T" and side in (224, 384)
-                yield ModelCase("resolution", label, model, side, 1, dtype, quick=quick)
-
-
-TABLES: Final[dict[str, dict[str, tuple[ModelCase, ...]]]] = {
-    device_type: {
-        "batch8": tuple(_paper(device_type)),
-        "resolution": tuple(_sweeps(device_type)),
-        families.TABLE: tuple(ModelCase(families.TABLE, *r) for r in families.rows(device_type)),
-    }
-    for device_type in ("cpu", "cuda")
-}
+TABLES: Final = {device_type: _tables(device_type) for device_type in ("cpu", "cuda")}
 
 
 def build(case: ModelCase, device: torch.device, seed: int) -> nn.Module:
@@ -139,8 +136,10 @@ def _failures(model: nn.Module, given: Tensor, case: ModelCase, backend: str) ->
     return list(found.failures)
 
 
-def _baselines(names: Sequence[str] | None, device: torch.device) -> Sequence[str]:
-    return variants.chosen(names or _PEERS.get(device.type), device)
-
-
-RUNNER: Final = Runner("bench models", TABLES, measure, families.TABLE, _baselines)
+RUNNER: Final = Runner(
+    "bench models",
+    TABLES,
+    measure,
+    families.TABLE,
+    lambda names, device: variants.chosen(names or _PEERS.get(device.type), device),
+)

@@ -38,7 +38,7 @@ _COMMANDS: Final = ("bench attention", "bench models", "bench training", "bench 
 ABOUT: Final = ("settings", "ceilings", "busy", "errors_measured")
 """What an environment holds of a document's results."""
 _NAME: Final = re.compile(
-    r"(?P<table>\w+)/(?P<batch>\d+)x(?P<heads>\d+)x(?:(?P<queries>\d+):)?(?P<keys>\d+)"
+    r"\w+/(?P<batch>\d+)x(?P<heads>\d+)x(?:(?P<queries>\d+):)?(?P<keys>\d+)"
     r"x(?P<head_dim>\d+)-(?P<dtype>\w+?)(?P<mask>-mask)?"
 )
 _TEXT: Final = {"case", "contender", "environment", "precision", "best", "label", "model", "dtype",
@@ -116,8 +116,8 @@ def _typed(row: dict[str, str]) -> Row:
     return found
 
 
-def _parts(members: Sequence[Row], columns: Sequence[str]) -> Document:
-    """What cases of all kinds have."""
+def _case(name: str, members: Sequence[Row], columns: Sequence[str], about: Document) -> Document:
+    """A case of either kind, which `about` describes."""
     measured = [
         dict.fromkeys(columns)
         | row
@@ -126,55 +126,52 @@ def _parts(members: Sequence[Row], columns: Sequence[str]) -> Document:
         for row in members
         if row["median"] is not None
     ]  # fmt: skip
-    best = [row for row in measured if row["best"] == "best"]
+    best = {bool(row["precision"]): row["contender"] for row in measured if row["best"] == "best"}
     return {
-        "measurements": measured,
-        "best_peer": next((r["contender"] for r in best if not r["precision"]), None),
-        "best_own": next((r["contender"] for r in best if r["precision"]), ""),
+        "case": {"name": name, "table": name.partition("/")[0], **about},
+        "measurements": measured, "best_peer": best.get(False), "best_own": best.get(True, ""),
         "wrong": [row["contender"] for row in measured if row["best"] == "wrong"],
         "left_out": {r["contender"]: r["note"] for r in members if r["median"] is None},
-    }
+    }  # fmt: skip
 
 
 def _attention_case(name: str, members: Sequence[Row]) -> Document:
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(f"{name!r} is no name of a case")
-    about = found.groupdict()
-    parts = _parts(members, ATTENTION)
-    for row in parts["measurements"]:
+    about: Document = found.groupdict()
+    own = [row for row in members if row["precision"] and row["median"] is not None]
+    about |= {key: int(about[key]) for key in ("batch", "heads", "keys", "head_dim")}
+    about |= {
+        "queries": int(about["queries"] or about["keys"]),
+        "mask": "additive" if about["mask"] else "none",
+        "precisions": [row["precision"] for row in own] or ["strict"],
+        "goal": own[0].get("goal") if own else None,
+    }
+    case = _case(name, members, ATTENTION, about)
+    for row in case["measurements"]:
         row["notes"] = dict(each.split(": ", 1) for each in row["note"].split("; ") if each)
-    own = [row for row in parts["measurements"] if row["precision"]]
-    return parts | {
-        "case": {
-            "name": name, "table": about["table"], "dtype": about["dtype"],
-            **{key: int(about[key]) for key in ("batch", "heads", "keys", "head_dim")},
-            "queries": int(about["queries"] or about["keys"]),
-            "mask": "additive" if about["mask"] else "none",
-            "precisions": [row["precision"] for row in own] or ["strict"],
-            "goal": own[0].get("goal") if own else None,
-        },
-    }  # fmt: skip
+    return case
 
 
 def _model_case(name: str, members: Sequence[Row]) -> Document:
-    parts, first = _parts(members, MODELS), members[0]
-    runs = {row["contender"]: row for row in parts["measurements"]}
+    first = members[0]
+    about = {key: first.get(key) or "" for key in ("label", "model", "dtype")}
+    about |= {"image_size": first.get("px"), "batch": first.get("batch")}
+    case = _case(name, members, MODELS, about)
+    runs = {row["contender"]: row for row in case["measurements"]}
     for row in runs.values():
         if row["ratio"] is not None:
             value, low, high = (digits(row[key]) for key in _RATIO)
             row["ratio_to_best"] = Ratio(value, low, high, row["n"]).to_dict()
         if row["forward"] is not None:
             row["parts"] = {part: row[part] for part in PARTS}
-    own = runs.get(parts["best_own"], {})
-    original = runs.get("eager") or runs.get(parts["best_peer"]) or {}
+    own = runs.get(case["best_own"], {})
+    original = runs.get("eager") or runs.get(case["best_peer"]) or {}
     errors = [own.get("error"), original.get("error")]
-    asked = {key: first.get(key) or "" for key in ("label", "model", "dtype")}
-    return parts | {
+    return case | {
         "gain": own.get("ratio_to_best"),
         "errors": None if errors == [None, None] else errors,
         "sites": [int(count) for count in (first.get("sites") or "").split("/") if count],
         "warnings": [],
-        "case": {"name": name, "table": name.partition("/")[0], **asked,
-                 "image_size": first.get("px"), "batch": first.get("batch")},
-    }  # fmt: skip
+    }

@@ -18,7 +18,7 @@ from elsa_core.base.messages import first_line
 from elsa_core.base.reading import RESULT_BYTES, read_text
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
 from elsa_core.measuring import busy, environment
-from elsa_core.measuring.documents import Plain, started
+from elsa_core.measuring.documents import Named, started
 from elsa_core.measuring.memory_limit import limited, release
 from elsa_core.measuring.timing import float32_products
 from elsa_core.precision import DTYPES
@@ -34,7 +34,7 @@ Case = Any
 
 
 @dataclass(frozen=True)
-class ModelCase(Plain):
+class ModelCase(Named):
     """One model (`timm:...`, or `open_clip:...` for its image tower) at one size in pixels.
 
     `label` is what the tables call it; `window` the window size of a Swin, None for its own.
@@ -56,13 +56,6 @@ class ModelCase(Plain):
         label = self.label.replace(" ", "-")
         return f"{self.table}/{label}-{self.image_size}x{self.batch}-{self.dtype}"
 
-    def to_dict(self) -> Document:
-        """Plain data for JSON."""
-        return {"name": self.name, **super().to_dict()}
-
-
-Tables = Mapping[str, Mapping[str, tuple[Case, ...]]]
-
 
 @dataclass(frozen=True)
 class Runner:
@@ -77,7 +70,7 @@ class Runner:
     """
 
     command: str
-    tables: Tables
+    tables: Mapping[str, Mapping[str, tuple[Case, ...]]]
     measure: Callable[[Any, torch.device, Document, Progress], Document]
     aside: str = ""
     baselines: Callable[[Sequence[str] | None, torch.device], Sequence[str]] | None = None

@@ -83,37 +83,31 @@ class Trace:
 
 
 def run(
-    cases: Sequence[Case], *, device: torch.device | str = "cpu", precision: str | None = None,
+    cases: Sequence[Case], *, device: torch.device, precision: str | None = None,
     backend: str = "auto", seed: int = 0, progress: Progress | None = None,
 ) -> tuple[Trace, ...]:  # fmt: skip
-    """Trace `cases` on `device`, each in `precision` (its own first one where None).
-
-    For CUDA without a GPU the calls are planned and replayed, and the kernel's claim stays untried.
-    """
+    """Trace `cases` on `device`, each in `precision` (its own first one where None)."""
     traces = []
     for i, case in enumerate(cases):
         if progress is not None:
             progress(case.name, i, len(cases))
         chosen = validate(precision or case.precisions[0], case.torch_dtype)
-        traces.append(trace(case, torch.device(device), chosen, backend=backend, seed=seed))
+        traces.append(trace(case, device, chosen, backend=backend, seed=seed))
     return tuple(traces)
 
 
 def trace(
     case: Case, device: torch.device, precision: str, *, backend: str = "auto", seed: int = 0
 ) -> Trace:
-    """The structural proof of one call; see `run`."""
+    """The structural proof of one call.
+
+    For CUDA without a GPU the call is planned and replayed, and the kernel's claim stays untried.
+    """
     absent = device.type == "cuda" and not torch.cuda.is_available()
     # Without the GPU only the sampled heads are needed, and the call itself as shapes.
     made = replace(case, batch=1, heads=min(2, case.heads)) if absent else case
     tensors = inputs(made, "cpu" if absent else device, seed)
-    shapes = tensors
-    if absent:
-        sizes = [(case.batch, case.heads, n, case.head_dim) for n in (case.queries, case.keys)]
-        query, key = (torch.empty(size, dtype=case.torch_dtype, device="meta") for size in sizes)
-        scores = (1, case.heads, case.queries, case.keys)
-        mask = None if case.mask == "none" else query.new_empty(scores)
-        shapes = Inputs(query, key, key, mask)
+    shapes = inputs(case, "meta") if absent else tensors
     partition = partition_of(shapes, precision, backend=backend, planned=absent)
     sample = sample_of(made, tensors)
     output: Tensor | None = None

@@ -7,7 +7,6 @@ step beside each time, and the errors are those of the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -52,23 +51,22 @@ _PAPER: Final = (
 _QUICK: Final = (("ViT-T", 224), ("Swin-T", 224))
 
 
-def _steps(device_type: str) -> Iterable[ModelCase]:
-    for label, side, batch, dtype in _STEPS[device_type]:
-        yield ModelCase("steps", label, _MODELS[label], side, batch, dtype,
-                        quick=(label, side) in _QUICK)  # fmt: skip
-
-
-def _paper(device_type: str) -> Iterable[ModelCase]:
-    cuda = device_type == "cuda"
-    for label, dtype, sides in _PAPER:
-        for side in sides if cuda or dtype == "fp32" else ():
-            yield ModelCase("paper", label, _MODELS[label], side, 8 if cuda else 1, dtype)
-
-
 TABLES: Final = {
-    device_type: {"steps": tuple(_steps(device_type)), "paper": tuple(_paper(device_type))}
-    for device_type in ("cpu", "cuda")
-}
+    device_type: {
+        "steps": tuple(
+            ModelCase("steps", label, _MODELS[label], side, batch, dtype,
+                      quick=(label, side) in _QUICK)
+            for label, side, batch, dtype in _STEPS[device_type]
+        ),
+        "paper": tuple(
+            ModelCase("paper", label, _MODELS[label], side, batch, dtype)
+            for label, dtype, sides in _PAPER
+            for side in sides
+            if dtype == "fp32" or device_type == "cuda"
+        ),
+    }
+    for device_type, batch in (("cpu", 1), ("cuda", 8))
+}  # fmt: skip
 """Cases by device type and table. dtype "fp16" (with a scaled loss) and "bf16" are autocast."""
 
 
