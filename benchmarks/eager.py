@@ -8,7 +8,6 @@ from the first launch to the end of the last kernel.
 from __future__ import annotations
 
 import copy
-import time
 from argparse import Namespace
 from functools import partial
 from typing import NamedTuple
@@ -16,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 import elsa_core as elsa
-from benchmarks.harness import Row, main, row
-from elsa_core.measuring.timing import Contender, interleaved, synchronize
+from benchmarks.harness import Row, in_turns, main, row
+from elsa_core.measuring.timing import Contender
 from elsa_core.precision import DTYPES
 
 CALLS = 5
@@ -57,19 +56,9 @@ def measure(name: str, case: Case, given: Namespace) -> list[Row]:
     size = getattr(original, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
     images = torch.randn((case.batch, *size), device=given.device, dtype=dtype)
 
-    def sample(contender: Contender) -> float:
-        synchronize(given.device)
-        started = time.perf_counter()
-        for _ in range(calls):
-            contender.call()
-        synchronize(given.device)
-        return (time.perf_counter() - started) / calls
-
     ways = (("original", original), ("patched", patched))
     contenders = [Contender(way, partial(model, images)) for way, model in ways]
-    with torch.inference_mode():
-        interleaved(contenders, 3, sample)
-        found = interleaved(contenders, given.rounds, sample)
+    found = in_turns(contenders, given, calls=calls)
     rows = [row(name, way, seconds) for way, seconds in found.items()]
     rows[1]["ratio"] = rows[0]["median"] / rows[1]["median"]
     return rows

@@ -1,25 +1,19 @@
 """Whole models as CUDA graphs, in training and in inference: `python -m benchmarks.graphed`.
 
 Each model stands in one process, in turns, as four contenders: the original and the patched model,
-each eager and through `elsa.graphed`. Training: wall time of a step (forward, loss, backward, fused
-AdamW), peak memory of a step, measured with one contender alone, and seconds to the first step.
-Inference at batch 1: wall time of a call, what a graphed call takes beside its replay, seconds to
-the first result, and `torch.compile(mode="reduce-overhead")` of the original. A table goes to
-stderr, a JSON document to stdout or to `--output`.
+each eager and through `elsa.graphed`. `steps`: wall time of a step (forward, loss, backward, fused
+AdamW), peak memory of a step, measured with one contender alone. `calls`, at batch 1: wall time of
+a call, the replay of a graph alone, and `torch.compile(mode="reduce-overhead")` of the original.
+`first_seconds`: to the first step or result; `ratio`: over the patched graph's time.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
-import json
-import sys
-import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from statistics import median
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -27,30 +21,30 @@ from torch import nn
 from torch.nn import functional as F
 
 import elsa_core as elsa
-from elsa_core.base.messages import first_line
-from elsa_core.measuring import environment
-from elsa_core.measuring.timing import Contender, interleaved, synchronize
+from benchmarks.harness import Row, in_turns, left_out, main, options, row
+from elsa_core.measuring.timing import Contender, synchronize, timed
 from elsa_core.precision import DTYPES
 
 
 class Case(NamedTuple):
     """A model at its own size; the dtype of a step is autocast's."""
 
+    kind: str
     model: str
     dtype: str
     batch: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.dtype}-b{self.batch}"
+        return f"{self.kind}/{self.model}-{self.batch}-{self.dtype}"
 
 
 STEPS: Final = (
-    Case("swin_tiny_patch4_window7_224", "bf16", 32),
-    Case("vit_small_patch16_224", "bf16", 32),
-    Case("vit_tiny_patch16_224", "bf16", 8),
-    Case("vit_base_patch16_224", "fp32", 16),
-    Case("swin_tiny_patch4_window7_224", "fp32", 32),
+    Case("steps", "swin_tiny_patch4_window7_224", "bf16", 32),
+    Case("steps", "vit_small_patch16_224", "bf16", 32),
+    Case("steps", "vit_tiny_patch16_224", "bf16", 8),
+    Case("steps", "vit_base_patch16_224", "fp32", 16),
+    Case("steps", "swin_tiny_patch4_window7_224", "fp32", 32),
 )
 FAMILIES: Final = (
     "vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "levit_256", "tiny_vit_11m_224",
@@ -58,12 +52,29 @@ FAMILIES: Final = (
     "maxvit_tiny_tf_224", "twins_svt_small", "convnext_tiny", "eva02_tiny_patch14_224",
     "hiera_tiny_224", "vit_small_patch14_dinov2",
 )  # fmt: skip
-_QUICK_STEPS: Final = 3
-_QUICK_FAMILIES: Final = 4
 _EAGER: Final = "original eager"
-_COMPILED: Final = "original compiled"
-_KINDS: Final = (_EAGER, "patched eager", "original graphed", "patched graphed")
-Result = dict[str, Any]
+_OWN: Final = "patched graphed"
+_KINDS: Final = (_EAGER, "patched eager", "original graphed", _OWN)
+
+
+def cases(given: Namespace) -> dict[str, Case]:
+    """Training steps, and calls in both precisions; `--quick`: the first of each."""
+    steps = STEPS[:3] if given.quick else STEPS
+    families = FAMILIES[:4] if given.quick else FAMILIES
+    calls = (Case("calls", model, dtype) for model in families for dtype in ("fp32", "fp16"))
+    return {case.name: case for case in (*steps, *calls)}
+
+
+def measure(name: str, case: Case, given: Namespace) -> list[Row]:
+    """The rows of a case; `ratio`: a contender's time over the patched graph's."""
+    rows = list((steps if case.kind == "steps" else calls)(name, case, given))
+    own = next((r["median"] for r in rows if r["contender"] == _OWN and "median" in r), None)
+    for each in rows:
+        if own is not None and "median" in each:
+            each["ratio"] = each["median"] / own
+    gc.collect()
+    torch.cuda.empty_cache()
+    return rows
 
 
 class Step:
@@ -89,41 +100,40 @@ class Step:
             self.optimizer.step()
 
 
-def steps(case: Case, device: torch.device, rounds: int) -> Result:
-    """One row of training."""
+def steps(name: str, case: Case, given: Namespace) -> Iterator[Row]:
+    """Training: each contender alone for its memory, then all in turns."""
+    device = given.device
     model, images = _loaded(case, device, torch.float32)
-    first: dict[str, float] = {}
-    memory: dict[str, dict[str, float]] = {}
-    for kind in _KINDS:  # each alone
+    about: dict[str, Row] = {}
+    for kind in _KINDS:
         gc.collect()
         torch.cuda.empty_cache()
         base = torch.cuda.memory_allocated(device)
         step = Step(case, model, kind, images)
-        first[kind] = _seconds(step, device)
-        memory[kind] = _memory(step, device, base)
+        about[kind] = {"first_seconds": _seconds(step, device), **_memory(step, device, base)}
         del step
     gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
     contenders = [Contender(kind, Step(case, model, kind, images)) for kind in _KINDS]
-    return _row(case, _times(contenders, device, rounds, 4), first, memory_mb=memory)
+    for kind, seconds in in_turns(contenders, given, calls=4).items():
+        yield row(name, kind, seconds, **about[kind])
 
 
-def calls(case: Case, device: torch.device, rounds: int, *, compiled: bool) -> Result:
-    """One row of inference."""
-    model, images = _loaded(case, device, DTYPES[case.dtype])
+def calls(name: str, case: Case, given: Namespace) -> Iterator[Row]:
+    """Inference."""
+    model, images = _loaded(case, given.device, DTYPES[case.dtype])
     model.eval()
     patched = copy.deepcopy(model)
     elsa.patch(patched)
     graphs = {
         "original graphed": elsa.graphed(copy.deepcopy(model)),
-        "patched graphed": elsa.graphed(copy.deepcopy(patched)),
+        _OWN: elsa.graphed(copy.deepcopy(patched)),
     }
-    runs: dict[str, Callable[..., Any]] = {_EAGER: model, "patched eager": patched, **graphs}
-    if compiled:
-        torch._dynamo.reset()
-        runs[_COMPILED] = torch.compile(copy.deepcopy(model), mode="reduce-overhead")
-    contenders, first, left_out = [], {}, {}
+    torch._dynamo.reset()
+    compiled = torch.compile(copy.deepcopy(model), mode="reduce-overhead")
+    runs: dict[str, Callable[..., Any]] = {
+        _EAGER: model, "patched eager": patched, **graphs, "original compiled": compiled,
+    }  # fmt: skip
+    contenders, about = [], {}
     for kind, run in runs.items():
 
         def call(run: Callable[..., Any] = run) -> object:
@@ -131,22 +141,18 @@ def calls(case: Case, device: torch.device, rounds: int, *, compiled: bool) -> R
                 return run(images)
 
         try:
-            first[kind] = _seconds(call, device)
+            about[kind] = {"first_seconds": _seconds(call, given.device)}
             for _ in range(3):  # what fails in later calls is left out too
                 call()
-            synchronize(device)
+            synchronize(given.device)
         except Exception as error:  # compilers fail in many ways
-            left_out[kind] = first_line(error)
+            yield left_out(name, kind, error)
             continue
         contenders.append(Contender(kind, call))
-    replays = {kind: replay for kind, held in graphs.items() for replay in held.replays()}
-    found = [Contender(f"{kind}: replay", replay) for kind, replay in replays.items()]
-    times = _times([*contenders, *found], device, rounds, 5, awaited=True)
-    beside = {
-        kind: round((median(times[kind]) - median(times[f"{kind}: replay"])) * 1e6, 1)
-        for kind in replays
-    }
-    return _row(case, times, first, beside_replay_us=beside, left_out=left_out)
+    for kind, held in graphs.items():
+        contenders += [Contender(f"{kind}: replay", replay) for replay in held.replays()]
+    for kind, seconds in in_turns(contenders, given, calls=5, awaited=True).items():
+        yield row(name, kind, seconds, **about.get(kind, {}))
 
 
 def _loaded(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
@@ -157,16 +163,13 @@ def _loaded(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[nn.Mo
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - start
+    return timed(lambda: (call(), synchronize(device)), 1)
 
 
 def _memory(step: Step, device: torch.device, base: int) -> dict[str, float]:
     """MB beyond the weights and the optimizer's state, in a step that follows others.
 
-    `reserved` is what PyTorch takes from the GPU, a graph's pool in it; `allocated` the peak of
+    `memory_mb` is what PyTorch takes from the GPU, a graph's pool in it; `allocated_mb` the peak of
     tensors, which a graph's pool does not show.
     """
     for _ in range(2):
@@ -184,101 +187,8 @@ def _memory(step: Step, device: torch.device, base: int) -> dict[str, float]:
     torch.cuda.synchronize(device)
     reserved = torch.cuda.max_memory_reserved(device) - base - own
     allocated = torch.cuda.max_memory_allocated(device) - base - own
-    return {"reserved": round(reserved / 1e6, 1), "allocated": round(allocated / 1e6, 1)}
-
-
-def _times(
-    contenders: list[Contender], device: torch.device, rounds: int, calls: int, *,
-    awaited: bool = False,
-) -> dict[str, list[float]]:  # fmt: skip
-    """Seconds of a call, a sample a round: of `calls` in a row, each waited for if `awaited`."""
-
-    def sample(contender: Contender) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            contender.call()
-            if awaited:
-                synchronize(device)
-        synchronize(device)
-        return (time.perf_counter() - start) / calls
-
-    interleaved(contenders, 3, sample)
-    return interleaved(contenders, rounds, sample)
-
-
-def _row(case: Case, times: dict[str, list[float]], first: dict[str, float], **more: Any) -> Result:
-    """Medians, and how many times as fast as each other contender the patched graph is: medians of
-    the rounds' ratios."""
-    own = times["patched graphed"]
-    ratios = {
-        other: round(median([a / b for a, b in zip(taken, own, strict=True)]), 3)
-        for other, taken in times.items()
-        if other != "patched graphed" and "replay" not in other
-    }
-    return {
-        **case._asdict(), "ms": {name: round(median(own) * 1e3, 3) for name, own in times.items()},
-        "first_seconds": {name: round(each, 3) for name, each in first.items()}, **more,
-        "patched graphed over": ratios,
-    }  # fmt: skip
-
-
-def _table(row: Result) -> str:
-    """Milliseconds of each contender, and what else a reader wants in one line a case."""
-    title = f"{row['model']} {row['dtype']} b{row['batch']}"
-    if "error" in row:
-        return f"{title}: {row['error']}\n"
-    times = "  ".join(f"{name} {ms:.3f}" for name, ms in row["ms"].items())
-    first = "  ".join(f"{name} {s:.2f}" for name, s in row["first_seconds"].items())
-    lines = [title, f"  ms: {times}", f"  seconds to the first: {first}",
-             f"  patched graphed over: {row['patched graphed over']}"]  # fmt: skip
-    for name in ("beside_replay_us", "memory_mb", "left_out"):
-        if row.get(name):
-            lines.append(f"  {name}: {row[name]}")
-    return "\n".join(lines) + "\n"
-
-
-def main(arguments: list[str]) -> None:
-    """Measure, print the table, write the document."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.graphed")
-    parser.add_argument("what", choices=("steps", "calls", "all"), nargs="?", default="all")
-    parser.add_argument("--match", default="", help="only cases whose model-dtype-batch holds this")
-    parser.add_argument("--dtypes", default="fp32,fp16", help="of inference")
-    parser.add_argument("--rounds", type=int, default=14)
-    parser.add_argument("--quick", action="store_true", help="the first cases, in 5 rounds")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--output", "-o", type=Path)
-    given = parser.parse_args(arguments)
-    device = torch.device("cuda")
-    training = STEPS[:_QUICK_STEPS] if given.quick else STEPS
-    families = FAMILIES[:_QUICK_FAMILIES] if given.quick else FAMILIES
-    if given.quick:
-        given.rounds = min(given.rounds, 5)
-    inference = tuple(Case(m, d) for m in families for d in given.dtypes.split(","))
-    document: Result = {"schema_version": 1, "environment": environment.describe(device)}
-    for kind, cases in (("steps", training), ("calls", inference)):
-        rows: list[Result] = []
-        for case in cases if given.what in (kind, "all") else ():
-            if given.match in case.name:
-                try:
-                    if kind == "steps":
-                        rows.append(steps(case, device, given.rounds))
-                    else:
-                        compiled = not given.no_compile
-                        rows.append(calls(case, device, given.rounds, compiled=compiled))
-                except Exception as error:  # one case that fails ends no benchmark
-                    why = f"{type(error).__name__}: {first_line(error)}"
-                    rows.append({**case._asdict(), "error": why})
-                sys.stderr.write(_table(rows[-1]))
-                gc.collect()
-                torch.cuda.empty_cache()
-        document[kind] = rows
-    text = json.dumps(document, indent=1) + "\n"
-    if given.output is None:
-        sys.stdout.write(text)
-    else:
-        given.output.write_text(text, encoding="utf-8")
+    return {"memory_mb": round(reserved / 1e6, 1), "allocated_mb": round(allocated / 1e6, 1)}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(__doc__, cases, measure, options(__doc__, rounds=14, seconds=1e9))

@@ -26,7 +26,7 @@ from benchmarks.publish import csv_of, save
 from elsa_core.base.messages import first_line
 from elsa_core.measuring import environment
 from elsa_core.measuring.intervals import digits, percentile
-from elsa_core.measuring.timing import Contender, time_all
+from elsa_core.measuring.timing import Contender, interleaved, synchronize, time_all
 
 Row = dict[str, Any]
 FAILURES = (RuntimeError, ImportError, NotImplementedError, TypeError, AssertionError, ValueError)
@@ -71,6 +71,32 @@ def compared(
         field.append(each)
     samples, _ = time_all(field, given.device, given.rounds, given.budget)
     return [row(case, c.name, samples[c.name], **about[c.name]) for c in field] + rows
+
+
+def in_turns(
+    contenders: Sequence[Contender], given: Namespace, *, calls: int, awaited: bool = False,
+    launched: bool = False,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Seconds of a call, a sample a round, of `calls` in a row.
+
+    awaited: each call alone. launched: until the host has launched the last one.
+    """
+
+    def sample(contender: Contender) -> float:
+        synchronize(given.device)
+        started = time.perf_counter()
+        for _ in range(calls):
+            contender.call()
+            if awaited:
+                synchronize(given.device)
+        if not launched:
+            synchronize(given.device)
+        taken = time.perf_counter() - started
+        synchronize(given.device)
+        return taken / calls
+
+    interleaved(contenders, 3, sample)
+    return interleaved(contenders, given.rounds, sample)
 
 
 def options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:

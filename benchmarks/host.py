@@ -7,7 +7,6 @@ holds. Nothing is recorded for gradients.
 from __future__ import annotations
 
 import copy
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import elsa_core as elsa
-from benchmarks.harness import Row, main, row
-from elsa_core.measuring.timing import Contender, interleaved, synchronize
+from benchmarks.harness import Row, in_turns, main, row
+from elsa_core.measuring.timing import Contender
 
 # Calls between two synchronisations: their launches fit into a device's queue.
 CALLS = 100
@@ -68,20 +67,9 @@ def linear(like: dict[str, Any]) -> Pair:
 @torch.no_grad()
 def measure(name: str, make: Callable[[], Pair], given: Namespace) -> list[Row]:
     """Seconds of the host for a call; `ratio`: the peer's over ours."""
-    calls = 1 if given.quick else CALLS
-
-    def sample(contender: Contender) -> float:
-        synchronize(given.device)
-        started = time.perf_counter()
-        for _ in range(calls):
-            contender.call()
-        took = time.perf_counter() - started
-        synchronize(given.device)
-        return took / calls
-
     contenders = [Contender(*each) for each in zip(("elsa", "peer"), make(), strict=True)]
-    interleaved(contenders, 2, sample)
-    found = interleaved(contenders, given.rounds, sample)
+    calls = 1 if given.quick else CALLS
+    found = in_turns(contenders, given, calls=calls, launched=True)
     rows = [row(name, each, seconds) for each, seconds in found.items()]
     rows[0]["ratio"] = rows[1]["median"] / rows[0]["median"]
     rows[0]["bar"] = 1 / BARS[name.partition("-")[0]]
