@@ -13,7 +13,7 @@ from elsa_core.ops.attention.api import attention, explain
 from elsa_core.ops.entmax.api import entmax_attention, explain_entmax_attention
 from elsa_core.ops.entmax.varlen import entmax_varlen_attention, explain_entmax_varlen_attention
 from elsa_core.ops.linear.api import explain_linear, linear
-from elsa_core.ops.sparse.report import SparsityReport, sparsity_report
+from elsa_core.ops.sparse.api import SparsityReport, sparsity_report
 from elsa_core.ops.varlen.api import explain_varlen_attention, varlen_attention
 from elsa_core.ops.window.api import explain_window_attention, window_attention
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError
-from elsa_core.ops.entmax.api import entmax_attention
-from elsa_core.ops.entmax.dense import LEAST_ALPHA, MOST_ALPHA
+from elsa_core.ops.entmax.api import LEAST_ALPHA, MOST_ALPHA, entmax_attention
 
 
 class EntmaxAttention(nn.Module):

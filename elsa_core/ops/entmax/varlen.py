@@ -18,7 +18,7 @@ from elsa_core.dispatch import Route
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.ops.arguments import default_scale, explain_types, explained, is_cast, kind_of
 from elsa_core.ops.attention import nested
-from elsa_core.ops.entmax import dense
+from elsa_core.ops.entmax import api as entmax
 from elsa_core.ops.varlen import api as varlen
 from elsa_core.ops.varlen.api import Packed, varlen_attention
 
@@ -93,7 +93,7 @@ def entmax_varlen_attention(
     }  # fmt: skip
     told = max_seqlen_q, max_seqlen_k
     try:
-        if dense.is_softmax(alpha):
+        if entmax.is_softmax(alpha):
             return varlen_attention(  # type: ignore[return-value]  # no lse was asked for
                 query, key, value, cu_seqlens_q, cu_seqlens_k, *told, **terms
             )
@@ -135,7 +135,7 @@ def explain_entmax_varlen_attention(
         "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "precision": precision,
         "backend": backend,
     }  # fmt: skip
-    if dense.is_softmax(alpha):
+    if entmax.is_softmax(alpha):
         return varlen.explain_varlen_attention(
             query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **terms
         )
@@ -150,7 +150,7 @@ def explain_entmax_varlen_attention(
         return replace(found, schedule=f"all sequences in one launch; {found.schedule}")
     varlen.longest_of(given, max_seqlen_q, max_seqlen_k)
     alone = heads[:1] if isinstance(heads, Tensor) else heads
-    found = dense.explain_entmax_attention(*_batched(q, k, v), alpha=alone, **terms)
+    found = entmax.explain_entmax_attention(*_batched(q, k, v), alpha=alone, **terms)
     return replace(found, schedule=f"one sequence after another; {found.schedule}")
 
 
@@ -168,7 +168,7 @@ def _of_heads(alpha: float | Tensor, given: Packed) -> float | Tensor:
     """alpha as a number, or a tensor [S or 1, Hq or 1, 1, 1]."""
     sequences = given.cu_seqlens_q.shape[0] - 1
     batch = given.query.new_empty((sequences, given.query.shape[1]))
-    number, heads = dense.of_heads(alpha, batch)
+    number, heads = entmax.of_heads(alpha, batch)
     return number if heads is None else heads
 
 
@@ -242,7 +242,7 @@ def _by_sequence(given: Packed, alpha: float | Tensor, terms: dict[str, Any]) ->
     )
     for i, part in enumerate(parts if queries else ()):
         own = alpha[i : i + 1] if isinstance(alpha, Tensor) and alpha.shape[0] > 1 else alpha
-        out = dense.attention(*_batched(*part), alpha=own, **terms)
+        out = entmax.attention(*_batched(*part), alpha=own, **terms)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
@@ -260,7 +260,7 @@ def _by_padding(
             "captured: it cannot read cu_seqlens there"
         )
     q, k, v, mask, causal = varlen.padded(given, (most_q, most_k), terms["is_causal"])
-    out = dense.attention(q, k, v, mask, alpha=alpha, **terms | {"is_causal": causal})
+    out = entmax.attention(q, k, v, mask, alpha=alpha, **terms | {"is_causal": causal})
     return packing.packed(out.transpose(1, 2), given.cu_seqlens_q, given.query.shape[0])
 
 
