@@ -54,12 +54,8 @@ def _window(products: int, before: int = 0) -> Callable[..., int]:
     return count
 
 
-def _linear(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * input.numel() * weight.shape[0]
-
-
-def _gated_linear(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * _linear(input, weight)
+def _linear(products: int) -> Callable[..., int]:
+    return lambda input, weight, *_, **__: 2 * products * input.numel() * weight.shape[0]
 
 
 def _linear_backward(
@@ -69,23 +65,17 @@ def _linear_backward(
     return 2 * grad_out.numel() * sum(depths)
 
 
+_OF_ATTENTION = ("attention", "attention_dropout", "varlen_attention")
+_OF_ENTMAX = ("entmax_attention", "entmax_varlen_attention")
 # The gradients of operators without an lse have one argument before the query, others two.
 FORMULAS: dict[str, Callable[..., int]] = {
-    "attention": _attention(1, 1),
-    "attention_backward": _attention(3, 2, before=2),
-    "attention_dropout": _attention(1, 1),
-    "attention_dropout_backward": _attention(3, 2, before=2),
+    **dict.fromkeys((*_OF_ATTENTION, *_OF_ENTMAX, "sparse_attention"), _attention(1, 1)),
+    **{f"{name}_backward": _attention(3, 2, before=2) for name in _OF_ATTENTION},
+    **{f"{name}_backward": _attention(3, 2, before=1) for name in _OF_ENTMAX},
     "attention_portable": _attention(1, 1),
-    "entmax_attention": _attention(1, 1),
-    "entmax_attention_backward": _attention(3, 2, before=1),
-    "entmax_varlen_attention": _attention(1, 1),
-    "entmax_varlen_attention_backward": _attention(3, 2, before=1),
-    "gated_linear": _gated_linear,
-    "linear": _linear,
+    "gated_linear": _linear(2),
+    "linear": _linear(1),
     "linear_backward": _linear_backward,
-    "sparse_attention": _attention(1, 1),
-    "varlen_attention": _attention(1, 1),
-    "varlen_attention_backward": _attention(3, 2, before=2),
     "window_attention": _window(2),
     "window_attention_backward": _window(5, before=1),
 }

@@ -35,19 +35,11 @@ def attention(
         mask = mask.to(query.dtype)
     out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale)
     if mask is not None:
-        out = out.masked_fill(_sees_none(mask), 0.0)
-    lse = _lse(query, key, mask, is_causal, scale) if with_lse else query.new_empty(0)
-    return out, lse
-
-
-def _sees_none(mask: Tensor) -> Tensor:
-    """[B or 1, H or 1, Nq or 1, 1]: rows that see no key."""
-    if mask.dtype == torch.bool:
-        return ~mask.any(-1, keepdim=True)
-    return mask.amax(-1, keepdim=True) == -math.inf
-
-
-def _lse(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+        boolean = mask.dtype == torch.bool
+        none = ~mask.any(-1, True) if boolean else mask.amax(-1, True) == -math.inf
+        out = out.masked_fill(none, 0.0)
+    if not with_lse:
+        return out, query.new_empty(0)
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * scale
     if is_causal:
@@ -57,7 +49,7 @@ def _lse(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale
         scores = scores.masked_fill(~mask, -math.inf)
     elif mask is not None:
         scores = scores + mask
-    return scores.logsumexp(-1)
+    return out, scores.logsumexp(-1)
 
 
 def varlen_attention(

@@ -84,10 +84,11 @@ def entmax_attention(
         compute: Any = attention
         if query.is_nested:
             from elsa_core.ops.entmax.varlen import of_nested as compute  # it is made of these
-        return compute(
+        out: Tensor = compute(
             query, key, value, attn_mask, alpha=alpha, is_causal=is_causal, scale=scale,
             enable_gqa=enable_gqa, precision=precision, backend=backend,
         )  # fmt: skip
+        return out
     except (AttributeError, RuntimeError, TypeError) as error:
         explain_types(error, locals())
         raise
