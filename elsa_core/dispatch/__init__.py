@@ -18,6 +18,7 @@ from elsa_core.dispatch.chooser import (
     BY_ROW,
     RUNS,
     SERVING,
+    Route,
     choose,
     chosen,
     implementation,
@@ -28,6 +29,7 @@ from elsa_core.dispatch.chooser import (
     plain_alone,
     recomputes,
     register,
+    route,
     rows_of,
     select,
     state_run,
@@ -43,7 +45,6 @@ from elsa_core.dispatch.measured import (
     product_by_pytorch,
     scope,
 )
-from elsa_core.dispatch.route import Route, route
 from elsa_core.dispatch.table import BACKENDS, PLAIN, SHIPPED
 
 __all__ = [

@@ -77,7 +77,6 @@ def _request_of(record: ops.Operator, named: Named) -> Request:
 def _by_backends(
     request: Request, names: Iterable[str], arguments: tuple[Any, ...], named: Named
 ) -> Any:
-    """The gradients by the first of these backends that serves the call, or None."""
     terms = ("query", "key", "value", "is_causal", "scale")
     for name in names:
         offered = implementation(request.operator, name)

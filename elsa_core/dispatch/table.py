@@ -23,8 +23,6 @@ PLAIN = "eager"  # plain PyTorch, which serves every operator that has a record
 
 
 def _late(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that is imported when it is first called."""
-
     full = f"elsa_core.backends.{module}"
     found: list[ModuleType] = []
 
@@ -37,7 +35,6 @@ def _late(module: str, name: str) -> Callable[..., Any]:
 
 
 def _says(words: str) -> Callable[..., str]:
-    """A schedule in words, whatever the call."""
     return lambda *_: words
 
 
@@ -85,8 +82,6 @@ def reference(record: ops.Operator) -> Implementation:
 
 
 def _on_triton(module: str) -> Callable[[Request], Support]:
-    """What a module of kernels answers, and then Triton."""
-
     def support(request: Request) -> Support:
         answer: Support = _late(module, "support")(request)
         return _late("triton", "support")(request) if answer.ok else answer

@@ -5,8 +5,7 @@ from __future__ import annotations
 from elsa_core.ops.attention.record import ATTENTION, ATTENTION_DROPOUT
 from elsa_core.ops.entmax.record import ENTMAX_ATTENTION, ENTMAX_VARLEN_ATTENTION
 from elsa_core.ops.factory import Backward, Operator, of, record, records, register
-from elsa_core.ops.linear.gated_record import GATED_LINEAR
-from elsa_core.ops.linear.record import LINEAR
+from elsa_core.ops.linear.record import GATED_LINEAR, LINEAR
 from elsa_core.ops.sparse.record import SPARSE_ATTENTION
 from elsa_core.ops.varlen.record import VARLEN_ATTENTION
 from elsa_core.ops.window.record import WINDOW_ATTENTION

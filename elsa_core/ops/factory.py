@@ -185,8 +185,6 @@ def implement_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
 
 
 def _by_device(name: str, reference: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What serves `elsa::<name>` on devices without a kernel of their own."""
-
     def kernel(first: Tensor, *rest: Any, **named: Any) -> Any:
         on_cuda = _ON_CUDA.get(name) if first.is_cuda else None
         serve = on_cuda or reference

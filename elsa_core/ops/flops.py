@@ -92,8 +92,6 @@ def _register(counter: ModuleType) -> None:
 
 
 class _AtImport(MetaPathFinder, Loader):
-    """Registers the formulas once PyTorch's counter is imported."""
-
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> ModuleSpec | None:

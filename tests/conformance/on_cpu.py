@@ -117,7 +117,7 @@ def _triton() -> dict[str, Callable[..., Any]]:
 
 def _gated(input: Tensor, *rest: Any) -> Tensor:
     from elsa_core.backends.triton.linear import gated
-    from elsa_core.ops.linear.gated_record import plain
+    from elsa_core.ops.linear.record import plain_gated as plain
 
     found = gated.gated_linear(input, *rest) if input.dtype == torch.float32 else None
     return plain(input, *rest[:5]) if found is None else found

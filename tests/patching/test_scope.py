@@ -296,7 +296,7 @@ def test_a_gated_unit_in_one_call(monkeypatch, name):
     """With the operands that the module's formula names, where a backend has such a kernel."""
     mlp = pytest.importorskip("timm.layers.mlp")
 
-    from elsa_core.ops.linear.gated_record import plain
+    from elsa_core.ops.linear.record import plain_gated as plain
 
     torch.manual_seed(0)
     model = {

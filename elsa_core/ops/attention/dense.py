@@ -134,7 +134,6 @@ def _inferred(
 
 
 def _holding(rows: Any, arguments: tuple[Any, ...], known: Any = bool) -> list[Any]:
-    """The rows of inference that hold, whose backends compute this call right."""
     query, key, _, mask, causal = arguments[:5]
     if mask is not None and mask.dtype != query.dtype:
         return []
@@ -177,7 +176,6 @@ def _measured_faster(kind: Kind, backend: str, arguments: tuple[Any, ...]) -> Te
 
 
 def _recorded(arguments: tuple[Any, ...], choice: Any, backend: str) -> Tensor:
-    """An ordinary call that autograd records."""
     query, head_dim = arguments[0], arguments[0].shape[3]
     run = None
     if backend == "auto":
@@ -208,7 +206,6 @@ def checked(
 def _served(
     arguments: tuple[Any, ...], dropout_p: float, backend: str, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """A call in the operator's layout, by who serves it; lse is None where it was not asked for."""
     kind = kind_of(arguments[0], arguments[2], arguments[6])
     name = dispatch.choose("attention", *kind, backend)
     run: Any
@@ -258,7 +255,6 @@ def _dropped_by(
 
 
 def _refuse_faulty(backend: str, arguments: tuple[Any, ...]) -> None:
-    """Raise where the backend asked for by name would compute a call wrong."""
     fault = _fault(backend, arguments)
     if fault:
         raise UnavailableError(f"backend={backend!r} cannot serve this call: {fault}")

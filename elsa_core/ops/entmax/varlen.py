@@ -225,7 +225,6 @@ def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) 
 
 
 def _reads(query: Tensor) -> bool:
-    """Whether a call may read the lengths."""
     if torch.compiler.is_compiling():
         return False
     return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -250,7 +249,6 @@ def _by_sequence(given: Packed, alpha: float | Tensor, terms: dict[str, Any]) ->
 def _by_padding(
     given: Packed, told: tuple[int | None, int | None], alpha: float | Tensor, terms: dict[str, Any]
 ) -> Tensor:
-    """As a batch of equal length, in which padding is hidden."""
     most_q, most_k = told
     if most_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
         most_k = most_q

@@ -106,7 +106,6 @@ def served(
 
 
 def _computed(given: tuple[Any, ...], backend: str) -> Tensor:
-    """A call that the cache of launches does not hold, given as the operator's arguments."""
     input, weight, bias, activation, residual, scale, precision = given
     fused = activation != "none" or residual is not None or scale is not None
     if fused and _composes(input, weight, bias, residual, scale):
@@ -156,7 +155,6 @@ def _is_left_to_pytorch(input: Tensor, weight: Tensor, bias: Tensor | None) -> b
 
 
 def _admit(given: tuple[Any, ...]) -> None:
-    """Put a float32 layer that a kernel computed into the cache of launches."""
     input, weight = given[:2]
     if is_compiling() or input.dtype != torch.float32 or weight.dim() != 2 or calls.traced():
         return

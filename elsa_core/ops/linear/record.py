@@ -1,16 +1,19 @@
-"""The operator `elsa::linear` and its gradients, `elsa::linear_backward`.
+"""The operators `elsa::linear`, its gradients `elsa::linear_backward`, and `elsa::gated_linear`.
 
     out = residual + scale * activation(input @ weight.T + bias)
+    out = activation(input @ weight.T + bias) * (input @ value.T + value_bias)
 
-Layouts: input [..., K], weight [N, K], bias and scale [N], residual and out [..., N], one floating
-dtype, any strides. `activation` is a key of `ACTIVATIONS`. An absent term is left out, not
-computed with zeros or ones.
+Layouts: input [..., K], weight and value [N, K], bias, value_bias and scale [N], residual and out
+[..., N], one floating dtype, any strides. `activation` is a key of `ACTIVATIONS`. An absent term is
+left out, not computed with zeros or ones.
 
 `needs` of the backward says which gradients are wanted, of input, weight and bias: the others are
 not computed and come back as an empty tensor [0], and so may input be where the weight's gradient
 is not wanted, and weight where the input's is not. It is the backward of the product alone. Of a
-call with an activation or a scale nothing but its operands is saved: the formula computes the
-product again.
+gated call, or one with an activation or a scale, nothing but its operands is saved: the formula
+computes the products again.
+
+Source: Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202.
 """
 
 from __future__ import annotations
@@ -33,6 +36,10 @@ _SCHEMA = (
 _BACKWARD_SCHEMA = (
     "(Tensor grad_out, Tensor input, Tensor weight, str precision, bool[] needs) "
     "-> (Tensor, Tensor, Tensor)"
+)
+_GATED_SCHEMA = (
+    "(Tensor input, Tensor weight, Tensor? bias, Tensor value, Tensor? value_bias, "
+    'str activation="silu", str precision="strict") -> Tensor'
 )
 _QUICK = 1.702  # of quick_gelu: x * sigmoid(1.702 x)
 
@@ -98,7 +105,6 @@ def plain_backward(
 
 
 def _rows(t: Tensor) -> Tensor:
-    """[..., C] as [rows, C]."""
     return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
 
 
@@ -254,5 +260,60 @@ LINEAR = register(
         kind="linear",
         terms=("input", "weight", "bias"),
         onnx="elsa_core.exporting.onnx_linear:EXPORT",
+    )
+)
+
+
+def plain_gated(
+    input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None,
+    activation: str = "silu", precision: str = "strict",
+) -> Tensor:  # fmt: skip
+    """PyTorch's own, in the dtype of the operands also where autocast is on."""
+    with torch.autocast(input.device.type, enabled=False):
+        gate = plain(input, weight, bias, activation)
+        return gate * functional.linear(input, value, value_bias)
+
+
+def _gated_fake(
+    input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None,
+    activation: str = "silu", *rest: Any,
+) -> Tensor:  # fmt: skip
+    torch._check(
+        weight.shape == value.shape,
+        lambda: f"weight {list(weight.shape)} and value {list(value.shape)}: shapes differ",
+    )
+    return fake(input, weight, bias, activation)
+
+
+def _gated_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.activation, ctx.precision = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gated_backward(ctx: Any, grad_out: Tensor) -> Grads:
+    activation, precision = ctx.activation, ctx.precision
+    product: Callable[..., Tensor] = torch.ops.elsa.linear.default
+
+    def compute(
+        input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None
+    ) -> Tensor:
+        gate = product(input, weight, bias, "none", None, None, precision)
+        other = product(input, value, value_bias, "none", None, None, precision)
+        return epilogue(gate, activation, None, None) * other
+
+    grads = recomputed(compute, ctx.saved_tensors, ctx.needs_input_grad[:5], grad_out)
+    return *grads, None, None
+
+
+GATED_LINEAR = register(
+    Operator(
+        name="gated_linear",
+        schema=_GATED_SCHEMA,
+        reference=plain_gated,
+        fake=_gated_fake,
+        setup_context=_gated_setup_context,
+        formula=_gated_backward,
+        kind="linear",
+        terms=("input", "weight", "bias", "value", "value_bias"),
     )
 )

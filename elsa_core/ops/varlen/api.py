@@ -182,7 +182,6 @@ def _spares_waiting(
 
 
 def _limits(given: Packed, is_causal: bool) -> str:
-    """The word of `Request.mask`."""
     if not is_causal:
         return "none"
     return "causal" if given.cu_seqlens_k is given.cu_seqlens_q else "crossed"

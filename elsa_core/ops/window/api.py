@@ -148,7 +148,6 @@ def window_attention(
 
 
 def _recorded(choice: Any, arguments: tuple[Any, ...]) -> Any:
-    """An eager call that autograd records."""
     run = choice.run
     # a profile looks for the operator's name
     if run is ops.WINDOW_ATTENTION.overload and not _profiled():
@@ -157,7 +156,6 @@ def _recorded(choice: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _traced(qkv: Tensor, kind: tuple[Any, ...], arguments: tuple[Any, ...]) -> Tensor:
-    """A call that a compiler, tracer or transform sees."""
     name = dispatch.choose("window_attention", calls.place(qkv), *kind)
     run: Callable[..., Tensor] = ops.WINDOW_ATTENTION.reference
     if calls.exporting_onnx():

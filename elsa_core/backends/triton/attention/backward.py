@@ -78,7 +78,6 @@ def _scales(scale: float, split: bool) -> dict[str, float]:
 
 
 def _tail(operands: dict[str, Tensor], mask: Tensor | None, options: Options) -> dict[str, Any]:
-    """The arguments that all launches share, by name."""
     q, k, v = operands["q"], operands["k"], operands["v"]
     step, unit_d = layout.row_unit(tuple(operands[name] for name in ("q", "k", "v", "g", "o")))
     tail: dict[str, Any] = {
@@ -112,7 +111,6 @@ def _side_launch(
     tail: dict[str, Any], tile: Tile, wants: tuple[bool, bool, bool], where: int, refine: bool,
     loop: bool = False,
 ) -> Launch:  # fmt: skip
-    """One launch of `gradients`. wants: query, key, value."""
     from elsa_core.backends.triton.attention.backward_kernels import gradients
 
     blocks = (tile.block_m, tile.block_n)

@@ -267,7 +267,6 @@ def _planned(
     operands: dict[str, Tensor], mask: Tensor | None, head_alpha: Tensor | None, options: Options,
     bounds: tuple[Tensor, ...],
 ) -> dict[str, Launch]:  # fmt: skip
-    """The plan of a call, cached by layout."""
     if head_alpha is not None:
         options = replace(options, alpha=0.0)
     layouts = tuple(layout.key_of(t) for t in (mask, head_alpha, *bounds, *operands.values()))
@@ -343,7 +342,6 @@ def _launch(kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], warps: int
 def _tail(
     operands: dict[str, Tensor], mask: Tensor | None, head_alpha: Tensor | None, options: Options
 ) -> dict[str, Any]:
-    """The arguments that the launches share, by name."""
     q, k, v = (operands[name] for name in "qkv")
     read = tuple(operands[name] for name in "qkvg" if name in operands)
     step, unit_d = layout.row_unit(read)

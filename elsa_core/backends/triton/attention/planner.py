@@ -67,9 +67,6 @@ def plan_state(*arguments: Any) -> Call:
 def _merge(
     heads: int, queries: int, parts: int, states: int, width: int, *, overlap: bool
 ) -> Launch:
-    """The launch that merges the states of so many partitions; overlap: it may start during the
-    fold.
-    """
     from elsa_core.backends.triton.attention.merge import merge_states
 
     wide, deep = layout.padded(width), layout.padded(parts, 1)

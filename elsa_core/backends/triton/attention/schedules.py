@@ -104,7 +104,6 @@ class Schedule:
 
 
 def _shared(problem: Problem, unit: int) -> dict[str, Any]:
-    """The arguments that all kernels of the forward take."""
     shape, operands = problem.shape, (problem.query, problem.key, problem.value)
     tail: dict[str, Any] = {
         "heads": shape.heads, "group": shape.heads // shape.key_heads, "n_q": shape.queries,
@@ -221,7 +220,6 @@ def fold_tail(problem: Problem) -> dict[str, Any]:
 
 
 def _widths(problem: Problem, unit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The blocks that cover the head and the value dimension."""
     t, shape = problem.tile, problem.shape
     d0, d1 = tiling.blocks(shape.head_dim, t.part)
     v0, v1 = tiling.blocks(shape.value_dim, t.part)

@@ -101,7 +101,6 @@ class Tile:
         return self.programs is None or count <= self.programs
 
     def _holds(self, shape: Shape) -> bool:
-        """Whether the kernel takes the call, and more than half of this many queries are there."""
         dims = blocks(shape.head_dim), blocks(shape.value_dim)
         most, widths = ONE_LAUNCH_KEYS, ONE_LAUNCH_DIMS
         if self.two_warpgroups:

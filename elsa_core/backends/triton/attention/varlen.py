@@ -114,8 +114,6 @@ def streamed(
 
 
 def _streams(query: Tensor, key: Tensor, starts: Tensor) -> bool:
-    """Whether a call is cut by stream-K: where sequences have one query each, or fewer on average,
-    and many keys."""
     sequences = starts.shape[0] - 1
     single = 0 < query.shape[0] <= sequences and key.shape[0] >= _STREAMED_KEYS * sequences
     return single and device.capability_of(query.device) == (9, 0)

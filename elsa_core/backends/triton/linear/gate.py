@@ -12,8 +12,7 @@ from elsa_core.backends import cuda
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.linear import LEAST_WEIGHT
 from elsa_core.base import calls
-from elsa_core.ops.linear.gated_record import plain as plain_gated
-from elsa_core.ops.linear.record import Eager, plain, plain_backward
+from elsa_core.ops.linear.record import Eager, plain, plain_backward, plain_gated
 
 # Where a gradient is wanted, of an eager call: the operator's formulas take more of the host.
 LEAST_TRAINED = 1 << 31
