@@ -27,8 +27,7 @@ from benchmarks.harness import Row, compared, left_out, main, options
 from elsa_core.backends import eager_entmax
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops.attention.api import attention
-from elsa_core.ops.entmax.api import entmax_attention
-from elsa_core.ops.entmax.varlen import entmax_varlen_attention
+from elsa_core.ops.entmax.api import entmax_attention, entmax_varlen_attention
 from elsa_core.ops.varlen.api import varlen_attention
 from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench.entmax import ALPHA, by_adasplash, by_entmax, missing

@@ -10,8 +10,12 @@ from elsa_core.base.version import __version__
 from elsa_core.dispatch import Route
 from elsa_core.monoid import State, merge
 from elsa_core.ops.attention.api import attention, explain
-from elsa_core.ops.entmax.api import entmax_attention, explain_entmax_attention
-from elsa_core.ops.entmax.varlen import entmax_varlen_attention, explain_entmax_varlen_attention
+from elsa_core.ops.entmax.api import (
+    entmax_attention,
+    entmax_varlen_attention,
+    explain_entmax_attention,
+    explain_entmax_varlen_attention,
+)
 from elsa_core.ops.linear.api import explain_linear, linear
 from elsa_core.ops.sparse.api import SparsityReport, sparsity_report
 from elsa_core.ops.varlen.api import explain_varlen_attention, varlen_attention

@@ -70,15 +70,13 @@ _PLAIN_SCHEDULES = {
 def reference(record: ops.Operator) -> Implementation:
     """Plain PyTorch, which serves every operator that has a record."""
     backward = record.backward
+    words = _PLAIN_SCHEDULES.get(record.kind, _as_written)
     return Implementation(
-        support=_late("eager", "support"),
-        run=record.eager,
-        schedule=_PLAIN_SCHEDULES.get(record.kind, _as_written),
-        arithmetic=_of_pytorch,
+        _late("eager", "support"), record.eager, words, _of_pytorch,
         gradient=_late("eager", "support") if backward else None,
         backward=backward.reference if backward else None,
         partition=_late("eager", "partition") if record.name == "attention" else None,
-    )
+    )  # fmt: skip
 
 
 def _on_triton(module: str) -> Callable[[Request], Support]:
@@ -173,12 +171,11 @@ def _triton_schedule(*arguments: Any) -> str:
     return f"{words}; the CUDA library launches it" if cuda.serves("attention") else words
 
 
+_by_triton = _late("triton", "support")
+# Each is a call of `Implementation`: support, run, schedule, arithmetic, and what it has beside.
 _TRITON = {
     "attention": Implementation(
-        support=_late("triton", "support"),
-        run=ops.ATTENTION.overload,
-        schedule=_triton_schedule,
-        arithmetic=_split,
+        _by_triton, ops.ATTENTION.overload, _triton_schedule, _split,
         direct=cuda.direct(ops.ATTENTION.overload, KERNELS_ON_CUDA["attention"]),
         gradient=_on_triton("triton.attention.backward_tiling"),
         backward=_late("triton.attention.backward", "measured_backward"),
@@ -186,30 +183,20 @@ _TRITON = {
         state=_late("triton", "attention_state"),
     ),
     "varlen_attention": Implementation(
-        support=_late("triton", "support"),
-        run=ops.VARLEN_ATTENTION.overload,
-        schedule=_late("triton.attention.varlen", "schedule"),
-        arithmetic=_split,
-        gradient=_late("eager", "support"),  # by `elsa::varlen_attention_backward`, as all are
+        _by_triton, ops.VARLEN_ATTENTION.overload, _late("triton.attention.varlen", "schedule"),
+        _split, gradient=_late("eager", "support"),  # by `elsa::varlen_attention_backward`
     ),
     "window_attention": Implementation(
-        support=_late("triton", "support"),
-        run=ops.WINDOW_ATTENTION.overload,
-        schedule=_whole_windows,
-        arithmetic=_split,
+        _by_triton, ops.WINDOW_ATTENTION.overload, _whole_windows, _split,
         direct=cuda.direct(ops.WINDOW_ATTENTION.overload, KERNELS_ON_CUDA["window_attention"]),
         gradient=_on_triton("triton.window.backward"),
         backward=_late("triton.window.backward", "window_attention_backward"),
     ),
     **{
         record.name: Implementation(
-            support=_on_triton("triton.attention.entmax"),
-            run=record.overload,
-            schedule=_says(
-                "blocks of 64 queries; blocks of keys that can hold no weight are read once"
-            ),
-            arithmetic=_of_tf32,
-            gradient=_on_triton("triton.attention.entmax"),
+            _on_triton("triton.attention.entmax"), record.overload,
+            _says("blocks of 64 queries; blocks of keys that can hold no weight are read once"),
+            _of_tf32, gradient=_on_triton("triton.attention.entmax"),
             backward=_late("triton.attention.entmax", backward),
         )
         for record, backward in (
@@ -218,78 +205,46 @@ _TRITON = {
         )
     },
     "sparse_attention": Implementation(
-        support=_on_triton("triton.attention.sparse"),
-        run=ops.SPARSE_ATTENTION.overload,
-        schedule=_late("triton.attention.sparse", "schedule"),
-        arithmetic=_of_tf32,
-        asked=True,
+        _on_triton("triton.attention.sparse"), ops.SPARSE_ATTENTION.overload,
+        _late("triton.attention.sparse", "schedule"), _of_tf32, asked=True,
     ),
     "linear": Implementation(
-        support=_late("triton.linear.gate", "support"),
-        run=ops.LINEAR.overload,
-        schedule=_layers,
-        arithmetic=_split,
+        _late("triton.linear.gate", "support"), ops.LINEAR.overload, _layers, _split,
         direct=_linear_by_triton,
     ),
     "gated_linear": Implementation(
-        support=_gated_support,
-        run=ops.GATED_LINEAR.overload,
-        schedule=_layers,
-        arithmetic=_split,
-        direct=_gated_linear_by_triton,
+        _gated_support, ops.GATED_LINEAR.overload, _layers, _split, direct=_gated_linear_by_triton
     ),
-}
+}  # fmt: skip
 _PORTABLE = {
     "attention": Implementation(
-        support=portable.support,
-        run=variant(ops.ATTENTION, "attention_portable", portable.attention_forward, "CUDA"),
-        schedule=portable.schedule,
-        arithmetic=_fma,
-        by_row=portable.measured_attention,
+        portable.support,
+        variant(ops.ATTENTION, "attention_portable", portable.attention_forward, "CUDA"),
+        portable.schedule, _fma, by_row=portable.measured_attention,
         gradient=_late("eager", "support"),  # by `elsa::attention_backward`, as all are
         asked=True,
         unasked=("ieee",),  # where Triton is not: plain PyTorch would be left
     ),
-}
+}  # fmt: skip
 _ONEDNN = {
     "linear": Implementation(
-        support=onednn.support,
-        run=ops.LINEAR.overload,
-        schedule=_layers,
-        arithmetic=_fma,
-        direct=onednn.serve,
+        onednn.support, ops.LINEAR.overload, _layers, _fma, direct=onednn.serve
     ),
-}
+}  # fmt: skip
 _SDPA = {
     "attention_dropout": Implementation(
-        support=sdpa.support,
-        run=_whole,
-        schedule=sdpa.schedule,
-        arithmetic=_of_pytorch,
-        takes=sdpa.takes,
-        whole=True,
+        sdpa.support, _whole, sdpa.schedule, _of_pytorch, takes=sdpa.takes, whole=True
     ),
     "attention": Implementation(
-        support=sdpa.support,
-        run=_whole,
-        schedule=sdpa.schedule,
-        arithmetic=_of_pytorch,
-        gradient=sdpa.gradient,
-        backward=sdpa.backward,
-        direct=sdpa_cudnn.measured_attention,
-        serves=sdpa_cudnn.serves,
-        takes=sdpa.takes,
-        whole=True,
+        sdpa.support, _whole, sdpa.schedule, _of_pytorch, gradient=sdpa.gradient,
+        backward=sdpa.backward, direct=sdpa_cudnn.measured_attention, serves=sdpa_cudnn.serves,
+        takes=sdpa.takes, whole=True,
     ),
     "varlen_attention": Implementation(
-        support=sdpa_varlen.support,
-        run=None,
-        schedule=_as_written,
-        arithmetic=_of_pytorch,
-        gradient=sdpa_varlen.gradient,
+        sdpa_varlen.support, None, _as_written, _of_pytorch, gradient=sdpa_varlen.gradient,
         backward=sdpa_varlen.backward,
     ),
-}
+}  # fmt: skip
 _EAGER = {record.name: reference(record) for record in ops.records()}
 
 BACKENDS: list[Backend] = [

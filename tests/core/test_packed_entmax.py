@@ -12,7 +12,7 @@ import elsa_core as elsa
 from elsa_core import ops
 from elsa_core.backends import native
 from elsa_core.errors import ArgumentError
-from elsa_core.ops.entmax import varlen as entmax_varlen
+from elsa_core.ops.entmax import api as entmax_varlen
 from elsa_core.ops.varlen.api import Packed
 
 QUERIES, KEYS = [5, 0, 70, 1, 3], [5, 4, 66, 0, 130]

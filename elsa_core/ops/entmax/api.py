@@ -1,29 +1,43 @@
-"""`entmax_attention`: attention whose weights can be exactly zero."""
+"""`entmax_attention`: attention whose weights can be exactly zero; `entmax_varlen_attention` of
+sequences of different length, packed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from numbers import Real
+from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from elsa_core import dispatch, ops
-from elsa_core.base import calls
-from elsa_core.base.operands import operands, require_tensor
+from elsa_core.base import calls, packing
+from elsa_core.base.operands import autocast, operands, require_tensor
 from elsa_core.dispatch import Route
-from elsa_core.errors import ArgumentError
+from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.ops.arguments import (
     default_scale,
     explain_types,
     explained,
+    is_cast,
     kind_of,
     prepared,
     restored,
 )
+from elsa_core.ops.attention import nested
 from elsa_core.ops.attention.api import attention as softmax_attention
 from elsa_core.ops.attention.api import explain as explain_softmax
+from elsa_core.ops.varlen import api as varlen
+from elsa_core.ops.varlen.api import Packed, varlen_attention
 
 LEAST_ALPHA, MOST_ALPHA = 1.0, 4.0
+_OPERATOR = "entmax_varlen_attention"
+# Tiles of all heads from which a call reads the longest lengths that it was not given: they take
+# 1 GiB in the forward, where those of its sequences may be few.
+_MANY_TILES = (1 << 30) // 5
 
 
 def entmax_attention(
@@ -81,9 +95,7 @@ def entmax_attention(
         raise ArgumentError(calls.NO_TENSOR_SCALE)
     try:
         require_tensor("query", query)
-        compute: Any = attention
-        if query.is_nested:
-            from elsa_core.ops.entmax.varlen import of_nested as compute  # it is made of these
+        compute: Any = of_nested if query.is_nested else attention
         out: Tensor = compute(
             query, key, value, attn_mask, alpha=alpha, is_causal=is_causal, scale=scale,
             enable_gqa=enable_gqa, precision=precision, backend=backend,
@@ -172,3 +184,243 @@ def of_heads(alpha: float | Tensor, query: Tensor) -> tuple[float, Tensor | None
         if not LEAST_ALPHA <= low <= high <= MOST_ALPHA:
             raise ArgumentError(f"alpha has entries from {low} to {high}, which must lie in [1, 4]")
     return 0.0, alpha.reshape(sizes)
+
+
+def entmax_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    alpha: float | Tensor = 1.5,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Tensor:
+    """alpha-entmax attention within each of the sequences whose tokens lie one after another.
+
+    Each sequence is what `elsa_core.entmax_attention` gives of it alone. The Triton kernels on
+    CUDA serve all of them in one launch; the host reads no length. The workspace is five bytes for
+    each head and tile of 64 x 64, of (T / 64 + S) x max_seqlen_k / 64 tiles. The numbers of all
+    tokens stand for longest lengths that are not given; above 1 GiB an eager call reads them
+    instead, and waits for the device.
+
+    Other backends serve one sequence after another: on a GPU the host waits once for the lengths.
+    Compiled programs and CUDA graphs under capture pad to `max_seqlen_q` and `max_seqlen_k`, which
+    they have to be given. `explain_entmax_varlen_attention` says which of the two it is.
+    Differentiable once in query, key, value and alpha; inputs may have any strides.
+
+    Args:
+        query: [T, Hq, D], floating; T tokens of all sequences.
+        key: [Tk, Hkv, D], the query's dtype and device.
+        value: [Tk, Hkv, Dv].
+        cu_seqlens_q: [S + 1], int32 or int64 on the query's device: where each of the S sequences
+            of queries starts, and T. A sequence may be empty.
+        cu_seqlens_k: the same of the keys and Tk; default cu_seqlens_q.
+        max_seqlen_q, max_seqlen_k: the longest sequence or more; on a CPU they are checked. The
+            Triton kernels check neither these nor cu_seqlens: wrong ones give wrong results, which
+            may differ from call to call where sequences overlap. Of tokens that no sequence has,
+            before cu_seqlens[0] or from cu_seqlens[S] on, output and gradients are not written.
+        alpha: a number in [1, 4], or a floating tensor that broadcasts to [S, Hq, 1, 1]. alpha = 1
+            is softmax, which `elsa_core.varlen_attention` serves.
+        is_causal: query i of a sequence sees its keys 0..i (top-left aligned).
+        scale: factor on the scores; default 1 / sqrt(D).
+        enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).
+        precision, backend: as in `elsa_core.entmax_attention`.
+
+    Returns:
+        out [T, Hq, Dv] in the query's dtype. A query of a sequence without keys gives zeros.
+
+    Raises:
+        TypeError: an argument of a wrong type; the message names it.
+        ArgumentError: an argument does not fit; the message names it.
+        UnavailableError: the backend asked for by name cannot serve the call.
+
+    Source: as of `elsa_core.entmax_attention`, applied to each sequence.
+    """
+    if isinstance(scale, Tensor):
+        raise ArgumentError(calls.NO_TENSOR_SCALE)
+    terms: dict[str, Any] = {
+        "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "precision": precision,
+        "backend": backend,
+    }  # fmt: skip
+    told = max_seqlen_q, max_seqlen_k
+    try:
+        if is_softmax(alpha):
+            return varlen_attention(  # type: ignore[return-value]  # no lse was asked for
+                query, key, value, cu_seqlens_q, cu_seqlens_k, *told, **terms
+            )
+        given = varlen.checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
+        heads = _of_heads(alpha, given)
+        if query.device.type == "meta":
+            return query.new_empty((*query.shape[:2], value.shape[2]))
+        if is_cast(query):
+            q, k, v, _ = autocast(*given[:3], None)
+            given = given._replace(query=q, key=k, value=v)
+        name = _served_by(*kind_of(given.query, given.value, precision), backend)
+        if name and not (calls.exporting_onnx() or dispatch.plain_alone(backend)):
+            number, head_alpha = (0.0, heads) if isinstance(heads, Tensor) else (heads, None)
+            factor = default_scale(given.query) if scale is None else scale
+            bounds = _bounded(given, *told)
+            found: Tensor = dispatch.RUNS[_OPERATOR, name](
+                *given, head_alpha, *bounds, number, is_causal, factor, precision
+            )[0]
+            return found
+        if not _reads(query):
+            return _by_padding(given, told, heads, terms)
+        varlen.longest_of(given, *told)
+        return _by_sequence(given, heads, terms)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        explain_types(error, locals())
+        raise
+
+
+def explain_entmax_varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, *, alpha: float | Tensor = 1.5, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, precision: str = "strict",
+    backend: str = "auto",
+) -> Route:  # fmt: skip
+    """Say which backend and arithmetic would serve `entmax_varlen_attention` with these arguments,
+    and who its gradients; takes and raises what it does."""
+    terms: dict[str, Any] = {
+        "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "precision": precision,
+        "backend": backend,
+    }  # fmt: skip
+    if is_softmax(alpha):
+        return varlen.explain_varlen_attention(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **terms
+        )
+    given = varlen.checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
+    heads = _of_heads(alpha, given)
+    q, k, v = given[:3]
+    if _served_by(*kind_of(q, v, precision), backend) and not dispatch.plain_alone(backend):
+        head_alpha = heads if isinstance(heads, Tensor) else None
+        gradient = calls.wanted(query=q, key=k, value=v, head_alpha=head_alpha)
+        mask = dispatch.mask_kind(None, is_causal)
+        found = explained(_OPERATOR, (q, k, v), precision, backend, gradient, (q, k), mask)
+        return replace(found, schedule=f"all sequences in one launch; {found.schedule}")
+    varlen.longest_of(given, max_seqlen_q, max_seqlen_k)
+    alone = heads[:1] if isinstance(heads, Tensor) else heads
+    found = explain_entmax_attention(*_batched(q, k, v), alpha=alone, **terms)
+    return replace(found, schedule=f"one sequence after another; {found.schedule}")
+
+
+def of_nested(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, alpha: float | Tensor,
+    **terms: Any,
+) -> Tensor:  # fmt: skip
+    """`elsa_core.entmax_attention` of jagged [B, H, j, D]: out [B, H, j, Dv], jagged."""
+    packed = nested.packed(query, key, value, attn_mask)
+    out = entmax_varlen_attention(*packed, alpha=alpha, **terms)
+    return nested.jagged(out.transpose(0, 1), query)
+
+
+def _of_heads(alpha: float | Tensor, given: Packed) -> float | Tensor:
+    """alpha as a number, or a tensor [S or 1, Hq or 1, 1, 1]."""
+    sequences = given.cu_seqlens_q.shape[0] - 1
+    batch = given.query.new_empty((sequences, given.query.shape[1]))
+    number, heads = of_heads(alpha, batch)
+    return number if heads is None else heads
+
+
+def _served_by(
+    place: str, dtype: torch.dtype, head_dim: int, value_dim: int, precision: str, backend: str
+) -> str:
+    """The backend whose kernels take all sequences at once; empty where each is a call of its own.
+
+    A constant for the compiler, as `dispatch.choose`.
+    """
+    if not place.startswith("cuda"):
+        return ""
+    try:
+        name = dispatch.choose(_OPERATOR, place, dtype, head_dim, value_dim, precision, backend)
+    except (ArgumentError, UnavailableError):
+        return ""  # it may have the operator of one sequence; that says what is wrong
+    return "" if name == dispatch.PLAIN else name
+
+
+_served_by._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, int]:
+    """The longest lengths; those of all tokens stand for what is not given, but where the workspace
+    would be large and the lengths may be read."""
+    if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
+        max_seqlen_k = max_seqlen_q
+    missing = max_seqlen_q is None or max_seqlen_k is None
+    if missing and not calls.traced() and _reads(given.query):
+        (tokens, heads, _), sequences = given.query.shape, len(given[3]) - 1
+        tiles = heads * (tokens // 64 + sequences) * (given.key.shape[0] // 64)
+        if sequences > 1 and tiles > _MANY_TILES:
+            both = torch.stack([t.long().diff().amax() for t in given[3:]]).tolist()
+            max_seqlen_q = max(0, both[0]) if max_seqlen_q is None else max_seqlen_q
+            max_seqlen_k = max(0, both[1]) if max_seqlen_k is None else max_seqlen_k
+    # a symbolic length of a compiled program stays one: the compiler's min is symbolic itself, and
+    # takes no `sym_min` of numbers (torch 2.11)
+    least: Any = min if is_dynamo_compiling() else torch.sym_min
+    bounds: list[Any] = [given.query.shape[0], given.key.shape[0]]
+    for i, (side, told) in enumerate((("q", max_seqlen_q), ("k", max_seqlen_k))):
+        if told is None:
+            continue
+        longest: Any = told
+        if not isinstance(longest, int | torch.SymInt):
+            try:
+                longest = index(told)
+            except TypeError:
+                kind = type(told).__name__
+                raise TypeError(f"max_seqlen_{side} must be an integer, not {kind}") from None
+        if not torch.compiler.is_compiling() and longest < 0:
+            raise ArgumentError(f"max_seqlen_{side}={longest} must not be negative")
+        bounds[i] = least(longest, bounds[i])
+    return bounds[0], bounds[1]
+
+
+def _reads(query: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _by_sequence(given: Packed, alpha: float | Tensor, terms: dict[str, Any]) -> Tensor:
+    starts = packing.checked_bounds("cu_seqlens_q", given.cu_seqlens_q, given.query.shape[0])
+    others = packing.checked_bounds("cu_seqlens_k", given.cu_seqlens_k, given.key.shape[0])
+    queries, keys = ([b - a for a, b in pairwise(ends)] for ends in (starts, others))
+    outputs = [given.query.new_empty((0, given.query.shape[1], given.value.shape[2]))]
+    # one split, whose gradient is one concatenation
+    parts = zip(
+        given.query.split(queries), given.key.split(keys), given.value.split(keys), strict=True
+    )
+    for i, part in enumerate(parts if queries else ()):
+        own = alpha[i : i + 1] if isinstance(alpha, Tensor) and alpha.shape[0] > 1 else alpha
+        out = attention(*_batched(*part), alpha=own, **terms)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _by_padding(
+    given: Packed, told: tuple[int | None, int | None], alpha: float | Tensor, terms: dict[str, Any]
+) -> Tensor:
+    most_q, most_k = told
+    if most_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
+        most_k = most_q
+    if most_q is None or most_k is None:
+        raise ArgumentError(
+            "entmax_varlen_attention needs max_seqlen_q and max_seqlen_k where it is compiled or "
+            "captured: it cannot read cu_seqlens there"
+        )
+    q, k, v, mask, causal = varlen.padded(given, (most_q, most_k), terms["is_causal"])
+    out = attention(q, k, v, mask, alpha=alpha, **terms | {"is_causal": causal})
+    return packing.packed(out.transpose(1, 2), given.cu_seqlens_q, given.query.shape[0])
+
+
+def _batched(*packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[n, H, D] as a batch of one, [1, H, n, D]."""
+    query, key, value = (t.transpose(0, 1)[None] for t in packed)
+    return query, key, value
