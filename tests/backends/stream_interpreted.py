@@ -132,7 +132,7 @@ def watch() -> None:
     """
     from triton.runtime import interpreter
 
-    from elsa_core.backends.triton.attention import stream_decode, stream_forward
+    from elsa_core.backends.triton.attention import stream
 
     made = varlen.tickets
 
@@ -141,8 +141,7 @@ def watch() -> None:
         return counts[-1]
 
     varlen.tickets = tickets
-    for module in (stream_decode, stream_forward):
-        module.join_logs = counted(module.join_logs)
+    stream.join_logs = counted(stream.join_logs)
     place = interpreter.InterpreterBuilder.set_grid_idx
 
     def moved(self, x, y, z):

@@ -82,7 +82,7 @@ def streamed(
     programs: of the whole grid; None: as many as the GPU holds. least: units of a program, if there
     are as many; None: as measured.
     """
-    from elsa_core.backends.triton.attention import stream_decode, stream_forward
+    from elsa_core.backends.triton.attention.stream import stream_decode, stream_forward
 
     q, shape = problem.query, problem.shape
     table, multiprocessors = device.device_table(device.index_of(q.device))
@@ -95,14 +95,14 @@ def streamed(
         tile = replace(tile, block_m=min(block, tile.block_m), warps=4, registers=0)
         # a program may fold all keys of a query
         problem = replace(problem, tiles=tiling.Plan(tile, 1, max(1, shape.keys)))
-        tail, rows, kernel = fold_tail(problem), tile.block_m, stream_forward.stream_forward
+        tail, rows, kernel = fold_tail(problem), tile.block_m, stream_forward
         options, resident, width = fold_options(problem, tail), RESIDENT, rows * tail["V0"]
         least = least or LEAST
     else:
         unit, unit_d = layout.row_unit((problem.key, problem.value))
         if any(s % unit for s in q.stride()[:3]):
             unit = 1
-        tail, rows, kernel = decode_tail(problem, unit, unit_d), 1, stream_decode.stream_decode
+        tail, rows, kernel = decode_tail(problem, unit, unit_d), 1, stream_decode
         options, resident = {"num_warps": table.decode["warps"]}, table.decode["resident"]
         width, least = tail["VP"], least or table.decode["least_tiles"]
     tail |= {
