@@ -79,10 +79,12 @@ def reference(record: ops.Operator) -> Implementation:
     )  # fmt: skip
 
 
-def _on_triton(module: str) -> Callable[[Request], Support]:
+def _on(backend: str, module: str) -> Callable[[Request], Support]:
+    """What a module of kernels answers, and then their backend, which may have to be built."""
+
     def support(request: Request) -> Support:
         answer: Support = _late(module, "support")(request)
-        return _late("triton", "support")(request) if answer.ok else answer
+        return _late(backend, "support")(request) if answer.ok else answer
 
     return support
 
@@ -123,17 +125,11 @@ def _gated_linear_by_triton(*arguments: Any) -> Tensor | None:
     return gate.serve_gated(*arguments)
 
 
-def _native_gradient(request: Request) -> Support:
-    answer: Support = _late("native_backward", "support")(request)
-    # its own answer is quick; the library may have to be built
-    return _late("native", "support")(request) if answer.ok else answer
-
-
 def _native(record: ops.Operator, schedule: str = "schedule", **more: Any) -> Implementation:
     words = _whole_windows if record.kind == "window" else _late("native", schedule)
     if record.backward:
         backward = _late("native_backward", f"{record.name}_backward")
-        more = {"gradient": _native_gradient, "backward": backward} | more
+        more = {"gradient": _on("native", "native_backward"), "backward": backward} | more
     return Implementation(_late("native", "support"), record.overload, words, _fma, **more)
 
 
@@ -177,7 +173,7 @@ _TRITON = {
     "attention": Implementation(
         _by_triton, ops.ATTENTION.overload, _triton_schedule, _split,
         direct=cuda.direct(ops.ATTENTION.overload, KERNELS_ON_CUDA["attention"]),
-        gradient=_on_triton("triton.attention.backward_tiling"),
+        gradient=_on("triton", "triton.attention.backward_tiling"),
         backward=_late("triton.attention.backward", "measured_backward"),
         partition=_late("triton.attention.partition", "partition"),
         state=_late("triton", "attention_state"),
@@ -189,14 +185,14 @@ _TRITON = {
     "window_attention": Implementation(
         _by_triton, ops.WINDOW_ATTENTION.overload, _whole_windows, _split,
         direct=cuda.direct(ops.WINDOW_ATTENTION.overload, KERNELS_ON_CUDA["window_attention"]),
-        gradient=_on_triton("triton.window.backward"),
+        gradient=_on("triton", "triton.window.backward"),
         backward=_late("triton.window.backward", "window_attention_backward"),
     ),
     **{
         record.name: Implementation(
-            _on_triton("triton.attention.entmax"), record.overload,
+            _on("triton", "triton.attention.entmax"), record.overload,
             _says("blocks of 64 queries; blocks of keys that can hold no weight are read once"),
-            _of_tf32, gradient=_on_triton("triton.attention.entmax"),
+            _of_tf32, gradient=_on("triton", "triton.attention.entmax"),
             backward=_late("triton.attention.entmax", backward),
         )
         for record, backward in (
@@ -205,7 +201,7 @@ _TRITON = {
         )
     },
     "sparse_attention": Implementation(
-        _on_triton("triton.attention.sparse"), ops.SPARSE_ATTENTION.overload,
+        _on("triton", "triton.attention.sparse"), ops.SPARSE_ATTENTION.overload,
         _late("triton.attention.sparse", "schedule"), _of_tf32, asked=True,
     ),
     "linear": Implementation(

@@ -169,21 +169,27 @@ def differentiable(
 
 
 def second(
-    again: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], terms: Sequence[Any],
+    again: Callable[..., Sequence[Tensor]], given: Sequence[Tensor | None], terms: Sequence[Any],
     needs: Sequence[bool], grads: Sequence[Tensor],
 ) -> Grads:  # fmt: skip
-    """Second derivatives: the gradients `again` of tensors and terms, recorded."""
+    """The gradients of what `again` computes of tensors and terms, which is recorded: second
+    derivatives, or those of a call that saved its operands alone. None where `needs` wants none.
+    """
     wanted = [i for i, needed in enumerate(needs[: len(given)]) if needed]
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # Aliases, so that what is differentiated ends here and yet hangs on the caller's graph.
-        operands = [t.view_as(t) if i in wanted else t for i, t in enumerate(given)]
+        operands = [
+            t if t is None or i not in wanted
+            else t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
+            for i, t in enumerate(given)
+        ]  # fmt: skip
         results = again(*operands, *terms)
     ends = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
     found: list[Tensor | None] = [None] * len(needs)
     slopes = torch.autograd.grad(
-        [r for r, _ in ends], [operands[i] for i in wanted], [g for _, g in ends],
-        create_graph=create_graph, allow_unused=True,
+        [r for r, _ in ends], [t for i in wanted if (t := operands[i]) is not None],
+        [g for _, g in ends], create_graph=create_graph, allow_unused=True,
     )  # fmt: skip
     for i, grad in zip(wanted, slopes, strict=True):
         found[i] = grad

@@ -19,6 +19,7 @@ Source: Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,22 +42,11 @@ _GATED_SCHEMA = (
     "(Tensor input, Tensor weight, Tensor? bias, Tensor value, Tensor? value_bias, "
     'str activation="silu", str precision="strict") -> Tensor'
 )
-_QUICK = 1.702  # of quick_gelu: x * sigmoid(1.702 x)
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(_QUICK * x)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return functional.gelu(x, approximate="tanh")
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
     "gelu": functional.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": functional.silu,
     "relu": functional.relu,
 }
@@ -155,34 +145,14 @@ def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
         grads = _gradients(operator, grad_out, input, weight, precision, wanted[:3])
         return *grads, None, of_residual, None, None
 
-    def compute(input: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    def compute(input: Tensor, weight: Tensor, bias: Any, scale: Any) -> tuple[Tensor]:
         product = torch.ops.elsa.linear.default
         out = product(input, weight, bias, "none", None, None, precision)
-        return epilogue(out, activation, None, scale)
+        return (epilogue(out, activation, None, scale),)
 
     tensors = (input, weight, bias, scale)
-    found = recomputed(compute, tensors, (*wanted[:3], wanted[5]), grad_out)
+    found = second(compute, tensors, (), (*wanted[:3], wanted[5]), (grad_out,))
     return *found[:3], None, of_residual, found[3], None
-
-
-def recomputed(
-    compute: Callable[..., Tensor], tensors: Sequence[Tensor | None], wanted: Sequence[bool],
-    grad_out: Tensor,
-) -> Grads:  # fmt: skip
-    """The gradients of a call that saved nothing but its operands: computed again, recorded."""
-    create_graph = torch.is_grad_enabled()
-
-    def alias(t: Tensor) -> Tensor:
-        """What is differentiated ends here, and yet hangs on a caller's graph that goes on."""
-        return t.view_as(t) if create_graph else t.detach().requires_grad_()
-
-    with torch.enable_grad():
-        pairs = zip(tensors, wanted, strict=True)
-        operands = [alias(t) if needed and t is not None else t for t, needed in pairs]
-        asked = [t for t, needed in zip(operands, wanted, strict=True) if needed and t is not None]
-        out = compute(*operands)
-        found = iter(torch.autograd.grad(out, asked, grad_out, create_graph=create_graph))
-    return tuple(next(found) if needed else None for needed in wanted)
 
 
 def _gradients(
@@ -295,13 +265,13 @@ def _gated_backward(ctx: Any, grad_out: Tensor) -> Grads:
     product: Callable[..., Tensor] = torch.ops.elsa.linear.default
 
     def compute(
-        input: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, value_bias: Tensor | None
-    ) -> Tensor:
+        input: Tensor, weight: Tensor, bias: Any, value: Tensor, value_bias: Any
+    ) -> tuple[Tensor]:
         gate = product(input, weight, bias, "none", None, None, precision)
         other = product(input, value, value_bias, "none", None, None, precision)
-        return epilogue(gate, activation, None, None) * other
+        return (epilogue(gate, activation, None, None) * other,)
 
-    grads = recomputed(compute, ctx.saved_tensors, ctx.needs_input_grad[:5], grad_out)
+    grads = second(compute, ctx.saved_tensors, (), ctx.needs_input_grad[:5], (grad_out,))
     return *grads, None, None
 
 

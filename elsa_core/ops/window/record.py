@@ -16,7 +16,7 @@ from torch import Tensor
 from elsa_core.backends import eager_window
 from elsa_core.backends.window_call import SCHEMA, WindowCall
 from elsa_core.ops.attention import portable
-from elsa_core.ops.formulas import differentiable
+from elsa_core.ops.formulas import differentiable, second
 
 _SCHEMA = f"({SCHEMA}) -> Tensor"
 _TERMS = ("qkv", "bias", "pad_qkv", "logit_scale")
@@ -38,20 +38,17 @@ def largest_score(**call: Any) -> float:
 def _again(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
     """The gradients by those of the reference, all its windows' weights alive."""
     tensors, (*terms, needs) = arguments[:5], arguments[5:]
-    sources = [
-        t if t is None or t.requires_grad else t.detach().requires_grad_(t.is_floating_point())
-        for t in tensors
-    ]
-    out = eager_window.attention(*sources, *terms)
-    places = zip((0, 1, 3, 4), needs, strict=True)
-    asked = [sources[i] if wanted else None for i, wanted in places]
-    found = iter(
-        torch.autograd.grad(
-            out, [t for t in asked if t is not None], grad_out,
-            create_graph=True, materialize_grads=True,
-        )
+    found = second(
+        lambda *given: (eager_window.attention(*given, *terms),), tensors, (),
+        (*needs[:2], False, *needs[2:]), (grad_out,),
     )  # fmt: skip
-    return [out.new_empty(0) if t is None else next(found) for t in asked]
+    grads = []
+    for i, needed in zip((0, 1, 3, 4), needs, strict=True):
+        grad = found[i]
+        if grad is None:
+            grad = torch.zeros_like(tensors[i]) if needed else grad_out.new_empty(0)
+        grads.append(grad)
+    return grads
 
 
 WINDOW_ATTENTION, _FORMULAS = differentiable(
