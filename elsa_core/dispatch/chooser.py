@@ -141,11 +141,7 @@ def chosen(
     operator: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int,
     precision: str, backend: str,
 ) -> Chosen:  # fmt: skip
-    """Who serves calls of one kind, whatever their lengths.
-
-    Raises:
-        ArgumentError, UnavailableError: as `select`.
-    """
+    """Who serves calls of one kind, whatever their lengths."""
     request = _request(operator, device, dtype, head_dim, value_dim, precision)
     name = select(request, backend)[0]
     found = implementation(operator, name)
@@ -181,9 +177,6 @@ def choose(
             whose time may be the host's; none where a compiler saves the host's time. boolean:
             whether it has a boolean `attn_mask`. graph, tokens: of a call of equal shapes
             without a mask in a CUDA graph. Of a site, tokens: of a window.
-
-    Raises:
-        ArgumentError, UnavailableError: as `select`.
     """
     device = torch.device(place)
     kind = (operator, device, dtype, head_dim, value_dim, precision)
@@ -247,9 +240,6 @@ def state_run(
 ) -> Callable[..., Any] | None:
     """What gives attention whose results are merged with those of other keys, its lse in float64;
     None where the operator's own results serve. Eager calls.
-
-    Raises:
-        ArgumentError, UnavailableError: as `select`.
     """
     # of half precision the output is rounded far more than lse
     masked = attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32)
@@ -359,9 +349,6 @@ def route(
         backend: as the caller asks for it.
         schedule: what the backends' `schedule` takes, to have it in words.
         because: why the backend that `auto` takes for such calls does not serve this one.
-
-    Raises:
-        ArgumentError, UnavailableError: as `select`.
     """
     name, reasons = select(request, backend)
     found = implementation(request.operator, name)

@@ -57,10 +57,6 @@ def ordinary(
     Ordinary are plain tensors [B, H, N, D] of one dtype and device, whose heads are equal and that
     pass every check of `operands` as they are, without dropout and autocast, where no tracer, mode
     or transform is active. Where autograd is to record the call, it gives no lse.
-
-    Raises:
-        TypeError: query, key, value or attn_mask is no tensor.
-        ArgumentError, UnavailableError: as `elsa_core.attention`.
     """
     if calls.traced() or _cast() or dropout_p != 0.0:
         return None

@@ -21,9 +21,6 @@ def attention(
     """`elsa_core.attention` of jagged [B, H, j, D]: out [B, H, j, Dv] and lse [B, H, j], jagged.
 
     The lengths of key and value may be others than the query's.
-
-    Raises:
-        TypeError, ArgumentError: an argument does not fit; the message names it.
     """
     if dropout_p:
         raise ArgumentError("nested tensors take no dropout_p: pad them")
@@ -39,11 +36,7 @@ def attention(
 def packed(
     query: Any, key: Any, value: Any, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None, int | None]:
-    """The first arguments of `elsa_core.varlen_attention` for jagged [B, H, j, D].
-
-    Raises:
-        TypeError, ArgumentError: an argument does not fit; the message names it.
-    """
+    """The first arguments of `elsa_core.varlen_attention` for jagged [B, H, j, D]."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _check(name, tensor)
     if attn_mask is not None:

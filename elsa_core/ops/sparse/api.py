@@ -122,11 +122,7 @@ def route(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
     precision: str, backend: str, sparsity: str | float,
 ) -> Route | None:  # fmt: skip
-    """How a call in the operator's layout is served; None where the ordinary call serves it.
-
-    Raises:
-        ArgumentError, UnavailableError: as `serve`.
-    """
+    """How a call in the operator's layout is served; None where the ordinary call serves it."""
     if dispatch.plain_alone(backend):
         return None
     of_mask = dispatch.mask_kind(attn_mask, is_causal)
