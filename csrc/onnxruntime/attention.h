@@ -31,13 +31,28 @@ View mask_view(const Context& c, const Tensor& mask, const Attention& a) {
   return view;
 }
 
-void check_dims(const Context& c, int64_t head_dim, int64_t value_dim) {
-  const int64_t most = kLargestHeadDim;
-  if (head_dim < 1 || head_dim > most || value_dim < 1 || value_dim > most) {
-    c.fail("head_dim must be 1 to ", most, ", got ", head_dim, " (query) and ", value_dim,
-           " (value)");
+// The attributes of both operators; the default of `scale` is 1 / sqrt(head_dim).
+class Terms {
+ public:
+  explicit Terms(const Attributes& attributes)
+      : causal_(attributes.integer("is_causal", 0) != 0),
+        scale_(attributes.number("scale", __builtin_nanf(""))) {}
+
+  // Checks the head dimensions too.
+  void set(const Context& c, Attention& a) const {
+    const int64_t most = kLargestHeadDim;
+    if (a.head_dim < 1 || a.head_dim > most || a.value_dim < 1 || a.value_dim > most) {
+      c.fail("head_dim must be 1 to ", most, ", got ", a.head_dim, " (query) and ", a.value_dim,
+             " (value)");
+    }
+    a.causal = causal_;
+    a.scale = scale_ == scale_ ? scale_ : 1.0f / __builtin_sqrtf(static_cast<float>(a.head_dim));
   }
-}
+
+ private:
+  bool causal_;
+  float scale_;  // NaN for the default
+};
 
 // [batch, queries, heads, value_dim] into `out`.
 void run_attention(Context& c, Attention& a, void* out) {
@@ -58,9 +73,7 @@ class AttentionKernel {
   static constexpr const char* kLabel = "elsa::Attention";
   static constexpr size_t kInputs = 4, kRequired = 3, kFree = 3;
 
-  AttentionKernel(const OrtApi*, const Attributes& attributes)
-      : causal_(attributes.integer("is_causal", 0) != 0),
-        scale_(attributes.number("scale", __builtin_nanf(""))) {}
+  AttentionKernel(const OrtApi*, const Attributes& attributes) : terms_(attributes) {}
 
   void compute(Context& c) const {
     const Tensor q = c.required(0, "query", 4), k = c.required(1, "key", 4);
@@ -74,8 +87,7 @@ class AttentionKernel {
     a.keys = k.size[2];
     a.head_dim = q.size[3];
     a.value_dim = v.size[3];
-    a.causal = causal_;
-    a.scale = scale_ == scale_ ? scale_ : 1.0f / __builtin_sqrtf(static_cast<float>(a.head_dim));
+    terms_.set(c, a);
     const int64_t size[4] = {a.batch, a.heads, a.queries, a.value_dim};
     void* out = c.output(size, 4);
     if (q.empty()) return;
@@ -112,7 +124,6 @@ class AttentionKernel {
     if (k.type != q.type || v.type != q.type || q.type == kBool) {
       c.fail("query, key and value must have one floating type");
     }
-    check_dims(c, q.size[3], v.size[3]);
   }
 
   static View dense(const Context& c, const Tensor& tensor) {
@@ -157,8 +168,7 @@ class AttentionKernel {
     }
   }
 
-  bool causal_;
-  float scale_;  // NaN for the default
+  Terms terms_;
 };
 
 // qkv [B, N, 3 * H * D], as the projection leaves it, attn_mask -> [B, N, H * D].
@@ -168,9 +178,7 @@ class PackedAttentionKernel {
   static constexpr size_t kInputs = 2, kRequired = 1, kFree = 1;
 
   PackedAttentionKernel(const OrtApi* api, const Attributes& attributes)
-      : heads_(attributes.integer("num_heads", 0)),
-        causal_(attributes.integer("is_causal", 0) != 0),
-        scale_(attributes.number("scale", __builtin_nanf(""))) {
+      : heads_(attributes.integer("num_heads", 0)), terms_(attributes) {
     if (heads_ < 1 || heads_ > INT32_MAX) {
       fail(api, kLabel, ": the attribute num_heads must be positive");
     }
@@ -188,9 +196,7 @@ class PackedAttentionKernel {
     a.heads = a.kv_heads = heads_;
     a.queries = a.keys = qkv.size[1];
     a.head_dim = a.value_dim = channels / heads_;
-    check_dims(c, a.head_dim, a.value_dim);
-    a.causal = causal_;
-    a.scale = scale_ == scale_ ? scale_ : 1.0f / __builtin_sqrtf(static_cast<float>(a.head_dim));
+    terms_.set(c, a);
     const int64_t size[3] = {a.batch, a.queries, channels};
     void* out = c.output(size, 3);
     if (qkv.empty()) return;
@@ -212,8 +218,7 @@ class PackedAttentionKernel {
 
  private:
   int64_t heads_;
-  bool causal_;
-  float scale_;  // NaN for the default
+  Terms terms_;
 };
 
 }  // namespace

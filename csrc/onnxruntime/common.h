@@ -29,10 +29,6 @@ void check(OrtStatus* status) {
   if (status) throw Failure{status};
 }
 
-[[noreturn]] void refuse(const OrtApi* api, const char* text) {
-  throw Failure{CreateStatus(api, kInvalidArgument, text)};
-}
-
 // The error is the parts in a row: words and whole numbers.
 template <class... Parts>
 [[noreturn]] void fail(const OrtApi* api, const Parts&... parts) {
@@ -47,7 +43,8 @@ template <class... Parts>
     used += strlen(text + used);
   };
   (add(parts), ...);
-  refuse(api, text);
+  OrtStatus* const status = CreateStatus(api, kInvalidArgument, text);
+  throw Failure{status};
 }
 
 template <class Body>
@@ -147,46 +144,31 @@ class Context {
   }
 
   DType dtype(const Tensor& tensor, const char* label) const {
-    switch (tensor.type) {
-      case kFloat:
-        return DType::kFloat32;
-      case kFloat16:
-        return DType::kFloat16;
-      case kBFloat16:
-        return DType::kBFloat16;
-      case kBool:
-        return DType::kBool;
-      default:
-        fail(label, " must be float, float16, bfloat16 or (a mask) bool, not ONNX type ",
-             static_cast<int>(tensor.type));
-    }
+    if (tensor.type == kFloat) return DType::kFloat32;
+    if (tensor.type == kFloat16) return DType::kFloat16;
+    if (tensor.type == kBFloat16) return DType::kBFloat16;
+    if (tensor.type == kBool) return DType::kBool;
+    fail(label, " must be float, float16, bfloat16 or (a mask) bool, not ONNX type ",
+         static_cast<int>(tensor.type));
   }
 
-  void check_status(Status status) const {
-    const char* isa = getenv("ELSA_CPU_ISA");
+  // Runs `compute(threads, parallel_for)` with the threads of the session. The C API does not say
+  // how many the pool has: the machine's number bounds it, and workers without a thread of their
+  // own find no work left.
+  template <class Compute>
+  void run(Compute&& compute) {
+    static const int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    Context* const outer = current_;
+    current_ = this;
+    const Status status = compute(threads, parallel_for);
+    current_ = outer;
     if (status == Status::kOutOfMemory) throw std::bad_alloc();
     if (status != Status::kOk) {
+      const char* isa = getenv("ELSA_CPU_ISA");
       fail("ELSA_CPU_ISA=", isa ? isa : "",
            " is unknown, or this CPU lacks it; unset the variable");
     }
     check(parallel_status_);
-  }
-
-  // Runs `compute(threads, parallel_for)` with the threads of the session.
-  template <class Compute>
-  void run(Compute&& compute) {
-    Context* const outer = current_;
-    current_ = this;
-    const Status status = compute(threads(), parallel_for);
-    current_ = outer;
-    check_status(status);
-  }
-
-  // The C API does not say how many threads the pool has: the machine's number bounds it, and
-  // workers without a thread of their own find no work left.
-  static int threads() {
-    static const int count = static_cast<int>(std::thread::hardware_concurrency());
-    return count > 0 ? count : 1;
   }
 
   OrtKernelContext* get() const { return context_; }

@@ -91,16 +91,10 @@ bool has_plans() { return plan_file().exists(); }
 
 // PyTorch's number of a dtype.
 int32_t number_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return 6;
-    case DType::kFloat16:
-      return 5;
-    case DType::kBFloat16:
-      return 15;
-    default:
-      return 11;
-  }
+  return dtype == DType::kFloat32    ? 6
+         : dtype == DType::kFloat16  ? 5
+         : dtype == DType::kBFloat16 ? 15
+                                     : 11;
 }
 
 // A call in the words of csrc/cuda/operators.cpp, without its device and its precision, which a
@@ -158,16 +152,6 @@ class Call {
   int64_t sizes_[kMostTensors][kMaxRank];
   size_t ranks_[kMostTensors] = {};
 };
-
-// Whether a plan's result has these sizes and strides; the stride of one element is any.
-bool gives(const elsa_cuda::Output& output, DType dtype, size_t rank, const int64_t* sizes,
-           const int64_t* strides) {
-  bool same = output.dtype == number_of(dtype) && output.sizes.size() == rank;
-  for (size_t i = 0; same && i < rank; ++i) {
-    same = output.sizes[i] == sizes[i] && (sizes[i] == 1 || output.strides[i] == strides[i]);
-  }
-  return same;
-}
 
 // What a kernel of the CUDA provider needs beside its attributes: its device and its memory.
 class Gpu {
@@ -231,26 +215,6 @@ class Gpu {
  private:
   using Bound = elsa_cuda::Bound;
 
-  // Memory of the provider that its stream orders: another stream gets it when this one is past it.
-  class Scratch {
-   public:
-    Scratch(const Gpu& gpu, const Context& c, size_t bytes) : gpu_(gpu) {
-      if (bytes == 0) return;
-      check(KernelContext_GetScratchBuffer(c.api, c.get(), gpu.memory_, bytes, &data_));
-      if (data_ == nullptr) c.fail("no memory for ", bytes, " bytes of scratch");
-    }
-    ~Scratch() {
-      if (data_ != nullptr)
-        ReleaseStatus(gpu_.api_, AllocatorFree(gpu_.api_, gpu_.allocator_, data_));
-    }
-    Scratch(const Scratch&) = delete;
-    Address address() const { return reinterpret_cast<Address>(data_); }
-
-   private:
-    const Gpu& gpu_;
-    void* data_ = nullptr;
-  };
-
   static constexpr uint64_t kPart = 512;     // parts of the scratch begin at multiples of it
   static constexpr size_t kMostScratch = 4;  // the result, those of no use, and the workspace
   static uint64_t padded(uint64_t bytes) { return (bytes + kPart - 1) / kPart * kPart; }
@@ -265,9 +229,14 @@ class Gpu {
     const std::shared_ptr<const Bound> bound = find(c, call);
     const elsa_cuda::Plan& plan = bound->plan;
     Address slots[Call::kMostTensors + kMostScratch];
-    if (plan.inputs != call.tensors || plan.outputs.empty() ||
-        plan.outputs.size() >= kMostScratch ||
-        !gives(plan.outputs[0], dtype, rank, sizes, strides)) {
+    bool same = plan.inputs == call.tensors && !plan.outputs.empty() &&
+                plan.outputs.size() < kMostScratch && plan.outputs[0].dtype == number_of(dtype) &&
+                plan.outputs[0].sizes.size() == rank;
+    for (size_t i = 0; same && i < rank; ++i) {  // the stride of one element is any
+      same = plan.outputs[0].sizes[i] == sizes[i] &&
+             (sizes[i] == 1 || plan.outputs[0].strides[i] == strides[i]);
+    }
+    if (!same) {
       c.fail("the plan for ", call.shapes().c_str(), " is for another result");
     }
     // The layout of a call holds its tensors' alignments; results are planned as aligned ones.
@@ -283,11 +252,20 @@ class Gpu {
     check(KernelContext_GetGPUComputeStream(c.api, c.get(), &stream));
     // The runtime would read what orders its memory from a null pointer.
     if (stream == nullptr) c.fail("the session has no CUDA stream");
-    const Scratch scratch(*this, c, total);
+    // Memory that the stream orders: another stream gets it when this one is past it.
+    void* memory = nullptr;
+    if (total != 0) {
+      check(KernelContext_GetScratchBuffer(c.api, c.get(), memory_, total, &memory));
+      if (memory == nullptr) c.fail("no memory for ", total, " bytes of scratch");
+    }
+    const auto release = [this](void* held) {
+      ReleaseStatus(api_, AllocatorFree(api_, allocator_, held));
+    };
+    const std::unique_ptr<void, decltype(release)> scratch(memory, release);
     std::copy_n(call.addresses, call.tensors, slots);
     slots[call.tensors] = reinterpret_cast<Address>(out);
     for (size_t i = 1; i <= plan.outputs.size(); ++i) {
-      slots[call.tensors + i] = scratch.address() + offsets[i];
+      slots[call.tensors + i] = reinterpret_cast<Address>(memory) + offsets[i];
     }
     elsa_cuda::run(*bound, slots, static_cast<elsa_cuda::Stream>(stream));
   }

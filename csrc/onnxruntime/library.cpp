@@ -2,6 +2,7 @@
 // on.
 #include <map>
 #include <mutex>
+#include <string>
 
 #include "attention.h"
 #include "window.h"
@@ -9,22 +10,17 @@
 namespace elsa::ort {
 namespace {
 
-// A model whose nodes need different function bodies holds them under numbered names, because
-// functions of one name are new in ONNX Runtime 1.27. To the library they are one operator.
-constexpr const char* kAttentionNames[] = {"Attention", "Attention_2", "Attention_3",
-                                           "Attention_4"};
-constexpr const char* kPackedNames[] = {"PackedAttention", "PackedAttention_2", "PackedAttention_3",
-                                        "PackedAttention_4"};
-constexpr const char* kWindowNames[] = {"WindowAttention", "WindowAttention_2", "WindowAttention_3",
-                                        "WindowAttention_4"};
-
-template <class Kernel, size_t kCount>
-void add(const OrtApi* api, OrtCustomOpDomain* domain, const char* const (&names)[kCount],
+// Under four names: a model whose nodes need different function bodies holds them under numbered
+// ones, because functions of one name are new in ONNX Runtime 1.27. To the library they are one.
+template <class Kernel>
+void add(const OrtApi* api, OrtCustomOpDomain* domain, const std::string& name,
          const char* provider) {
-  for (const char* name : names) {
+  for (const char* number : {"", "_2", "_3", "_4"}) {
+    // Never destroyed: sessions may outlive every static object of this library.
+    const auto& numbered = *new std::string(name + number);
     for (const ElementType type : {kFloat, kFloat16, kBFloat16}) {
-      // Never destroyed: sessions may outlive every static object of this library.
-      check(CustomOpDomain_Add(api, domain, new Operator<Kernel>(name, type, provider)));
+      check(
+          CustomOpDomain_Add(api, domain, new Operator<Kernel>(numbered.c_str(), type, provider)));
     }
   }
 }
@@ -40,9 +36,9 @@ OrtCustomOpDomain* domain_of(const OrtApi* api, bool on_gpu) {
   check(CreateCustomOpDomain(api, "elsa", &domain));
   for (const char* provider : {static_cast<const char*>(nullptr), kCudaProvider}) {
     if (provider != nullptr && !on_gpu) continue;
-    add<AttentionKernel>(api, domain, kAttentionNames, provider);
-    add<PackedAttentionKernel>(api, domain, kPackedNames, provider);
-    add<WindowAttentionKernel>(api, domain, kWindowNames, provider);
+    add<AttentionKernel>(api, domain, "Attention", provider);
+    add<PackedAttentionKernel>(api, domain, "PackedAttention", provider);
+    add<WindowAttentionKernel>(api, domain, "WindowAttention", provider);
   }
   return domains[api] = domain;
 }

@@ -45,18 +45,13 @@ class Agreement:
     rank: int  # this one
     common: dict[str, Any]  # what is equal on all ranks, by name
 
-    @property
-    def world(self) -> int:
-        """How many ranks there are."""
-        return len(self.queries)
-
     def columns(self, rank: int) -> tuple[int, int]:
         """Where a rank's keys begin and end in the whole sequence."""
         start = sum(self.keys[:rank])
         return start, start + self.keys[rank]
 
 
-_ANSWERS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], Agreement]]
+_ANSWERS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Agreement]]
 _ANSWERS = weakref.WeakKeyDictionary()
 
 
@@ -82,12 +77,7 @@ def described(
     }
 
 
-_LENGTHS = ("queries", "keys")
-_OWN = (*_LENGTHS, "mask", "error")  # may differ between ranks
-
-
-def _text(said: dict[str, Any]) -> str:
-    return json.dumps(said, sort_keys=True, ensure_ascii=False)
+_OWN = ("queries", "keys", "mask", "error")  # may differ between ranks
 
 
 def agree(
@@ -95,15 +85,20 @@ def agree(
     said: dict[str, Any],
     device: torch.device,
     lengths: Sequence[int] = (),
+    tokens: Sequence[Sequence[int]] | None = None,
 ) -> Agreement:
-    """The ranks' common answer to `said` (see `described`), by one small all_gather.
+    """The ranks' common answer to `said` (see `described`), by one small all_gather; by none where
+    they have agreed before on `tokens`, the queries and keys of each.
 
     ArgumentError, the same line on every rank: they differ, or one has an argument that is wrong.
     UnavailableError: a rank does not answer.
     """
+    common = {name: value for name, value in said.items() if name not in _OWN}
+    if tokens is not None:
+        return Agreement(tuple(tokens[0]), tuple(tokens[1]), group.rank(), common)
     answers = _ANSWERS.setdefault(group, {})
     given = tuple(lengths)
-    kind = (_text({name: said[name] for name in said if name not in _OWN}), given)
+    kind = (*common.items(), given)
     if kind in answers:
         answer = answers[kind]
         for name, agreed in (("queries", answer.queries), ("keys", answer.keys)):
@@ -118,12 +113,13 @@ def agree(
     if len(shown) > _SHOWN:
         shown = f"{len(given)} with checksum {crc32(shown.encode())}"
     told = compare(group, {**said, "lengths": shown}, device)
-    answer = agreed_before(group, told[0], [[each[name] for each in told] for name in _LENGTHS])
+    queries, keys = (tuple(each[name] for each in told) for name in ("queries", "keys"))
+    answer = Agreement(queries, keys, group.rank(), common)
     for rank, each in enumerate(told):
         _check_mask(rank, each["mask"], answer)
     if not given:
         return answer
-    for name, own in (("query", answer.queries), ("key", answer.keys)):
+    for name, own in (("query", queries), ("key", keys)):
         if given != own:
             raise ArgumentError(f"lengths={given}, but the shards of {name} have {own} tokens")
     if len(answers) >= _KEPT:
@@ -142,7 +138,8 @@ def compare(
     differ. Less than a message of text.
     """
     message = torch.zeros(_BYTES, dtype=torch.uint8)
-    encoded = torch.frombuffer(bytearray(_text(said).encode()), dtype=torch.uint8)
+    text = json.dumps(said, sort_keys=True, ensure_ascii=False)
+    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     message[: encoded.numel()] = encoded
     gathered = groups.all_gather(group, message.to(device), "comparing calls").cpu()
     told: list[dict[str, Any]]
@@ -160,21 +157,12 @@ def compare(
     return told
 
 
-def agreed_before(
-    group: dist.ProcessGroup, said: dict[str, Any], tokens: Sequence[Sequence[int]]
-) -> Agreement:
-    """The answer to a call whose ranks have agreed already on the queries and keys of each."""
-    common = {name: value for name, value in said.items() if name not in _OWN}
-    return Agreement(tuple(tokens[0]), tuple(tokens[1]), group.rank(), common)
-
-
 def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> None:
     """Tell the other ranks that this one's arguments are wrong: ArgumentError on all of them."""
     compare(group, {"error": f"{error}"[:_LONGEST]}, device)
 
 
 def _check_mask(rank: int, shape: list[int], answer: Agreement) -> None:
-    """A mask has its rank's rows and the columns of all ranks' keys."""
     if answer.common["attn_mask"] == _NO_MASK:
         return
     batch, heads = answer.common["the batch"], answer.common["the number of query heads"]

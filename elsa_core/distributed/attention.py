@@ -34,13 +34,13 @@ def attention(
     """`elsa_core.attention` of a sequence whose tokens are sharded over ranks.
 
     The whole sequence is that of rank 0, then that of rank 1, and so on; shards may differ in
-    length and may be empty. Every rank of the group makes the call. The result is the same from run
-    to run: sums have one order, whatever message comes first. Differentiable once, under
+    length and may be empty. Every rank of the group makes the call. Sums have one order, whatever
+    message comes first: equal calls give equal bits. Differentiable once, under
     `torch.compile(fullgraph=True)` too.
 
     Before the first byte of data the ranks compare dtype, sizes, mask, method and version in one
-    small message, and learn each other's lengths. They do so at every call; with `lengths` once for
-    each kind of call (`elsa_core.distributed.agreement`).
+    small message, and learn each other's lengths: at every call, or with `lengths` once for each
+    kind of call.
 
     Args:
         query: [B, Hq, n, D] of this rank, floating.
@@ -49,22 +49,20 @@ def attention(
             and all columns. bool (True takes part) or additive. Its gradient is of this rank's rows
             alone: where ranks share a mask, sum it over them.
         group: a process group, a one-dimensional DeviceMesh or None for all ranks.
-        is_causal: query i of the whole sequence sees keys 0..i; excludes `attn_mask`. The first
-            ranks have less to do then.
+        is_causal: query i of the whole sequence sees keys 0..i; excludes `attn_mask`.
         scale: factor on the scores; default 1 / sqrt(D).
         method: "ring": keys and values go round, the next shard under way while one is folded.
             "gather": every rank gets all keys and values. "heads": tokens are exchanged for heads
             (DeepSpeed-Ulysses), whose numbers the ranks must divide. "auto": the least time in a
             simple model of cost, see `explain`.
         enable_gqa: allow fewer key/value heads than query heads.
-        lengths: the tokens of every rank, in their order, where queries and keys have the same. The
-            ranks then compare once for each kind of call, and later calls send only data. All
+        lengths: the tokens of every rank, in their order, where queries and keys have the same. All
             ranks must give the same, and from then on make the same calls: they are not compared.
         precision, backend: as in `elsa_core.attention`.
 
     Returns:
-        out [B, Hq, n, Dv] of this rank's queries, in the query's dtype. A row that sees no key
-        gives zeros.
+        out [B, Hq, n, Dv] of this rank's queries, in the query's dtype; zeros in a row that sees no
+        key.
 
     Raises:
         ArgumentError: an argument does not fit, or ranks differ in theirs; on all ranks alike,
@@ -95,20 +93,11 @@ def explain(
 
 
 def _arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    *,
-    group: Any = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    method: str = "auto",
-    enable_gqa: bool = False,
-    lengths: Sequence[int] | None = None,
-    precision: str = "strict",
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, group: Any = None,
+    is_causal: bool = False, scale: float | None = None, method: str = "auto",
+    enable_gqa: bool = False, lengths: Sequence[int] | None = None, precision: str = "strict",
     backend: str = "auto",
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """What the operator takes; a rank whose arguments are wrong tells the others."""
     name = groups.name_of(group)
     try:

@@ -102,10 +102,8 @@ def agreed_call(
         query, key, value, attn_mask, is_causal=is_causal, scale=scale,
         precision=precision, backend=backend, method=method, gradients=gradients,
     )  # fmt: skip
-    if tokens is None:
-        agreed = agreement.agree(process_group, said, query.device, lengths)
-    else:
-        agreed = agreement.agreed_before(process_group, said, tokens.tolist())
+    known = None if tokens is None else tokens.tolist()
+    agreed = agreement.agree(process_group, said, query.device, lengths, known)
     start = sum(agreed.queries[: agreed.rank])
     rows = Rows(query, attn_mask, start, is_causal, scale, precision, backend)
     return ways.Call(rows, key, value, agreed, process_group), plan.plan(agreed)
@@ -167,21 +165,14 @@ def _gather_backward(grad: Tensor, lengths: Sequence[int], group: str) -> Tensor
     return sum(others, first)
 
 
-def _gather_formula(ctx: Any, grad: Tensor) -> Grads:
-    return torch.ops.elsa.gather_shards_backward(grad, *ctx.terms), None, None
-
-
-def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.terms = inputs[1:]
-
-
 define(
     "gather_shards(Tensor tokens, int[] lengths, str group) -> Tensor",
     _gather,
     lambda tokens, lengths, group: tokens.new_empty(
         (tokens.shape[0], sum(lengths), tokens.shape[2])
     ),
-    _gather_formula, _gather_context,
+    lambda ctx, grad: (torch.ops.elsa.gather_shards_backward(grad, *ctx.terms), None, None),
+    lambda ctx, inputs, output: setattr(ctx, "terms", inputs[1:]),
 )  # fmt: skip
 define(
     "gather_shards_backward(Tensor grad, int[] lengths, str group) -> Tensor",

@@ -18,15 +18,15 @@ row do not sum to one. Such calls compute both in float64 (`doubled`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from elsa_core import dispatch, monoid
+from elsa_core.distributed import groups
 from elsa_core.monoid import State, state_dtype
 from elsa_core.ops.attention.dense import attention as attend
 
@@ -108,7 +108,18 @@ def state(rows: Rows, run: Run, total: State | None = None) -> State | None:
     """
     stop = rows.start + rows.query.shape[2]
     for block in _blocks(rows.start, stop, run.start, run.stop, rows.is_causal):
-        found = _of_block(rows, run, block)
+        query, key = rows.query[:, :, block.rows], run.key[:, :, block.columns]
+        value, mask = run.value[:, :, block.columns], _mask_of(rows, block, run)
+        merged = dispatch.state_run(query, value, mask, rows.precision, rows.backend)
+        if merged is not None:
+            out, lse = merged(query, key, value, mask, block.is_causal, rows.scale, rows.precision)
+            lse = lse.double()  # of few keys it is float32
+        else:
+            out, lse = attend(
+                query, key, value, mask, is_causal=block.is_causal, scale=rows.scale,
+                enable_gqa=True, precision=rows.precision, backend=rows.backend, return_lse=True,
+            )  # fmt: skip
+        found = State(lse, (~lse.isneginf()).to(lse.dtype), out.to(state_dtype(out.dtype)))
         if total is None and block.rows.start == 0:
             total = found
             continue
@@ -120,22 +131,6 @@ def state(rows: Rows, run: Run, total: State | None = None) -> State | None:
             total = State(sums.m, sums.S, weighted.W)
         monoid.merge_(State(*(part[:, :, block.rows] for part in total)), found)
     return total
-
-
-def _of_block(rows: Rows, run: Run, block: _Block) -> State:
-    """The state of the block's rows alone."""
-    query, key = rows.query[:, :, block.rows], run.key[:, :, block.columns]
-    value, mask = run.value[:, :, block.columns], _mask_of(rows, block, run)
-    merged = dispatch.state_run(query, value, mask, rows.precision, rows.backend)
-    if merged is not None:
-        out, lse = merged(query, key, value, mask, block.is_causal, rows.scale, rows.precision)
-        lse = lse.double()  # of few keys it is float32
-    else:
-        out, lse = attend(
-            query, key, value, mask, is_causal=block.is_causal, scale=rows.scale, enable_gqa=True,
-            precision=rows.precision, backend=rows.backend, return_lse=True,
-        )  # fmt: skip
-    return State(lse, (~lse.isneginf()).to(lse.dtype), out.to(state_dtype(out.dtype)))
 
 
 def finished(total: State | None, rows: Rows, value_dim: int) -> tuple[Tensor, Tensor]:
@@ -224,18 +219,26 @@ def gradients(
     """
     shapes = [t.shape if needed else torch.Size([0])
               for t, needed in ((run.key, wanted.key), (run.value, wanted.value))]  # fmt: skip
-    counts = [math.prod(shape) for shape in shapes]
     if memory is None:
-        memory = run.key.new_empty(sum(counts), dtype=state_dtype(rows.query.dtype))
-    parts = zip(memory.split(counts), shapes, strict=True)
-    of_key, of_value = (part.view(shape) for part, shape in parts)
+        count = sum(shape.numel() for shape in shapes)
+        memory = run.key.new_empty(count, dtype=state_dtype(rows.query.dtype))
+    of_key, of_value = groups.unpacked(memory, shapes)
     stop = rows.start + rows.query.shape[2]
     blocks = list(_blocks(rows.start, stop, run.start, run.stop, rows.is_causal))
     once = [block.columns for block in blocks] == [slice(0, run.stop - run.start)]
     if not once:
         memory.zero_()
     for block in blocks:
-        grads = _block_gradients(rows, run, block, saved, wanted)
+        grad_out, out, lse = (t[:, :, block.rows] for t in saved[:3])
+        if saved.grad_lse is not None:
+            grad_lse = saved.grad_lse[:, :, block.rows]
+        else:
+            grad_lse = lse.new_zeros(0) if lse.is_cuda else torch.zeros_like(lse)
+        grads = dispatch.shard_backward(
+            grad_out, grad_lse, rows.query[:, :, block.rows], run.key[:, :, block.columns],
+            run.value[:, :, block.columns], _mask_of(rows, block, run), out, lse, block.is_causal,
+            rows.scale, rows.precision, list(wanted),
+        )  # fmt: skip
         if sums.query is not None:
             sums.query[:, :, block.rows] += grads[0]
         for total, grad, needed in zip((of_key, of_value), grads[1:3], wanted[1:3], strict=True):
@@ -248,18 +251,3 @@ def gradients(
             assert part is not None
             part += grads[3]
     return of_key, of_value
-
-
-def _block_gradients(rows: Rows, run: Run, block: _Block, saved: Saved, wanted: Wanted) -> Any:
-    mask = _mask_of(rows, block, run)
-    grad_out, out, lse = (t[:, :, block.rows] for t in saved[:3])
-    if saved.grad_lse is not None:
-        grad_lse = saved.grad_lse[:, :, block.rows]
-    else:
-        grad_lse = lse.new_zeros(0) if lse.is_cuda else torch.zeros_like(lse)
-    return dispatch.shard_backward(
-        grad_out, grad_lse,
-        rows.query[:, :, block.rows], run.key[:, :, block.columns],
-        run.value[:, :, block.columns], mask, out, lse, block.is_causal, rows.scale,
-        rows.precision, list(wanted),
-    )  # fmt: skip

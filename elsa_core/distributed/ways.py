@@ -91,7 +91,15 @@ def backward(call: Call, method: str, saved: Saved, wanted: Wanted) -> Gradients
         of_key, of_value = shards.gradients(rows, run, saved, sums, wanted)
         own = _summed_at_home(call, of_key.to(moved), of_value.to(moved), wanted)
     else:
-        if loses_digits(saved.lse, lambda found: _of_all(call.group, found)):
+        group, doing = call.group, "asking whether scores are large"
+        if loses_digits(
+            saved.lse,
+            lambda found: (
+                groups.all_gather(group, found.to(torch.uint8), doing)
+                if group.size() > 1
+                else found
+            ),
+        ):
             call = call.doubled()
             saved = Saved(grad_out.double(), *forward(call, "ring"))
         sums = Sums.zeros(call.rows, wanted)
@@ -100,12 +108,6 @@ def backward(call: Call, method: str, saved: Saved, wanted: Wanted) -> Gradients
     given = iter([] if own is None else groups.unpacked(own, shapes))
     key, value = (next(given) if needed else None for needed in wanted[1:3])
     return sums.query, key, value, sums.attn_mask
-
-
-def _of_all(group: dist.ProcessGroup, found: Tensor) -> Tensor:
-    if group.size() == 1:
-        return found
-    return groups.all_gather(group, found.to(torch.uint8), "asking whether scores are large")
 
 
 def _ring(call: Call) -> Iterator[tuple[int, Run]]:
@@ -148,7 +150,6 @@ def _ring_backward(call: Call, saved: Saved, sums: Sums, wanted: Wanted) -> Tens
 
 
 def _gathered(call: Call) -> Run:
-    """The keys and values of all ranks as one run."""
     total, key, value = sum(call.agreed.keys), call.key, call.value
     if call.group.size() > 1:
         ranks = range(call.group.size())

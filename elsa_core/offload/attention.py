@@ -42,23 +42,21 @@ def attention(
 
     Blocks of keys and values stream through two buffers of the device; the copy of a block runs
     under the fold of the one before. Partial results are merged in float32 (float64 for float64
-    inputs) in the order of the keys, so that equal calls give equal bits. Pinned tensors
-    (`Tensor.pin_memory`) are copied as they are; others are first moved into pinned memory by the
-    host, block by block. Blocks that `is_causal` hides are not copied. Differentiable once in
-    query, key and value; gradients of keys and values are written to the host block by block.
-    Forward-mode AD, derivatives of `torch.func` and exported programs are refused. Under autocast
-    the host casts all of key and value: a second copy of them, which is not pinned.
-    `elsa_core.offload.report()` says afterwards what was copied and how much of it was hidden.
+    inputs) in the order of the keys: equal calls give equal bits. Pinned tensors are copied as they
+    are; the host first moves others into pinned memory. Blocks that `is_causal` hides are not
+    copied. Differentiable once in query, key and value, by `backward()`. Under autocast the host
+    casts all of key and value: a second copy, which is not pinned. `elsa_core.offload.report()`
+    says afterwards what was copied and how much of it was hidden.
 
     Args:
         query: [..., Hq, Nq, D] on the device, or on the host: then it streams in blocks too, and
             every block of queries meets all keys.
         key, value, scale, enable_gqa, precision, backend, return_lse: as in `elsa_core.attention`;
             key and value on the host.
-        attn_mask: as in `elsa_core.attention`, on the host (it is copied block by block) or on the
-            device. It must not want a gradient. Rows are hidden by False or -inf: an additive mask
-            that gives all keys of a row a large number (|lse| above 2**19 in float32, 2**48 in
-            float64) is refused, because merged blocks would lose how many keys they have.
+        attn_mask: as in `elsa_core.attention`, on the host (copied block by block) or the device,
+            without a gradient. Rows are hidden by False or -inf: an additive mask that gives all
+            keys of a row a large number (|lse| above 2**19 in float32, 2**48 in float64) is
+            refused, because merged blocks would lose how many keys they have.
         is_causal: query i sees keys 0..i; excludes `attn_mask`.
         device: where to compute; default: the query's, or, for a query on the host, the current
             CUDA device if there is one.
@@ -117,20 +115,10 @@ def attention(
 
 
 def requested(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    precision: str,
-    backend: str,
-    return_lse: bool,
-    offload: str | None,
-    block: int | None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool, precision: str, backend: str,
+    return_lse: bool, offload: str | None, block: int | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`elsa_core.attention` with `offload` or `offload_block`, which is `block` here."""
     if offload != "host":
         given = "offload_block without offload" if offload is None else f"offload={offload!r}"
@@ -145,7 +133,6 @@ def requested(
 
 
 def _tokens(name: str, given: object) -> int:
-    """The tokens of a block; 0 where none were given."""
     if given is None:
         return 0
     try:
@@ -158,12 +145,9 @@ def _tokens(name: str, given: object) -> int:
 
 
 def _device(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
     asked: torch.device | str | None,
-) -> torch.device:
+) -> torch.device:  # fmt: skip
     """Where a call computes: all tensors are there or, where they may be, on the host."""
     for name, given in (("key", key), ("value", value)):
         if given.device.type != "cpu":
@@ -171,12 +155,9 @@ def _device(
                 f"offload='host' reads keys and values from host memory: {name} is on "
                 f"{given.device}; move it there, or leave offload out"
             )
-    if asked is not None:
-        device = torch.device(asked)
-    elif query.device.type != "cpu":
-        device = query.device
-    else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = query.device if asked is None else torch.device(asked)
+    if asked is None and device.type == "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda")
     if device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"offload='host' computes on CUDA devices and CPUs, not on {device}")
     if device.type == "cuda" and device.index is None:

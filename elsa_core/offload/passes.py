@@ -53,40 +53,30 @@ class Call(NamedTuple):
     query_block: int
 
 
-class _Keys(NamedTuple):
-    """A block of keys and values on the device with the rows' mask of its columns."""
-
-    rows: Rows
-    run: Run
-    columns: slice
-
-
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Nq, Dv] and lse [B, Hq, Nq], where the query is. ArgumentError where an additive
     mask gives all keys of a row so large a number that lse holds nothing of their count."""
     batch, heads, length, _ = call.query.shape
-    width = call.value.shape[3]
+    width, wide = call.value.shape[3], state_dtype(call.query.dtype)
     with _on(call.device):
         pass_ = _Pass(call, backward=False)
-        here = streaming.stays(call.query, call.device)
+        at_once = streaming.stays(call.query, call.device) and len(pass_.query_bounds) == 1
         out = lse = call.query.new_empty(0)
-        if not here or len(pass_.query_bounds) != 1:
-            shape = (batch, length, heads, width)
-            out = call.query.new_zeros(shape).transpose(1, 2)
-            wide = state_dtype(call.query.dtype)
+        if not at_once:
+            out = call.query.new_zeros((batch, length, heads, width)).transpose(1, 2)
             lse = call.query.new_full((batch, heads, length), -math.inf, dtype=wide)
         for bounds, (query,) in pass_.queries(call.query):
             total = None
-            for block in pass_.keys(query, bounds):
-                total = shards.state(block.rows, block.run, total)
-            found = shards.finished(total, pass_.rows(query, bounds), width)
-            found = found[0], found[1].to(state_dtype(query.dtype))
-            _require_count(found[1], call.attn_mask)
-            if here and len(pass_.query_bounds) == 1:
-                return found
-            rows = slice(*bounds)
-            pass_.put((found[0], out[:, :, rows]), (found[1], lse[:, :, rows]))
-        pass_.finish()
+            for rows, run, _ in pass_.keys(query, bounds):
+                total = shards.state(rows, run, total)
+            found, of_rows = shards.finished(total, pass_.rows(query, bounds), width)
+            of_rows = of_rows.to(wide)
+            _require_count(of_rows, call.attn_mask)
+            if at_once:
+                return found, of_rows
+            own = slice(*bounds)
+            pass_.put((found, out[:, :, own]), (of_rows, lse[:, :, own]))
+        pass_.writer.finish()
         return out, lse
 
 
@@ -97,36 +87,40 @@ def backward(call: Call, saved: Saved, wanted: Wanted) -> tuple[Tensor | None, .
     """
     with _on(call.device):
         pass_ = _Pass(call, backward=True)
-        whole = len(pass_.query_bounds) == 1
-        alone = whole and not call.is_causal  # a block of keys is met once
+        # a block of keys is met once
+        alone = len(pass_.query_bounds) == 1 and not call.is_causal
         totals = [
-            _empty(call.query, call.query.dtype, wanted.query),
-            *(
-                _empty(t, t.dtype if alone else state_dtype(t.dtype), needed).zero_()
-                for t, needed in ((call.key, wanted.key), (call.value, wanted.value))
-            ),
+            t.new_zeros(
+                t.shape if needed else 0,
+                dtype=t.dtype if alone or t is call.query else state_dtype(t.dtype),
+            )
+            for t, needed in zip(call[:3], wanted[:3], strict=True)
         ]
         given = [t for t in (saved.grad_out, saved.out, saved.lse, saved.grad_lse) if t is not None]
-        for bounds, (rows_of, *parts) in pass_.queries(call.query, *given):
-            query, of_rows = rows_of, Saved(*parts)
-            large = loses_digits(of_rows.lse)
-            if large:
-                query, of_rows = query.double(), pass_.doubled(query, bounds, of_rows)
+        for bounds, (query, *parts) in pass_.queries(call.query, *given):
+            of_rows, double = Saved(*parts), loses_digits(parts[2])
+            if double:  # what the gradients read, in float64: the keys come once more
+                total, wide = None, query.double()
+                for rows, run, _ in pass_.keys(wide, bounds):
+                    total = shards.state(rows.doubled(), run.doubled(), total)
+                whole = pass_.rows(wide, bounds).doubled()
+                out, lse = shards.finished(total, whole, call.value.shape[3])
+                of_rows = of_rows._replace(grad_out=of_rows.grad_out.double(), out=out, lse=lse)
+                query = wide  # noqa: PLW2901
             own = Sums.zeros(pass_.rows(query, bounds), wanted)
-            for block in pass_.keys(query, bounds):
-                rows, run = block.rows, block.run
-                if large:
-                    rows, run = rows.doubled(), run.doubled()
+            for rows, run, columns in pass_.keys(query, bounds):
+                if double:
+                    rows, run = rows.doubled(), run.doubled()  # noqa: PLW2901
                 grads = shards.gradients(rows, run, of_rows, own, wanted)
                 pairs = [
-                    (grad.to(total.dtype), total[:, :, block.columns])
+                    (grad.to(total.dtype), total[:, :, columns])
                     for grad, total, needed in zip(grads, totals[1:], wanted[1:3], strict=True)
                     if needed
                 ]
                 pass_.put(*pairs, add=not alone)
             if own.query is not None:
                 pass_.put((own.query.to(call.query.dtype), totals[0][:, :, slice(*bounds)]))
-        pass_.finish()
+        pass_.writer.finish()
         return tuple(
             total.to(t.dtype) if needed else None
             for total, t, needed in zip(totals, call[:3], wanted[:3], strict=True)
@@ -150,20 +144,13 @@ def _require_count(lse: Tensor, attn_mask: Tensor | None) -> None:
         )
 
 
-def _empty(operand: Tensor, dtype: torch.dtype, needed: bool) -> Tensor:
-    """Memory for a gradient; none where it is not wanted."""
-    return operand.new_empty(operand.shape if needed else 0, dtype=dtype)
-
-
 class _Pass:
-    """The streams and blocks of one forward or backward."""
-
     def __init__(self, call: Call, *, backward: bool) -> None:
         self.call = call
         timeline = streaming.begin(call.device)
         self._queries = streaming.Loader(call.device, timeline, folds=False)
         self._keys = streaming.Loader(call.device, timeline)
-        self._writer = streaming.Writer(call.device, timeline)
+        self.writer = streaming.Writer(call.device, timeline)
         rows, self._block = sizes(call, backward=backward)
         self.query_bounds = _bounds(call.query.shape[2], rows)
 
@@ -172,24 +159,25 @@ class _Pass:
         blocks = self._queries.blocks(tensors, [2] * len(tensors), self.query_bounds)
         return zip(self.query_bounds, blocks, strict=True)
 
-    def keys(self, query: Tensor, bounds: tuple[int, int]) -> Iterator[_Keys]:
-        """The blocks of keys that a block of queries sees, in their order."""
-        call, rows = self.call, self.rows(query, bounds)
-        seen = call.key.shape[2]
-        if call.is_causal:
-            seen = min(seen, bounds[1])
-        tensors, dims, mask = [call.key, call.value], [2, 2], self._mask(bounds)
+    def keys(self, query: Tensor, bounds: tuple[int, int]) -> Iterator[tuple[Rows, Run, slice]]:
+        """The blocks of keys and values that a block of queries sees, in their order: the rows with
+        the mask of the block's columns, the block, and the columns."""
+        call, rows, mask = self.call, self.rows(query, bounds), self.call.attn_mask
+        seen = min(call.key.shape[2], bounds[1]) if call.is_causal else call.key.shape[2]
+        tensors, dims = [call.key, call.value], [2, 2]
+        if mask is not None and mask.shape[2] > 1:
+            mask = mask[:, :, slice(*bounds)]
         if mask is not None and mask.shape[3] > 1:
             tensors, dims = [*tensors, mask], [2, 2, 3]
+        elif mask is not None:
+            mask = mask.to(call.device)
         columns = _bounds(seen, self._block)
-        for (start, stop), parts in zip(
-            columns, self._keys.blocks(tensors, dims, columns), strict=True
-        ):
-            own = parts[2] if len(parts) == 3 else mask
+        blocks = self._keys.blocks(tensors, dims, columns)
+        for (start, stop), (key, value, *own) in zip(columns, blocks, strict=True):
+            part = own[0] if own else mask
             # a mask of the block's columns alone; without one, rows and columns have their places
-            place = (start, stop) if own is None else (0, stop - start)
-            run = Run(*place, parts[0], parts[1])
-            yield _Keys(replace(rows, attn_mask=own), run, slice(start, stop))
+            place = (start, stop) if part is None else (0, stop - start)
+            yield replace(rows, attn_mask=part), Run(*place, key, value), slice(start, stop)
 
     def rows(self, query: Tensor, bounds: tuple[int, int]) -> Rows:
         """A block of queries as the rows that start at its first."""
@@ -197,15 +185,6 @@ class _Pass:
         return Rows(
             query, None, bounds[0], call.is_causal, call.scale, call.precision, call.backend
         )
-
-    def doubled(self, query: Tensor, bounds: tuple[int, int], saved: Saved) -> Saved:
-        """What the gradients of a block of queries read, in float64: their keys come once more."""
-        total = None
-        for block in self.keys(query, bounds):
-            total = shards.state(block.rows.doubled(), block.run.doubled(), total)
-        rows = self.rows(query, bounds).doubled()
-        found = shards.finished(total, rows, self.call.value.shape[3])
-        return saved._replace(grad_out=saved.grad_out.double(), out=found[0], lse=found[1])
 
     def put(self, *pairs: tuple[Tensor, Tensor], add: bool = False) -> None:
         """Put results where they belong: in place on the device, by the writer on the host."""
@@ -216,20 +195,7 @@ class _Pass:
             else:
                 moved.append((found, target))
         if moved:
-            self._writer.write(moved, add=add)
-
-    def finish(self) -> None:
-        """Wait for what is still on its way to the host."""
-        self._writer.finish()
-
-    def _mask(self, bounds: tuple[int, int]) -> Tensor | None:
-        """The mask of a block of queries; on the device where it has no columns to be cut into."""
-        mask = self.call.attn_mask
-        if mask is None:
-            return None
-        if mask.shape[2] > 1:
-            mask = mask[:, :, slice(*bounds)]
-        return mask if mask.shape[3] > 1 else mask.to(self.call.device)
+            self.writer.write(moved, add=add)
 
 
 def sizes(call: Call, *, backward: bool) -> tuple[int, int]:
@@ -271,7 +237,6 @@ def sizes(call: Call, *, backward: bool) -> tuple[int, int]:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that this process may still take of the device, its own pool included."""
     free, total = torch.cuda.mem_get_info(device)
     held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     # torch 2.10 may lack it: then there is no limit to know of

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -69,28 +70,23 @@ class Timeline:
     def report(self) -> Report:
         """Wait for the pass to end, and sum it up."""
         marks = [mark for pair in (*self.copies, *self.folds) for mark in pair]
-        if self.cuda and marks:
+        place = {id(mark): mark for mark in marks}
+        if self.cuda:
             for mark in marks:
                 mark.synchronize()
-            origin = marks[0]
-            place = {id(mark): origin.elapsed_time(mark) / 1e3 for mark in marks}
-        else:
-            place = {id(mark): mark for mark in marks}
+            place = {id(mark): marks[0].elapsed_time(mark) / 1e3 for mark in marks}
         copies, folds = (
             [(place[id(a)], place[id(b)]) for a, b in pairs] for pairs in (self.copies, self.folds)
         )
         copying, folding = (sum(stop - start for start, stop in p) for p in (copies, folds))
+        # within a list intervals do not overlap
+        both = ((max(a, c), min(b, d)) for a, b in copies for c, d in folds)
+        common = sum(max(0.0, stop - start) for start, stop in both)
         return Report(
             len(folds), self.copied_bytes, self.written_bytes, self.staged_bytes,
             max(place.values()) - min(place.values()) if place else 0.0, copying, folding,
-            common(copies, folds) / copying if copying else None,
+            common / copying if copying else None,
         )  # fmt: skip
-
-
-def common(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
-    """How long intervals of both lists overlap; within a list they do not."""
-    pairs = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
-    return sum(max(0.0, stop - start) for start, stop in pairs)
 
 
 _LAST: list[Timeline] = []
@@ -110,26 +106,23 @@ def report() -> Report | None:
     return _LAST[0].report() if _LAST else None
 
 
+@dataclass
 class _Slot:
-    """One of two places for slices: memory on the device and pinned memory, by tensor; the events
-    after which the slices are there (`copied`) and the work on them is over (`freed`)."""
+    """One of two places for slices."""
 
-    def __init__(self) -> None:
-        self.memory: dict[tuple[int, bool], Tensor] = {}
-        self.copied: Any = None
-        self.freed: Any = None
+    memory: dict[Any, Tensor] = field(default_factory=dict)  # by tensor, pinned or on the device
+    copied: Any = None  # the event after which the slices are there
+    freed: Any = None  # the event after which the work on them is over
 
-    def reserve(self, index: int, like: Tensor, device: torch.device, *, pinned: bool) -> bool:
-        """Have memory for a slice; whether it is new."""
-        held = self.memory.get((index, pinned))
-        if held is not None and held.numel() >= like.numel() and held.dtype == like.dtype:
-            return False
-        self.memory.pop((index, pinned), None)
-        self.memory[index, pinned] = torch.empty(
-            like.numel(), dtype=like.dtype, device="cpu" if pinned else device,
-            pin_memory=pinned and device.type == "cuda",
-        )  # fmt: skip
-        return True
+
+def _reserve(memory: dict[Any, Tensor], key: Any, like: Tensor, **options: Any) -> bool:
+    """Have flat memory for a tensor under a key; whether it is new."""
+    held = memory.get(key)
+    if held is not None and held.numel() >= like.numel() and held.dtype == like.dtype:
+        return False
+    memory.pop(key, None)
+    memory[key] = torch.empty(like.numel(), dtype=like.dtype, **options)
+    return True
 
 
 class Loader:
@@ -154,8 +147,16 @@ class Loader:
         """
         if not bounds:
             return
-        longest = max(bounds, key=lambda pair: pair[1] - pair[0])
-        self._reserve(_cut(tensors, dims, longest))
+        longest, new = max(bounds, key=lambda pair: pair[1] - pair[0]), False
+        for i, part in enumerate(_cut(tensors, dims, longest)):
+            for slot in self._slots if not stays(part, self._device) else ():
+                new |= _reserve(slot.memory, (i, False), part, device=self._device)
+                if not _direct(part):
+                    pinned = self._device.type == "cuda"
+                    new |= _reserve(slot.memory, (i, True), part, device="cpu", pin_memory=pinned)
+        if new and self._stream is not None:
+            # memory of the device that is new here may still be read by earlier work
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         slot, coming = self._load(_cut(tensors, dims, bounds[0]))
         try:
             for following in (*bounds[1:], None):
@@ -173,48 +174,33 @@ class Loader:
             if self._stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def _reserve(self, slices: Sequence[Tensor]) -> None:
-        new = [
-            slot.reserve(i, part, self._device, pinned=pinned)
-            for slot in self._slots
-            for i, part in enumerate(slices)
-            if not stays(part, self._device)
-            for pinned in (False, True)
-            if not (pinned and _direct(part))
-        ]
-        if any(new) and self._stream is not None:
-            # memory of the device that is new here may still be read by earlier work
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
     def _load(self, slices: Sequence[Tensor]) -> tuple[_Slot, tuple[Tensor, ...]]:
         slot = self._slots[self._count % 2]
         self._count += 1
-        if all(stays(part, self._device) for part in slices):
-            return slot, tuple(slices)
-        staged = {}
+        found, moved = list(slices), []
         for i, part in enumerate(slices):
-            if stays(part, self._device) or _direct(part):
+            if stays(part, self._device):
                 continue
-            if self._stream is not None and slot.copied is not None:
-                slot.copied.synchronize()  # the last copy out of this pinned memory
-            staged[i] = in_order_of(part, slot.memory[i, True])
-            staged[i].copy_(part)
-            self.timeline.staged_bytes += part.nbytes
-        found = [
-            part if stays(part, self._device) else in_order_of(part, slot.memory[i, False])
-            for i, part in enumerate(slices)
-        ]
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            if self._stream is not None and slot.freed is not None:
-                self._stream.wait_event(slot.freed)
-            begun = self.timeline.mark()
-            for i, (target, part) in enumerate(zip(found, slices, strict=True)):
-                if target is not part:
-                    self.timeline.copied_bytes += part.nbytes
-                    for to, source in runs(target, staged.get(i, part)):
-                        to.copy_(source, non_blocking=True)
-            slot.copied = self.timeline.mark()
-            self.timeline.copies.append((begun, slot.copied))
+            source = part
+            if not _direct(part):
+                if self._stream is not None and slot.copied is not None:
+                    slot.copied.synchronize()  # the last copy out of this pinned memory
+                source = in_order_of(part, slot.memory[i, True])
+                source.copy_(part)
+                self.timeline.staged_bytes += part.nbytes
+            found[i] = in_order_of(part, slot.memory[i, False])
+            moved.append((found[i], source))
+        if moved:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                if self._stream is not None and slot.freed is not None:
+                    self._stream.wait_event(slot.freed)
+                begun = self.timeline.mark()
+                for target, source in moved:
+                    self.timeline.copied_bytes += source.nbytes
+                    for to, one in runs(target, source):
+                        to.copy_(one, non_blocking=True)
+                slot.copied = self.timeline.mark()
+                self.timeline.copies.append((begun, slot.copied))
         return slot, tuple(found)
 
 
@@ -224,7 +210,7 @@ class Writer:
     def __init__(self, device: torch.device, timeline: Timeline) -> None:
         self._device, self._timeline = device, timeline
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._memory: list[dict[int, Tensor]] = [{}, {}]
+        self._memory: list[dict[Any, Tensor]] = [{}, {}]
         self._pending: list[list[tuple[Any, Tensor, Tensor, Tensor, bool]]] = [[], []]
         self._count = 0
 
@@ -243,11 +229,8 @@ class Writer:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for i, (found, target) in enumerate(pairs):
-                held = self._memory[place].get(i)
-                if held is None or held.numel() < found.numel() or held.dtype != found.dtype:
-                    held = torch.empty(found.numel(), dtype=found.dtype, pin_memory=True)
-                    self._memory[place][i] = held
-                staged = in_order_of(found, held)
+                _reserve(self._memory[place], i, found, pin_memory=True)
+                staged = in_order_of(found, self._memory[place][i])
                 for to, source in runs(staged, found):
                     to.copy_(source, non_blocking=True)
                 self._timeline.written_bytes += found.nbytes
@@ -290,29 +273,25 @@ def in_order_of(like: Tensor, memory: Tensor) -> Tensor:
     return dense.permute([order.index(d) for d in range(like.dim())])
 
 
+def _leading(ordered: Tensor) -> tuple[torch.Size, bool]:
+    """The leading dims below which memory is contiguous, and whether it is below the last one."""
+    depth, part = 0, ordered
+    while not part.is_contiguous() and part.dim() > 1:
+        depth, part = depth + 1, part[0]
+    return ordered.shape[:depth], part.is_contiguous()
+
+
 def runs(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Contiguous parts of `source` and where they go: those alone are copied without a wait.
 
     `target` is dense, in the order of `source`.
     """
     order = _outermost_first(source)
-    yield from _runs(target.permute(order), source.permute(order))
-
-
-def _runs(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    if source.is_contiguous() or source.dim() <= 1:
-        yield target, source
-        return
-    for to, part in zip(target.unbind(0), source.unbind(0), strict=True):
-        yield from _runs(to, part)
+    target, source = target.permute(order), source.permute(order)
+    for place in product(*map(range, _leading(source)[0])):
+        yield target[place], source[place]
 
 
 def _direct(part: Tensor) -> bool:
-    """Whether a slice is copied to the device as it is: pinned, in few contiguous parts."""
-    ordered, copies = part.permute(_outermost_first(part)), 1
-    while not ordered.is_contiguous():
-        if ordered.dim() == 1:
-            return False
-        copies *= ordered.shape[0]
-        ordered = ordered[0]
-    return copies <= _MOST_COPIES and part.is_pinned()
+    leading, contiguous = _leading(part.permute(_outermost_first(part)))
+    return contiguous and leading.numel() <= _MOST_COPIES and part.is_pinned()
