@@ -16,9 +16,9 @@ from elsa_cli.targets import check_folder, check_writable
 from elsa_cli.values import FORMAT_LIST, KNOWN_ARCHITECTURE, Listed
 
 if TYPE_CHECKING:
-    from elsa_core.exporting.accuracy import Exact
-    from elsa_core.exporting.artefact_runs import ArtefactReport
     from elsa_core.exporting.bundle import Bundle
+    from elsa_core.exporting.reference import Exact
+    from elsa_core.exporting.verify import ArtefactReport
     from elsa_core.loading import Loaded
 
 
@@ -90,9 +90,9 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     labels = _check_early(model, options)
     key = exact = None
     if options.sign is not None:
-        from elsa_core.exporting.signature import read_private_key
+        from elsa_core.exporting.signature import read_key
 
-        key = read_private_key(options.sign)
+        key = read_key(options.sign, "private")
     if options.dtype != "fp32":
         wide = options.but(dtype="fp32")
         exact = _exact(session, _opened(session, model, wide), wide)
@@ -190,7 +190,7 @@ def _opened(session: Session, model: str, options: Options) -> Loaded:
     from elsa_cli import pipeline
 
     loaded, tower = pipeline.open_model(session, model, options), options.tower
-    from elsa_core.exporting.towers import TOWERS, tower_of
+    from elsa_core.exporting.export_target import TOWERS, tower_of
 
     if tower is None and loaded.recipe.library == "open_clip":
         raise click.UsageError(
@@ -207,7 +207,7 @@ def _opened(session: Session, model: str, options: Options) -> Loaded:
 def _exact(session: Session, loaded: Loaded, options: Options) -> Exact:
     """What float64 makes of the model before its weights are rounded."""
     from elsa_cli import pipeline
-    from elsa_core.exporting.accuracy import exact_outputs
+    from elsa_core.exporting.reference import exact_outputs
 
     cases = pipeline.check_inputs(session, loaded, options)
     with session.stage("computing float64 of the fp32 model"):
@@ -230,10 +230,10 @@ def _show(session: Session, bundle: Bundle) -> None:
         session.line(f"{name}: {size / 1e6:.1f} MB, run on {', '.join(ran)}{also}")
         session.line()
     if (cost := manifest.get("accuracy")) is not None:  # of fp16, bf16 or INT8
-        from elsa_core.exporting import accuracy
+        from elsa_core.exporting.reference import cost_rows
 
         heads = [f"  against {cost['against']}", ">mean error", ">largest", ">class changed"]
-        table = [[f"  {name}", *cells] for name, *cells in accuracy.rows(cost)]
+        table = [[f"  {name}", *cells] for name, *cells in cost_rows(cost)]
         session.table(heads, table, wrap=1)
         session.line(f"{cost['rows']} inputs: {cost['inputs']}; the exact "
                      f"{manifest['outputs'][0]['name']} spread by {cost['output_std']:.2g} "

@@ -42,11 +42,11 @@ def command(
     pipeline.import_torch(session)
     asks = not (files_only or trust or key)  # and a question is not drawn over
     with session.stage(f"verifying {bundle}", drawn=not asks) as update:
-        from elsa_core.exporting.signature import read_public_key
+        from elsa_core.exporting.signature import read_key
         from elsa_core.exporting.verify import verify
 
         report = verify(
-            bundle, run=not files_only, key=None if key is None else read_public_key(key),
+            bundle, run=not files_only, key=None if key is None else read_key(key, "public"),
             before_run=lambda signed: _ask(session, bundle, trust or signed),
             progress=lambda text: update(text, 0, 0),
         )  # fmt: skip

@@ -39,8 +39,8 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_text(path: Path, limit: int) -> str:
-    """Read a UTF-8 text of at most `limit` bytes from a regular file; ModelError otherwise."""
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Read at most `limit` bytes from a regular file; ModelError where there are more, or none."""
     try:
         with open_regular(path) as file:
             raw = file.read(limit + 1)
@@ -48,8 +48,13 @@ def read_text(path: Path, limit: int) -> str:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
     if len(raw) > limit:
         raise ModelError(f"{path} is larger than {limit} bytes")
+    return raw
+
+
+def read_text(path: Path, limit: int) -> str:
+    """Read a UTF-8 text of at most `limit` bytes from a regular file; ModelError otherwise."""
     try:
-        return raw.decode("utf-8")
+        return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError:
         raise ModelError(f"{path} is not UTF-8 text") from None
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from elsa_core.base.files import scratch
+from elsa_core.base.reading import open_regular
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.exporting.manifest import (
     MANIFEST_NAME,
@@ -21,7 +22,6 @@ from elsa_core.exporting.manifest import (
     MAX_FILES,
     files_in,
     inside,
-    open_plain,
     parse_manifest,
 )
 from elsa_core.exporting.signature import SIGNATURE_BYTES, SIGNATURE_NAME
@@ -68,11 +68,7 @@ def unpacked(path: Path) -> Iterator[Path]:
         return
     if not path.is_file():
         raise ModelError(f"no such bundle: {path}")
-    try:
-        given = open_plain(path.resolve())
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
-    with given, scratch("elsa-bundle-") as target:
+    with open_regular(path) as given, scratch("elsa-bundle-") as target:
         if not zipfile.is_zipfile(given):
             raise ModelError(f"{path} is neither a directory nor a zip file: no bundle")
         try:

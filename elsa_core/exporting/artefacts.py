@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
+import io
+import re
 import shutil
-from collections.abc import Callable
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from elsa_core import ops
 from elsa_core.backends import compiler as compiling
 from elsa_core.backends import native
 from elsa_core.base import calls
-from elsa_core.base.messages import first_line
+from elsa_core.base.messages import first_line, quiet
 from elsa_core.base.version import __version__
 from elsa_core.errors import ElsaError, ExportError, UnavailableError
-from elsa_core.exporting import gpu_library, ort_library, tracing
-from elsa_core.exporting.export_target import ExportTarget
+from elsa_core.exporting import gpu_library, ort_library
+from elsa_core.exporting.export_target import ExportTarget, attempt
+from elsa_core.exporting.manifest import PLATFORM
 from elsa_core.exporting.onnx import export_onnx, quantise
 from elsa_core.exporting.reference import BATCH_SIZES, flat, judge, make_reference
-from elsa_core.exporting.verify import platform_tag
+from elsa_core.exporting.replay import PROVIDER
 from elsa_core.patching import patched_sites
 from elsa_core.precision import dtype_name
 
@@ -33,11 +41,11 @@ FILES = {
     "aoti": "model.aoti.pt2",
     "onnx-int8": "model.int8.onnx",
 }
+_FACTS_NAME = "elsa.txt"  # in extra/ of model.ts, and in the metadata of model.aoti.pt2
 # model.onnx comes after model.pt2, whose program it rewrites.
 _ORDER = ("torchscript", "pt2", "aoti", "onnx", "onnx-int8")
 TORCH_LIBRARY = "lib/libelsa_torch.so"
 ONNX_LIBRARY = "lib/libelsa_onnxruntime.so"
-CUDA_PROVIDER = "CUDAExecutionProvider"
 # Less free space than this on the disk means that a failed write ran out of it.
 _NO_ROOM = 1 << 20
 
@@ -74,9 +82,9 @@ def require_onnx(device: str) -> None:
             f"format onnx needs a package: {error}; pip install onnx onnxscript onnxruntime"
             f"{'-gpu' * (device == 'cuda')}, or name other --formats"
         ) from None
-    if device == "cuda" and CUDA_PROVIDER not in onnxruntime.get_available_providers():
+    if device == "cuda" and PROVIDER not in onnxruntime.get_available_providers():
         raise UnavailableError(
-            f"format onnx on a GPU needs an ONNX Runtime with its {CUDA_PROVIDER}: pip install "
+            f"format onnx on a GPU needs an ONNX Runtime with its {PROVIDER}: pip install "
             "onnxruntime-gpu in place of onnxruntime, or name other --formats"
         )
 
@@ -93,9 +101,7 @@ def write_artefacts(
         say(f"exporting {path.name}")
         try:
             if name == "torchscript":
-                used[name] = tracing.export_torchscript(
-                    exported.model, exported.first, path, facts=_facts(exported)
-                )
+                used[name] = _write_torchscript(exported, path)
             elif name == "onnx":
                 used[name] = _write_onnx(exported, chosen, path, programs.get("pt2"))
             elif name == "onnx-int8":
@@ -109,42 +115,97 @@ def write_artefacts(
             # PyTorch's writers report a full disk as a RuntimeError of their own words.
             if shutil.disk_usage(staging).free < _NO_ROOM:
                 raise OSError(errno.ENOSPC, "No space left on device") from error
-            raise ExportError(f"{path.name} cannot be written: {first_line(error)}") from error
+            why = first_line(error)
+            if name == "aoti" and " " in tempfile.gettempdir():
+                why += " (its commands do not quote the space in the temporary folder: set TMPDIR)"
+            raise ExportError(f"{path.name} cannot be written: {why}") from error
     return {name: used[name] for name in chosen.formats}
 
 
+def _write_torchscript(exported: ExportTarget, path: Path) -> tuple[str, ...]:
+    """The batch is dynamic as far as the model's own code takes it from its input's shape; proof is
+    the verification at several batch sizes."""
+    model, inputs = exported.model, exported.first
+    traced = attempt(
+        "tracing to TorchScript",
+        model,
+        lambda: torch.jit.trace(model, inputs, strict=False, check_trace=False),
+    )
+    named = set(re.findall(r"\belsa::(\w+)", str(traced.inlined_graph)))
+    names = checked_operators(named, exported.device)
+    # Python writes the bytes: torch's own writer aborts the process where the disk is full.
+    with quiet(), path.open("wb") as file:
+        torch.jit.save(traced, file, _extra_files={_FACTS_NAME: _facts(exported)})
+    return names
+
+
 def _write_program(
-    exported: ExportTarget,
-    chosen: Choices,
-    path: Path,
+    exported: ExportTarget, chosen: Choices, path: Path,
     programs: dict[str, torch.export.ExportedProgram],
-) -> tuple[str, ...]:
+) -> tuple[str, ...]:  # fmt: skip
     """model.pt2 or model.aoti.pt2. The first is kept in `programs` for model.onnx, unless the model
     calls `elsa.linear`, which model.onnx holds as nodes and this program does not."""
     compiled = path.name == FILES["aoti"]
+    model, inputs, step = exported.model, exported.first, size_step(exported)
     dynamic_size = chosen.dynamic_size and not compiled
-    with calls.products(kept=False) as products:
-        program = tracing.export_program(
-            exported.model, exported.first, dynamic_size=dynamic_size, step=size_step(exported)
-        )
-    names = tracing.operators_of(program)
-    if compiled:
-        tracing.compile_program(program, path, _facts(exported))
+    batch, *sides = (torch.export.Dim(name, min=1) for name in ("batch", "rows", "columns"))
+    sizes = {axis: step * side if step > 1 else side for axis, side in enumerate(sides, 2)}
+    shapes = tuple({0: batch, **(sizes if dynamic_size and t.ndim == 4 else {})} for t in inputs)
+    try:
+        with calls.products(kept=False) as products:
+            program = attempt(
+                "torch.export" + " with a dynamic image size" * dynamic_size,
+                model,
+                lambda: torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False),
+            )
+    except ExportError as error:
+        # timm built a part of it for one size, and could build it for any
+        parts = (getattr(part, "dynamic_img_size", None) for part in model.modules())
+        if dynamic_size and any(each is False for each in parts):
+            raise ExportError(
+                "this model takes images of one size: build it with dynamic_img_size=True "
+                "(--model-kwargs dynamic_img_size=True), then export it with a dynamic size"
+            ) from error
+        raise
+    names = checked_operators(operators_of(program), exported.device)
+    if compiled:  # elsa's library is loaded beside it, not inside
+        with quiet(), torch.no_grad():
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(path),
+                inductor_configs={"aot_inductor.metadata": {_FACTS_NAME: _facts(exported)}},
+            )  # fmt: skip
+        if sys.platform == "linux" and brings_cpp_library(path):
+            raise ExportError(
+                "the C++ compiler (CXX) links its standard library statically: beside torch's own "
+                "a second one ends the process; set CXX to a compiler that links libstdc++.so"
+            )
         return names
     if dynamic_size:
         _prove_other_sizes(exported, program, chosen.batches)
     elif not products.asked:
         programs["pt2"] = program
-    tracing.save_program(program, path)
+    program._example_inputs = None  # a copy of data that the bundle holds anyway
+    # Python writes the bytes: torch's own writer aborts the process where the disk is full.
+    buffer = io.BytesIO()
+    with quiet():
+        torch.export.save(program, buffer)
+    path.write_bytes(buffer.getbuffer())
     return names
 
 
+def brings_cpp_library(package: Path) -> bool:
+    """Whether a library in a package does not name the C++ library that it needs."""
+    with zipfile.ZipFile(package) as archive:
+        libraries = [name for name in archive.namelist() if name.endswith(".so")]
+        # names of what they need are at their beginning
+        heads = (archive.open(name).read(1 << 24) for name in libraries)
+        return any(b"libstdc++.so" not in head and b"libc++.so" not in head for head in heads)
+
+
 def _write_onnx(
-    exported: ExportTarget,
-    chosen: Choices,
-    path: Path,
+    exported: ExportTarget, chosen: Choices, path: Path,
     program: torch.export.ExportedProgram | None,
-) -> tuple[str, ...]:
+) -> tuple[str, ...]:  # fmt: skip
     model, inputs = exported.model, exported.first
     if exported.device != "cpu":  # the CPU's graph is traced
         program, inputs = None, tuple(tensor.cpu() for tensor in inputs)
@@ -162,7 +223,6 @@ def _write_onnx(
 
 
 def _elsa_nodes(path: Path) -> tuple[str, ...]:
-    """Elsa's operators in an ONNX graph."""
     import onnx
 
     graph = onnx.load(str(path), load_external_data=False).graph
@@ -197,9 +257,9 @@ def size_step(exported: ExportTarget) -> int:
 
     timm says by how much each stage of a model shrinks the image; the last one says it for all.
     """
-    stages = getattr(exported.model, "feature_info", None)
-    if isinstance(stages, list) and stages and isinstance(stages[-1], dict):
-        shrunk = stages[-1].get("reduction")
+    with contextlib.suppress(AttributeError, LookupError, TypeError):
+        shrunk: Any = exported.model
+        shrunk = shrunk.feature_info[-1]["reduction"]
         if isinstance(shrunk, int) and shrunk > 0:
             return shrunk
     return 1
@@ -207,14 +267,11 @@ def size_step(exported: ExportTarget) -> int:
 
 def _facts(exported: ExportTarget) -> str:
     """What a C++ program needs beside a model, in words that `std::istream` reads."""
-    given = exported.preprocess
-    if given is None:
+    if exported.preprocess is None:
         return ""
-    rows = {
-        "input_size": given.input_size, "mean": given.mean, "std": given.std,
-        "dtype": [dtype_name(exported.first[0].dtype)],
-    }  # fmt: skip
-    return "\n".join(f"{name} {' '.join(map(str, row))}" for name, row in rows.items()) + "\n"
+    rows = {name: getattr(exported.preprocess, name) for name in ("input_size", "mean", "std")}
+    rows["dtype"] = [dtype_name(exported.first[0].dtype)]
+    return "".join(f"{name} {' '.join(map(str, row))}\n" for name, row in rows.items())
 
 
 def write_libraries(
@@ -223,7 +280,7 @@ def write_libraries(
     """Copy the operator libraries that the artefacts need into lib/."""
     found: dict[str, dict[str, Any]] = {}
     place = {
-        "platform": platform_tag(),
+        "platform": PLATFORM,
         "isa": [name.lower() for name in compiling.kernels()],
         "gpu_archs": [],
         "elsa_version": __version__,
@@ -253,4 +310,31 @@ def write_libraries(
         found[ONNX_LIBRARY] = {"runtime": "onnxruntime", "minimum": oldest, **place}
     if not found:
         (staging / "lib").rmdir()
+    return found
+
+
+def operators_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """Names of elsa's operators in an exported program, subgraphs included, without the domain."""
+    graphs = (getattr(module, "graph", None) for module in program.graph_module.modules())
+    targets = (node.target for graph in graphs if graph is not None for node in graph.nodes)
+    found = (each for each in targets if isinstance(each, torch._ops.OpOverload))
+    return tuple(sorted({each._opname for each in found if each.namespace == "elsa"}))
+
+
+def checked_operators(names: Iterable[str], device: str) -> tuple[str, ...]:
+    """The names, sorted. Raises ExportError over dropout, an operator that only this package's
+    Python code computes, and none at all."""
+    found = tuple(sorted(names))
+    if any(name.startswith("attention_dropout") for name in found):
+        raise ExportError("the graph drops attention weights: a bundle is for inference")
+    if eager := [name for name in found if name.endswith("_eager")]:
+        from elsa_core.backends import native
+
+        why = "a site was patched with backend 'eager', or its head_dim or dtype has no kernel"
+        if device == "cpu" and not (answer := native.load()).ok:
+            why = f"the native library is off ({answer.reason})"
+        raise ExportError(f"the graph calls elsa::{eager[0]}, which no library holds: {why}")
+    records = [ops.of(f"elsa::{name}") for name in found]
+    if all(record is not None and record.kind == "linear" for record in records):  # no site
+        raise ExportError("the graph calls none of elsa's operators: no patched site was reached")
     return found

@@ -4,58 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from elsa_core.base.calls import plain_multihead
 from elsa_core.base.inputs import generated_inputs, resolved_input_size, text_shape
-from elsa_core.errors import ArgumentError, NothingPatchedError
+from elsa_core.base.messages import first_line, quiet
+from elsa_core.errors import ArgumentError, ElsaError, ExportError, NothingPatchedError
 from elsa_core.exporting.reference import BATCH_SIZES
-from elsa_core.exporting.towers import TextTower
 from elsa_core.loading import Given, Plan, Preprocess, of_model, with_given
 from elsa_core.patching import patched_scope, patched_sites, shared_copy
 
 if TYPE_CHECKING:
     from elsa_core.loading import Loaded
 
+Result = TypeVar("Result")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class ExportTarget:
-    """One export.
+    """One export."""
 
-    Attributes:
-        model: patched, in eval mode.
-        inputs: the model's arguments, two rows each or as many as the largest batch has.
-        input_names: one a tensor.
-        output_names: one a tensor, that a person can read.
-        preprocess: how an image becomes the input; None for text and for unknown models.
-        dtype: of the weights; float32, float16 or bfloat16.
-        device: "cpu" or "cuda".
-        plan: which sites are patched, and how.
-        name: the architecture, or the model's class.
-        weights: where they come from, in words.
-        tower: "image" or "text" for one side of a CLIP.
-        loaded: what `load` knows, where the module is all of what it loaded.
-    """
-
-    model: nn.Module
-    inputs: tuple[Tensor, ...]
-    input_names: tuple[str, ...]
-    output_names: tuple[str, ...]
-    preprocess: Preprocess | None
-    dtype: torch.dtype
-    device: str
-    plan: Plan
-    name: str
-    weights: str
-    tower: str | None
-    loaded: Loaded | None
+    model: nn.Module  # patched, in eval mode
+    inputs: tuple[Tensor, ...]  # two rows each, or as many as the largest batch has
+    input_names: tuple[str, ...]  # one a tensor
+    output_names: tuple[str, ...]  # one a tensor, that a person can read
+    preprocess: Preprocess | None  # of an image; None for text and for unknown models
+    dtype: torch.dtype  # of the weights; float32, float16 or bfloat16
+    device: str  # "cpu" or "cuda"
+    plan: Plan  # which sites are patched, and how
+    name: str  # the architecture, or the model's class
+    weights: str  # where they come from, in words
+    tower: str | None  # "image" or "text" for one side of a CLIP
+    loaded: Loaded | None  # what `load` knows, where the module is all of what it loaded
 
     @property
     def first(self) -> tuple[Tensor, ...]:
@@ -64,13 +52,9 @@ class ExportTarget:
 
 
 def export_target(
-    model: nn.Module,
-    loaded: Loaded | None,
-    inputs: Tensor | tuple[Tensor, ...] | None,
-    seed: int,
-    batches: Sequence[int] = BATCH_SIZES,
-    given: Given | None = None,
-) -> ExportTarget:
+    model: nn.Module, loaded: Loaded | None, inputs: Tensor | tuple[Tensor, ...] | None, seed: int,
+    batches: Sequence[int] = BATCH_SIZES, given: Given | None = None,
+) -> ExportTarget:  # fmt: skip
     """Look at the model once and refuse what cannot be exported. `batches` are the sizes that it is
     to be verified at, `given` what the user says of the preprocessing."""
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
@@ -87,10 +71,10 @@ def export_target(
         )
     rows = max(2, *batches)  # tracers see two
     found = _inputs(model, loaded, inputs, rows, seed, dtype, device)
-    whole, images = False, found[0].ndim == 4
+    whole, images = loaded, found[0].ndim == 4
     if loaded is not None:
-        whole = loaded.model is model and loaded.tower is None
-        whole = whole and loaded.recipe.library != "python"
+        if loaded.model is not model or loaded.tower or loaded.recipe.library == "python":
+            whole = None
         images = tuple(found[0].shape[1:]) == loaded.input_size if loaded.is_given else images
     preprocess, given = None, given or Given()
     if images and loaded is not None:
@@ -103,11 +87,17 @@ def export_target(
     tower = "text" if isinstance(model, TextTower) else loaded.tower if loaded else None
     single = "image" if found[0].is_floating_point() else "text"
     several = tuple(f"input_{index}" for index in range(len(found)))
+    classes = getattr(model, "num_classes", 0)
+    logits = isinstance(classes, int) and classes > 0
+    first = f"{tower}_features" if tower else "logits" if logits else "features"
+    outputs = (first, *(f"output_{i}" for i in range(1, len(tree_leaves(out)))))
+    if isinstance(out, Mapping):
+        outputs = tuple(key for key in out if out[key] is not None)
     return ExportTarget(
         model=_with_tuples(model) if isinstance(out, Mapping) else model,
         inputs=found,
         input_names=(single,) if len(found) == 1 else several,
-        output_names=_output_names(model, tower, out),
+        output_names=outputs,
         preprocess=preprocess,
         dtype=dtype,
         device=device.type,
@@ -116,17 +106,8 @@ def export_target(
         name=type(model).__name__ if loaded is None else loaded.name,
         weights="the model's own" if loaded is None else loaded.weights,
         tower=tower,
-        loaded=loaded if whole else None,
+        loaded=whole,
     )
-
-
-def _output_names(model: nn.Module, tower: str | None, out: Any) -> tuple[str, ...]:
-    if isinstance(out, Mapping):
-        return tuple(key for key in out if out[key] is not None)
-    classes = getattr(model, "num_classes", 0)
-    of_classes = isinstance(classes, int) and classes > 0
-    first = f"{tower}_features" if tower else "logits" if of_classes else "features"
-    return first, *(f"output_{i}" for i in range(1, len(tree_leaves(out))))
 
 
 def _with_tuples(model: nn.Module) -> nn.Module:
@@ -160,14 +141,9 @@ def _home(model: nn.Module) -> tuple[torch.dtype, torch.device]:
 
 
 def _inputs(
-    model: nn.Module,
-    loaded: Loaded | None,
-    given: Tensor | tuple[Tensor, ...] | None,
-    rows: int,
-    seed: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor, ...]:
+    model: nn.Module, loaded: Loaded | None, given: Tensor | tuple[Tensor, ...] | None, rows: int,
+    seed: int, dtype: torch.dtype, device: torch.device,
+) -> tuple[Tensor, ...]:  # fmt: skip
     if given is None and loaded is not None and loaded.is_given:
         given = loaded.example_inputs(rows, seed)
     if given is not None:
@@ -178,9 +154,7 @@ def _inputs(
             )
         # an example's own rows, repeated where they are too few
         repeated = (t.repeat(-(-rows // len(t)), *(1,) * (t.ndim - 1))[:rows] for t in tensors)
-        return tuple(
-            t.to(device=device, dtype=dtype if t.is_floating_point() else None) for t in repeated
-        )
+        return tuple(t.to(device, dtype if t.is_floating_point() else None) for t in repeated)
     if text_shape(model) is not None:
         if getattr(model, "visual", None) is not None:
             raise ArgumentError(
@@ -206,3 +180,75 @@ def token_cases(model: nn.Module, rows: int, seed: int) -> dict[str, tuple[Tenso
         (1, 1, 1), rows, seed=seed, dtype=torch.float32, device=device, text=text
     )
     return {name: (case[1],) for name, case in cases.items()}
+
+
+TOWERS = ("image", "text")
+
+
+class TextTower(nn.Module):
+    """The text side of open_clip's `CLIP`, whose parts lie in the CLIP itself.
+
+    Runs the class's own `encode_text`: token ids int64 [batch, context] -> features [batch, dim].
+    The parts are shared with the CLIP, under the names that they have there.
+    """
+
+    def __init__(self, clip: Any) -> None:
+        super().__init__()
+        self._encode: Any = type(clip).encode_text
+        for name, value in vars(clip).items():
+            if not name.startswith("_"):
+                setattr(self, name, value)
+        for name, module in clip.named_children():
+            if name != "visual":
+                self.add_module(name, module)
+        for name, parameter in clip.named_parameters(recurse=False):
+            if name not in ("logit_scale", "logit_bias"):
+                self.register_parameter(name, parameter)
+        for name, buffer in clip.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        features: Tensor = self._encode(self, text)
+        return features
+
+
+def tower_of(model: nn.Module, name: str) -> nn.Module:
+    """The image or text tower of a CLIP; it shares the CLIP's weights."""
+    if name not in TOWERS:
+        raise ArgumentError(f"tower={name!r} is unknown: choose one of {', '.join(TOWERS)}")
+    visual = getattr(model, "visual", None)
+    if not isinstance(visual, nn.Module) or not hasattr(model, "encode_text"):
+        raise ArgumentError(
+            f"tower (--tower) {name}: {type(model).__name__} is one model, not a CLIP of two towers"
+        )
+    if name == "image":
+        return visual
+    text = getattr(model, "text", None)
+    return text if isinstance(text, nn.Module) else TextTower(model).eval()
+
+
+def attempt(what: str, model: nn.Module, action: Callable[[], Result]) -> Result:
+    """Run `action`, which runs the model; a failure becomes an ExportError that names the module.
+
+    Only after a failure does it run again, followed by hooks: patched blocks of windows leave their
+    attention to the original forward where a hook waits for its call.
+    """
+    try:
+        with quiet(), torch.no_grad(), plain_multihead():
+            return action()
+    except (ElsaError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        paths, entered = {each: path for path, each in model.named_modules()}, list[nn.Module]()
+        with ExitStack() as hooks, quiet(), torch.no_grad(), plain_multihead():
+            for each in paths:
+                enter = each.register_forward_pre_hook(lambda each, _: entered.append(each))
+                leave = each.register_forward_hook(lambda *_: entered.__delitem__(-1))
+                hooks.callback(enter.remove)
+                hooks.callback(leave.remove)
+            with contextlib.suppress(Exception):
+                action()
+        at = entered[-1] if entered else model
+        where = f"module {paths[at]!r}" if paths[at] else "the model"
+        name = type(at).__name__
+        raise ExportError(f"{what} failed in {where} ({name}): {first_line(error)}") from error

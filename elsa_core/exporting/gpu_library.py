@@ -2,17 +2,18 @@
 and the plans and kernels of the artefacts' own calls. The library for ONNX Runtime reads the same
 file.
 
-Not chosen by default until it was measured on a GPU: it is written where the CUDA library serves
-the exporting process (ELSA_CUDA_LIBRARY=1), where architectures are asked for, and where model.onnx
-has elsa's nodes. The plans are of the batch sizes that the export verifies (`--batches`), for the
-GPU that is here, on which they are recorded, and for the other architectures: the same calls,
-planned for a GPU that `pack/devices.json` describes, compiled and not run.
+It is written where the CUDA library serves the exporting process (ELSA_CUDA_LIBRARY=1), where
+architectures are asked for, and where model.onnx has elsa's nodes. The plans are of the batch sizes
+that the export verifies (`--batches`): recorded on the GPU that is here, and planned for the others
+as `pack/devices.json` describes them, compiled and not run.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +22,10 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends import compiler, cuda
+from elsa_core.backends.cuda.planfile import Recorded
 from elsa_core.errors import ArgumentError, ExportError, UnavailableError
+from elsa_core.exporting.onnx import BATCH
+from elsa_core.exporting.onnx_operator import DOMAIN, DTYPES, static_shape
 
 LIBRARY: Final = "lib/libelsa_cuda.so"
 PLANS: Final = "lib/plans.elsa"
@@ -55,11 +59,10 @@ def check(
         return
     from elsa_core.backends.triton.pack import build, cases
 
-    known = cases.architectures()
-    unknown = next((a for a in archs if a not in {f"sm_{n}" for n in known}), None)
-    if unknown is not None:
-        names = ", ".join(f"sm_{n}" for n in known)
-        raise ArgumentError(f"gpu_archs: {unknown[:60]!r}; choose among {names}")
+    known = [f"sm_{number}" for number in cases.architectures()]
+    if unknown := [arch for arch in archs if arch not in known]:
+        names = ", ".join(known)
+        raise ArgumentError(f"gpu_archs: {unknown[0][:60]!r}; choose among {names}")
     if device != "cuda":
         raise ArgumentError("gpu_archs: the model is on the CPU: export it with --device cuda")
     if not cuda.status().ok:
@@ -68,42 +71,36 @@ def check(
 
 
 def write(
-    artefacts: Sequence[tuple[str, Path]],
-    inputs: tuple[Tensor, ...],
-    batches: Sequence[int],
-    staging: Path,
-    archs: Sequence[str] = (),
-    say: Callable[[str], None] = lambda line: None,
-    precision: str = "",
-) -> dict[str, Any]:
-    """Run the artefacts on the GPU at each batch size and write the library and their plans into
-    lib/.
+    artefacts: Sequence[tuple[str, Path]], inputs: tuple[Tensor, ...], batches: Sequence[int],
+    staging: Path, archs: Sequence[str], say: Callable[[str], None], precision: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Run the artefacts, (format, file), on the GPU at each batch size and write the library and
+    their plans into lib/; `archs` are architectures beside this GPU's own, `precision` the sites'.
 
-    Args:
-        artefacts: (format, file), of "torchscript", "pt2", and "onnx" with elsa's nodes.
-        inputs: of the model, max(batches) rows or more.
-        archs: architectures beside this GPU's own, that `check` has accepted.
-        precision: of the model's sites.
-
-    Returns:
-        What the manifest says of both files: "gpu_archs"; "gpu_archs_verified", those that the
-        export runs; "gpus", the GPU that each was planned for.
-
-    Raises:
-        ExportError: a call is not by kernels of this package alone, or a kernel cannot be compiled.
+    Gives what the manifest says of both files: "gpu_archs"; "gpu_archs_verified", those that the
+    export runs; "gpus", the GPU that each was planned for. Raises ExportError: a call is not by
+    kernels of this package alone, or a kernel cannot be compiled.
     """
     from elsa_core.backends.cuda import library, planfile
-    from elsa_core.exporting import onnx_calls
 
     device = inputs[0].device
     major, minor = torch.cuda.get_device_capability(device)
     own, loaded, parts = 10 * major + minor, library.load(), []
     for format, path in artefacts:
-        run = _runner(format, path, inputs, precision)
+        model: Any = None
+        if format == "torchscript":
+            model = torch.jit.load(str(path), map_location=device)
+        elif format == "pt2":
+            model = torch.export.load(str(path)).module()
         for rows in batches:
+            calls: Iterable[Callable[[], object]] = (
+                of_nodes(path, rows, precision, device)
+                if format == "onnx"
+                else [partial(model, *(tensor[:rows] for tensor in inputs))]
+            )
             try:
                 with torch.cuda.device(device), torch.no_grad():
-                    parts.append(planfile.recorded(loaded, partial(run, rows)))
+                    parts.append(planfile.recorded(loaded, partial(_make, calls)))
             except UnavailableError as error:
                 asked_by = "onnx" if format == "onnx" else "ELSA_CUDA_LIBRARY, gpu_archs and onnx"
                 raise ExportError(
@@ -117,7 +114,7 @@ def write(
             number = int(arch.removeprefix("sm_"))
             plans[number], gpus[arch] = planned(plans[own], number, say)
     if any(format == "onnx" for format, _ in artefacts):
-        plans = {n: onnx_calls.without_precision(each, precision) for n, each in plans.items()}
+        plans = {n: without_precision(each, precision) for n, each in plans.items()}
     names = [f"sm_{number}" for number in sorted(plans)]
     sizes = ", ".join(map(str, batches))
     served = f"this bundle serves batches of {sizes} on {', '.join(names)}"
@@ -157,22 +154,108 @@ def missing(manifest: Mapping[str, Any], here: str) -> str:
     return f"its kernels are for {held}, and the GPU here is {here}"
 
 
-def _runner(
-    format: str, path: Path, inputs: tuple[Tensor, ...], precision: str
-) -> Callable[[int], object]:
-    """What makes an artefact's calls of so many rows."""
-    device = inputs[0].device
-    if format == "onnx":
-        from elsa_core.exporting import onnx_calls
+def _make(calls: Iterable[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
-        def run(rows: int) -> None:
-            for call in onnx_calls.of_nodes(path, rows, precision, device):
-                call()
 
-        return run
-    model: Callable[..., object] = (
-        torch.jit.load(str(path), map_location=device)
-        if format == "torchscript"
-        else torch.export.load(str(path)).module()
+_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
+_AXES = 4  # of a mask
+
+
+def of_nodes(
+    path: Path, rows: int, precision: str, device: torch.device
+) -> Iterator[Callable[[], object]]:
+    """Calls of PyTorch's operators with the layouts of a batch of model.onnx, on tensors of zeros
+    that each call alone holds: `csrc/onnxruntime/gpu.h` serves a node by the plan of such a call.
+    Raises ExportError where the library has no kernel of a node on GPUs, or a shape is not known.
+    """
+    import onnx_ir as ir
+    import sympy
+
+    for node in ir.load(path).graph:
+        make = _CALLS.get(node.op_type.partition("_")[0])
+        if node.domain != DOMAIN or make is None:  # elsa::Linear runs its body
+            continue
+        given: list[Tensor | None] = []
+        for value in node.inputs:
+            if value is None:
+                given.append(None)
+                continue
+            if value.dtype is None or value.dtype.value not in _DTYPES:
+                raise ExportError(f"ONNX: the exporter lost the type of {value.name}")
+            shape = []
+            for size in static_shape(value):
+                # a number, or a formula of the batch: "(4*batch)//2"
+                formula = size if isinstance(size, int) else size.value
+                found = sympy.sympify(formula).subs(BATCH, rows)
+                if not found.is_Integer:
+                    raise ExportError(f"ONNX on a GPU: the size {formula} is known for no batch")
+                shape.append(int(found))
+            given.append(torch.zeros(shape, dtype=_DTYPES[value.dtype.value], device=device))
+        yield make({one.name: one.value for one in node.attributes.values()}, precision, *given)
+
+
+def without_precision(found: Recorded, precision: str) -> Recorded:
+    """Every layout that ends with the precision once more without it: a node does not say it."""
+    end = struct.pack("<QQ", len(precision), int.from_bytes(precision.encode(), "little"))
+    more = tuple(
+        (name, words.removesuffix(end), plan)
+        for name, words, plan in found.layouts
+        if words.endswith(end)
     )
-    return lambda rows: model(*(tensor[:rows] for tensor in inputs))
+    return dataclasses.replace(found, layouts=(*found.layouts, *more))
+
+
+def _attention(
+    terms: dict[str, Any], precision: str, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
+) -> Callable[[], object]:
+    """Every head is a batch entry of its own, so that the result is dense as ONNX has it."""
+    batch, heads = q.shape[:2]
+    if k.shape[1] != heads:
+        raise ExportError(
+            "ONNX on a GPU: grouped heads have no kernel; leave onnx out of --formats"
+        )
+    q, k, v = (t.reshape(batch * heads, 1, *t.shape[2:]) for t in (q, k, v))
+    if mask is not None:
+        mask = mask.reshape((1,) * (_AXES - mask.dim()) + tuple(mask.shape))
+        if mask.shape[:2] not in ((1, 1), (batch, heads)):
+            raise ExportError(
+                "ONNX on a GPU: a mask must be one for all heads and images, or one for each; "
+                "leave onnx out of --formats"
+            )
+        mask = mask.reshape(-1, 1, *mask.shape[2:])
+    rest = (mask, bool(terms["is_causal"]), terms["scale"], precision)
+    return partial(torch.ops.elsa.attention.default, q, k, v, *rest)
+
+
+def _packed(
+    terms: dict[str, Any], precision: str, qkv: Tensor, mask: Any = None
+) -> Callable[[], object]:
+    batch, tokens, width = qkv.shape
+    heads, channels = terms["num_heads"], width // 3
+    dim = channels // heads
+    # As `Call::tensor` of gpu.h has the strides of one head.
+    strides = (tokens * width, dim if heads > 1 else tokens * width, width, 1)
+    size = (batch, heads, tokens, dim)
+    q, k, v = (qkv.as_strided(size, strides, part * channels) for part in range(3))
+    if mask is not None:
+        mask = mask.reshape((1,) * (_AXES - mask.dim()) + tuple(mask.shape))
+    rest = (mask, bool(terms["is_causal"]), terms["scale"], precision)
+    return partial(torch.ops.elsa.attention.default, q, k, v, *rest)
+
+
+def _window(
+    terms: dict[str, Any], precision: str, qkv: Tensor, bias: Any = None, pad_qkv: Any = None,
+    logit_scale: Any = None,
+) -> Callable[[], object]:  # fmt: skip
+    return partial(
+        torch.ops.elsa.window_attention.default, qkv, bias, None, pad_qkv, logit_scale,
+        terms["num_heads"], list(terms["window_size"]), list(terms["shift_size"]), terms["scale"],
+        terms["mask_value"], terms["layout"], bool(terms["grid"]), precision,
+    )  # fmt: skip
+
+
+_CALLS: dict[str, Callable[..., Callable[[], object]]] = {
+    "Attention": _attention, "PackedAttention": _packed, "WindowAttention": _window
+}  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import re
 import stat
 from contextlib import nullcontext
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from elsa_core.base.reading import parse_json
+from elsa_core.base.reading import parse_json, read_bytes
 from elsa_core.errors import ModelError
 from elsa_core.exporting.signature import SIGNATURE_NAME
 
 LARGEST_BATCH = 64  # that an artefact is verified at
+# Operating system and architecture, as libraries are made for them: "linux-x86_64".
+PLATFORM = f"{platform.system()}-{platform.machine()}".lower()
 
 MANIFEST_NAME = "manifest.json"
 KIND = "elsa-bundle"
@@ -101,18 +104,6 @@ def files_in(directory: Path) -> list[Path]:
     return sorted(found)
 
 
-def read_bounded(path: Path, limit: int) -> bytes:
-    """What a small plain file holds; raises ModelError where it is larger than `limit`, or none."""
-    try:
-        with open_plain(path) as file:
-            content = file.read(limit + 1)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
-    if len(content) > limit:
-        raise ModelError(f"{path} is larger than {limit} bytes: no manifest")
-    return content
-
-
 def read_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of a bundle directory.
 
@@ -121,7 +112,7 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     if path.is_symlink() or not path.is_file():
         raise ModelError(f"{directory} is no bundle: it holds no regular file {MANIFEST_NAME}")
-    return parse_manifest(read_bounded(path, MAX_BYTES), str(path))
+    return parse_manifest(read_bytes(path, MAX_BYTES), str(path))
 
 
 def parse_manifest(raw: bytes, where: str) -> Manifest:

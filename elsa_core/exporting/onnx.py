@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from elsa_core.base import calls
 from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ArgumentError, ExportError
-from elsa_core.exporting.tracing import attempt
+from elsa_core.exporting.export_target import attempt
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -44,23 +44,19 @@ def export_onnx(
     output_names: Sequence[str] | None = None,
     program: torch.export.ExportedProgram | None = None,
 ) -> tuple[Path, ...]:
-    """Write a patched model as ONNX, with an open batch: its dimension is called "batch".
+    """Write a patched model as ONNX; gives the files written.
+
+    The batch, the first dimension of all inputs, stays open and is called "batch". Weights above
+    2 GB go to `<path>.data` beside `path`. Names default to "input" or "input_0", ..., likewise
+    "output". `program` is what torch.export made of the module and these inputs; it is rewritten.
 
     Args:
-        module: patched, in eval mode; float32, float16 or bfloat16.
-        example_inputs: its arguments, with the batch as their first dimension.
-        path: the file to write; weights above 2 GB go to `<path>.data` beside it.
         mode: "custom": nodes of the domain `elsa`, each with a function of standard operators, so
             that ONNX Runtime with the library (`ort_library`) runs elsa's kernels and any other
             runtime the function; "standard": no `elsa` domain, and at opset 23 the standard
             `Attention`; "custom-only": nodes alone, and standard operators for what the library has
             no kernel of.
         opset: 18 or 23.
-        input_names: one a tensor; default "input" or "input_0", ...; likewise `output_names`.
-        program: what torch.export made of the module and these inputs; it is rewritten.
-
-    Returns:
-        The files written.
 
     Raises:
         ArgumentError: the names are wrong.
@@ -123,7 +119,6 @@ def export_onnx(
 
 
 def _name_batch(model: ir.Model) -> None:
-    """Call the batch dimension "batch" wherever the tracer's symbol for it stands."""
     import onnx_ir as ir
 
     first = (model.graph.inputs[0].shape or [None])[0]

@@ -108,7 +108,6 @@ def _packed_base(query: Any, key: Any, value: Any) -> Node | None:
 
 
 def _base(node: Any) -> Node | None:
-    """Walk up through views to the tensor that owns the memory."""
     while node.target is operator.getitem or _name(node) in _VIEWS:
         if _name(node) in _JOINS and not value_of(node.args[0]).is_contiguous():
             return None  # may copy

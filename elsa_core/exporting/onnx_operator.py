@@ -36,21 +36,13 @@ Value = Any  # the name of a value in a body; None where a node has no such inpu
 
 
 class Body(NamedTuple):
-    """What decides the body of a node.
-
-    Attributes:
-        op_type: the operator.
-        inputs: which of its inputs the node has.
-        traits: what the nodes of one function must agree in.
-        more: what some of its nodes need and the others can bear.
-        opset: of the model.
-    """
+    """What decides the body of a node."""
 
     op_type: str
-    inputs: tuple[str, ...]
-    traits: frozenset[str]
-    more: frozenset[str]
-    opset: int
+    inputs: tuple[str, ...]  # which of the operator's inputs the node has
+    traits: frozenset[str]  # what the nodes of one function must agree in
+    more: frozenset[str]  # what some of its nodes need and the others can bear
+    opset: int  # of the model
 
 
 class Writer:
@@ -108,24 +100,18 @@ class Writer:
 
 @dataclass(frozen=True)
 class OnnxOperator:
-    """One operator `elsa::<name>` in ONNX.
-
-    Attributes:
-        inputs: names of its tensors.
-        attributes: ONNX's type of each attribute: "INT", "INTS", "FLOAT" or "STRING".
-        write: the body of standard operators, given the writer and each input's name, None for one
-            that the node has not; returns the name of the result.
-        needs: (traits, more) of a node's body, given the values of its inputs by name and whether
-            it may hold operators of opset 23.
-        kernel: whether the library for ONNX Runtime computes it, under `VARIANTS_MAX` names.
-    """
+    """One operator `elsa::<name>` in ONNX."""
 
     name: str
-    inputs: tuple[str, ...]
-    attributes: dict[str, str]
+    inputs: tuple[str, ...]  # names of its tensors
+    attributes: dict[str, str]  # ONNX's type of each: "INT", "INTS", "FLOAT" or "STRING"
+    # The body of standard operators, given the writer and each input's name, None for one that the
+    # node has not; returns the name of the result.
     write: Callable[..., Value]
+    # (traits, more) of a node's body, given the values of its inputs by name and whether it may
+    # hold operators of opset 23.
     needs: Callable[[ir.Node, dict[str, ir.Value], bool], tuple[set[str], set[str]]]
-    kernel: bool = True
+    kernel: bool = True  # whether the library computes it, under `VARIANTS_MAX` names
 
     def call(
         self, graph: Graph, origin: Node, inputs: Sequence[Any], attributes: Sequence[Any],
@@ -169,19 +155,13 @@ class OnnxOperator:
 
 @dataclass(frozen=True)
 class OnnxExport:
-    """How calls of one of elsa's operators become nodes: what a record names in `onnx`.
+    """How calls of one of elsa's operators become nodes: what a record names in `onnx`."""
 
-    Attributes:
-        operators: those that `rewrite` may write.
-        rewrite: replaces a call in the graph of an exported program.
-    """
-
-    operators: tuple[OnnxOperator, ...]
-    rewrite: Callable[[Graph, Node], None]
+    operators: tuple[OnnxOperator, ...]  # that `rewrite` may write
+    rewrite: Callable[[Graph, Node], None]  # replaces a call in the graph of an exported program
 
 
 def _exports() -> dict[str, OnnxExport]:
-    """What the records of operators say of ONNX, by the names that serve a call."""
     parts = ((record.names, record.part("onnx")) for record in ops.records())
     return {name: export for names, export in parts if export is not None for name in names}
 
@@ -221,7 +201,6 @@ def call(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...], value: 
 
 
 def take_over(graph: Graph, old: Node, new: Node) -> None:
-    """Let the users of `old` read `new`, also where `old` is an output of the program."""
     old.replace_all_uses_with(new)
     if not old.users:
         graph.erase_node(old)

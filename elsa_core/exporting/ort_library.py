@@ -12,7 +12,6 @@ beside it (`gpu_library.PLANS`). It is built without a CUDA toolkit, and runs wh
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from elsa_core.backends import compiler
@@ -41,14 +40,7 @@ _ON_GPU = compiler.Recipe(
 )  # fmt: skip
 
 
-def build(
-    *, on_gpu: bool = False, force: bool = False, progress: Callable[[str], None] | None = None
-) -> Path:
+def build(*, on_gpu: bool = False) -> Path:
     """Compile the library into the user's cache unless it is there already; `on_gpu` that of a
-    bundle for GPUs. The rest is that of `elsa_core.backends.compiler.build`."""
-    return compiler.build(_ON_GPU if on_gpu else _RECIPE, force=force, progress=progress)
-
-
-def library_path() -> Path:
-    """Where the library of these sources, compiler and flags is kept, built or not."""
-    return compiler.library_path(_RECIPE)
+    bundle for GPUs."""
+    return compiler.build(_ON_GPU if on_gpu else _RECIPE)

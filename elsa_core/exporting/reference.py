@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from elsa_core.base.inputs import ModelInput
 from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ExportError, ModelError
+from elsa_core.measuring.documents import finite
 from elsa_core.patching import original
 from elsa_core.proof import TURBO_EPS, Comparison, Norms, exactly, map_floating, nudged
 
@@ -38,19 +40,12 @@ _AllNorms = dict[int, tuple[tuple[float, float], ...]]
 
 @dataclass(frozen=True)
 class Reference:
-    """What every artefact is judged by.
+    """What every artefact is judged by."""
 
-    Attributes:
-        inputs: the model's inputs, as many rows each as the largest batch has, or more.
-        oracle: the float64 outputs of the original model, flat.
-        norms: the original's errors.
-        eps: of the model's dtype (of TF32's significand for turbo).
-    """
-
-    inputs: tuple[Tensor, ...]
-    oracle: tuple[Tensor, ...]
-    norms: _AllNorms
-    eps: float
+    inputs: tuple[Tensor, ...]  # as many rows each as the largest batch has, or more
+    oracle: tuple[Tensor, ...]  # the float64 outputs of the original model, flat
+    norms: _AllNorms  # the original's errors
+    eps: float  # of the model's dtype (of TF32's significand for turbo)
 
     def to_dict(self) -> dict[str, Any]:
         """The manifest's entry."""
@@ -218,3 +213,82 @@ def _norms(values: Tensor) -> Norms:
     norms = Norms()
     norms.add(values.reshape(-1).double())
     return norms
+
+
+# Errors of a first output against float64: "mean_error" and "max_error" of the absolute values, inf
+# where one is not finite, and "class_changed", the inputs whose largest output is another one.
+Cost = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Inputs, and what the float32 model makes of them in float64."""
+
+    inputs: tuple[Tensor, ...]  # the model's arguments, float32 or token ids, [rows, ...] each
+    output: Tensor  # float64 [rows, ...], the first output
+    own: Tensor  # what float32 makes of them
+    source: str  # the names of the inputs with their counts
+
+    def cost(self, output: np.ndarray[Any, Any] | Tensor) -> Cost:
+        """What a model costs whose first output this is. Raises ExportError: of another shape."""
+        if tuple(output.shape) != tuple(self.output.shape):
+            raise ExportError(
+                f"accuracy: outputs of shape {list(output.shape)}, not {list(self.output.shape)}"
+            )
+        values, exact = torch.as_tensor(output, dtype=torch.float64), self.output
+        errors = (values - exact).abs()
+        known = bool(errors.isfinite().all())
+        mean, most = (float(errors.mean()), float(errors.max())) if known else (math.inf, math.inf)
+        changed = int((values.flatten(1).argmax(1) != exact.flatten(1).argmax(1)).sum())
+        return {"mean_error": mean, "max_error": most, "class_changed": changed}
+
+    def to_dict(self, costs: Mapping[str, Cost], classes: bool) -> dict[str, Any]:
+        """The manifest's entry; `classes`: the outputs are logits, and a largest one is a class."""
+        return {
+            "against": "float64 of the float32 weights",
+            "inputs": self.source,
+            "rows": len(self.output),
+            "output_std": float(self.output.std(unbiased=False)),
+            "costs": {
+                name: finite(cost) | ({} if classes else {"class_changed": None})
+                for name, cost in {"float32": self.cost(self.own), **costs}.items()
+            },
+        }
+
+
+def exact_outputs(model: nn.Module, cases: Mapping[str, ModelInput]) -> Exact:
+    """Run the original of a float32 model in float64 and in float32, on inputs by name: a tensor or
+    the tuple of the model's arguments, batch first. Raises ExportError where it fails on them."""
+    tuples = [case if isinstance(case, tuple) else (case,) for case in cases.values()]
+    device = next(model.parameters()).device
+    inputs = tuple(
+        torch.cat([torch.as_tensor(each) for each in column]).to(device)
+        for column in zip(*tuples, strict=True)
+    )
+    inputs = map_floating(inputs, torch.float32)
+    source = ", ".join(f"{name} {len(case[0])}" for name, case in zip(cases, tuples, strict=True))
+
+    def run(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+        """The first output, float64 on the CPU, a few rows at a time."""
+        batches = zip(*(each.split(max(BATCH_SIZES)) for each in inputs), strict=True)
+        return torch.cat([flat(model(*batch))[0] for batch in batches]).double().cpu()
+
+    try:
+        with torch.no_grad(), quiet(), original(model):
+            own = run(model, inputs)
+            output = run(copy.deepcopy(model).double(), map_floating(inputs, torch.float64))
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ExportError(f"the model fails in float64: {first_line(error)}") from error
+    return Exact(inputs, output, own, source)
+
+
+def cost_rows(accuracy: Mapping[str, Any]) -> list[list[str]]:
+    """A table of the manifest's entry: model, mean error, largest error, classes that changed."""
+    count, table = accuracy["rows"], []
+    for name, cost in accuracy["costs"].items():
+        errors = (cost[key] for key in ("mean_error", "max_error"))
+        texts = ("not finite" if value is None else f"{value:.1e}" for value in errors)
+        changed = cost["class_changed"]
+        share = "" if changed is None else f"{changed} of {count} ({changed / count:.0%})"
+        table.append([name, *texts, share])
+    return table

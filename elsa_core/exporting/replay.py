@@ -18,8 +18,6 @@ PROVIDER = "CUDAExecutionProvider"  # the name of the ImportError of an ONNX Run
 
 
 class _Block:
-    """Refuses the imports of packages that a bundle must do without."""
-
     def __init__(self, names: list[str]) -> None:
         self._names = names
 

@@ -5,41 +5,20 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elsa_core.base.messages import first_line
-from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.base.reading import open_regular
+from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
-        Ed25519PrivateKey,
-        Ed25519PublicKey,
-    )
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 SIGNATURE_NAME = "manifest.sig"
 SIGNATURE_BYTES = 64
 _KEY_BYTES = 1 << 16
-
-
-def read_private_key(path: Path) -> Ed25519PrivateKey:
-    """The key of `openssl genpkey -algorithm ed25519` or `ssh-keygen -t ed25519`, no phrase."""
-    key: Ed25519PrivateKey = _read(path, "private")
-    return key
-
-
-def read_public_key(path: Path) -> Ed25519PublicKey:
-    """The public half: a PEM file, or a line that begins with `ssh-ed25519`."""
-    key: Ed25519PublicKey = _read(path, "public")
-    return key
-
-
-def sign(manifest: bytes, key: Ed25519PrivateKey) -> bytes:
-    """The 64 bytes of manifest.sig."""
-    return key.sign(manifest)
 
 
 def matches(manifest: bytes, signature: bytes, key: Ed25519PublicKey) -> bool:
@@ -53,7 +32,9 @@ def matches(manifest: bytes, signature: bytes, key: Ed25519PublicKey) -> bool:
     return True
 
 
-def _read(path: Path, kind: str) -> Any:
+def read_key(path: Path, kind: str) -> Any:
+    """A "private" key of `openssl genpkey -algorithm ed25519` or `ssh-keygen -t ed25519`, without a
+    phrase; or a "public" one: a PEM file, or a line that begins with `ssh-ed25519`."""
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
@@ -64,13 +45,10 @@ def _read(path: Path, kind: str) -> Any:
         ) from None
     flag = "--sign" if kind == "private" else "--key"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:  # noqa: PTH123  # of a descriptor
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ArgumentError(f"{path} ({flag}) is not a plain file")
+        with open_regular(path) as file:
             content = file.read(_KEY_BYTES)
-    except OSError as error:
-        raise ArgumentError(f"{path} ({flag}) cannot be read: {error.strerror or error}") from None
+    except (ModelError, OSError) as error:
+        raise ArgumentError(f"({flag}) {error}") from None
     ssh = b"OPENSSH" in content[:100] or content.startswith(b"ssh-")
     load: Callable[..., Any] = getattr(serialization, f"load_{'ssh' if ssh else 'pem'}_{kind}_key")
     wanted = ed25519.Ed25519PrivateKey if kind == "private" else ed25519.Ed25519PublicKey

@@ -314,5 +314,5 @@ def test_an_older_runtime_is_told_so(library: str) -> None:
 
 def test_building_again_does_nothing(library: str) -> None:
     before = Path(library).stat().st_mtime_ns
-    assert str(ort_library.build()) == library == str(ort_library.library_path())
+    assert str(ort_library.build()) == library
     assert Path(library).stat().st_mtime_ns == before

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elsa_core.exporting.tracing import brings_cpp_library
+from elsa_core.exporting.artefacts import brings_cpp_library
 
 
 @pytest.mark.long

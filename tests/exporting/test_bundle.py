@@ -23,11 +23,9 @@ from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ExportError, NothingPatchedError, UnavailableError
 from elsa_core.exporting import reference
 from elsa_core.exporting.bundle import Bundle, check_output, export
-from elsa_core.exporting.description import write_labels
-from elsa_core.exporting.export_target import export_target
-from elsa_core.exporting.readme import readme
+from elsa_core.exporting.description import readme, write_labels
+from elsa_core.exporting.export_target import export_target, tower_of
 from elsa_core.exporting.templates import load as template
-from elsa_core.exporting.towers import tower_of
 from elsa_core.exporting.verify import verify
 from elsa_core.loading.loader import Loaded, load_model
 from elsa_core.patching.rewrite import patch, patched_sites, unpatch

@@ -20,8 +20,8 @@ from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer
 from elsa_core.backends.cuda.plan import write as plan_bytes
 from elsa_core.backends.triton.pack import build
 from elsa_core.errors import ArgumentError, ExportError, UnavailableError
-from elsa_core.exporting import gpu_library, onnx_calls
-from elsa_core.exporting.readme import _limits
+from elsa_core.exporting import gpu_library
+from elsa_core.exporting.description import _limits
 from elsa_core.exporting.templates import load as template
 
 FACTS: dict[str, Any] = {
@@ -149,7 +149,7 @@ def test_plans_for_other_architectures(folder: Path, driver: str) -> None:
 def test_nodes_are_found_without_a_precision() -> None:
     """Each call once as PyTorch makes it and once as a node of model.onnx does, by one plan."""
     found, _ = gpu_library.planned(calls(attends(1)), 90, silent)
-    content = planfile.write({90: onnx_calls.without_precision(found, "strict")}, "")
+    content = planfile.write({90: gpu_library.without_precision(found, "strict")}, "")
     words = layout(*attends(1)[1])
     assert content.count(b"elsa::attention") == content.count(words[:-16]) == 2
     assert content.count(words) == 1

@@ -18,8 +18,8 @@ import elsa_core as elsa
 from elsa_core.errors import ArgumentError, ExportError
 from elsa_core.exporting import onnx as exporting
 from elsa_core.exporting import ort_library
+from elsa_core.exporting.artefacts import checked_operators, operators_of
 from elsa_core.exporting.onnx import export_onnx
-from elsa_core.exporting.tracing import checked_operators, operators_of
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

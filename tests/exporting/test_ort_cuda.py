@@ -26,9 +26,9 @@ from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer
 from elsa_core.backends.cuda.plan import write as plan_bytes
 from elsa_core.backends.cuda.record import DTYPES
 from elsa_core.errors import ExportError, UnavailableError
-from elsa_core.exporting import artefacts, gpu_library, onnx_calls, ort_library
+from elsa_core.exporting import artefacts, gpu_library, ort_library
 from elsa_core.exporting.bundle import Bundle
-from elsa_core.exporting.readme import readme
+from elsa_core.exporting.description import readme
 from elsa_core.exporting.templates import load as template
 from elsa_core.loading.loader import Loaded
 
@@ -115,7 +115,7 @@ def plans(calls: list[Any]) -> bytes:
         layouts.append((call.func._schema.name, words, plan))
     sizes = ",".join("8" * slots)
     kernel = Kernel("scale", f"scale;{sizes}\0".encode(), 128)
-    found = onnx_calls.without_precision(planfile.Recorded(tuple(layouts), {7: kernel}), "strict")
+    found = gpu_library.without_precision(planfile.Recorded(tuple(layouts), {7: kernel}), "strict")
     return planfile.write({90: found}, SERVED)
 
 
@@ -168,7 +168,7 @@ def make(tmp_path: Path, driver: str, gpu_onnx_library: Path) -> Make:
         path = model(tmp_path, op_type, terms, inputs)
         bundle = NodeBundle(tmp_path, driver)
         bundle.plans.parent.mkdir()
-        calls = onnx_calls.of_nodes(path, 2, "strict", torch.device("meta"))
+        calls = gpu_library.of_nodes(path, 2, "strict", torch.device("meta"))
         bundle.plans.write_bytes(plans(list(calls)))
         shutil.copyfile(gpu_onnx_library, bundle.library)
         return bundle
@@ -306,7 +306,7 @@ def test_nodes_without_kernels_are_refused(node: Any, make: Make, tmp_path: Path
     op_type, terms, inputs = node
     path = model(tmp_path, op_type, terms, inputs)
     with pytest.raises(ExportError, match="leave onnx out"):
-        list(onnx_calls.of_nodes(path, 2, "strict", torch.device("cpu")))
+        list(gpu_library.of_nodes(path, 2, "strict", torch.device("cpu")))
     given = [[kind, sizes, (i + 1) << 16] for i, (kind, sizes) in enumerate(inputs)]
     answer = make().ask([op_type, given, terms])
     assert "on a GPU there must be as many key heads" in answer["answers"][0]["error"]
@@ -346,7 +346,7 @@ class Calls(TorchDispatchMode):
 def test_a_models_nodes_make_the_models_calls(bundle: Bundle, vit: Loaded) -> None:
     """Of the same layouts, so that the kernels of one are those of the other."""
     path = bundle.path / "model.onnx"
-    nodes = list(onnx_calls.of_nodes(path, 2, "strict", torch.device("meta")))
+    nodes = list(gpu_library.of_nodes(path, 2, "strict", torch.device("meta")))
     with torch.no_grad(), Calls() as calls:
         vit.model(*vit.example_inputs(2))
     assert len(nodes) == 2 and [layout(*each.args) for each in nodes] == calls.layouts

@@ -19,7 +19,7 @@ import torch
 import elsa_core  # noqa: F401  (defines the operators)
 from elsa_core.backends import cuda, eager_window
 from elsa_core.backends.cuda import library, planfile
-from elsa_core.exporting import gpu_library, onnx_calls, ort_library
+from elsa_core.exporting import gpu_library, ort_library
 
 pytest.importorskip("triton")
 onnx = pytest.importorskip("onnx")
@@ -85,10 +85,10 @@ def bundle(folder: Path, name: str, dtype: str) -> Path:
         pytest.skip(f"the CUDA library: {cuda.status().reason}")
 
     def run() -> None:
-        for call in onnx_calls.of_nodes(path, ROWS, "strict", torch.device("cuda", 0)):
+        for call in gpu_library.of_nodes(path, ROWS, "strict", torch.device("cuda", 0)):
             call()
 
-    found = onnx_calls.without_precision(planfile.recorded(library.load(), run), "strict")
+    found = gpu_library.without_precision(planfile.recorded(library.load(), run), "strict")
     major, minor = torch.cuda.get_device_capability(0)
     (folder / "lib").mkdir()
     plans = planfile.write({10 * major + minor: found}, f"batches of {ROWS}")

@@ -12,9 +12,9 @@ import pytest
 
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ExportError, ModelError
-from elsa_core.exporting.accuracy import Exact, exact_outputs
 from elsa_core.exporting.bundle import Bundle, export
 from elsa_core.exporting.manifest import hashed
+from elsa_core.exporting.reference import Exact, exact_outputs
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.verify import verify
 from elsa_core.loading import Loaded

@@ -67,8 +67,8 @@ def keys(folder: Path, ssh: bool = False) -> tuple[Path, Path]:
 
 
 def sign(bundle: Path, private: Path) -> None:
-    key = signature.read_private_key(private)
-    signed = signature.sign((bundle / "manifest.json").read_bytes(), key)
+    key = signature.read_key(private, "private")
+    signed = key.sign((bundle / "manifest.json").read_bytes())
     (bundle / "manifest.sig").write_bytes(signed)
 
 
@@ -222,9 +222,9 @@ def test_export_signs(vit: Loaded, report: CheckReport, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(
         vit.model, out, formats=("torchscript",), loaded=vit, check=report, batches=(1,),
-        key=signature.read_private_key(private),
+        key=signature.read_key(private, "private"),
     )  # fmt: skip
-    assert verify(out, run=False, key=signature.read_public_key(public)).signed
+    assert verify(out, run=False, key=signature.read_key(public, "public")).signed
     assert run(["export", "test_vit", "-o", str(tmp_path / "other"), "--sign", str(public)]) == 2
     assert not (tmp_path / "other").exists()
 
@@ -249,10 +249,10 @@ def test_keys_that_are_none(tmp_path: Path) -> None:
     os.mkfifo(fifo)
     for path in (other, locked, junk, public, tmp_path / "none", tmp_path, fifo, Path("/dev/zero")):
         with pytest.raises(ArgumentError, match=r"\(--sign\)"):
-            signature.read_private_key(path)
+            signature.read_key(path, "private")
     for path in (other, junk, private, tmp_path / "none", tmp_path, fifo, Path("/dev/zero")):
         with pytest.raises(ArgumentError, match=r"\(--key\)"):
-            signature.read_public_key(path)
+            signature.read_key(path, "public")
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
