@@ -201,7 +201,7 @@ def _show_trace(session: Session, trace: Trace) -> None:
 
 
 def _structure(part: Partition) -> list[list[str]]:
-    last, states = part.spans()[-1], part.states
+    last, states, tree = part.spans()[-1], part.states, part.tree
     trip = "none: states stay on chip from the first key to the output"
     if states.states:
         written, read, alive = map(
@@ -220,11 +220,11 @@ def _structure(part: Partition) -> list[list[str]]:
         ["round trip", trip],
         [
             "merge depth",
-            f"{part.depth} = {part.leaf_levels} in a leaf + {part.chain_merges} in a chain + "
-            f"{part.tree_levels} in a tree + 3",
+            f"{tree['depth']} = {tree['leaf_levels']} in a leaf + {tree['chain_merges']} in a "
+            f"chain + {tree['tree_levels']} in a tree + 3",
         ],
-        ["L(n, B)", f"{part.scan_depth} for a scan of the same leaves (Eq. 6)"],
-        ["u x depth", f"{part.bound:.2e}; Theorem 1, u L(n, B): {part.scan_bound:.2e}"],
+        ["L(n, B)", f"{tree['scan_depth']} for a scan of the same leaves (Eq. 6)"],
+        ["u x depth", f"{tree['bound']:.2e}; Theorem 1, u L(n, B): {tree['scan_bound']:.2e}"],
     ]
     if part.ahead_bytes:
         rows.insert(4, ["operands ahead", f"{_size(part.ahead_bytes)} written, read by each tile"])

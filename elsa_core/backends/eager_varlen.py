@@ -41,7 +41,7 @@ def backward(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, *terms: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients as `elsa_core.backends.eager.backward` computes them, sequence by sequence."""
-    *terms, needs = terms  # type: ignore[assignment]
+    is_causal, scale, precision, needs = terms
     if not grad_lse.numel():
         grad_lse = torch.zeros_like(lse)
     grads = _zeros((query, key, value), needs)
@@ -50,7 +50,20 @@ def backward(
             grad_out[rows], query[rows], key[columns], value[columns], out[rows]
         )
         slope, of_rows = grad_lse[None, :, rows], lse[None, :, rows]
-        found = eager.backward(g_out, slope, q, k, v, None, whole, of_rows, *terms, (*needs, False))
+        found = eager.backward(
+            g_out,
+            slope,
+            q,
+            k,
+            v,
+            None,
+            whole,
+            of_rows,
+            is_causal,
+            scale,
+            precision,
+            (*needs, False),
+        )
         _put(grads, found, rows, columns)
     return grads[0], grads[1], grads[2]
 
@@ -97,7 +110,7 @@ def entmax_backward(
         Gradients of query, key, value and head_alpha; empty where `needs`, the last term, says that
         none is wanted.
     """
-    *terms, needs = terms  # type: ignore[assignment]
+    alpha, is_causal, scale, precision, needs = terms
     grads = _zeros((query, key, value), needs)
     of_alpha, dtype = query.new_empty(0), query.dtype
     if needs[3] and head_alpha is not None:
@@ -110,7 +123,8 @@ def entmax_backward(
         tile_rows, tile_columns = _tiles(s, queries, keys)
         found = eager_entmax.backward(
             g, q, k, v, None, _of_sequence(head_alpha, s), out, rows[:, None, :, queries],
-            tiles[None, :, tile_rows, tile_columns], *terms, dense,
+            tiles[None, :, tile_rows, tile_columns], alpha, is_causal, scale,
+            precision, dense,
         )  # fmt: skip
         _put(grads, found, queries, keys)
         if of_alpha.numel():

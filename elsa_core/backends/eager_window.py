@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elsa_core.backends import eager
 from elsa_core.backends.window_call import WindowCall
 from elsa_core.base.operands import require_inside
 
@@ -54,11 +55,19 @@ def partition(x: Tensor, cut: Windows, pad: Tensor | None = None) -> Tensor:
     """[B, D, H, W, C] -> [B * windows, T, C]: roll by -shift, pad with `pad` [C] or zeros, cut."""
     if any(cut.shift):
         x = x.roll([-s for s in cut.shift], (1, 2, 3))
-    if any(cut.padding):
-        x = _padded(x, cut, pad)
-    count = x.shape[0] * math.prod(cut.counts)
-    windows = _split(x, cut).permute(0, 1, 3, 5, 2, 4, 6, 7)
-    return windows.reshape(count, math.prod(cut.window), x.shape[-1])
+    for axis, extra in enumerate(cut.padding, start=1):
+        if extra:
+            shape = [*x.shape]
+            shape[axis] = extra
+            fill = x.new_zeros(()) if pad is None else pad.to(x.dtype)
+            x = torch.cat([x, fill.expand(shape)], dim=axis)
+    (nd, nh, nw), (wd, wh, ww) = cut.counts, cut.window
+    batch, channels = x.shape[0], x.shape[-1]
+    if cut.grid:
+        x = x.reshape(batch, wd, nd, wh, nh, ww, nw, channels).permute(0, 2, 4, 6, 1, 3, 5, 7)
+    else:
+        x = x.reshape(batch, nd, wd, nh, wh, nw, ww, channels).permute(0, 1, 3, 5, 2, 4, 6, 7)
+    return x.reshape(batch * math.prod(cut.counts), math.prod(cut.window), channels)
 
 
 def reverse(windows: Tensor, cut: Windows, batch: int) -> Tensor:
@@ -279,10 +288,9 @@ def _scores(
 
 
 def _chunks(windows: Tensor, num_heads: int) -> Iterator[slice]:
-    count, tokens = windows.shape[0], windows.shape[1]
+    tokens = windows.shape[1]
     size = max(1, _SCORES_ALIVE // max(1, num_heads * tokens * tokens))
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
+    return eager._blocks(windows.shape[0], size)
 
 
 def geometry(call: WindowCall) -> Windows:
@@ -291,23 +299,3 @@ def geometry(call: WindowCall) -> Windows:
     wd, wh, ww = call.window_size
     sd, sh, sw = call.shift_size
     return Windows((depth, height, width), (wd, wh, ww), (sd, sh, sw), call.grid)
-
-
-def _split(x: Tensor, cut: Windows) -> Tensor:
-    """[B, D, H, W, C] -> [B, nd, wd, nh, wh, nw, ww, C], the counts before the windows."""
-    (nd, nh, nw), (wd, wh, ww) = cut.counts, cut.window
-    batch, channels = x.shape[0], x.shape[-1]
-    if cut.grid:
-        x = x.reshape(batch, wd, nd, wh, nh, ww, nw, channels)
-        return x.permute(0, 2, 1, 4, 3, 6, 5, 7)
-    return x.reshape(batch, nd, wd, nh, wh, nw, ww, channels)
-
-
-def _padded(x: Tensor, cut: Windows, pad: Tensor | None) -> Tensor:
-    for axis, extra in enumerate(cut.padding, start=1):
-        if extra:
-            shape = [*x.shape]
-            shape[axis] = extra
-            fill = x.new_zeros(()) if pad is None else pad.to(x.dtype)
-            x = torch.cat([x, fill.expand(shape)], dim=axis)
-    return x

@@ -6,6 +6,7 @@ split, and the splits merged by a tree. What differs is where the states live in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -74,44 +75,29 @@ class Partition:
     states: RoundTrip
 
     @property
-    def leaf_levels(self) -> int:
-        """Levels of one leaf, counted as Eq. 6 counts a block: ceil(log2 of its keys)."""
-        return ceil_log2(min(self.key_tile, self.keys))
+    def tree(self) -> Mapping[str, Any]:
+        """The merges on the longest path from a key to the output, and what theorems say of them.
 
-    @property
-    def chain_merges(self) -> int:
-        """Merges, one after another, that fold the leaves of the longest split.
-
-        Those of its first chain of leaves, and one for each chain that follows.
+        `leaf_levels`: of one leaf, ceil(log2 of its keys), as Eq. 6 counts a block. `chain_merges`:
+        those, one after another, that fold the leaves of the longest split: of its first chain of
+        leaves, and one for each chain that follows. `tree_levels`: of the tree over the splits.
+        `depth`: their sum, with the constant of Eq. 6. `bound`: u x depth, Theorem 1's argument for
+        this schedule's own merges, in float32. `scan_depth`: L(n, B) with B the keys of a leaf, of
+        the paper's scan (Eq. 6). `scan_bound`: u L(n, B), Theorem 1.
         """
         longest = min(self.split_keys, self.keys)
         leaves = -(-min(self.chain_keys, longest) // self.key_tile)
-        return leaves - 1 + -(-longest // self.chain_keys) - 1
-
-    @property
-    def tree_levels(self) -> int:
-        """Levels of the tree over the splits."""
-        return ceil_log2(self.splits)
-
-    @property
-    def depth(self) -> int:
-        """Merges on the longest path from a key to the output, with the constant of Eq. 6."""
-        return self.leaf_levels + self.chain_merges + self.tree_levels + _CONSTANT
-
-    @property
-    def bound(self) -> float:
-        """u x `depth`: Theorem 1's argument for this schedule's own merges, in float32."""
-        return unit_roundoff(torch.float32) * self.depth
-
-    @property
-    def scan_depth(self) -> int:
-        """L(n, B) with B the keys of a leaf: the depth of the paper's scan (Eq. 6)."""
-        return depth(self.keys, self.key_tile)
-
-    @property
-    def scan_bound(self) -> float:
-        """u L(n, B) in float32: Theorem 1."""
-        return theorem1_bound(self.keys, self.key_tile)
+        found: dict[str, Any] = {
+            "leaf_levels": ceil_log2(min(self.key_tile, self.keys)),
+            "chain_merges": leaves - 1 + -(-longest // self.chain_keys) - 1,
+            "tree_levels": ceil_log2(self.splits),
+        }
+        found["depth"] = sum(found.values()) + _CONSTANT
+        return found | {
+            "bound": unit_roundoff(torch.float32) * found["depth"],
+            "scan_depth": depth(self.keys, self.key_tile),
+            "scan_bound": theorem1_bound(self.keys, self.key_tile),
+        }
 
     def spans(self) -> tuple[tuple[int, int], ...]:
         """[first, last) key of every split."""
@@ -133,14 +119,5 @@ class Partition:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, the derived numbers included."""
-        tree = {
-            "leaf_levels": self.leaf_levels,
-            "chain_merges": self.chain_merges,
-            "tree_levels": self.tree_levels,
-            "depth": self.depth,
-            "bound": self.bound,
-            "scan_depth": self.scan_depth,
-            "scan_bound": self.scan_bound,
-        }
         spans = [list(span) for span in self.spans()]
-        return asdict(self) | {"states": asdict(self.states), "spans": spans, "tree": tree}
+        return asdict(self) | {"states": asdict(self.states), "spans": spans, "tree": self.tree}

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,9 +66,21 @@ def prepare(head_dim: int, value_dim: int, device: int) -> None:
         UnavailableError: something is missing.
     """
     load = next(n for n in tiling.LOADS if head_dim % n == 0 and value_dim % n == 0)
-    limit = driver().shared_limit(device)
-    tiling.instance(head_dim, value_dim, load, "none", False, limit)
-    nvrtc.target(driver().arch(device))
+    driver()
+    tiling.instance(head_dim, value_dim, load, "none", False, _shared_limit(device))
+    nvrtc.target(_arch(device))
+
+
+def _arch(device: int) -> int:
+    """90 for sm_90."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _shared_limit(device: int) -> int:
+    """Bytes of shared memory that a block of threads may have."""
+    facts: Any = torch.cuda.get_device_properties(device)
+    return int(facts.shared_memory_per_block_optin)
 
 
 def empty(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +110,7 @@ def instance_of(
     if attn_mask is not None:
         mask = "bool" if attn_mask.dtype == torch.bool else "additive"
     load = load_of(query, key, value)
-    limit = driver().shared_limit(query.get_device())
+    limit = _shared_limit(query.get_device())
     return tiling.instance(query.shape[3], value.shape[3], load, mask, is_causal, limit, tiles)
 
 
@@ -165,7 +178,7 @@ def function_of(instance: Instance, device: int) -> int:
         UnavailableError: it cannot be compiled or loaded.
     """
     cuda = driver()
-    code = nvrtc.compiled(instance, cuda.arch(device))
+    code = nvrtc.compiled(instance, _arch(device))
     function = cuda.function(device, code, nvrtc.SYMBOL, instance.shared_bytes)
     LOADED.add((instance, device))
     return function

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from elsa_core.errors import UnavailableError
 
 # Of cuda.h.
-_COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76
-_MAX_SHARED_PER_BLOCK_OPTIN = 97
 _MAX_DYNAMIC_SHARED = 8
 _PREFER_SHARED = 1
 # Above it a kernel must ask for its shared memory.
@@ -28,15 +26,6 @@ class Driver:
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
         self._ask("cuInit", 0)
-
-    def arch(self, device: int) -> int:
-        """90 for sm_90."""
-        major, minor = (self._fact(device, f) for f in (_COMPUTE_MAJOR, _COMPUTE_MINOR))
-        return 10 * major + minor
-
-    def shared_limit(self, device: int) -> int:
-        """Bytes of shared memory that a block of threads may have."""
-        return self._fact(device, _MAX_SHARED_PER_BLOCK_OPTIN)
 
     def function(self, device: int, code: bytes, symbol: bytes, shared_bytes: int) -> int:
         """The handle of a kernel on a device; the code stays loaded."""
@@ -64,12 +53,6 @@ class Driver:
                 "cuLaunchKernel", ctypes.c_void_p(function), grid, 1, 1, threads, 1, 1,
                 shared_bytes, ctypes.c_void_p(stream), params, None,
             )  # fmt: skip
-
-    def _fact(self, device: int, attribute: int) -> int:
-        handle, number = ctypes.c_int(), ctypes.c_int()
-        self._ask("cuDeviceGet", ctypes.byref(handle), device)
-        self._ask("cuDeviceGetAttribute", ctypes.byref(number), attribute, handle)
-        return number.value
 
     @contextmanager
     def _current(self, device: int) -> Iterator[None]:

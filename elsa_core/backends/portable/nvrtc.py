@@ -12,12 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import logging
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -31,7 +26,6 @@ _LOG = logging.getLogger("elsa")
 
 SYMBOL = b"elsa_portable_attention"
 FLAGS = ("--std=c++17", "--fmad=true", "--ftz=false", "--prec-div=true")
-_NUMBER = re.compile(r"libnvrtc\.so\.(\d+)")
 
 
 class Nvrtc:
@@ -62,29 +56,23 @@ class Nvrtc:
         options = [f"--gpu-architecture={arch}", *FLAGS, *(f"-D{k}={v}" for k, v in macros.items())]
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         form = "CUBIN" if arch.startswith("sm_") else "PTX"
-        with self._program(source) as program:
-            if self._calls.nvrtcCompileProgram(program, len(options), given):
-                said = self._text(program, "ProgramLog").decode(errors="replace").split("\n")
-                line = next((text for text in said if "error" in text), said[0]).strip()
-                raise UnavailableError(f"NVRTC does not compile the portable kernels: {line}")
-            return self._text(program, form)
-
-    @contextmanager
-    def _program(self, source: bytes) -> Iterator[ctypes.c_void_p]:
         program = ctypes.c_void_p()
         self._ask(
             "nvrtcCreateProgram", ctypes.byref(program), source, b"attention.cu", 0, None, None
         )
         try:
-            yield program
+            failed = self._calls.nvrtcCompileProgram(program, len(options), given)
+            what = "ProgramLog" if failed else form
+            size = ctypes.c_size_t()
+            self._ask(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+            content = ctypes.create_string_buffer(size.value)
+            self._ask(f"nvrtcGet{what}", program, content)
         finally:
             self._calls.nvrtcDestroyProgram(ctypes.byref(program))
-
-    def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
-        size = ctypes.c_size_t()
-        self._ask(f"nvrtcGet{what}Size", program, ctypes.byref(size))
-        content = ctypes.create_string_buffer(size.value)
-        self._ask(f"nvrtcGet{what}", program, content)
+        if failed:
+            said = content.raw.decode(errors="replace").split("\n")
+            line = next((text for text in said if "error" in text), said[0]).strip()
+            raise UnavailableError(f"NVRTC does not compile the portable kernels: {line}")
         return content.raw
 
     def _ask(self, function: str, *arguments: object) -> None:
@@ -99,35 +87,18 @@ class Nvrtc:
 
 @functools.cache
 def library() -> Nvrtc:
-    """NVRTC of PyTorch's CUDA version, from NVIDIA's wheels or the system's loader.
+    """NVRTC of PyTorch's CUDA version, which PyTorch loads itself or the system's loader finds.
 
     Raises:
         UnavailableError: there is none.
     """
-    tried = "no libnvrtc.so beside PyTorch"
-    for path in _places():
-        try:
-            return Nvrtc(ctypes.CDLL(path))
-        except (OSError, UnavailableError) as error:  # the next one may be newer
-            tried = str(error)
-    raise UnavailableError(
-        f"NVRTC was not found ({tried}); install the nvidia-cuda-nvrtc wheel of PyTorch's CUDA"
-    )
-
-
-def _places() -> Iterator[str]:
-    """Where the library may be, those of PyTorch's CUDA version first; nothing is imported."""
-    wanted = (torch.version.cuda or "").partition(".")[0]
-    spec = importlib.util.find_spec("nvidia")
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    found = sorted(
-        path for folder in folders for path in Path(folder).glob("*/lib/libnvrtc.so.*")
-        if _NUMBER.fullmatch(path.name)
-    )  # fmt: skip
-    bundled = Path(torch.__file__).parent / "lib"
-    found += sorted(path for path in bundled.glob("libnvrtc*.so*") if "builtins" not in path.name)
-    yield from map(str, sorted(found, key=lambda path: not path.name.endswith(f".so.{wanted}")))
-    yield from (f"libnvrtc.so.{number}" for number in dict.fromkeys((wanted, "13", "12")) if number)
+    wanted = (torch.version.cuda or "13").partition(".")[0]
+    try:
+        return Nvrtc(ctypes.CDLL(f"libnvrtc.so.{wanted}"))
+    except OSError as error:
+        raise UnavailableError(
+            f"NVRTC was not found ({error}); install the nvidia-cuda-nvrtc wheel of PyTorch's CUDA"
+        ) from None
 
 
 def source() -> bytes:

@@ -224,18 +224,18 @@ def _replayed(
     if sample.mask is not None:
         scores = scores + sample.mask.double()
     oracle, _ = reference.attention(sample.query, sample.key, sample.value, sample.mask)
-    exact = replay(partition, scores, value, torch.float64)
+    exact, tree = replay(partition, scores, value, torch.float64), partition.tree
     # Two float64 computations of the same rows: merges and the scores' own rounding differ. A score
     # is a sum of head_dim products; an error of it moves its weight by as much.
     error = reference.relative_l2(exact, oracle)
     score_rounding = 2 * exact.shape[-1] * float(scores.abs().amax())
-    allowed = unit_roundoff(torch.float64) * (partition.depth + score_rounding)
+    allowed = unit_roundoff(torch.float64) * (tree["depth"] + score_rounding)
     note = "replay in float64, against softmax"
     claims = [Claim("exact", error, allowed, error <= allowed, note)]
     rounded = scores.float().double()
     truth = torch.softmax(rounded, -1) @ value
     error = reference.relative_l2(replay(partition, rounded, value, torch.float32), truth)
-    for name, bound in (("stable", partition.bound), ("theorem 1", partition.scan_bound)):
+    for name, bound in (("stable", tree["bound"]), ("theorem 1", tree["scan_bound"])):
         note = f"float32 merges of exact leaves, against {_BOUNDS[name]}"
         claims.append(Claim(name, error, bound, error <= bound, note))
     if output is None:
