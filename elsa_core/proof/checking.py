@@ -25,7 +25,8 @@ from elsa_core.measuring.timing import synchronize
 from elsa_core.patching import is_layer, original, patched_sites
 from elsa_core.proof import gradients
 from elsa_core.proof import paths as run_paths
-from elsa_core.proof.report import NOTHING_TESTED, CheckReport, GradientCheck
+from elsa_core.proof.compare import MODEL_SAMPLES
+from elsa_core.proof.report import NOTHING_TESTED, CheckReport, GradientCheck, gradient_check
 from elsa_core.proof.run import CheckRun
 from elsa_core.proof.sides import Given, faulty, own
 from elsa_core.proof.site_run import Asked, is_inexact
@@ -135,24 +136,24 @@ def _report(
     slopes: list[GradientCheck] = []
     if asked.grad:
         slopes += [
-            record.result(path)
-            for path, record in sites.gradients.items()
-            if sites.records[path].calls or record.count
+            gradient_check(path, judged)
+            for path, judged in sites.gradients.items()
+            if sites.records[path].calls or any(each.comparisons for _, each in judged)
         ]
         by_name[gradients.MODEL] = run.sides
         if run_paths.GRAPH in run.by_path and run.trains(run_paths.GRAPH, batch):
             by_name[f"{gradients.MODEL} by {run_paths.GRAPH}"] = run.by_path[run_paths.GRAPH]
-        for title, sides in by_name.items():
-            judged = run.judgement()
-            slopes.append(gradients.of_model(name, judged, sides, batch, asked.dtype, title))
+        for title, sides_of in by_name.items():
+            one = gradients.judge(run.judgement(), sides_of, batch, asked.dtype, MODEL_SAMPLES)
+            slopes.append(gradient_check(title, [(name, one)]))
         run.tick("gradients", 1)
     before, after = _seconds(run.model, batch, asked.device)
     run.tick("timing", 1)
     results = tuple(record.result(path) for path, record in sites.records.items())
     failures = _bad_weights(run.model) + [f"{s.path}: {s.reason}" for s in results if not s.ok]
-    for one in checks:
-        by = "" if one.path == run_paths.EAGER else f" by {one.path}"
-        failures += [] if one.ok else [f"model on {one.case!r}{by}: {one.reason}"]
+    for verdict in checks:
+        by = "" if verdict.path == run_paths.EAGER else f" by {verdict.path}"
+        failures += [] if verdict.ok else [f"model on {verdict.case!r}{by}: {verdict.reason}"]
     failures += [f"{one.path}: gradients: {one.reason}" for one in slopes if not one.ok]
     # a site has to have run elsa's operator, unless all are layers or a registered backend served
     attends = not all(is_layer(site) for site in run.sites.values())

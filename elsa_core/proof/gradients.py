@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from elsa_core.proof.compare import MODEL_SAMPLES, Judgement, floating_outputs, settle
-from elsa_core.proof.report import GradientCheck, GradientRecord
+from elsa_core.proof.compare import Judgement, floating_outputs, settle
 from elsa_core.proof.samples import jittered
 from elsa_core.proof.sides import Given, PatchedError, Run, Sides, finding
 
@@ -23,7 +22,7 @@ MODEL = "model"
 
 def judge(
     judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype, samples: int
-) -> None:
+) -> Judgement:
     """Judges the gradients of one case, by the name of the input or parameter: for its input, and
     for `samples` nearby ones and other losses where that one condemns the patched code. `dtype` is
     the model's, in which the loss's random numbers are representable."""
@@ -44,16 +43,7 @@ def judge(
         settle([judgement], samples, lambda seed: add(jittered(given, seed), seed))
     except PatchedError as error:
         judgement.error = str(error)
-
-
-def of_model(
-    case: str, judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype, name: str
-) -> GradientCheck:
-    """The verdict on the gradients of a whole model, as `judge` finds them for one case."""
-    judge(judgement, sides, given, dtype, MODEL_SAMPLES)
-    record = GradientRecord()
-    record.add(case, judgement)
-    return record.result(name)
+    return judgement
 
 
 def _gradients(

@@ -252,44 +252,27 @@ class SiteRecord:
         )  # fmt: skip
 
 
-@dataclass
-class GradientRecord:
-    """What was seen of the gradients of one site, or of the model, so far."""
+def gradient_check(path: str, judged: Sequence[tuple[str, Judgement]]) -> GradientCheck:
+    """The verdict on the gradients of one site, or of the model, over the cases by name."""
 
-    worst: Comparison | None = None
-    name: str = ""
-    case: str = ""
-    count: int = 0
-    wrong: list[str] = field(default_factory=list)
-    error: str = ""
+    def rank(found: tuple[str, str, Comparison]) -> tuple[bool, bool, float]:
+        """What is shown first: failures, then what is more than rounding, as no gradient of a bias
+        of keys is."""
+        return found[2].excess > 1.0, found[2].original_error < LEGIBLE, found[2].excess
 
-    def add(self, case: str, judgement: Judgement) -> None:
-        if judgement.error:
-            self.error = self.error or f"{case}: {judgement.error}"
-        self.count += len(judgement.comparisons)
-
-        def rank(gradient: Comparison) -> tuple[bool, bool, float]:
-            """What is shown first: failures, then what is more than rounding, as no gradient of a
-            bias of keys is."""
-            return gradient.excess > 1.0, gradient.original_error < LEGIBLE, gradient.excess
-
-        for name, comparison in judgement.comparisons.items():
-            if comparison.reason() and name not in self.wrong:
-                self.wrong.append(name)
-            if self.worst is None or rank(comparison) > rank(self.worst):
-                self.worst, self.name, self.case = comparison, name, case
-
-    def result(self, path: str) -> GradientCheck:
-        reason = self.error
-        if not reason and self.worst is None:
-            reason = "no gradient was compared, so nothing is known about them"
-        elif not reason and self.worst is not None and (why := self.worst.reason()):
-            more = f" (and {len(self.wrong) - 1} more)" if len(self.wrong) > 1 else ""
-            reason = f"{self.case}: gradient of {self.name}{more}: {why}"
-        return GradientCheck(
-            path=path, worst=self.name, **_errors(self.worst, reason, (), self.case),
-            worst_case=self.case, gradients=self.count, wrong=tuple(self.wrong),
-        )  # fmt: skip
+    found = [(case, name, c) for case, each in judged for name, c in each.comparisons.items()]
+    wrong = tuple(dict.fromkeys(name for _, name, comparison in found if comparison.reason()))
+    case, name, worst = max(found, key=rank, default=("", "", None))
+    reason = next((f"{case}: {each.error}" for case, each in judged if each.error), "")
+    if not reason and worst is None:
+        reason = "no gradient was compared, so nothing is known about them"
+    elif not reason and worst is not None and (why := worst.reason()):
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        reason = f"{case}: gradient of {name}{more}: {why}"
+    return GradientCheck(
+        path=path, worst=name, worst_case=case, gradients=len(found), wrong=wrong,
+        **_errors(worst, reason, (), case),
+    )  # fmt: skip
 
 
 def model_check(

@@ -17,7 +17,7 @@ from elsa_core.patching import entry, is_layer
 from elsa_core.proof import gradients
 from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.compare import SITE_SAMPLES, TURBO_EPS, Judgement, floating_outputs, settle
-from elsa_core.proof.report import GradientRecord, SiteRecord
+from elsa_core.proof.report import SiteRecord
 from elsa_core.proof.samples import jittered, zeros_filled
 from elsa_core.proof.sides import Given, Hook, PatchedError, Sides, of_site, watched
 from elsa_core.proof.site_cases import FILLED, Seen, SiteCase, site_cases
@@ -58,7 +58,7 @@ class SiteRun:
     ) -> None:  # fmt: skip
         self.sites, self.oracle, self.asked, self.tick = sites, oracle, asked, tick
         self.records = {path: SiteRecord(is_layer(site)) for path, site in sites.items()}
-        self.gradients = {path: GradientRecord() for path in sites}
+        self.gradients: dict[str, list[tuple[str, Judgement]]] = {path: [] for path in sites}
         self.entries = {path: entry(site) for path, site in sites.items()}
         self.patched = {path: type(site) for path, site in sites.items()}
         self.turbo = {
@@ -178,5 +178,5 @@ class SiteRun:
         if grad and self.asked.grad:
             slopes = Judgement(self.asked.factor, eps)
             gradients.judge(slopes, sides, given, self.asked.dtype, SITE_SAMPLES)
-            self.gradients[path].add(label, slopes)
+            self.gradients[path].append((label, slopes))
         return seen

@@ -17,7 +17,7 @@ from elsa_core.base.inputs import as_cases, chunks, generated_inputs
 from elsa_core.errors import ArgumentError
 from elsa_core.proof.capture import OperatorCapture, worst
 from elsa_core.proof.compare import Comparison, Judgement, Top1
-from elsa_core.proof.report import GradientRecord
+from elsa_core.proof.report import gradient_check
 from elsa_core.proof.samples import nearby
 from elsa_core.proof.site_cases import Seen, site_cases
 
@@ -292,14 +292,13 @@ def test_capture_sees_what_the_window_operator_returned(factor: float) -> None:
 
 def test_a_gradient_of_rounding_alone_is_not_the_worst_shown() -> None:
     """Of a bias of keys every gradient is noise, equal to none; it is judged all the same."""
-    record, judgement = GradientRecord(), Judgement(2.0)
+    judgement = Judgement(2.0)
     noise, exact = torch.full((64,), 1e-9), torch.zeros(64, dtype=torch.float64)
     judgement.add_tensors({"k.bias": exact}, {"k.bias": noise}, {"k.bias": noise})
     slope = torch.ones(64, dtype=torch.float64)
     judgement.add_tensors({"q": slope}, {"q": slope.float()}, {"q": slope.float()})
-    record.add("noise", judgement)
-    assert (record.result("attn").worst, record.result("attn").ok) == ("q", True)
+    found = gradient_check("attn", [("noise", judgement)])
+    assert (found.worst, found.gradients, found.ok) == ("q", 2, True)
     judgement.comparisons["k.bias"].patched.add(noise.double() * 9)
-    record.add("noise", judgement)
-    found = record.result("attn")
+    found = gradient_check("attn", [("noise", judgement)])
     assert (found.worst, found.wrong, found.ok) == ("k.bias", ("k.bias",), False)
