@@ -1,52 +1,74 @@
-"""Writes the table of `elsa list` from the records of `elsa inspect --all --state FILE`.
+"""Writes what is kept of the records of `elsa inspect --all --check --state FILE`: the table of
+`elsa list`, and docs/coverage.md.
 
 python -m benchmarks.model_counts FILE
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from elsa_cli import completion
 from elsa_cli.known_models import TABLE
+from elsa_core.proof import coverage
+from elsa_core.proof.coverage import Coverage
 
 
-def counted_torchvision() -> list[dict[str, Any]]:
-    """The records of torchvision's models, which `elsa inspect --all` leaves out."""
-    from elsa_core.loading import meta_model
-    from elsa_core.patching import find_sites
-
-    found = []
-    for name in sorted(completion.known("torchvision")):
-        model = meta_model(f"torchvision:{name}")
-        sites = find_sites(model)
-        found.append({
-            "name": f"torchvision:{name}", "sites": len(sites),
-            "patchable": sum(site.patchable for site in sites),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        })  # fmt: skip
-    return found
-
-
-def write(records: Iterable[dict[str, Any]], path: Path) -> int:
-    """Write the table from the records of `elsa inspect --all --state`; returns how many."""
+def write(records: Iterable[Coverage], path: Path) -> None:
+    """Write the table of `elsa list`."""
     rows = [
-        "\t".join([each["name"].removeprefix("timm:"),
-                   *(str(each[key]) for key in ("sites", "patchable", "parameters"))])
-        for each in records
-        if each["parameters"]
-    ]  # fmt: skip
+        "\t".join([r.name.removeprefix("timm:"), *map(str, (r.sites, r.patchable, r.parameters))])
+        for r in records
+        if r.parameters
+    ]
     packages = {"timm": "timm", "open_clip": "open_clip_torch", "torchvision": "torchvision"}
     used = ", ".join(f"{name} {version(package)}" for name, package in packages.items())
     path.write_text("\n".join([f"# {used}", *sorted(rows)]) + "\n", encoding="utf-8")
-    return len(rows)
+
+
+def page(records: Sequence[Coverage]) -> str:
+    """The coverage page of the documentation."""
+    total = coverage.summarise(records)
+    verdicts = ", ".join(f"{count} {name}" for name, count in sorted(total["verdicts"].items()))
+    used = ", ".join(f"{name} {version(name)}" for name in ("torch", "timm", "open_clip_torch"))
+    lines = [
+        f"# Coverage\n\nWritten by `elsa inspect --all --check`. Versions: {used}.\n",
+        f"{total['architectures']} architectures, {total['attentive']} of them with softmax "
+        f"attention; in {total['complete']} ({total['share']:.1%}) all of it is patched. "
+        f"{total['patchable']} of {total['sites']} attention sites are. Checks: {verdicts}.",
+        "",
+        "| family | architectures | sites | patched | checked: agree | worst error (original) "
+        "| kept |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    problems = []
+    for family, members in coverage.by_family(records).items():
+        kept = Counter[tuple[str, str]]()
+        for record in members:
+            for one in record.kept:
+                kept[one.module_class.rpartition(".")[2], one.reason] += one.sites
+            if record.verdict in (coverage.DIFFERS, coverage.FAILED):
+                problems.append(f"- `{record.name}`: {record.verdict}: {record.reason}")
+        checked = [r for r in members if r.verdict in (coverage.AGREES, coverage.DIFFERS)]
+        agree = sum(r.verdict == coverage.AGREES for r in checked)
+        worst = max(checked, key=lambda record: record.error or 0.0, default=None)
+        errors = "" if worst is None else f"{worst.error:.1e} ({worst.original_error:.1e})"
+        reasons = "; ".join(f"{n} {cls}: {reason}" for (cls, reason), n in kept.items())
+        sites, patched = (sum(getattr(r, of) for r in members) for of in ("sites", "patchable"))
+        counts = f"{len(members)} | {sites} | {patched} | {agree}/{len(checked)}"
+        lines.append(f"| {family} | {counts} | {errors} | {reasons} |")
+    if problems:
+        lines += ["", "What did not agree, or failed:", "", *problems]
+    if missing := [record for record in records if record.verdict == coverage.UNAVAILABLE]:
+        names = ", ".join(f"`{record.name}`" for record in missing)
+        lines += ["", f"Could not be examined: {names}. The first: {missing[0].reason}."]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
-    write([*map(json.loads, lines), *counted_torchvision()], TABLE)
+    found = [*coverage.read_state(Path(sys.argv[1])).values()]
+    write(found, TABLE)
+    Path("docs/coverage.md").write_text(page(found), encoding="utf-8")

@@ -20,20 +20,10 @@ _SOURCES: dict[str, tuple[str, str, re.Pattern[str] | None]] = {
     "torchvision": ("models", "*.py", _VISION),
 }  # fmt: skip
 
-# As `profiling.runs.variants.BASELINES` and the tables of `profiling.bench`, which import torch.
-# A test compares them.
+# As `profiling.runs.variants.BASELINES`, which imports torch. A test compares them.
 BASELINES = (
     "eager", "control", "sdpa", "compile", "eager+graph", "sdpa+graph", "compile+graph", "all",
 )  # fmt: skip
-TABLES = {
-    "attention": (
-        "vit", "window", "sweep", "varlen", "entmax", "gradients", "fp32", "fp16", "bf16",
-        "decode", "lengths", "million",
-    ),
-    "models": ("batch8", "resolution", "families"),
-    "training": ("steps", "paper"),
-    "linear": ("products", "swin"),
-}  # fmt: skip
 # As `elsa_core.backends.triton.pack.cases.architectures`; a test compares them too.
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -86,16 +76,6 @@ def among(names: Iterable[str], incomplete: str) -> list[CompletionItem[str]]:
         for name in names
         if name.startswith(last) and name not in taken
     ]
-
-
-def tables(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem[str]]:
-    """The tables of `elsa bench`, those of its KIND where that was typed, without those named."""
-    # Click leaves arguments alone where an option lacks its value, as --table does here.
-    kinds = [each for each in (ctx.params.get("kind"), *ctx.args) if each in TABLES] or TABLES
-    taken = ctx.params.get("tables") or ()
-    return among([name for kind in kinds for name in TABLES[kind] if name not in taken], incomplete)
 
 
 def _sources(library: str, inside: str, kind: str) -> Iterator[Path]:

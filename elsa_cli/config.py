@@ -30,7 +30,7 @@ import click
 # What replaces files, says where they are written, or lets a bundle's code run.
 COMMAND_LINE_ONLY = frozenset(
     (
-        *("force", "output", "page", "state", "html", "plot", "plan", "resume"),
+        *("force", "output", "state", "html", "plot", "plan", "resume"),
         *("trust", "key", "sign"),
     )
 )

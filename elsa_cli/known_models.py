@@ -1,7 +1,7 @@
 """The models that `elsa list` names: their attention sites and weights, counted ahead.
 
 Counting needs an import of torch and timm and a minute for some hundred models; data/models.tsv
-holds the counts. `elsa inspect --all --state FILE` and `python -m benchmarks.model_counts FILE`
+holds the counts. `elsa inspect --all --check --state FILE` and `python -m benchmarks.model_counts FILE`
 write it anew.
 """
 

@@ -11,7 +11,6 @@ from elsa_cli import (
     bench_common,
     bench_models,
     bench_tiles,
-    completion,
     pipeline,
     targets,
 )
@@ -55,7 +54,7 @@ _NOT_FOR = {
         "--tune", is_flag=True, help="Choose GPU tiles for these calls; writes your table."
     ),
     click.option(
-        "--table", "tables", multiple=True, metavar="NAME", shell_complete=completion.tables,
+        "--table", "tables", multiple=True, metavar="NAME",
         help="Only these tables.",
     ),
     click.option(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,9 @@ from elsa_cli import targets
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import Options, elsa_command, typed
-from elsa_cli.probes import environment
 
 if TYPE_CHECKING:
     from elsa_core.proof.coverage import Coverage
-
-_NAMED = ("torch", "timm", "open_clip_torch")  # packages that a page of --all names
 
 
 @elsa_command(
@@ -33,10 +29,9 @@ _NAMED = ("torch", "timm", "open_clip_torch")  # packages that a page of --all n
         "--state", metavar=None,
         text="With --all: continue the run that this file holds (JSON lines).",
     ),
-    shared.file_option("--page", metavar=None, text="With --all: write the table as Markdown."),
     shared.SCOPE,
     shared.file_option("--html", text="Write the sites as a page."),
-    shared.flag("--force", text="Replace the file of --page or --html."),
+    shared.flag("--force", text="Replace the file of --html."),
 )  # fmt: skip
 def command(session: Session, /, model: str | None, **values: Any) -> None:
     """List every attention site of MODEL, with --scope model also its layers: class, kind, heads,
@@ -51,19 +46,19 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
 
     options = Options(**values)
     if options.everything:
-        if alone := typed((*Options.SHARED, "html")):
+        if alone := typed((*Options.SHARED, "html", "force")):
             raise click.UsageError(f"{alone[0]} is not for --all: it takes models as they are")
         pipeline.import_torch(session)
         _show_all(session, model, options)
         return
-    if alone := typed(("checked", "state", "page")):
+    if alone := typed(("checked", "state")):
         raise click.UsageError(f"{alone[0]} goes with --all")
     if model is None:
         raise click.UsageError("missing MODEL; --all inspects every architecture")
     if options.html is not None:
         targets.check_new(options.html, options.force)
     elif typed(("force",)):
-        raise click.UsageError("--force goes with --html, or with --all and --page")
+        raise click.UsageError("--force goes with --html")
     # Whatever MODEL is, these never raise; what it is otherwise is said where it is loaded.
     path = os.path.expanduser(model)  # noqa: PTH111
     manifest = os.path.join(path, "manifest.json")  # noqa: PTH118
@@ -137,18 +132,13 @@ def _show_bundle(session: Session, path: Path) -> None:
 def _show_all(session: Session, match: str | None, options: Options) -> None:
     """Examine the architectures that the glob `match` selects, and show what was found.
 
-    Raises: click.UsageError (nothing matches), TargetError (--state or --page cannot be written),
+    Raises: click.UsageError (nothing matches), TargetError (--state cannot be written),
     ModelError (--state), VerdictError (a model differs, or fails).
     """
-    state, page = options.state, options.page
-    if page is not None and state is not None and page.resolve() == state.resolve():
-        raise click.UsageError("--state and --page name one file")
-    if page is not None:
-        targets.check_new(page, options.force)
+    state = options.state
     if state is not None:
         targets.check_writable(state)
     with session.stage("listing architectures"):
-        from elsa_core.base.files import write_text
         from elsa_core.proof import coverage
 
         names = coverage.architectures(match or "*")
@@ -167,13 +157,6 @@ def _show_all(session: Session, match: str | None, options: Options) -> None:
     total = coverage.summarise(records)
     results = {"summary": total, "architectures": [record.to_dict() for record in records]}
     session.document("inspect --all", results)
-    if page is not None:
-        words = ["elsa", "inspect", "--all", *([match] if match else [])]
-        words += ["--check"] * options.checked
-        packages = environment()["packages"]
-        found = [f"{name} {packages[name]}" for name in _NAMED if packages[name]]
-        note = f"Written by `{shlex.join(words)}`. Versions: {', '.join(found)}."
-        session.written.append(write_text(coverage.to_markdown(records, note), page))
     _table(session, coverage.by_family(records))
     bad = [record for record in records if record.verdict in (coverage.DIFFERS, coverage.FAILED)]
     for record in records:

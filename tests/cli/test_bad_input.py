@@ -123,7 +123,6 @@ def test_what_does_not_fit_is_named(
         (("profile", "vit", "-o", "{}"), 2),
         (("bench", "attention", "-o", "{}"), 2),
         (("bench", "--compare", "{}"), 2),
-        (("inspect", "--all", "--page", "{}"), 2),
         (("inspect", "--all", "--state", "{}"), 2),
         (("inspect", "{}"), 4),
         (("patch", "{}"), 4),

@@ -54,7 +54,6 @@ def test_the_output_options_of_the_script(elsa: Elsa) -> None:
         ("elsa profile x --baselines eager,com", "eager,compile"),
         ("elsa profile x --precision i", "ieee"),
         ("elsa patch x --device cu", "cuda"),
-        ("elsa bench --table dec", "decode"),
     ],
 )
 def test_offers(words: str, expected: str) -> None:
@@ -66,10 +65,6 @@ def test_offers(words: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("elsa bench models --table ", ["batch8", "resolution", "families"]),
-        ("elsa bench training --table ", ["steps", "paper"]),
-        ("elsa bench training --table steps --table ", ["paper"]),
-        ("elsa bench linear --table ", ["products", "swin"]),
         ("elsa profile x --dtype fp32,", ["fp32,fp16", "fp32,bf16"]),
         ("elsa profile x --precision strict,ieee,", ["strict,ieee,turbo", "strict,ieee,lean"]),
         ("elsa profile x --baselines eager,co", ["eager,control", "eager,compile",

@@ -10,8 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from elsa_core.proof import coverage
 from elsa_core.proof.coverage import Coverage, Kept
 
@@ -31,14 +29,12 @@ def kept(**second: str) -> str:
     return "state.jsonl"
 
 
-def test_table_page_and_document(elsa: Elsa, tmp_path: Path) -> None:
-    page, state = tmp_path / "coverage.md", kept()
-    answer = elsa("inspect", "--all", TWO, "--check", "--page", str(page), "--state", state)
+def test_table_and_document(elsa: Elsa) -> None:
+    answer = elsa("inspect", "--all", TWO, "--check", "--state", kept())
     assert answer.code == 0, answer.err
     assert "cait" in answer.out and "6 TalkingHeadAttn" in answer.out
     last = answer.out.splitlines()[-1]
     assert last.startswith("2 of 2 architectures with softmax attention are patched whole (100.0%)")
-    assert "| cait | 2 | 10 | 4 | 2/2 |" in page.read_text(encoding="utf-8")
     line = ("inspect", "--all", "timm:test_vit2", "--json")
     results = document(elsa(*line, "--state", "new.jsonl"))["results"]
     assert [one["name"] for one in results["architectures"]] == ["timm:test_vit2"]
@@ -47,23 +43,8 @@ def test_table_page_and_document(elsa: Elsa, tmp_path: Path) -> None:
     assert len(Path("new.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
-def test_a_page_says_what_wrote_it_and_is_not_replaced_unasked(elsa: Elsa) -> None:
-    page, name, state = Path("page.md"), "timm:test_vit2", ("--state", kept())
-    line = ("inspect", "--all", name, *state, "--page", "page.md")
-    for flags, said in (((), f"elsa inspect --all {name}"), (("--check",), f"{name} --check")):
-        page.unlink(missing_ok=True)
-        assert elsa(*line, *flags).code == 0
-        assert f"{said}`. Versions: torch " in page.read_text(encoding="utf-8")
-    page.write_text("mine", encoding="utf-8")
-    elsa(*line).fails(2, "page.md exists", "--force")
-    assert page.read_text(encoding="utf-8") == "mine"
-    assert elsa(*line, "--force").code == 0
-    assert "Coverage" in page.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("option", ["--state", "--page"])
-def test_a_target_that_cannot_be_written_is_known_at_once(elsa: Elsa, option: str) -> None:
-    elsa("inspect", "--all", option, "no/x").fails(2, "no/x cannot be written: No such file")
+def test_a_target_that_cannot_be_written_is_known_at_once(elsa: Elsa) -> None:
+    elsa("inspect", "--all", "--state", "no/x").fails(2, "no/x cannot be written: No such file")
 
 
 def test_an_interrupt_names_the_state_that_was_kept() -> None:
@@ -95,10 +76,9 @@ def test_a_difference_is_exit_1(elsa: Elsa) -> None:
 def test_wrong_use(elsa: Elsa, tmp_path: Path) -> None:
     elsa("inspect").fails(2, "missing MODEL")
     elsa("inspect", "vit_tiny", "--check").fails(2, "--all")
-    elsa("inspect", "vit_tiny", "--force").fails(2, "--all")
+    elsa("inspect", "vit_tiny", "--force").fails(2, "--html")
     for option in (("--img", "64"), ("--pretrained",), ("--seed", "0"), ("--dtype", "fp16")):
         elsa("inspect", "--all", *option).fails(2, "is not for --all")
-    elsa("inspect", "--all", "--state", "a", "--page", "./a").fails(2, "--state and --page")
     elsa("inspect", "--all", "nothing*").fails(2, "no architecture matches")
     broken = tmp_path / "state.jsonl"
     broken.write_text(json.dumps({"name": 1}), encoding="utf-8")

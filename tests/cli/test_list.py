@@ -92,17 +92,8 @@ def test_help(elsa: Elsa) -> None:
 
 
 def test_offered_names_are_those_of_the_core() -> None:
-    from elsa_core.profiling.bench import cases, linear, models, training
     from elsa_core.profiling.runs.variants import BASELINES
 
     assert (*BASELINES, "all") == completion.BASELINES
     rows = json.loads(DEVICES.read_text())["devices"]
     assert tuple(dict.fromkeys(f"sm_{row['arch']}" for row in rows)) == completion.ARCHS
-    measured = {
-        "attention": cases.all_tables(), "models": models.TABLES, "training": training.TABLES,
-        "linear": linear.TABLES,
-    }  # fmt: skip
-    for kind, by_device in measured.items():
-        named = {name for tables in by_device.values() for name in tables}
-        assert sorted(completion.TABLES[kind]) == sorted(named)
-    assert set(completion.TABLES) == set(measured)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from sampling import some
 
+from benchmarks import model_counts
 from elsa_core.errors import ModelError
 from elsa_core.proof import coverage
 from elsa_core.proof.coverage import AGREES, NOT_CHECKED, Coverage, Kept
@@ -108,7 +109,7 @@ def test_numbers_and_page() -> None:
     total = coverage.summarise([RECORD, whole, none])
     assert (total["architectures"], total["attentive"], total["complete"]) == (3, 2, 1)
     assert total["share"] == 0.5 and total["verdicts"] == {AGREES: 1, "differs": 1}
-    page = coverage.to_markdown([RECORD, whole, none], "A note.")
+    page = model_counts.page([RECORD, whole, none])
     assert "| some | 2 | 10 | 6 | 1/2 | 1.0e-07 (2.0e-07) |" in page
     assert "3 TalkingHeadAttn: mixes heads; 1 Eager: no adapter" in page
     assert "- `timm:b`: differs: error 1e-3" in page and "other" not in page
