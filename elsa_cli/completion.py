@@ -39,8 +39,7 @@ class _Bash(BashComplete):
         """Click would run bash to learn its version; whoever asks for the script has bash."""
 
 
-def register() -> None:
-    add_completion_class(_Bash, "bash")
+add_completion_class(_Bash, "bash")
 
 
 def models(

@@ -1,8 +1,8 @@
 """The models that `elsa list` names: their attention sites and weights, counted ahead.
 
 Counting needs an import of torch and timm and a minute for some hundred models; data/models.tsv
-holds the counts. `elsa inspect --all --check --state FILE` and `python -m benchmarks.model_counts FILE`
-write it anew.
+holds the counts. `elsa inspect --all --check --state FILE` and `python -m benchmarks.model_counts
+FILE` write it anew.
 """
 
 from __future__ import annotations

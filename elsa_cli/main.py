@@ -134,9 +134,8 @@ def main() -> NoReturn:
     if instruction := os.environ.get("_ELSA_COMPLETE"):  # a shell asks for completions
         from click.shell_completion import shell_complete
 
-        from elsa_cli import completion
+        import elsa_cli.completion  # noqa: F401  # our bash script in place of Click's
 
-        completion.register()
         sys.exit(shell_complete(cli, {}, "elsa", "_ELSA_COMPLETE", instruction))
     _leave(run(sys.argv[1:]))
 

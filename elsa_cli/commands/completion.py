@@ -25,13 +25,10 @@ def command(session: Session, /, shell: str | None, **_: Any) -> None:
     """
     from click.shell_completion import get_completion_class
 
-    from elsa_cli import completion
-
     ctx = click.get_current_context()
     name = shell or Path(os.environ.get("SHELL", "")).name
     if name not in SHELLS:
         ctx.fail(f"SHELL is needed: one of {', '.join(SHELLS)} (no such shell: {name!r})")
-    completion.register()
     kind = get_completion_class(name)
     assert kind is not None
     script = kind(ctx.find_root().command, {}, "elsa", "_ELSA_COMPLETE").source()

@@ -57,7 +57,6 @@ def command(session: Session, /, model: str, **values: Any) -> None:
 
     options = Options(**values)
     names.check(model)
-    names.check_images(options.images)
     names.check_file(options.labels, "file of labels")
     names.check_file(options.annotations, "file of annotations")
     named = () if options.labels is None else names.classes(options.labels)

@@ -161,7 +161,6 @@ def _check_early(model: str, options: Options) -> tuple[str, ...]:
             "--quantize is made of model.onnx in fp32: name onnx in --formats and leave --dtype out"
         )
     names.check(model)
-    names.check_images(options.images)
     names.check_file(options.labels, "file of labels")
     names.check_file(options.sign, "private key")
     if options.gpu_archs and options.device == "cpu":
