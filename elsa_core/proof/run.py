@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -91,12 +92,11 @@ class CheckRun:
         self.sides = of_model(model, oracle)
 
         def through(path: str) -> Sides:
-            run: list[Callable[[Given], Any]] = []
+            # made with the first batch: what it raises is a finding too
+            runner = cache(partial(paths.runner, path, model))
 
             def run_patched(given: Given) -> Any:
-                if not run:  # made with the first batch: what it raises is a finding too
-                    run.append(paths.runner(path, model))
-                return run[0](given)
+                return runner()(given)
 
             return replace(self.sides, run_patched=run_patched)
 
