@@ -67,23 +67,12 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def lift(scores: Tensor, value: Tensor) -> State:
-    """Summarise one block of keys.
-
-    Args:
-        scores: [..., n] scaled scores with every bias added; -inf takes a key out.
-        value: [..., n, dv]; leading dimensions broadcast against those of `scores`. Where the
-            dimension before n is 1, all queries share the values: one matrix product serves them
-            and nothing is expanded.
-
-    Returns:
-        State with `m` and `S` of shape [...] and `W` of shape [..., dv], in float64 if either input
-        is float64, else in float32. `m` carries no gradient: it cancels in the output and in lse.
-
-    Raises:
-        ArgumentError: a dtype is not floating point, or the two lengths n differ.
-
-    Reference: ELSA, Algorithm 1; the block form of Eq. 4.
-    """
+    """Summarise one block of keys: scaled scores [..., n] with every bias added (-inf takes a key
+    out) and value [..., n, dv], whose leading dimensions broadcast; where the dimension before n is
+    1, all queries share the values, and one matrix product serves them. The State is in float64 if
+    either input is, else in float32; `m` carries no gradient: it cancels in the output and in lse.
+    ArgumentError: a dtype is not floating point, or the lengths n differ. Reference: ELSA,
+    Algorithm 1; the block form of Eq. 4."""
     if value.dim() < 2 or scores.dim() < 1 or scores.shape[-1] != value.shape[-2]:
         raise ArgumentError(
             f"value: shape {tuple(value.shape)} does not hold one vector for each of the scores "
@@ -130,15 +119,9 @@ def merge(a: State, b: State) -> State:
 
 
 def merge_(total: State, other: State) -> State:
-    """As `merge`, in the memory of `total`, which it returns; `other` is used up. No gradients.
-
-    For states of long sequences that share no memory with others: nothing of the size of `W` is
-    allocated. m and S may be float64 beside a float32 W: a normalised state, (lse, 1, out), loses
-    no digits of its sum then.
-
-    Raises:
-        ArgumentError: a state is float16 or bfloat16.
-    """
+    """As `merge`, in the memory of `total`, which it returns; `other` is used up. No gradients. For
+    states of long sequences that share no memory with others. m and S may be float64 beside a
+    float32 W: a normalised state, (lse, 1, out), loses no digits of its sum then."""
     _require_wide(total)
     _require_wide(other)
     m = torch.maximum(total.m, other.m)
@@ -216,7 +199,6 @@ def _finite_anchor(m: Tensor) -> Tensor:
 
 
 def _factor(m_own: Tensor, m: Tensor) -> Tensor:
-    """exp(m_own - m), and 1 where both are -inf."""
     nothing = m == _NEGATIVE_INFINITY
     # The subtrahend is made finite before the subtraction, so that the branch that `where` drops
     # holds no NaN either: its gradient would be 0 * NaN.

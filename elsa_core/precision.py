@@ -86,17 +86,9 @@ def validate(precision: str, dtype: torch.dtype) -> str:
 
 
 def depth(n: int, block: int = DEFAULT_BLOCK) -> int:
-    """L(n, B) = ceil(log2 B) + 2 ceil(log2(n / B)) + 3: merges on the longest path of the scan.
-
-    Args:
-        n: number of keys, at least 1.
-        block: keys folded on chip; a block longer than n counts as n.
-
-    Raises:
-        ArgumentError: `n` or `block` is not positive.
-
-    Reference: ELSA, Eq. 6.
-    """
+    """L(n, B) = ceil(log2 B) + 2 ceil(log2(n / B)) + 3: merges on the longest path of the scan of n
+    keys, `block` of them folded on chip (n at most). ArgumentError: not positive. Reference: ELSA,
+    Eq. 6."""
     for name, number in (("n", n), ("block", block)):
         if number < 1:
             raise ArgumentError(f"{name}: {number} keys; use a positive number")

@@ -67,17 +67,10 @@ def algorithm2(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The paper's vectorised reference, step by step, in the precision of its inputs.
-
-    S = QK^T / sqrt(d);  m = max_j S;  E = exp(S - m);  s = sum_j E;  P = E / s;  Y = (E V) / s.
-
-    Arguments as in `attention`; float16 and bfloat16 inputs are computed in float32.
-
-    Returns:
-        P [..., Hq, Nq, Nk] and Y [..., Hq, Nq, Dv], float32 or float64.
-
-    Reference: ELSA, Algorithm 2 and Eq. 25. Masks, GQA and empty rows are additions.
-    """
+    """The paper's vectorised reference, step by step, in the precision of its inputs (float32 at
+    least): S = QK^T / sqrt(d); m = max_j S; E = exp(S - m); s = sum_j E; P = E / s [..., Hq, Nq,
+    Nk]; Y = (E V) / s. Arguments as in `attention`. Reference: ELSA, Algorithm 2 and Eq. 25. Masks,
+    GQA and empty rows are additions."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     query, key, value = (t.to(wide) for t in _share_heads(query, key, value))
     scores = _scores(query, key, attn_mask, is_causal, scale, 0, query.shape[-2])
@@ -129,19 +122,9 @@ class Drift:
 
 
 def drift(p: Tensor | None, p_ref: Tensor | None, y: Tensor, y_ref: Tensor) -> Drift:
-    """Measure how far probabilities `p` and outputs `y` are from a reference.
-
-    Args:
-        p, p_ref: [..., Nq, Nk] attention matrices, or both None to measure the output alone.
-        y, y_ref: [..., Nq, Dv] outputs.
-
-    A row whose reference has several equal maxima disagrees only if `p` puts its maximum elsewhere.
-
-    Raises:
-        ArgumentError: shapes differ, or just one of `p` and `p_ref` is given.
-
-    Reference: ELSA, Sec. C.2.
-    """
+    """Measure how far attention matrices `p` [..., Nq, Nk] (both or neither) and outputs `y` [...,
+    Nq, Dv] are from a reference. A row whose reference has several equal maxima disagrees only if
+    `p` puts its maximum elsewhere. ArgumentError: shapes differ. Reference: ELSA, Sec. C.2."""
     if (p is None) != (p_ref is None):
         raise ArgumentError("p: give both p and p_ref, or neither")
     y, y_ref = _pair("y", y, y_ref)
@@ -167,7 +150,6 @@ def drift(p: Tensor | None, p_ref: Tensor | None, y: Tensor, y_ref: Tensor) -> D
 
 
 def _share_heads(query: Tensor, *key_value: Tensor) -> tuple[Tensor, ...]:
-    """Repeat the heads of key and value for grouped-query attention."""
     if query.dim() < 3 or query.shape[-3] == key_value[0].shape[-3]:
         return (query, *key_value)
     heads, key_heads = query.shape[-3], key_value[0].shape[-3]
@@ -182,7 +164,6 @@ def _scores(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
     start: int, stop: int,
 ) -> Tensor:  # fmt: skip
-    """Scores of rows start to stop with every mask applied, in the dtype of `query`."""
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
     scores = (query[..., start:stop, :] @ key.transpose(-1, -2)) * scale

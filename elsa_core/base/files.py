@@ -7,12 +7,9 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
-import stat
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,8 +19,6 @@ from elsa_core.errors import ArgumentError, ElsaError, UnavailableError
 
 _RENAME_EXCHANGE = 2  # of renameat2 in linux/fs.h
 _AT_FDCWD = -100
-# An empty leftover as young as this may be one whose maker has not locked it yet.
-_YOUNG_SECONDS = 10
 
 
 def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentError) -> Path:
@@ -61,79 +56,12 @@ def staged(target: Path) -> Iterator[Path]:
 @contextmanager
 def scratch(prefix: str, suffix: str = "", folder: Path | None = None) -> Iterator[Path]:
     """Give a fresh directory that only this user may enter, and remove it at the end: `prefix`,
-    eight characters and `suffix`, in `folder` or that of the system for temporary files. What
-    killed processes of this user left under such names is removed first."""
-    place = folder or Path(tempfile.gettempdir())
-    sweep(place, prefix, suffix)
-    path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=place))
+    eight characters and `suffix`, in `folder` or that of the system for temporary files."""
+    path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=folder))
     try:
-        with _held(path):
-            yield path
+        yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def recover(target: Path) -> None:
-    """Put back a target that a killed process of this user moved aside, and remove what such left
-    half-written beside it."""
-    with suppress(OSError):
-        for old in _abandoned(target.parent, hidden(target), ".old"):
-            if not os.path.lexists(target):
-                old.rename(target)
-    for suffix in (".old", ".tmp"):
-        sweep(target.parent, hidden(target), suffix)
-
-
-def sweep(folder: Path, prefix: str, suffix: str = "") -> None:
-    """Remove what killed processes of this user left in `folder` under such names."""
-    for path in _abandoned(folder, prefix, suffix):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _abandoned(folder: Path, prefix: str, suffix: str) -> Iterator[Path]:
-    """Files and directories that `scratch` or `staged_file` made and that no process holds. Each is
-    held while the caller works on it."""
-    if sys.platform == "win32":
-        return
-    import fcntl
-
-    pattern = re.compile(re.escape(prefix) + "[a-z0-9_]{8}" + re.escape(suffix))
-    found: list[Path] = []
-    with suppress(OSError):
-        found = [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
-    for path in found:
-        with suppress(OSError):  # held by its process, gone, a link, or not to be read
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                facts = os.fstat(descriptor)
-                directory = stat.S_ISDIR(facts.st_mode)
-                empty = not any(path.iterdir()) if directory else facts.st_size == 0
-                young = empty and time.time() - facts.st_mtime < _YOUNG_SECONDS
-                if facts.st_uid == os.geteuid() and not young:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    yield path
-            finally:
-                os.close(descriptor)
-
-
-@contextmanager
-def _held(path: Path) -> Iterator[None]:
-    """Mark `path` as in use, by a lock that ends with this process however it ends."""
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -164,27 +92,25 @@ def hidden(target: Path) -> str:
 def _swap(staging: Path, target: Path) -> None:
     """Give `staging` the name of `target`; what has it so far is in the place of `staging` then.
 
-    In one step where the system has one, else the old target comes back if the second step fails.
-    """
+    In one step where system and file system can (renameat2 of Linux), else the old target comes
+    back if the second step fails."""
     if not target.exists():
         staging.rename(target)
         return
     if _exchanged(staging, target):
         return
     old = staging.with_suffix(".old")
-    with _held(target):
-        try:
-            target.rename(old)
-            staging.rename(target)
-        finally:
-            if target.exists():
-                shutil.rmtree(old, ignore_errors=True)
-            elif old.exists():
-                old.rename(target)
+    try:
+        target.rename(old)
+        staging.rename(target)
+    finally:
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.exists():
+            old.rename(target)
 
 
 def _exchanged(first: Path, second: Path) -> bool:
-    """Exchange two names in one step; False where the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     if rename is None:
         return False
@@ -196,16 +122,14 @@ def _exchanged(first: Path, second: Path) -> bool:
 @contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
     """Give an empty file beside `path` that becomes it on success and vanishes otherwise."""
-    sweep(path.parent, hidden(path), ".tmp")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=hidden(path), suffix=".tmp")
     os.close(handle)
     staging = Path(name)
     try:
-        with _held(staging):
-            yield staging
-            # mkstemp makes files that only their owner may read.
-            staging.chmod(0o666 & ~umask())
-            staging.replace(path)
+        yield staging
+        # mkstemp makes files that only their owner may read.
+        staging.chmod(0o666 & ~umask())
+        staging.replace(path)
     except BaseException:
         staging.unlink(missing_ok=True)
         raise

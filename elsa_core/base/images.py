@@ -42,16 +42,9 @@ def read_folder(
     limit: int | None = 64,
     **transform: Any,
 ) -> ImageBatch:
-    """Reads a folder and its sub-folders in sorted order; links to folders are followed, each once.
-
-    Args:
-        input_size, mean, std, transform: as `reader` takes them.
-        limit: the most images to read; None reads all.
-
-    Raises:
-        ArgumentError: `input_size` or `limit` is not usable.
-        ModelError: no folder, no image in it, or an image that cannot be read (named).
-    """
+    """Reads a folder and its sub-folders in sorted order, `limit` images at most; links to folders
+    are followed, each once. The other arguments are `reader`'s. ArgumentError: one is not usable;
+    ModelError: no folder, no image in it, or an image that cannot be read (named)."""
     if limit is not None and limit < 1:
         raise ArgumentError(f"limit={limit}: expected a positive number of images, or None for all")
     read = reader(input_size, mean, std, **transform)

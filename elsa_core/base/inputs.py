@@ -25,21 +25,12 @@ def generated_inputs(
     device: torch.device | str,
     text: tuple[int, int] | None = None,
 ) -> dict[str, ModelInput]:
-    """Images that need no files, in normalised pixels: [batch, C, H, W] each.
-
-    `noise` is what a network sees of a busy photograph; `constant` gives equal tokens, so that
-    the weights are nearly uniform; `bright patch` has one token unlike all others; `large` has
-    eight times the usual amplitude. The global random state is neither used nor changed.
-
-    Args:
-        input_size: (C, H, W).
-        batch_size: Images in each case.
-        text: (context length, vocabulary) for a model that takes image and text (CLIP): each case
-            is then (images, token ids int64 [batch, context length]).
-
-    Raises:
-        ArgumentError: A size is not positive.
-    """
+    """Images [batch, *input_size] that need no files, in normalised pixels: `noise` is what a
+    network sees of a busy photograph; `constant` gives equal tokens, so that the weights are nearly
+    uniform; `bright patch` has one token unlike all others; `large` has eight times the usual
+    amplitude. The global random state is neither used nor changed. `text`: (context length,
+    vocabulary) for a model that takes image and text (CLIP): each case is then (images, token ids
+    int64 [batch, context length]). ArgumentError: a size is not positive."""
     if len(input_size) != 3 or min(input_size) < 1 or batch_size < 1:
         raise ArgumentError(
             f"input_size={tuple(input_size)}, batch_size={batch_size}: expected (C, H, W) and a "
@@ -108,7 +99,6 @@ def resolved_input_size(
 
 
 def _own_size(model: nn.Module) -> tuple[int, int] | None:
-    """The image size that the model says it was built for."""
     visual = getattr(model, "visual", None)
     if isinstance(visual, nn.Module):
         found = _pair(getattr(visual, "image_size", None)) or _own_size(visual)

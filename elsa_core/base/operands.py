@@ -162,7 +162,6 @@ def autocast(
 def _to_four_dims(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Bring any rank, broadcast batch dims and grouped heads to [B, H, N, D]."""
     rank = max(query.dim(), key.dim(), value.dim())
     query, key, value = (t[(None,) * (rank - t.dim())] for t in (query, key, value))
     if rank < 4:

@@ -12,11 +12,8 @@ COUNTS: Final = 5
 
 
 def exact_threshold(dtype: torch.dtype, keys: int) -> float:
-    """log2 of the largest weight that may be left out without a trace beyond rounding.
-
-    Weights are relative to a maximum of their row, so that the sum of all of them is 1 or more.
-    Leaving out at most `keys` of them, each at most u / (8 keys) with u the unit roundoff of the
-    dtype, changes the sum by u / 8 of itself, and an output by a quarter of u times the largest
-    |value| of its column at most.
-    """
+    """log2 of the largest weight, relative to a maximum of its row, that may be left out without a
+    trace beyond rounding: at most `keys` weights of u / (8 keys), with u the unit roundoff, change
+    the sum (1 or more) by u / 8 of itself, and an output by a quarter of u times the largest
+    |value| of its column."""
     return math.log2(torch.finfo(dtype).eps) - 4.0 - max(keys - 1, 0).bit_length()

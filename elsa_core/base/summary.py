@@ -10,15 +10,8 @@ _GAP = "  "
 
 @dataclass(frozen=True)
 class Summary:
-    """What is shown of a result.
-
-    Attributes:
-        title: one line above the table.
-        columns: their titles; one that starts with ">" is aligned to the right.
-        rows: cells as text, one for each column. Without rows there is no table.
-        lines: what stands below it.
-        then: a second table, below all that.
-    """
+    """What is shown of a result: a title above a table of `rows` (none: no table) under `columns`,
+    whose titles with ">" are aligned to the right; lines below it, and then a second table."""
 
     title: str
     columns: tuple[str, ...] = ()

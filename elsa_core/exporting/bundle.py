@@ -286,7 +286,6 @@ def check_output(target: Path, given: Path, zip: bool, force: bool) -> None:
     if not zip:
         check_target(target, given, force)
         return
-    files.recover(target)
     if not target.exists():
         return
     if target.is_dir():

@@ -134,7 +134,6 @@ class Graphs:
     def _captured(
         self, key: Hashable, model: nn.Module, given: Given, device: torch.device
     ) -> Inference | Training:
-        """A new graph, in the place of the one that was not used for longest."""
         reason = why_not(model, device, backward=self._kind.backward)
         if reason:
             raise RefusedError(reason)

@@ -23,20 +23,15 @@ _SHARDED: Final = ("FullyShardedDataParallel", "FSDPModule")
 def graphed(model: nn.Module, *, shapes: int = 8, copy_outputs: bool = True) -> GraphedModel:
     """The model with its eager calls as CUDA graphs, in inference and in training.
 
-    The first call with arguments of some shapes captures a graph, later ones copy their arguments
-    into its memory and replay it. That first call runs the forward five times, the capture
-    included; one that is refused runs it up to five times before the model's own call. A state that
-    the forward keeps sees all of them. Buffers and random numbers of a training call do not.
+    The first call with arguments of some shapes captures a graph, in five runs of the forward;
+    later ones copy their arguments into its memory and replay it. A call that wants gradients has a
+    second graph, of its backward, which follows its forward before the next one, and runs once.
+    Autocast, GradScaler, accumulation, clipping, any optimizer, frozen parameters, dropout and
+    batch norm work as they do without.
 
-    A call that wants gradients has a second graph, of its backward. Autocast, GradScaler,
-    accumulation, clipping, any optimizer, frozen parameters, dropout and batch norm work as they do
-    without. A backward follows its forward before the next forward, and runs once.
-
-    A replay reads the parameters where they lie, so it follows writes to them. Every call looks for
-    what it would not follow, and captures anew: tensors, attributes, modules or hooks replaced, a
-    patch, `train()` and `eval()`, `requires_grad`. Autocast, grad mode,
-    PyTorch's settings of precision and determinism, and registered backends have graphs of their
-    own.
+    A replay reads the parameters where they lie. Every call looks for what a replay would not
+    follow, and captures anew: tensors, attributes, modules or hooks replaced, a patch, `train()`
+    and `eval()`, `requires_grad`. A forward runs no Python when it is replayed.
 
     Where a graph could be wrong, or cannot be, the call is the model's own, and one warning says
     why:
@@ -49,16 +44,13 @@ def graphed(model: nn.Module, *, shapes: int = 8, copy_outputs: bool = True) -> 
     - two forwards before a backward, activation checkpointing, older gradients held elsewhere.
 
     In training mode without gradients, within another capture and under a compiler, tracer,
-    transform or dispatch mode it is so without a warning.
-
-    A forward runs no Python when it is replayed: its prints and changes of globals are left out.
-    Graphed calls on one device run one behind the other, whatever their streams and threads.
+    transform or dispatch mode it is so without a warning. Graphed calls on one device run one
+    behind the other, whatever their streams and threads.
 
     Args:
         model: any module, patched or not. It is not changed and not copied. For DDP put the graphed
             model into `DistributedDataParallel`.
-        shapes: graphs kept at most, of the last ones used, of inference and of training each. They
-            share one pool of memory each.
+        shapes: graphs kept at most, of the last ones used, of inference and of training each.
         copy_outputs: False returns the graph's own memory, which the next call overwrites.
 
     Returns:

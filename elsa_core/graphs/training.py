@@ -185,7 +185,6 @@ class Training:
         self.grads = grads
 
     def _run_alone(self) -> None:
-        """The backward outside of a capture."""
         try:
             self._run_backward()
         except RefusedError:
@@ -215,8 +214,6 @@ class Training:
 
 
 class _Replay(torch.autograd.Function):
-    """Both graphs, as autograd sees them."""
-
     @staticmethod
     def forward(
         ctx: Any, step: Training, ticket: Ticket, copy_outputs: bool, *tensors: Tensor
@@ -266,7 +263,6 @@ class _Replay(torch.autograd.Function):
 
 @contextmanager
 def _replaced(model: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[None]:
-    """The model with other parameters in place of its own, for the length of a block."""
     places = [
         (module._parameters, name, own)
         for module in model.modules()
@@ -284,7 +280,6 @@ def _replaced(model: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[Non
 
 @contextmanager
 def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model's buffers and the device's random numbers as they were before a block."""
     state = capture.BACKEND.random_state(device)
     kept = [(each, each.detach().clone()) for each in model.buffers()]
     try:
@@ -296,7 +291,6 @@ def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves that autograd would give a gradient."""
     nodes = [each.grad_fn for each in outputs if each.grad_fn is not None]
     yield from (each for each in outputs if each.grad_fn is None)
     seen = set(nodes)

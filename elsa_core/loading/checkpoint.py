@@ -129,7 +129,6 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
 
 
 def _refuse_checkpoint(path: Path, error: Exception) -> NoReturn:
-    """Raise the one-line reason why `torch.load(weights_only=True)` could not read `path`."""
     with path.open("rb") as file:
         start = file.read(16)
     text = str(error)

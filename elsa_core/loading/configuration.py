@@ -123,7 +123,6 @@ def preprocess_of(cfg: Mapping[str, Any], where: str) -> Preprocess:
 
 
 def _check_name(name: Any, where: str) -> None:
-    """Refuse a name that could lead elsewhere as a path."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
         raise ModelError(
             f"{where} names an architecture {str(name)[:60]!r}: a name has letters, digits, . _ - +"
@@ -139,7 +138,6 @@ def _assumed(extension: Any, cfg: Mapping[str, Any], where: str) -> tuple[str, .
 
 
 def _unsaid(extension: Any, where: str) -> dict[str, Any]:
-    """Return what an earlier elsa took from the architecture's name alone."""
     noted = extension.get("unsaid", {}) if isinstance(extension, Mapping) else {}
     if isinstance(noted, Mapping) and len(noted) <= _MAX_UNSAID:
         counts = [v if isinstance(v, list) else [v] for v in noted.values()]

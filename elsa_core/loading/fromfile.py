@@ -236,7 +236,6 @@ def drops_classifier(given: Mapping[str, Any]) -> bool:
 
 
 def _filled(recipe: Recipe, weights: Weights) -> nn.Module:
-    """Build a model and give it tensors of its own names and shapes."""
     kinds = {tensor.dtype for tensor in weights.tensors.values()}
     # Rounding float64 weights is left to the dtype that was asked for.
     dtype = torch.float64 if torch.float64 in kinds else torch.float32
@@ -250,7 +249,6 @@ def _filled(recipe: Recipe, weights: Weights) -> nn.Module:
 def _asked(
     target: Recipe, recipe: Recipe, plain: nn.Module, weights: Weights, given: Mapping[str, Any]
 ) -> list[str]:
-    """Return the tensors whose shape the user's image size, window or patch size changes."""
     if _RESAMPLING.intersection(given):
         return sorted(differences(plain, weights.shapes)[2])
     if target.size == recipe.size:

@@ -273,7 +273,6 @@ def load_model(
 
 
 def _checked_device(device: str | torch.device) -> torch.device:
-    """The device of a name, which must be one of this machine that holds weights."""
     try:
         found = torch.device(device)
     except RuntimeError as error:
@@ -305,7 +304,6 @@ def _from_library(
 def _from_python(
     spec: ModelSpec, size: Size, pretrained: bool, drawn: str, given: Mapping[str, Any]
 ) -> Loaded:
-    """A model that the user's own code makes."""
     if pretrained:
         raise ArgumentError("pretrained (--pretrained) is not for python:, whose factory loads it")
     model = build_own(spec.name, given)
@@ -320,7 +318,6 @@ def _from_hub(
     spec: ModelSpec, size: Size, pretrained: bool, dtype: torch.dtype, drawn: str,
     given: Mapping[str, Any],
 ) -> Loaded:  # fmt: skip
-    """A repository of the hub: its configuration, and its weights where they are asked for."""
     need, told = f"the weights of {spec.name}", f"pretrained ({spec.name})"
     config = hub.fetch(
         spec.name, CONFIG_NAMES[::-1], need=f"the configuration and weights of {spec.name}"

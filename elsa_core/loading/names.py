@@ -102,7 +102,6 @@ def _core(full: list[str], shapes: Shapes, key: str = "") -> tuple[dict[str, str
 
 
 def _for_training(bare: Mapping[str, str], shapes: Shapes) -> list[str]:
-    """The full names of tensors that are no part of the model."""
     dino = any(name.startswith(_DINO_HEAD) for name in bare.values())
     found = [
         full

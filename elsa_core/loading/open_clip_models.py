@@ -163,10 +163,10 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
         path = Path(open_clip.download_pretrained(cfg))
     check_file(path)
     usual = _recipe(recipe.name, recipe.tag)
-    return _load(recipe, usual, str(path)), f"{recipe.name}/{recipe.tag}"
+    return _load(recipe, usual, path), f"{recipe.name}/{recipe.tag}"
 
 
-def _load(target: Recipe, native: Recipe, path: str) -> nn.Module:
+def _load(target: Recipe, native: Recipe, path: str | Path) -> nn.Module:
     """Build a CLIP and let open_clip read its checkpoint, which is at the size of `native`: it
     resizes the position embedding of its own towers as it reads, and timm that of a timm tower
     afterwards."""
@@ -174,7 +174,7 @@ def _load(target: Recipe, native: Recipe, path: str) -> nn.Module:
 
     timm_tower = "timm_model_name" in (native.model_cfg or {})["vision_cfg"]
     model = built(_build, native if timm_tower else target)
-    open_clip.load_checkpoint(model, path)
+    open_clip.load_checkpoint(model, str(path))
     if timm_tower and target.size != native.size:
         tower: Any = model.visual
         tower.set_input_size(target.size)
@@ -183,7 +183,7 @@ def _load(target: Recipe, native: Recipe, path: str) -> nn.Module:
 
 def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
     with one_file(weights) as file:
-        return _load(target, native, str(file))
+        return _load(target, native, file)
 
 
 # --- what tensors show -------------------------------------------------------------------------
@@ -191,10 +191,7 @@ def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
 
 def _names_like(shapes: Shapes) -> list[str]:
     """Those whose configurations have the numbers of the shapes, before anything is built."""
-    try:
-        names = _names()
-    except UnavailableError:
-        return []
+    names = _names()
     import open_clip
 
     trunk = any(name.startswith("visual.trunk.") for name in shapes)

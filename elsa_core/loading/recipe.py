@@ -253,7 +253,6 @@ def check_blocks(args: Mapping[str, Any], where: str, error: type[ElsaError] = M
 
 
 def _within(value: Any, least: float, most: float) -> bool:
-    """True for a number in the range; NaN is in none."""
     return (
         isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
     )

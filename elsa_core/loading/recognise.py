@@ -116,7 +116,6 @@ def _misfits(library: Library, recipe: Recipe, shapes: Shapes) -> int | None:
 def _unknown(
     library: Library, shapes: Shapes, where: str, given: _Args, near: list[tuple[int, int, str]]
 ) -> ModelError:
-    """The error for tensors of no known architecture, with the closest."""
     kernels = [s for s in shapes.values() if len(s) == 4 and max(s[2:]) > 1]
     if len(kernels) > 2 and not any(map(_ATTENTION.search, shapes)):
         return ModelError(

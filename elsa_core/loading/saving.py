@@ -86,7 +86,6 @@ def write_model(directory: Path, model: nn.Module, plan: Plan, loaded: Loaded | 
 
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a .safetensors file. Tensors that share memory are written under each name."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -112,7 +111,6 @@ def _check_finite(tensors: dict[str, Tensor]) -> None:
 
 def check_target(target: Path, given: Path, force: bool) -> None:
     """Refuse a target that exists without `force`, or that elsa did not write."""
-    files.recover(target)
     if not target.exists():
         return
     if not target.is_dir():

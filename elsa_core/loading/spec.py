@@ -47,20 +47,12 @@ class ModelSpec:
 
 
 def parse(text: str | os.PathLike[str]) -> ModelSpec:
-    """Understand MODEL: a name, an alias, a hub id, a file or a directory.
-
-    A bare word is a timm name or alias before it is a file of that name; `./word` is always a path.
-
-    Args:
-        text: `vit_base_patch16_224`, `swin_tiny`, `timm:NAME[.tag]`, `open_clip:NAME[/tag]`,
-            `torchvision:NAME`, `hf-hub:OWNER/NAME`, `timm/NAME[.tag]`,
-            `python:PACKAGE.MODULE:FACTORY`, or a path.
-
-    Raises:
-        TypeError: no text and no path.
-        ModelError: unknown name (close ones are listed), no such path, or a file of another kind.
-        UnavailableError: the library that the prefix names is not installed.
-    """
+    """Understand MODEL: `vit_base_patch16_224`, `swin_tiny`, `timm:NAME[.tag]`,
+    `open_clip:NAME[/tag]`, `torchvision:NAME`, `hf-hub:OWNER/NAME`, `timm/NAME[.tag]`,
+    `python:PACKAGE.MODULE:FACTORY`, or a path. A bare word is a timm name or alias before it is a
+    file of that name; `./word` is always a path. ModelError: unknown name (close ones are listed),
+    no such path, or a file of another kind; UnavailableError: the library that the prefix names is
+    not installed."""
     if not isinstance(text, str | os.PathLike):
         raise TypeError(f"spec must be a model's name or a path, not {type(text).__name__}")
     given = os.fspath(text).strip()
@@ -149,7 +141,6 @@ def _from_library(library: Library, text: str, given: str) -> ModelSpec:
 
 
 def _owner(text: str) -> Library | None:
-    """The library that owns a repository "OWNER/NAME" of the hub."""
     owner, slash, _ = text.partition("/")
     owners = (one for one in libraries.LIBRARIES if one.hub_owner == owner)
     return next(owners, None) if slash else None

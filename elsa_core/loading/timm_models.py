@@ -35,6 +35,7 @@ PLAIN = {
     "swinv2": "swinv2_tiny_window8_256",
     "maxvit_tiny": "maxvit_tiny_tf_224",
 }
+_PATCH = re.compile(r"_patch(\d+)")
 _SWIN_MODULES = {
     "relative_position_bias_table": "swin_transformer",
     "cpb_mlp.0.weight": "swin_transformer_v2",
@@ -42,16 +43,11 @@ _SWIN_MODULES = {
 }
 
 
-def _names() -> list[str]:
-    names: list[str] = imported("timm", "timm").list_models()
-    return names
-
-
 def _lookup(text: str) -> tuple[str, str | None] | None:
     """The name itself, the plain model of a family, the shortest name that continues the text at an
     underscore (the first of equals), or an old name of another model."""
     arch, _, tag = text.partition(".")
-    names = _names()
+    names = TIMM.names()
     name: str | None = arch if arch in names else PLAIN.get(arch)
     if name is None and arch:
         fitting = [name for name in names if name.startswith(arch.rstrip("_") + "_")]
@@ -87,7 +83,6 @@ def recipe(name: str, tag: str | None = None) -> Recipe:
 
 
 def _args(recipe: Recipe) -> dict[str, Any]:
-    """Return the keyword arguments of `timm.create_model`, lists as the tuples timm expects."""
     args = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.args.items()}
     if recipe.num_classes is not None:
         args["num_classes"] = recipe.num_classes
@@ -106,7 +101,6 @@ def _build(recipe: Recipe) -> nn.Module:
 
 
 def _fixed_size(recipe: Recipe) -> bool:
-    """True for a model that is built for one input size."""
     from timm.models import get_pretrained_cfg
 
     cfg = get_pretrained_cfg(recipe.name)
@@ -122,16 +116,12 @@ def _resized(recipe: Recipe, size: Size) -> Recipe:
 
 def _shallow(recipe: Recipe) -> list[Recipe]:
     """Two blocks, with four patches a side (global attention) where that is smaller."""
-    patch = recipe.args.get("patch_size", _said_patch(recipe.name))
+    said = _PATCH.search(recipe.name)
+    patch = recipe.args.get("patch_size", int(said[1]) if said else None)
     side = 4 * patch if isinstance(patch, int) else recipe.size[0]
     plain = recipe.with_args({"depth": 2})
     staged = recipe.with_args({"depths": [2] * len(recipe.args.get("depths", [0] * 4))})
     return [_resized(plain, (side, side)), plain, staged]
-
-
-def _said_patch(name: str) -> int | None:
-    said = re.search(r"_patch(\d+)", name)
-    return int(said.group(1)) if said else None
 
 
 # --- published weights -------------------------------------------------------------------------
@@ -167,12 +157,9 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
 
 
 def _config_args(cfg: Mapping[str, Any], preprocess: Preprocess) -> dict[str, Any]:
-    args: dict[str, Any] = {}
-    if cfg.get("fixed_input_size") is True:
-        args["img_size"] = list(preprocess.input_size[1:])
-    if preprocess.input_size[0] != 3:
-        args["in_chans"] = preprocess.input_size[0]
-    return args
+    channels, *size = preprocess.input_size
+    args = {"img_size": size} if cfg.get("fixed_input_size") is True else {}
+    return {**args, **({"in_chans": channels} if channels != 3 else {})}
 
 
 def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
@@ -230,19 +217,19 @@ def _names_like(shapes: Shapes) -> list[str]:
         return []
     vit = next(found for part, found in _VIT_MODULES.items() if any(part in key for key in shapes))
     modules = (swin,) if swin is not None else vit
-    patch = (None, *shapes.get("patch_embed.proj.weight", ())[2:3])
-    names = (name for module in modules for name in timm.list_models(module=module))
-    return [name for name in names if _said_patch(name) in patch]
+    sides = shapes.get("patch_embed.proj.weight", ())[2:3]
+    names = [name for module in modules for name in timm.list_models(module=module)]
+    said = [_PATCH.search(name) for name in names]
+    return [n for n, p in zip(names, said, strict=True) if p is None or int(p[1]) in sides]
 
 
-def _one_block(recipe: Recipe, shapes: Shapes) -> Recipe:
-    stages = {key.split(".")[1] for key in shapes if re.match(r"(layers|stages)\.\d", key)}
-    return recipe.with_args({"depths": [1] * len(stages)} if stages else {"depth": 1})
+def _stages(shapes: Shapes) -> set[str]:
+    return {key.split(".")[1] for key in shapes if re.match(r"(layers|stages)\.\d", key)}
 
 
 TIMM = Library(
     name="timm",
-    names=_names,
+    names=lambda: list(imported("timm", "timm").list_models()),
     lookup=_lookup,
     hub_owner="timm",
     has_tags=True,
@@ -260,5 +247,7 @@ TIMM = Library(
     as_in=_as_in,
     names_like=_names_like,
     variants=_variants,
-    one_block=_one_block,
+    one_block=lambda recipe, shapes: recipe.with_args(
+        {"depths": [1] * len(stages)} if (stages := _stages(shapes)) else {"depth": 1}
+    ),
 )

@@ -10,12 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from elsa_core.errors import ArgumentError, ModelError, UnavailableError
+from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading import hub
 from elsa_core.loading.library import Library, Size, built, imported, unknown
 from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import Preprocess, Recipe
-from elsa_core.loading.weights import Weights
 
 # Of names of tensors: how the names of the models with such begin.
 _PREFIXES = {"encoder.layers.encoder_layer_0.": "vit_", "features.1.0.": "swin_"}
@@ -125,46 +124,29 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
     weights = get_model_weights(recipe.name).DEFAULT
     if not hub.in_torch_cache(weights.url):
         hub.require_network(weights.url, need=f"the weights of torchvision:{recipe.name}")
-    model = built(_build, recipe)
     state = weights.get_state_dict(progress=False, check_hash=True)
-    model.load_state_dict(_with_positions(model, state))
-    return model, f"torchvision {weights.name}"
+    return _filled(recipe, state), f"torchvision {weights.name}"
 
 
-def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
-    model = built(_build, target)
-    model.load_state_dict(_with_positions(model, weights.tensors))
-    return model
+def _filled(recipe: Recipe, state: Any) -> nn.Module:
+    """The model with a state whose position embedding, a ViT's, is resized as torchvision does."""
+    model: Any = built(_build, recipe)
+    if hasattr(model, "image_size") and hasattr(model, "patch_size"):
+        from torchvision.models.vision_transformer import interpolate_embeddings
 
-
-def _with_positions(model: Any, state: Any) -> Any:
-    """Return the state with a ViT's position embedding at the model's size, as torchvision does."""
-    if not hasattr(model, "image_size") or not hasattr(model, "patch_size"):
-        return state
-    from torchvision.models.vision_transformer import interpolate_embeddings
-
-    return interpolate_embeddings(model.image_size, model.patch_size, dict(state))
+        state = interpolate_embeddings(model.image_size, model.patch_size, dict(state))
+    model.load_state_dict(state)
+    filled: nn.Module = model
+    return filled
 
 
 # --- what tensors show -------------------------------------------------------------------------
 
 
-def _as_in(recipe: Recipe, shapes: Shapes) -> Recipe:
-    head = next((shapes[name] for name in _CLASSIFIERS if name in shapes), None)
-    return dataclasses.replace(recipe, num_classes=head[0] if head else None)
-
-
-def _prefix(shapes: Shapes) -> str | None:
-    """How the names of the models with such tensors begin."""
-    found = (prefix for key, prefix in _PREFIXES.items() if any(n.startswith(key) for n in shapes))
-    return next(found, None)
-
-
-def _names_like(shapes: Shapes) -> list[str]:
-    try:
-        return [name for name in _names() if name.startswith(_prefix(shapes) or "")]
-    except UnavailableError:
-        return []
+def _prefixes(shapes: Shapes) -> tuple[str, ...]:
+    return tuple(
+        prefix for key, prefix in _PREFIXES.items() if any(n.startswith(key) for n in shapes)
+    )
 
 
 TORCHVISION = Library(
@@ -176,8 +158,10 @@ TORCHVISION = Library(
     resized=_resized,
     published=_published,
     config_args=lambda cfg, preprocess: {},
-    converted=_converted,
-    as_in=_as_in,
-    marks=lambda shapes: _prefix(shapes) is not None,
-    names_like=_names_like,
+    converted=lambda target, native, weights: _filled(target, weights.tensors),
+    as_in=lambda recipe, shapes: dataclasses.replace(
+        recipe, num_classes=next((shapes[name][0] for name in _CLASSIFIERS if name in shapes), None)
+    ),
+    marks=lambda shapes: bool(_prefixes(shapes)),
+    names_like=lambda shapes: [n for n in _names() if n.startswith(_prefixes(shapes))],
 )

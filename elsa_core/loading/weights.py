@@ -137,7 +137,6 @@ def read_sharded(path: Path, key: str | None = None) -> Weights:
 
 
 def _joined(path: Path, headers: Mapping[Path, Header], key: str | None) -> Weights:
-    """The weights of one file or of several, under the model's own names."""
     shapes = {name: shape for header in headers.values() for name, shape in header.shapes.items()}
     if not shapes:
         raise ModelError(f"{path} holds no tensors")

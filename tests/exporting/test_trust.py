@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from processes import alive, seen_from_proc
 from sampling import some
-from torch import nn
 
 from elsa_cli.main import run
 from elsa_core.base import files
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.exporting import archive, signature
-from elsa_core.exporting.bundle import _staged, check_output, export
+from elsa_core.exporting.bundle import check_output, export
 from elsa_core.exporting.manifest import files_in, hashed
 from elsa_core.exporting.verify import verify
 from elsa_core.loading.loader import Loaded
@@ -336,117 +334,6 @@ def test_a_name_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert run([command, "test_vit", "-o", str(tmp_path / "a\udcff")]) == 2
         assert "is no UTF-8 text" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def die(*_: object, **__: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def write_and_die(target: Path, how: str) -> None:
-    if how == "scratch":
-        with files.scratch("elsa-verify-", folder=target.parent) as folder:
-            (folder / "half").write_text("x")
-            die()
-    if how == "zip":
-        with _staged(target, True) as folder:
-            (folder / "half").write_text("x")
-            die()
-    if how == "file":
-        with files.staged_file(target) as staging:
-            staging.write_text("half")
-            die()
-    with files.staged(target) as staging:
-        (staging / "new").write_text("new")
-        if how == "writing":
-            die()
-        if how == "exchanged":
-            files.shutil.rmtree = die  # type: ignore[assignment]
-        else:
-            files._exchanged = lambda *_: False
-            rename = Path.rename
-            Path.rename = (  # type: ignore[method-assign]
-                lambda path, other: die() if other == target else rename(path, other)  # type: ignore[assignment,return-value]
-            )
-
-
-def killed(target: Path, how: str) -> None:
-    """A copy of this process writes `target` and is killed while it does."""
-    child = os.fork()
-    if child == 0:
-        try:
-            write_and_die(target, how)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-
-@pytest.mark.parametrize(
-    ("how", "left", "holds"),
-    [("writing", ".tmp", "old"), ("exchanged", ".tmp", "new"), ("aside", ".old", "old")],
-)
-def test_a_killed_run_is_cleaned_up_by_the_next(
-    tmp_path: Path, how: str, left: str, holds: str
-) -> None:
-    target = tmp_path / "out"
-    target.mkdir()
-    (target / "old").write_text("old")
-    killed(target, how)
-    assert any(path.suffix == left for path in tmp_path.iterdir())
-    assert target.exists() is (how != "aside")
-    files.recover(target)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert [path.name for path in target.iterdir()] == [holds]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no locks say whose it is")
-@pytest.mark.parametrize("zip", [False, True])
-def test_an_export_puts_back_what_a_killed_one_moved_aside(tmp_path: Path, zip: bool) -> None:
-    """With --zip a directory may have been there: it is put back, and refused."""
-    target, aside = tmp_path / "out.zip", tmp_path / ".out.zip.abcdefgh.old"
-    aside.mkdir()
-    (aside / "old").write_text("old")
-    words = "is a directory: with --zip it names a file" if zip else "exists: use --force"
-    with pytest.raises(ArgumentError, match=words):
-        export(nn.Identity(), target, zip=zip)
-    assert [path.name for path in tmp_path.iterdir()] == ["out.zip"]
-    assert (target / "old").read_text() == "old"
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no locks say whose it is")
-def test_a_refused_export_removes_half_a_zip(tmp_path: Path) -> None:
-    (tmp_path / "out.zip").touch()
-    killed(tmp_path / "out.zip", "zip")
-    assert len(list(tmp_path.iterdir())) == 2
-    with pytest.raises(ArgumentError, match="exists: use --force"):
-        export(nn.Identity(), tmp_path / "out.zip", zip=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["out.zip"]
-
-
-def test_other_leftovers_of_a_killed_run(tmp_path: Path) -> None:
-    target = tmp_path / "report.json"
-    killed(target, "file")
-    killed(target, "scratch")
-    (tmp_path / ".report.json.notes.tmp").touch()
-    files.write_text("whole", target)
-    with files.scratch("elsa-verify-", folder=tmp_path):
-        pass
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [".report.json.notes.tmp", "report.json"]
-
-
-def test_what_is_in_use_or_anothers_is_left(
-    tmp_path: Path, give_away: Callable[[Path], None]
-) -> None:
-    foreign = tmp_path / ".out.abcdefgh.tmp"
-    foreign.mkdir()
-    (foreign / "x").touch()
-    give_away(foreign)
-    link = tmp_path / ".out.bcdefghi.tmp"
-    link.symlink_to(tmp_path)
-    with files.staged(tmp_path / "out") as staging:
-        (staging / "x").touch()
-        files.recover(tmp_path / "out")
-        assert staging.exists() and foreign.exists() and link.is_symlink()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="renameat2 is Linux's")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from sampling import some
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -23,7 +21,6 @@ from elsa_core.loading.configuration import from_config
 from elsa_core.loading.libraries import build
 from elsa_core.loading.loader import Loaded, load, load_model
 from elsa_core.loading.recipe import Preprocess, Recipe
-from elsa_core.loading.weights import one_file, read_safetensors
 
 
 def write(model: nn.Module, path: Path, metadata: dict[str, str] | None = None) -> Path:
@@ -113,23 +110,6 @@ def test_open_clip_is_both_towers(clip: Loaded) -> None:
         image_features, text_features, _ = clip.model(images, text)
     assert image_features.shape == text_features.shape
     assert clip.num_classes == 0 and clip.input_size == (3, 64, 64)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no locks say whose it is")
-def test_weights_that_a_killed_run_left_are_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy of the weights, of the model's size, stayed in the folder for temporary files."""
-    weights = read_safetensors(write(nn.Linear(2, 3), tmp_path / "model.safetensors"))
-    place = tmp_path / "temporary"
-    left = place / "elsa-weights-abcdefgh"
-    left.mkdir(parents=True)
-    (left / "model.safetensors").touch()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
-    with one_file(weights) as file:
-        assert load_file(file).keys() == {"weight", "bias"}
-        assert list(place.iterdir()) == [file.parent]
-    assert not list(place.iterdir())
 
 
 def test_open_clip_around_a_timm_tower_takes_another_size(tmp_path: Path) -> None:

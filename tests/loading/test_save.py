@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import stat
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -237,28 +236,6 @@ def test_an_interrupt_between_the_renames_restores_the_target(
     monkeypatch.undo()
     assert entries(tmp_path) == ["out"]
     assert load_model(target).report is not None
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no locks say whose it is")
-def test_what_a_killed_save_moved_aside_comes_back(
-    tmp_path: Path, patched: tuple[Loaded, PatchReport]
-) -> None:
-    target = save(*patched, tmp_path / "out")
-    plan = (target / "elsa_plan.json").read_text()
-    aside = target.rename(tmp_path / ".out.abcdefgh.old")
-    (tmp_path / ".out.bcdefghi.tmp").mkdir()
-    (tmp_path / ".out.bcdefghi.tmp" / "half").touch()
-    with pytest.raises(ArgumentError, match=r"exists: use --force"):
-        save(*patched, target)
-    assert entries(tmp_path) == ["out"] and (target / "elsa_plan.json").read_text() == plan
-    (target / "thesis.tex").touch()
-    target.rename(aside)
-    with pytest.raises(ArgumentError, match=r"it has thesis\.tex"):
-        save(*patched, target, force=True)
-    (target / "thesis.tex").unlink()
-    target.rename(aside)
-    assert save(*patched, target, force=True) == target
-    assert entries(tmp_path) == ["out"] and load_model(target).report is not None
 
 
 def test_weights_that_are_not_finite_are_not_saved(
