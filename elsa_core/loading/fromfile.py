@@ -192,9 +192,9 @@ def apply(
     dropped: list[str] = []
     if drops_classifier(given):
         with_one = build_meta(dataclasses.replace(recipe, num_classes=2)).state_dict().keys()
-        names = with_one - build_meta(recipe).state_dict().keys()
-        dropped = sorted(names & weights.shapes.keys())
-        weights = weights.without(names)
+        extra = with_one - build_meta(recipe).state_dict().keys()
+        dropped = sorted(extra & weights.shapes.keys())
+        weights = weights.without(extra)
     exact = not any(differences(plain, weights.shapes))
     if not exact:
         _check_scale(plain, weights, recipe, misfit)
@@ -210,7 +210,10 @@ def apply(
         with quiet():
             # The library reads its own files: renamed tensors, resized position embeddings.
             converted = None if exact else libraries.of(target.library).converted
-            model = converted(target, recipe, weights) if converted else _filled(target, weights)
+            if converted is not None:
+                model = converted(target, recipe, weights)
+            else:
+                model = _filled(target, weights, strict=not exact)
     except ElsaError:
         raise
     except BUILD_ERRORS as error:
@@ -223,10 +226,9 @@ def apply(
         name = next(iter(found))
         more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
         raise ModelError(f"{misfit} as it is: {name[:120]} {found[name]}{more}; {_ADVICE}")
-    notes = [f"resampled as asked: {listed(asked)}"] if asked else []
-    if dropped:
-        notes.append(f"dropped as asked (num_classes=0): {listed(dropped)}")
-    return model.eval().to(dtype=dtype), target, tuple(notes)
+    notes = [("resampled as asked", asked), ("dropped as asked (num_classes=0)", dropped)]
+    told = tuple(f"{what}: {listed(names)}" for what, names in notes if names)
+    return model.eval().to(dtype=dtype), target, told
 
 
 def drops_classifier(given: Mapping[str, Any]) -> bool:
@@ -235,14 +237,14 @@ def drops_classifier(given: Mapping[str, Any]) -> bool:
     return type(count) is int and count == 0
 
 
-def _filled(recipe: Recipe, weights: Weights) -> nn.Module:
+def _filled(recipe: Recipe, weights: Weights, strict: bool) -> nn.Module:
     kinds = {tensor.dtype for tensor in weights.tensors.values()}
     # Rounding float64 weights is left to the dtype that was asked for.
     dtype = torch.float64 if torch.float64 in kinds else torch.float32
     model = build(recipe).to(dtype=dtype)
     own = model.state_dict().keys()
     kept = {name: tensor for name, tensor in weights.tensors.items() if name in own}
-    model.load_state_dict(kept, strict=False)
+    model.load_state_dict(kept, strict=strict)
     return model
 
 
