@@ -100,7 +100,7 @@ class Implementation:
 
     support: Callable[[Request], Support]
     run: Callable[..., Any] | None
-    schedule: Callable[..., str]
+    schedule: Callable[..., str] | str
     arithmetic: Callable[[Request], str]
     direct: Callable[..., Any] | None = None
     by_row: Callable[..., Any] | None = None

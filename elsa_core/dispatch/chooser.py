@@ -357,7 +357,8 @@ def route(
         reasons = (*reasons, f"{first}: {because}") if first != name else reasons
     if request.gradient:
         reasons = (*reasons, *_of_gradients(request, found))
-    words = found.schedule(*schedule) if schedule else ""
+    words = found.schedule if schedule else ""
+    words = words if isinstance(words, str) else words(*schedule)
     return Route(name, words, request.precision, found.arithmetic(request), reasons)
 
 

@@ -184,13 +184,16 @@ def scope(device: torch.device, dtype: torch.dtype) -> str:
     return "attention" if row is None else str(row["by"])
 
 
-@functools.lru_cache(maxsize=64)
 def is_gated(device: torch.device) -> bool:
     """Whether a gated unit in float32 is one launch on a device: measured to be faster."""
-    return any(_found("gated_linear", "infer", device, torch.float32))
+    return _gated_cached(device)
 
 
-is_gated._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compilers open no file
+# Compilers open no file, and look behind a cache: the function ahead of it is the constant.
+is_gated._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_gated_cached = functools.lru_cache(maxsize=64)(
+    lambda device: any(_found("gated_linear", "infer", device, torch.float32))
+)
 
 
 @functools.cache

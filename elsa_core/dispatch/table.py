@@ -34,10 +34,6 @@ def _late(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-def _says(words: str) -> Callable[..., str]:
-    return lambda *_: words
-
-
 def _computes(words: Callable[[Request], str]) -> Callable[[Request], str]:
     """An arithmetic in words; that of half precision is the same on every backend."""
 
@@ -49,17 +45,14 @@ def _computes(words: Callable[[Request], str]) -> Callable[[Request], str]:
     return arithmetic
 
 
-def _tf32(request: Request) -> str:
-    single = "three TF32 products for each float32 product, float32 sums"
-    return "float32 FMA" if request.precision == "ieee" else single
-
-
 _of_pytorch = _computes(lambda request: f"PyTorch's {dtype_name(request.dtype)} matrix products")
 _split = _computes(lambda request: precisions.PRECISIONS[request.precision].met_by)
-_of_tf32, _fma = _computes(_tf32), _computes(lambda _: "float32 FMA")
-_as_written = _says("plain PyTorch")
-_whole_windows = _says("one window at a time, read from the projection's output as it lies")
-_layers = _says("large products; PyTorch computes smaller ones, and those that would not gain")
+_fma = _computes(lambda _: "float32 FMA")
+_three_tf32 = "three TF32 products for each float32 product, float32 sums"
+_of_tf32 = _computes(lambda given: "float32 FMA" if given.precision == "ieee" else _three_tf32)
+_as_written = "plain PyTorch"
+_whole_windows = "one window at a time, read from the projection's output as it lies"
+_layers = "large products; PyTorch computes smaller ones, and those that would not gain"
 _PLAIN_SCHEDULES = {
     "attention": _late("eager", "schedule"),
     "sparse": _late("eager_sparse", "schedule"),
@@ -191,7 +184,7 @@ _TRITON = {
     **{
         record.name: Implementation(
             _on("triton", "triton.attention.entmax"), record.overload,
-            _says("blocks of 64 queries; blocks of keys that can hold no weight are read once"),
+            "blocks of 64 queries; blocks of keys that can hold no weight are read once",
             _of_tf32, gradient=_on("triton", "triton.attention.entmax"),
             backward=_late("triton.attention.entmax", backward),
         )
