@@ -104,9 +104,8 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     names.check(model)
     with session.stage("importing torch", imports=True):
         from elsa_cli import profile_view
-        from elsa_core.measuring import environment
+        from elsa_core.measuring import documents, environment
         from elsa_core.profiling import sweep
-        from elsa_core.profiling.document import write
 
         plan, points = _planned(session, model, options)
     place = environment.describe(plan.device)
@@ -118,7 +117,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
 
     def keep(document: Document) -> None:
         if kept is not None:
-            write(document, kept)
+            documents.write(document, kept)
             if kept not in session.written:
                 session.written.append(kept)
 

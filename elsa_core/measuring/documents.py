@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from elsa_core.base.files import write_text
 from elsa_core.base.version import __version__
+from elsa_core.errors import UnavailableError
 
 SCHEMA_VERSION: Final = 1
 
@@ -63,5 +64,8 @@ def finite(value: Any) -> Any:
 
 
 def write(document: dict[str, Any], path: Path) -> Path:
-    """Write a document, whole or not at all. Raises OSError where that cannot be done."""
-    return write_text(json.dumps(finite(document), indent=1, allow_nan=False) + "\n", path)
+    """Write a document, whole or not at all; UnavailableError where that cannot be done."""
+    try:
+        return write_text(json.dumps(finite(document), indent=1, allow_nan=False) + "\n", path)
+    except OSError as error:
+        raise UnavailableError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -51,6 +51,11 @@ def describe(device: torch.device | str) -> dict[str, Any]:
         native: Any = importlib.import_module("elsa_core.backends.native")
         with contextlib.suppress(Exception):  # a description must not end a measurement
             kernels = str(native.isa()) if native.load().ok else None
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        line = next(each for each in lines if each.startswith("model name"))
+        cpu = line.partition(":")[2].strip()
     versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for name in versions:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -61,7 +66,7 @@ def describe(device: torch.device | str) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": "-".join((platform.system(), platform.machine(), *platform.libc_ver())),
         "machine": platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "cpu_count": os.cpu_count(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "kernels": kernels,
@@ -110,14 +115,6 @@ def label(environment: dict[str, Any]) -> str:
         names = ("torch", "onnxruntime")
     named = [f"{name} {packages[name]}" for name in names if packages.get(name)]
     return ", ".join([where, *named, str(environment.get("date", ""))[:10]])
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def nvidia_smi(query: str, device: torch.device | None = None) -> list[str]:

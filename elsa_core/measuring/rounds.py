@@ -109,10 +109,10 @@ def take_samples(
         found = (ratio(base, own) for own in others)
         return all(each.narrow or (settings.decide and each.decided) for each in found)
 
-    def sample(contender: Contender) -> Sample:
-        return _once(contender.call, device, clocks.get(contender.name))
-
-    return timing.interleaved(contenders, _MOST_ROUNDS, sample, enough, settings.seed)
+    return timing.interleaved(
+        contenders, _MOST_ROUNDS,
+        lambda each: _once(each.call, device, clocks.get(each.name)), enough, settings.seed,
+    )  # fmt: skip
 
 
 def _round_seconds(

@@ -190,10 +190,9 @@ def time_cuda(
     rounds = max(3, min(rounds, int(budget_seconds / cost)))
     inner = max(1, min(10, int(budget_seconds / (cost * rounds))))
 
-    def sample(contender: Contender) -> float:
-        return _gpu_seconds(replays[contender.name], flush, inner)
-
-    samples = interleaved(contenders, rounds, sample)
+    samples = interleaved(
+        contenders, rounds, lambda each: _gpu_seconds(replays[each.name], flush, inner)
+    )
     replays.clear()
     torch.cuda.synchronize()
     return samples, notes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elsa_core.base.reading import RESULT_BYTES, read_text
-from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.errors import ModelError
 from elsa_core.measuring import documents
 
 COMMAND: Final = "profile"
@@ -17,14 +17,6 @@ NO_MEMORY: Final = "out of memory"
 NOT_APPLICABLE: Final = "not applicable"
 
 Document = dict[str, Any]
-
-
-def write(document: Document, path: Path) -> None:
-    """Write a document, whole or not at all."""
-    try:
-        documents.write(document, path)
-    except OSError as error:
-        raise UnavailableError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def read(path: Path) -> Document:

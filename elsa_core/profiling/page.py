@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from elsa_core.base import pages
 from elsa_core.measuring.environment import label
@@ -38,8 +37,11 @@ def page(document: Document) -> str:
         f"<h1>{pages.text(name)}: what patching gains</h1>",
         f'<p class="dim">{pages.text(label(document["environment"]))}</p>',
         "" if results["complete"] else '<p class="warning">This sweep is not complete.</p>',
-        *(_gain(row) for row in rows),
     ]
+    for row in rows:
+        verdict, bound = verdict_text(row["profile"]), bound_text(row["profile"])
+        point = f"<b>{pages.text(point_name(row))}</b>: {pages.text(verdict)}"
+        parts += [f'<p class="gain">{point}</p>', f"<p>{pages.text(bound)}</p>" if bound else ""]
     parts += [f'<p class="warning">{pages.text(line)}</p>' for line in warning_lines(rows)]
     if rows:
         parts.append("<h2>Against what one would otherwise run</h2>")
@@ -50,7 +52,9 @@ def page(document: Document) -> str:
         runs = row["profile"]["runs"]
         if is_step(row["profile"]):
             chart = pages.figure("parts of a training step", charts.parts_chart(runs))
-            parts += [f"<h2>{pages.text(point_name(row))}</h2>", chart, _steps(runs)]
+            lines = [[run["name"], *map(duration, run["parts"].values())] for run in runs]
+            table = pages.table((".run", *runs[0]["parts"]), lines)
+            parts += [f"<h2>{pages.text(point_name(row))}</h2>", chart, table]
     with_sites = [row for row in rows if len(row["profile"]["sites"]) > 1]
     if with_sites:
         parts.append("<h2>Where the time goes</h2>")
@@ -61,16 +65,11 @@ def page(document: Document) -> str:
             pages.figure("time of each site in one call", charts.site_chart(sites)),
             _sites(sites),
         ]
-    parts.append(_environment(document))
+    facts = {"elsa": str(document.get("elsa_version", ""))}
+    for part in (results["model"], results["settings"], document["environment"]):
+        facts |= dict(_facts(part))  # the device is both asked for and described
+    parts += ["<h2>Environment</h2>", pages.table((".what", ".value"), facts.items())]
     return pages.document(f"elsa profile: {name}", parts, charts.STYLE)
-
-
-def _gain(row: Document) -> str:
-    found = row["profile"]
-    bound = bound_text(found)
-    name, verdict = pages.text(point_name(row)), pages.text(verdict_text(found))
-    lines = [f'<p class="gain"><b>{name}</b>: {verdict}</p>']
-    return "".join(lines + ([f"<p>{pages.text(bound)}</p>"] if bound else []))
 
 
 def _points(rows: Sequence[Document]) -> str:
@@ -96,12 +95,6 @@ def _points(rows: Sequence[Document]) -> str:
     return "<h2>All runs</h2>" + pages.table(columns, lines)
 
 
-def _steps(runs: Sequence[Document]) -> str:
-    names = list(runs[0]["parts"])
-    lines = [[run["name"], *(duration(run["parts"][name]) for name in names)] for run in runs]
-    return pages.table((".run", *names), lines)
-
-
 def _sites(sites: Sequence[Document]) -> str:
     columns = (".site", ".kind", "tokens", "heads x channels", "time before",
                "time after", "share of the model before", ".times as fast",
@@ -121,27 +114,15 @@ def _sites(sites: Sequence[Document]) -> str:
     return pages.table(columns, lines)
 
 
-def _environment(document: Document) -> str:
-    facts = [("elsa", str(document.get("elsa_version", "")))]
-    results = document["results"]
-    for part in (results["model"], results["settings"], document["environment"]):
-        facts += _facts(part)
-    unique = dict(facts)  # the device is both asked for and described
-    return "<h2>Environment</h2>" + pages.table((".what", ".value"), unique.items())
-
-
 def _facts(part: Document) -> Iterable[tuple[str, str]]:
     """Keys and values as text; what is not known or not set is left out."""
     for key, value in part.items():
         if isinstance(value, dict):
             # what is installed and a model's own arguments keep their names
-            named = key in ("packages", "model_kwargs")
-            yield from ((str(k), _value(v)) for k, v in value.items()) if named else _facts(value)
+            if key in ("packages", "model_kwargs"):
+                yield from ((str(name), str(each)) for name, each in value.items())
+            else:
+                yield from _facts(value)
         elif value not in (None, "", [], ()):
-            yield str(key).replace("_", " "), _value(value)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            yield str(key).replace("_", " "), {"True": "yes", "False": "no"}.get(text, text)

@@ -6,9 +6,9 @@ import json
 import math
 from pathlib import Path
 
-from elsa_core.base.files import write_text
-from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.errors import ArgumentError
 from elsa_core.loading import Plan
+from elsa_core.measuring import documents
 from elsa_core.measuring.intervals import UNSURE
 from elsa_core.patching import LAYERS
 from elsa_core.profiling.document import DONE, Document
@@ -79,7 +79,4 @@ def unsure(document: Document) -> int:
 
 def write(plan: Plan, path: Path) -> Path:
     """Write a plan, whole or not at all."""
-    try:
-        return write_text(json.dumps(plan.to_dict(), indent=2) + "\n", path)
-    except OSError as error:
-        raise UnavailableError(f"{path} cannot be written: {error.strerror or error}") from error
+    return documents.write(plan.to_dict(), path)

@@ -68,7 +68,7 @@ def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contende
     parts: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list
     if case.window:  # within images as a projection leaves them
         assert tensors.mask is not None
-        leaves: list[Tensor] = [peers.image_of(case, tensors), tensors.mask[0]]
+        leaves: list[Tensor] = [peers.joined(case, *tensors[:3]), tensors.mask[0]]
         grad, cut = peers.joined(case, slope(tensors.query)), partial(peers.windows_of, case)
         forward: Any = partial(
             window_attention, num_heads=case.heads, window_size=(case.window,) * 2, **chosen

@@ -131,15 +131,11 @@ def of_elsa(
     return Contender(f"elsa-{precision}", call, precision=precision, read=read, notes=notes)
 
 
-def image_of(case: Case, tensors: Inputs) -> Tensor:
-    """The images [images, H, W, 3 * C] that the windows of a case would have been cut from."""
-    return torch.cat([joined(case, part) for part in tensors[:3]], -1)
-
-
-def joined(case: Case, windows: Tensor) -> Tensor:
-    """[windows, heads, T, head_dim] as they lie in images [images, H, W, C]."""
+def joined(case: Case, *windows: Tensor) -> Tensor:
+    """[windows, heads, T, head_dim] as they lie in images [images, H, W, C], one beside another."""
     across = math.isqrt(case.batch // WINDOW_IMAGES)  # windows along an axis of an image
-    parts = windows.unflatten(0, (WINDOW_IMAGES, across, across))
+    # [windows, 3, heads, T, head_dim] of query, key and value
+    parts = torch.stack(windows, 1).flatten(1, 2).unflatten(0, (WINDOW_IMAGES, across, across))
     parts = parts.unflatten(4, (case.window, case.window))  # [n, y, x, heads, h, w, head_dim]
     image: Tensor = parts.permute(0, 1, 4, 2, 5, 3, 6).flatten(5).flatten(3, 4).flatten(1, 2)
     return image
@@ -158,7 +154,7 @@ def elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> C
     """Windows read from the images that they would have been cut from."""
     bias = None if tensors.mask is None else tensors.mask[0]
     call = partial(
-        window_attention, image_of(case, tensors), bias, num_heads=case.heads,
+        window_attention, joined(case, *tensors[:3]), bias, num_heads=case.heads,
         window_size=(case.window,) * 2, precision=precision, backend=backend,
     )  # fmt: skip
 

@@ -42,19 +42,6 @@ class _Packed:
         """[T, H, D] as [B, H, N, D], zeros at padded places."""
         return packing.padded(returned, self.starts, self.longest).transpose(1, 2)
 
-    def clear(self, returned: Any) -> Tensor:
-        """[B, H, N, D] with zeros at padded places."""
-        cleared: Tensor = returned.masked_fill(~self.here[:, None, :, None], 0)
-        return cleared
-
-
-def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
-    packed = _Packed(case, tensors)
-    given = (*packed.operands, packed.starts, None, packed.longest)
-    return of_elsa(
-        varlen_attention, explain_varlen_attention, given, precision, backend, read=packed.read
-    )
-
 
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:
     """The padded batch by PyTorch and by `elsa.attention`, each sequence alone, PyTorch's own."""
@@ -62,7 +49,12 @@ def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Co
 
     def padded(name: str, attend: Callable[..., Any]) -> Callable[[], Contender]:
         call = functools.partial(attend, *tensors[:3], packed.here[:, None, None, :])
-        return lambda: Contender(name, call, read=packed.clear)
+        hidden = ~packed.here[:, None, :, None]
+
+        def read(out: Any) -> Any:
+            return out.masked_fill(hidden, 0)
+
+        return lambda: Contender(name, call, read=read)
 
     def each() -> Contender:
         parts = [
@@ -102,6 +94,14 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Te
     there = torch.arange(longest, device=key.device) < lengths[:, None]  # [B, N]
     out = reference.attention(query, key, value, there[:, None, None, :])[0]
     return out.masked_fill(~there[:, None, :, None], 0) if query.shape == key.shape else out
+
+
+def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
+    packed = _Packed(case, tensors)
+    given = (*packed.operands, packed.starts, None, packed.longest)
+    return of_elsa(
+        varlen_attention, explain_varlen_attention, given, precision, backend, read=packed.read
+    )
 
 
 VARLEN = Bench(
