@@ -81,7 +81,16 @@ def _body(op: Writer, qkv: Value, bias: Value, pad: Value, logit: Value) -> Valu
             ones = op.Expand(1.0, op.Concat([1], sizes, [1], axis=0))
             image = op.Where(op.Cast(op.Pad(ones, pads), to=9), image, pad)
     cut = _cut(op, image, counts, window, tokens, op.Shape(qkv, start=4))
-    q, k, v = _split_channels(op, cut, op.Concat([0], windows, tokens, axis=0))
+    front, heads = (
+        op.Concat([0], windows, tokens, axis=0),
+        op.Reshape(op.attribute("num_heads"), [-1]),
+    )
+    order = (heads, [3]) if "head_first" in op else ([3], heads)
+    perm = [4, 0, 1, 3, 2, 5] if "head_first" in op else [3, 0, 1, 4, 2, 5]
+    six = op.Transpose(op.Reshape(cut, op.Concat(front, *order, [-1], axis=0)), perm=perm)
+    parts = op.Split(six, axis=0, num_outputs=3, outputs=3)
+    # [B, windows, heads, tokens, head_dim]
+    q, k, v = (op.Cast(op.Squeeze(part, [0]), to=1) for part in parts)
     if logit:
         q, k = (op.Div(x, op.Max(op.ReduceL2(x, [-1], keepdims=1), 1e-12)) for x in (q, k))
     factor = op.Unsqueeze(logit, [1, 2]) if logit else op.attribute("scale")
@@ -91,7 +100,10 @@ def _body(op: Writer, qkv: Value, bias: Value, pad: Value, logit: Value) -> Valu
     if "shifted" in op:
         scores = op.Add(scores, _region_mask(op, counts, window, padded, tokens))
     out = op.CastLike(op.MatMul(op.Softmax(scores, axis=-1), v), qkv)
-    image = _uncut(op, out, counts, window, padded)
+    perm = [0, 4, 1, 5, 2, 6, 3, 7] if "grid" in op else [0, 1, 4, 2, 5, 3, 6, 7]
+    tokens_first = op.Transpose(out, perm=[0, 1, 3, 2, 4])
+    eight = op.Reshape(tokens_first, op.Concat([0], counts, window, [-1], axis=0))
+    image = op.Reshape(op.Transpose(eight, perm=perm), op.Concat([0], padded, [-1], axis=0))
     if "padded" in op:
         image = op.Slice(image, [0, 0, 0], sizes, [1, 2, 3])
     return _roll(op, image, sizes, back=True) if "shifted" in op else image
@@ -118,16 +130,6 @@ def _cut(op: Writer, image: Value, counts: Value, window: Value, tokens: Value, 
     return op.Reshape(op.Transpose(eight, perm=perm), shape)
 
 
-def _split_channels(op: Writer, cut: Value, front: Value) -> list[Value]:
-    """q, k and v [B, windows, heads, tokens, head_dim], float32."""
-    heads = op.Reshape(op.attribute("num_heads"), [-1])
-    order = (heads, [3]) if "head_first" in op else ([3], heads)
-    perm = [4, 0, 1, 3, 2, 5] if "head_first" in op else [3, 0, 1, 4, 2, 5]
-    six = op.Reshape(cut, op.Concat(front, *order, [-1], axis=0))
-    parts = op.Split(op.Transpose(six, perm=perm), axis=0, num_outputs=3, outputs=3)
-    return [op.Cast(op.Squeeze(part, [0]), to=1) for part in parts]
-
-
 def _region_mask(op: Writer, counts: Value, window: Value, padded: Value, tokens: Value) -> Value:
     """[1, windows, 1, tokens, tokens]: 0 within a region, mask_value across.
 
@@ -144,14 +146,6 @@ def _region_mask(op: Writer, counts: Value, window: Value, padded: Value, tokens
     labels = _cut(op, op.Unsqueeze(label, [0, 4]), counts, window, tokens, [1])
     same = op.Equal(labels, op.Transpose(labels, perm=[0, 1, 3, 2]))
     return op.Unsqueeze(op.Where(same, 0.0, op.attribute("mask_value")), [2])
-
-
-def _uncut(op: Writer, out: Value, counts: Value, window: Value, padded: Value) -> Value:
-    """[B, windows, heads, tokens, head_dim] -> [B, P0, P1, P2, C]."""
-    perm = [0, 4, 1, 5, 2, 6, 3, 7] if "grid" in op else [0, 1, 4, 2, 5, 3, 6, 7]
-    tokens_first = op.Transpose(out, perm=[0, 1, 3, 2, 4])
-    eight = op.Reshape(tokens_first, op.Concat([0], counts, window, [-1], axis=0))
-    return op.Reshape(op.Transpose(eight, perm=perm), op.Concat([0], padded, [-1], axis=0))
 
 
 WINDOW = OnnxOperator(
