@@ -49,7 +49,6 @@ def describe(
 
     `used` names elsa's operators in each format's graph, `libraries` what lies in lib/.
     """
-    model, device = exported.model, exported.device
     inputs = []
     for name, tensor in zip(exported.input_names, exported.inputs, strict=True):
         entry: dict[str, Any] = {
@@ -61,10 +60,6 @@ def describe(
             if (step := size_step(exported)) > 1:
                 entry["multiple_in_pt2"] = step
         inputs.append(entry)
-    packages = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            packages[name] = version(name)
     given = {} if exported.preprocess is None else asdict(exported.preprocess)
     called = {name for format, names in used.items() if "onnx" not in format for name in names}
     return {
@@ -74,11 +69,11 @@ def describe(
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "model": {
             "name": exported.name,
-            "class": f"{type(model).__module__}.{type(model).__qualname__}",
+            "class": f"{type(exported.model).__module__}.{type(exported.model).__qualname__}",
             "tower": exported.tower,
             "weights": "".join(c if c.isprintable() else "?" for c in exported.weights),
             "dtype": dtype_name(exported.dtype),
-            "device": device,
+            "device": exported.device,
             "precision": exported.plan.precision,
             "scope": exported.plan.scope,
             "sites": list(exported.plan.sites),
@@ -92,7 +87,9 @@ def describe(
             for name, each in zip(exported.output_names, reference.oracle, strict=False)
         ],
         "preprocess": {k: list(x) if isinstance(x, tuple) else x for k, x in given.items()} or None,
-        "artefacts": {name: _artefact(name, chosen, used[name], device) for name in chosen.formats},
+        "artefacts": {
+            name: _artefact(name, chosen, used[name], exported.device) for name in chosen.formats
+        },
         "operators": {
             f"elsa::{name}": {
                 "schema": str(getattr(torch.ops.elsa, name).default._schema),
@@ -110,10 +107,18 @@ def describe(
         "provenance": {
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "packages": packages,
+            "packages": _packages(),
         },
         "files": {},
     }
+
+
+def _packages() -> dict[str, str]:
+    packages = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    return packages
 
 
 def _artefact(name: str, chosen: Choices, used: tuple[str, ...], device: str) -> dict[str, Any]:
