@@ -71,7 +71,8 @@ def load(
         raise click.UsageError("--inputs and --input-size exclude each other")
     import torch
 
-    from elsa_core.loading import Given, load_model, read_inputs
+    from elsa_core.base.inputs import read_inputs
+    from elsa_core.loading import Given, load_model
     from elsa_core.precision import DTYPES
 
     loaded = load_model(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from elsa_core.base.messages import first_line
 from elsa_core.errors import ArgumentError
 
 _DEFAULT_SIZE = 224
@@ -175,3 +178,36 @@ def chunks(case: tuple[Any, ...], size: int) -> Iterator[tuple[Any, ...]]:
             else item
             for item in case
         )
+
+
+def read_inputs(path: Path, model: nn.Module) -> tuple[Any, ...]:
+    """The arguments of a model's `forward` in a file: a tensor, a sequence, or a dict by names; .pt
+    (read without running code in it) or .npz (`arr_0`, ... of `numpy.savez(path, first, second)` in
+    order). ArgumentError: no such file, another kind, or other names."""
+    where = f"inputs (--inputs) {path}"
+    try:
+        if path.suffix == ".npz":
+            import numpy as np
+
+            with np.load(path, allow_pickle=False) as arrays:
+                found: Any = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+            if all(name.startswith("arr_") for name in found):
+                found = tuple(found.values())
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(found, Tensor):
+            return (found,)
+        if isinstance(found, tuple | list) and found:
+            return tuple(found)
+        if not isinstance(found, dict) or not found:
+            raise ArgumentError(f"{where}: holds no tensor, sequence or dict")
+        bound = inspect.signature(model.forward).bind(**found)
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise ArgumentError(f"{where}: {first_line(error)}") from error
+    last = list(bound.arguments)[-1]
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise ArgumentError(f"{where}: {', '.join(bound.kwargs)} cannot be given by place")
+    return bound.args[: list(bound.arguments).index(last) + 1]

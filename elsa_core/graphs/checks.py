@@ -180,9 +180,6 @@ def flat_results(result: Any, device: torch.device) -> tuple[list[Any], Any]:
     return leaves, tree
 
 
-# --- the model -----------------------------------------------------------------------------------
-
-
 class Guards:
     """A model as it is now, to be compared with what it is later; with `backward` its backward is
     in the graph too, which runs hooks of its own. `alive` is asked before a replay, which reads the
@@ -316,9 +313,6 @@ def check_state(guards: Guards, targets: list[Tensor]) -> None:
     own = {storage_of(target) for target in targets}
     if any(storage_of(tensor) in own for tensor in guards.tensors):
         raise RefusedError("the model keeps an argument, which a replay would overwrite")
-
-
-# --- what a run reads and writes -----------------------------------------------------------------
 
 
 class Reads(TorchDispatchMode):

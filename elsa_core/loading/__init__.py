@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from elsa_core.loading.library import UninitialisedParameters
     from elsa_core.loading.loader import Loaded, load, load_model
     from elsa_core.loading.plan import PLAN_NAME, Plan, apply_plan, read_plan
-    from elsa_core.loading.python_models import read_inputs
     from elsa_core.loading.recipe import Given, Preprocess, assumed_text, with_given
     from elsa_core.loading.recognise import meta_model, small_model
     from elsa_core.loading.saving import check_target, save, write_model
@@ -28,7 +27,6 @@ _HOMES = {
     "library": ("UninitialisedParameters",),
     "loader": ("Loaded", "load", "load_model"),
     "plan": ("PLAN_NAME", "Plan", "apply_plan", "read_plan"),
-    "python_models": ("read_inputs",),
     "recipe": ("Given", "Preprocess", "assumed_text", "with_given"),
     "recognise": ("meta_model", "small_model"),
     "saving": ("check_target", "save", "write_model"),
@@ -55,7 +53,6 @@ __all__ = [
     "names_of",
     "of_model",
     "parse",
-    "read_inputs",
     "read_plan",
     "save",
     "small_model",

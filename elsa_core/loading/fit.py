@@ -162,9 +162,6 @@ def _grid(
     return None
 
 
-# --- a loaded model ----------------------------------------------------------------------------
-
-
 def changed(
     model: nn.Module,
     tensors: Mapping[str, Tensor],

@@ -172,9 +172,6 @@ def _told(recipe: Recipe, given: Mapping[str, Any], source: str = "") -> str:
     return f" with {args}{source}{comma}{pixels}" if args else pixels
 
 
-# --- the tensors put in place -------------------------------------------------------------------
-
-
 def apply(
     recipe: Recipe, weights: Weights, image_size: Size, dtype: torch.dtype, given: Mapping[str, Any]
 ) -> tuple[nn.Module, Recipe, tuple[str, ...]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -31,7 +33,6 @@ from elsa_core.loading.fromfile import (
 from elsa_core.loading.imagesize import checked_size, with_image_size
 from elsa_core.loading.libraries import build, build_published, classes, default_recipe
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
-from elsa_core.loading.python_models import build_own
 from elsa_core.loading.recipe import (
     ASSUMABLE,
     FLAGS,
@@ -304,14 +305,45 @@ def _from_library(
 def _from_python(
     spec: ModelSpec, size: Size, pretrained: bool, drawn: str, given: Mapping[str, Any]
 ) -> Loaded:
+    """Call "PACKAGE.MODULE:FACTORY", of the current directory too; what it prints goes to
+    stderr."""
     if pretrained:
         raise ArgumentError("pretrained (--pretrained) is not for python:, whose factory loads it")
-    model = build_own(spec.name, given)
+    name = spec.name
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ModelError(f"python:{name}: give python:PACKAGE.MODULE:FACTORY")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # as `python -m` has it
+    step = f"cannot import {module}:"
+    try:
+        with redirect_stdout(sys.stderr):
+            found: Any = importlib.import_module(module)
+            for part in attribute.split("."):
+                if not hasattr(found, part):
+                    raise ModelError(f"python:{name}: {module} has no {attribute}")
+                found = getattr(found, part)
+            if not callable(found):
+                kind = type(found).__name__
+                raise ModelError(f"python:{name}: {attribute} is no factory, but a {kind}")
+            step = f"{attribute} raised"
+            model = found(**given)
+    except ModelError:
+        raise
+    except (Exception, SystemExit) as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(f"python:{name}: {step} {said}") from error
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(here)
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"python:{name}: {attribute} gives a {type(model).__name__}, no torch.nn.Module"
+        )
     preprocess = Preprocess(resolved_input_size(model, size))
-    recipe = Recipe("python", spec.name, given, preprocess=preprocess)
-    module = spec.name.partition(":")[0]
+    recipe = Recipe("python", name, given, preprocess=preprocess)
     notes = (f"{module} is your own code: it was imported and run",)
-    return Loaded(model, spec, recipe, 0, f"{drawn} or of the factory", notes)
+    return Loaded(model.eval(), spec, recipe, 0, f"{drawn} or of the factory", notes)
 
 
 def _from_hub(

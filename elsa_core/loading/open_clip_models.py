@@ -46,9 +46,6 @@ def _tags(name: str) -> list[str]:
     return list(open_clip.list_pretrained_tags_by_model(name))
 
 
-# --- recipes -----------------------------------------------------------------------------------
-
-
 def _recipe(name: str, tag: str | None = None) -> Recipe:
     import open_clip
 
@@ -130,9 +127,6 @@ def _core(recipe: Recipe) -> tuple[str, Recipe]:
     return settings, timm_models.recipe(name)
 
 
-# --- weights -----------------------------------------------------------------------------------
-
-
 def _published(recipe: Recipe) -> tuple[nn.Module, str]:
     import open_clip
 
@@ -184,9 +178,6 @@ def _load(target: Recipe, native: Recipe, path: str | Path) -> nn.Module:
 def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
     with one_file(weights) as file:
         return _load(target, native, file)
-
-
-# --- what tensors show -------------------------------------------------------------------------
 
 
 def _names_like(shapes: Shapes) -> list[str]:

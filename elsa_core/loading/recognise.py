@@ -157,9 +157,6 @@ def fit_named(
     return next((fit for fit in fits if fit is not None), None) or with_given(usual, given)
 
 
-# --- do recipes with the same tensors compute the same? ------------------------------------------
-
-
 def _groups(recipes: list[Recipe]) -> list[list[Recipe]]:
     """Group recipes by what they compute: equal outputs on equal weights and input."""
     if len(recipes) == 1:
@@ -236,9 +233,6 @@ def small_model(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
         if not any(site.patchable for site in find_sites(model)):
             model, size = build(recipe), recipe.size
     return model, (recipe.preprocess.input_size[0], *size)
-
-
-# --- what no tensor shows ------------------------------------------------------------------------
 
 
 def with_unsaid(recipe: Recipe, shapes: Shapes, given: _Args) -> Recipe:

@@ -65,9 +65,6 @@ def _tags(name: str) -> list[str]:
     return [full.partition(".")[2] for full in timm.list_pretrained(f"{name}.*")]
 
 
-# --- recipes -----------------------------------------------------------------------------------
-
-
 def recipe(name: str, tag: str | None = None) -> Recipe:
     """Return the recipe that timm itself follows for this name."""
     from timm.models import get_pretrained_cfg
@@ -124,9 +121,6 @@ def _shallow(recipe: Recipe) -> list[Recipe]:
     return [_resized(plain, (side, side)), plain, staged]
 
 
-# --- published weights -------------------------------------------------------------------------
-
-
 def _published(recipe: Recipe) -> tuple[nn.Module, str]:
     import timm
     from timm.models import get_pretrained_cfg
@@ -151,9 +145,6 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
         name, pretrained=True, pretrained_cfg_overlay=overlay, **_args(recipe)
     )
     return model, str(origin)
-
-
-# --- files -------------------------------------------------------------------------------------
 
 
 def _config_args(cfg: Mapping[str, Any], preprocess: Preprocess) -> dict[str, Any]:

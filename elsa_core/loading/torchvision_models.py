@@ -37,9 +37,6 @@ def _lookup(text: str) -> tuple[str, None]:
     return text, None
 
 
-# --- recipes -----------------------------------------------------------------------------------
-
-
 def _recipe(name: str, tag: str | None = None) -> Recipe:
     from torchvision.models import get_model_weights
 
@@ -115,9 +112,6 @@ def _resized(recipe: Recipe, size: Size) -> Recipe:
     return recipe.with_args({"input_size": list(size)}) if maxvit else recipe
 
 
-# --- weights -----------------------------------------------------------------------------------
-
-
 def _published(recipe: Recipe) -> tuple[nn.Module, str]:
     from torchvision.models import get_model_weights
 
@@ -138,9 +132,6 @@ def _filled(recipe: Recipe, state: Any) -> nn.Module:
     model.load_state_dict(state)
     filled: nn.Module = model
     return filled
-
-
-# --- what tensors show -------------------------------------------------------------------------
 
 
 def _prefixes(shapes: Shapes) -> tuple[str, ...]:
