@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from elsa_core.base.switches import switched
 from elsa_core.dispatch import launches
+from elsa_core.dispatch.ahead import compile_kernels
 from elsa_core.dispatch.chooser import (
     BY_ROW,
     RUNS,
@@ -49,7 +50,8 @@ from elsa_core.dispatch.table import BACKENDS, PLAIN, SHIPPED
 
 __all__ = [
     "BACKENDS", "BY_ROW", "PLAIN", "RUNS", "SERVING", "SHIPPED", "Route", "attention_facts",
-    "choose", "chosen", "eager_least", "eager_products", "implementation", "is_whole", "kernels_of",
+    "choose", "chosen", "compile_kernels", "eager_least", "eager_products", "implementation",
+    "is_whole", "kernels_of",
     "launches", "mask_kind", "names", "peer_fault", "plain_alone", "product_by_pytorch",
     "recomputes", "recorded", "register", "route", "rows_of", "scope", "select", "shard_backward",
     "state_run", "support", "switched", "unregister", "without_gaps",

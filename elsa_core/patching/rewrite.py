@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from elsa_core import dispatch
 from elsa_core.backends.support import Request
+from elsa_core.base.messages import shown
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.ops.sparse.api import checked
 from elsa_core.patching import adapters, layers
@@ -25,6 +27,7 @@ from elsa_core.patching.adapters import derived
 from elsa_core.patching.adapters.common import check_names
 from elsa_core.patching.adapters.offloaded import is_offloaded, may_offload, offloaded
 from elsa_core.patching.adapters.table import LAYERS
+from elsa_core.patching.probe import cast_to
 from elsa_core.patching.report import PatchReport
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
 from elsa_core.patching.text import sites_of
@@ -57,7 +60,8 @@ def patch(
     Patching again updates precision and backend; sites that this call does not select stay as they
     are, patched or not. The model changes only if the call succeeds.
 
-    With an example the model runs once, as a copy. A site is then the innermost module in whose
+    With an example the model runs once, as a copy; on a GPU the kernels that it needs are compiled
+    side by side. A site is then the innermost module in whose
     forward attention happened: a softmax between two products, PyTorch's operator called by a
     helper, transformers' attention functions. What elsa does not compute in that run is not
     patched. Without an example, sites are known by their code.
@@ -131,6 +135,11 @@ def patch(
     _swap(model, selected, precision, backend, sparsity, offload)
     if mesh is not None:
         sharding.shard(model, mesh)
+    elif example is not None and next(model.parameters(), torch.empty(0)).is_cuda:
+        with suppress(ArgumentError), shown(None) as tell:  # of a model that cannot be copied
+            copied = shared_copy(model).eval()
+            args, kwargs = cast_to(next(model.parameters()), example)
+            dispatch.compile_kernels(lambda: copied(*args, **kwargs), tell)
     done = tuple(replace(site, patched=True) for site in selected)
     return PatchReport(
         done, tuple(kept), precision, backend, wanted, unwanted, scope, sparsity, offload

@@ -14,6 +14,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 
+from elsa_core import dispatch
 from elsa_core.base.inputs import ModelInput, as_cases, chunks
 from elsa_core.base.messages import Progress, shown
 from elsa_core.base.operands import require_number
@@ -125,9 +126,10 @@ def _report(
     run: CheckRun, cases: Mapping[str, tuple[Any, ...]], fault: tuple[str, float] | None
 ) -> CheckReport:
     asked, sites, by_name = run.asked, run.site_run, {}
-    checks = run.cases(cases)
     name, case = next(iter(cases.items()))
     batch = run.prepared(next(chunks(case, asked.batch_size)))
+    dispatch.compile_kernels(lambda: run.model(*batch[0], **batch[1]), run.progress)
+    checks = run.cases(cases)
     slopes: list[GradientCheck] = []
     if asked.grad:
         slopes += [

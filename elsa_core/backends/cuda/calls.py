@@ -75,13 +75,15 @@ def _planned(
 
     Returns:
         The results, and "P" and a plan; "N" where such calls are for Python; nothing where the next
-        one is to be asked about again (a CUDA graph is recorded, a launch hook is set, or the
-        driver refused).
+        one is to be asked about again (a CUDA graph is recorded, kernels are compiled ahead, a
+        launch hook is set, or the driver refused).
     """
     from elsa_core.backends.cuda.record import recorder_of
+    from elsa_core.backends.triton.shared.launch import is_recording
 
     _listen(library)
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if capturing or is_recording():
         return _tuple(kernel(*arguments)), b""
     # objects of their own: two arguments may be one tensor in this call, and not in the next
     own = [a.detach() if isinstance(a, Tensor) else a for a in arguments]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from elsa_core import dispatch
 from elsa_core.base.inputs import ModelInput, as_cases
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.measuring import energy, rounds
@@ -230,6 +231,7 @@ def prepare(
     else:
         patched = shared_copy(plain)
         report = patch(patched, **patching)
+    dispatch.compile_kernels(lambda: patched(*arguments), tell)
     built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell, step)
     return Prepared(plain, patched, arguments, first, report, built, step is not None)
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from elsa_core.backends.triton.pack import lookup
 from elsa_core.backends.triton.shared.device import INTERPRETED, direct_launch_known
 
-Recorder = Callable[["Launch", tuple[Tensor, ...]], None]
+# Whether it took the launch: False of a thread that it does not record.
+Recorder = Callable[["Launch", tuple[Tensor, ...]], bool | None]
 _recorders: list[Recorder] = []
 
 
@@ -25,6 +26,11 @@ def recording(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         _recorders.pop()
+
+
+def is_recording() -> bool:
+    """Whether first calls of launches are handed to a recorder now."""
+    return bool(_recorders)
 
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -81,7 +87,8 @@ class Launch:
         self.stream: Callable[[int], int] = int
         self.device = 0
 
-    def __call__(self, *pointers: Tensor) -> None:
+    def __call__(self, *pointers: Tensor) -> bool | None:
+        """Launch the kernel; False where a recorder took the launch instead."""
         if self.compiled is not None:
             if self.launcher is None:
                 with _loading():
@@ -93,19 +100,19 @@ class Launch:
                 self.compiled[self.grid](*addresses, *self.values, stream=stream)
             else:
                 self.launcher(*self.grid, stream, *self.head, *addresses, *self.values)
-            return
-        if _recorders:
-            _recorders[-1](self, pointers)
-            return
+            return None
+        if _recorders and _recorders[-1](self, pointers) is not False:
+            return False
         if lookup.wanted() and not INTERPRETED and direct_launch_known():
             found = lookup.find(self.kernel, pointers, self.tail, self.options)
             if found is not None and self._launched(found, pointers):
-                return
+                return None
         with _loading():
             compiled = self.kernel[self.grid](*pointers, **self.tail, **self.options)
         if not INTERPRETED and hasattr(compiled, "__getitem__") and direct_launch_known():
             self._keep(compiled, pointers)
             self._bind()
+        return None
 
     def _launched(self, found: Any, pointers: tuple[Tensor, ...]) -> bool:
         """Make the first launch of a pack's kernel: past Triton's launcher, which takes long to
@@ -168,9 +175,10 @@ def attach(first: First, heard: Recorder) -> None:
     _FIRST.append(first)
     plain = Launch.__call__
 
-    def call(self: Launch, *pointers: Tensor) -> None:
-        plain(self, *pointers)
-        if self.compiled is not None or not _recorders:
+    def call(self: Launch, *pointers: Tensor) -> bool | None:
+        made = plain(self, *pointers)
+        if made is not False:
             heard(self, pointers)
+        return made
 
     Launch.__call__ = call
