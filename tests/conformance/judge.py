@@ -320,7 +320,7 @@ def faults(
     lse = exact.get("lse")
     scores = 0.0
     if lse is not None and lse.numel():  # large scores are rounded more coarsely
-        scores = max(1.0, torch.where(lse.isfinite(), lse, 0.0).abs().max().item())
+        scores = 1.0 + torch.where(lse.isfinite(), lse, 0.0).abs().max().item()
         scores *= torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     for name, right in exact.items():
         got = found.get(name)
