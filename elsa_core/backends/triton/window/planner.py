@@ -14,7 +14,7 @@ from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.layout import LOG2E, on_device
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.window import tiling
-from elsa_core.backends.triton.window.tiling import WindowPlan, WindowShape, WindowTable
+from elsa_core.backends.triton.window.tiling import WindowShape, WindowTable
 from elsa_core.backends.window_call import WindowCall
 
 INT32 = 1 << 31
@@ -54,7 +54,8 @@ def window_attention(*arguments: Any) -> Tensor:
         if given.bias_index is not None:
             assert given.bias is not None
             given = given._replace(bias=gathered(given.bias, given.bias_index), bias_index=None)
-        planned(given)(*pointers(given), out)
+        launch: Launch = PLANS.get(layout_key("window", given), plan_call, given)
+        launch(*pointers(given), out)
     return out
 
 
@@ -99,11 +100,6 @@ def plan_gather(table: Tensor, index: Tensor) -> Launch:
     return Launch(gather_bias, grid, tail, {"num_warps": 4})
 
 
-def planned(given: WindowCall) -> Launch:
-    """The launch of a call, cached by layout."""
-    return PLANS.get(layout_key("window", given), plan_call, given)
-
-
 def layout_key(operator: str, given: WindowCall) -> tuple[Any, ...]:
     """All that a plan depends on, of a call whose bias is dense."""
     q = given.qkv
@@ -134,15 +130,20 @@ def tile_terms(given: WindowCall) -> tuple[WindowShape, str, WindowTable, int]:
     return shape_of(given), mode, tiling.load_table(device.table_of(index)), multiprocessors
 
 
-def tile_plan(given: WindowCall) -> WindowPlan:
-    """Kernel, tiles and programs of a call, from the table of its GPU."""
-    return tiling.plan(*tile_terms(given))
-
-
 def common_terms(given: WindowCall) -> dict[str, Any]:
     """The arguments that the forward's and the gradients' kernels share, by name."""
-    q, counts, unit = given.qkv, counts_of(given), _unit(given)
-    shape = shape_of(given)
+    q, pad, bias, logit = given.qkv, given.pad_qkv, given.bias, given.logit_scale
+    counts, shape = counts_of(given), shape_of(given)
+    # 16 bytes in elements if all rows of qkv are aligned so
+    unit = 16 // q.element_size()
+    aligned = q.data_ptr() % 16 == 0 and (pad is None or pad.data_ptr() % 16 == 0)
+    if not aligned or any(s % unit for s in q.stride()[:4]):
+        unit = 1
+    # the factor of scores in base 2, as significand and exponent where products are scaled
+    size, exponent = given.scale * LOG2E, 0
+    if q.dtype == torch.float32 and size and math.isfinite(size):
+        significand, exponent = math.frexp(size)
+        size, exponent = significand * 2.0, exponent - 1
     # elements from the first to the last of one image
     extent = sum((n - 1) * s for n, s in zip(q.shape[1:], q.stride()[1:], strict=True)) + 1
     return {
@@ -150,11 +151,16 @@ def common_terms(given: WindowCall) -> dict[str, Any]:
         **dict(zip(("depth", "height", "width"), q.shape[1:4], strict=True)),
         **dict(zip(("n_d", "n_h", "n_w"), counts, strict=True)),
         **dict(zip(("shift_d", "shift_h", "shift_w"), given.shift_size, strict=True)),
-        **_factors(given),
+        "scale": size, "scale_exp": exponent, "mask_value": given.mask_value * LOG2E,
         **dict(zip(("q_b", "q_d", "q_h", "q_w"), (s // unit for s in q.stride()), strict=False)),
-        **_term_strides(given),
+        **dict(
+            zip(("bias_h", "bias_q", "bias_k"), bias.stride() if bias is not None else (0,) * 3,
+                strict=True)
+        ),
+        "logit_h": 0 if logit is None else logit.stride(0), "BIAS": bias is not None,
+        "DENSE": bias is not None and bias.is_contiguous(),
         "SHIFTED": any(given.shift_size), "PADDED": padding(given, counts),
-        "COSINE": given.logit_scale is not None, "HEAD_FIRST": given.layout == "head",
+        "COSINE": logit is not None, "HEAD_FIRST": given.layout == "head",
         "GRID": given.grid, "VOLUME": q.shape[1] > 1 or given.window_size[0] > 1,
         "WIDE": extent >= INT32, "UNIT": unit,
         **dict(zip(("WD", "WH", "WW"), given.window_size, strict=True)), "T": shape.tokens,
@@ -162,15 +168,12 @@ def common_terms(given: WindowCall) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plan_call(given: WindowCall, p: WindowPlan | None = None) -> Launch:
-    """The kernel's launch, by its own plan or a given one; it depends on layouts, not on data.
-
-    A bias is dense here, [heads, T, T].
-    """
+def plan_call(given: WindowCall) -> Launch:
+    """The kernel's launch; it depends on layouts, not on data. A bias is dense, [heads, T, T]."""
     from elsa_core.backends.triton.window.fold import window_fold
     from elsa_core.backends.triton.window.tile import window_tile
 
-    p = p or tile_plan(given)
+    p = tiling.plan(*tile_terms(given))
     t, tokens, exact = p.tile, math.prod(given.window_size), p.tile.mode == "exact"
     tail: dict[str, Any] = {
         **common_terms(given), "count": p.count, "MODE": device.MODES[t.mode],
@@ -193,37 +196,9 @@ def counts_of(given: WindowCall) -> tuple[int, ...]:
     )
 
 
-def _unit(given: WindowCall) -> int:
-    """16 bytes in elements if all rows of qkv are 16-byte aligned, else 1."""
-    q, pad = given.qkv, given.pad_qkv
-    unit = 16 // q.element_size()
-    aligned = q.data_ptr() % 16 == 0 and (pad is None or pad.data_ptr() % 16 == 0)
-    return unit if aligned and not any(s % unit for s in q.stride()[:4]) else 1
-
-
-def _factors(given: WindowCall) -> dict[str, float | int]:
-    """The factor of scores in base 2, as significand and exponent where products are scaled."""
-    size, exponent = given.scale * LOG2E, 0
-    if given.qkv.dtype == torch.float32 and size and math.isfinite(size):
-        significand, exponent = math.frexp(size)
-        size, exponent = significand * 2.0, exponent - 1
-    return {"scale": size, "scale_exp": exponent, "mask_value": given.mask_value * LOG2E}
-
-
 def padding(given: WindowCall, counts: tuple[int, ...]) -> int:
     """PADDED of the kernels, see `window/helpers.py`."""
     sizes = zip(given.qkv.shape[1:4], counts, given.window_size, strict=True)
     if all(size == count * window for size, count, window in sizes):
         return 0
     return 1 if given.pad_qkv is None else 2
-
-
-def _term_strides(given: WindowCall) -> dict[str, int | bool]:
-    """Strides of bias and logit scale; DENSE: a bias [heads, T, T] without gaps."""
-    strides = dict.fromkeys(("bias_h", "bias_q", "bias_k", "logit_h"), 0)
-    if given.bias is not None:
-        strides["bias_h"], strides["bias_q"], strides["bias_k"] = given.bias.stride()
-    if given.logit_scale is not None:
-        strides["logit_h"] = given.logit_scale.stride(0)
-    dense = given.bias is not None and given.bias.is_contiguous()
-    return {**strides, "BIAS": given.bias is not None, "DENSE": dense}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from elsa_core.backends.triton.attention.tiling import TABLES
 from elsa_core.backends.triton.shared.layout import padded
@@ -105,11 +105,7 @@ def load_table(name: str) -> WindowTable:
     path = TABLES / "windows" / f"{name}.json"
     if not path.exists():
         path = TABLES / "windows" / "default.json"
-    return table_from(json.loads(path.read_text(encoding="utf-8")))
-
-
-def table_from(data: dict[str, Any]) -> WindowTable:
-    """The table that a JSON document holds; rows without a direction are of the forward."""
+    data = json.loads(path.read_text(encoding="utf-8"))
     tiles = tuple(WindowTile(**row) for row in data["tiles"])
     return WindowTable(data["gpu"], data["measured"], tiles, data.get("gradients", 0))
 
