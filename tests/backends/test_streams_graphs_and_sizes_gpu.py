@@ -236,7 +236,7 @@ def test_a_captured_step_drops_anew_in_each_replay() -> None:
 
 def test_no_size_recompiles() -> None:
     from elsa_core.backends.triton.attention.forward import forward
-    from elsa_core.backends.triton.window.tile import window_tile
+    from elsa_core.backends.triton.window.forward_kernels import window_tile
 
     def count() -> int:
         kernels = (forward, window_tile)

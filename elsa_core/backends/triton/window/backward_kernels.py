@@ -234,8 +234,7 @@ def one_window(
     pixels = (depth * height * width).to(tl.int64)
     o_d = tl.arange(0, DP)
     offset, pixel, inside = locate_tokens(
-        o,
-        w_z, w_y, w_x, n_d, n_h, n_w, depth, height, width, shift_d, shift_h, shift_w,
+        o, w_z, w_y, w_x, n_d, n_h, n_w, depth, height, width, shift_d, shift_h, shift_w,
         q_d, q_h, q_w, WD, WH, WW, GRID, VOLUME, UNIT,
     )  # fmt: skip
     p = QKV + i_b.to(tl.int64) * (q_b * UNIT) + start
@@ -294,7 +293,7 @@ def window_gradients(
     """Grid (groups of `count` windows x heads, the head fastest).
 
     G [B, D, H, W, C] and DQKV [B, D, H, W, 3 * C] without gaps; strides q_* in units of UNIT
-    elements; `scale`, `scale_exp` and `mask_value` as in `tile.window_tile`, `grad_scale` the
+    elements; `scale`, `scale_exp` and `mask_value` as in `window_tile`, `grad_scale` the
     factor of the scores itself. Partial, float32 [programs, ROW]: T * T sums of dS, then 2 * D of
     the padded keys' and values' gradients, then one of the logit scale's. Flags, int32 [programs +
     windows * heads], of split and single modes: whether a program met windows that fail the guard,

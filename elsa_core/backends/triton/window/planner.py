@@ -170,8 +170,7 @@ def common_terms(given: WindowCall) -> dict[str, Any]:
 
 def plan_call(given: WindowCall) -> Launch:
     """The kernel's launch; it depends on layouts, not on data. A bias is dense, [heads, T, T]."""
-    from elsa_core.backends.triton.window.fold import window_fold
-    from elsa_core.backends.triton.window.tile import window_tile
+    from elsa_core.backends.triton.window.forward_kernels import window_fold, window_tile
 
     p = tiling.plan(*tile_terms(given))
     t, tokens, exact = p.tile, math.prod(given.window_size), p.tile.mode == "exact"
