@@ -25,8 +25,8 @@ from .conftest import Offered
 
 pytest.importorskip("triton")
 from elsa_core.backends.support import Request
-from elsa_core.backends.triton.linear import gate, usertable
-from elsa_core.backends.triton.shared import usertable as tiles
+from elsa_core.backends.triton.linear import gate
+from elsa_core.backends.triton.shared import usertable
 
 GPU = "NVIDIA A100-SXM4-40GB"
 LINE = ["bench", "linear", "--device", "cpu", "--rounds", "6", "--budget", "0.3"]
@@ -174,7 +174,7 @@ def test_without_a_gpu(capsys, schema):
 
 
 def written(text: str) -> Path:
-    file = usertable.path(GPU)
+    file = usertable.path(GPU, ".linear")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     return file
@@ -182,12 +182,10 @@ def written(text: str) -> Path:
 
 @pytest.mark.usefixtures("tables")
 def test_a_table_beside_that_of_tiles():
-    assert usertable.path(GPU) != tiles.path(GPU)
-    assert usertable.path(GPU).parent == tiles.path(GPU).parent
     assert usertable.least_work(GPU) is None
-    written(usertable.document(1 << 28, [product(1, 2.0)], {"gpu": GPU}))
+    written(usertable.linear_document(1 << 28, [product(1, 2.0)], {"gpu": GPU}))
     assert usertable.least_work(GPU) == 1 << 28
-    written(usertable.document(None, [], {}))
+    written(usertable.linear_document(None, [], {}))
     assert usertable.least_work(GPU) is None
 
 
@@ -198,7 +196,9 @@ def test_a_table_beside_that_of_tiles():
 )
 def test_a_faulty_table_is_left_aside_with_a_warning(caplog, change):
     text = (
-        "[1" if change is None else json.dumps(json.loads(usertable.document(1, [], {})) | change)
+        "[1"
+        if change is None
+        else json.dumps(json.loads(usertable.linear_document(1, [], {})) | change)
     )
     written(text)
     with caplog.at_level("WARNING", "elsa"):
@@ -213,7 +213,7 @@ def test_a_gpu_serves_only_after_its_table(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: GPU)
     request = Request("cuda", torch.float32, 768, 768, "strict", "linear")
     assert not gate.support(request).ok
-    written(usertable.document(1000, [], {}))
+    written(usertable.linear_document(1000, [], {}))
     gate.forget()
     assert gate.support(request).ok
     assert not gate.support(Request("cuda", torch.float16, 96, 96, "strict", "linear")).ok

@@ -122,7 +122,6 @@ SUITES = (
         for name in ("exact", "fold", "forward", "merge", "split")
     ),
     _triton("window/*", *_WINDOWS),
-    _triton("linear/usertable", "tests/bench/test_bench_linear.py"),
     _triton("linear/*", *_LINEAR),
     _triton("attention/varlen_forward", *_interpreted("varlen_attention")),
     _triton("attention/sparse_kernels", *_interpreted("sparsity")),

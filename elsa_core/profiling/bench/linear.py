@@ -240,13 +240,14 @@ def least_work(products: Sequence[Document]) -> int | None:
 
 def save(products: list[Document], device: torch.device) -> Path | None:
     """Write the user's table; None on sm_90, whose figures are shipped."""
-    from elsa_core.backends.triton.linear import gate, usertable
+    from elsa_core.backends.triton.linear import gate
+    from elsa_core.backends.triton.shared import usertable
 
     if torch.cuda.get_device_capability(device) == (9, 0):
         return None
     gpu, facts = environment.of_gpu(device)
-    file = usertable.path(gpu)
+    file = usertable.path(gpu, ".linear")
     file.parent.mkdir(parents=True, exist_ok=True)
-    written = write_text(usertable.document(least_work(products), products, facts), file)
+    written = write_text(usertable.linear_document(least_work(products), products, facts), file)
     gate.forget()
     return written

@@ -169,7 +169,7 @@ def _least_served(device: torch.device) -> int | None:
         return None
     if torch.cuda.get_device_capability(device) == (9, 0):
         return 0
-    from elsa_core.backends.triton.linear import usertable
+    from elsa_core.backends.triton.shared import usertable
 
     return usertable.least_work(torch.cuda.get_device_name(device))
 

@@ -1,9 +1,10 @@
-"""A user's own tiles, measured on the user's GPU by `elsa bench attention --tune`.
+"""What was measured on the user's GPU: files in `<cache>/tuning/`, two for each GPU model.
 
-One JSON file for each GPU model, in `<cache>/tuning/`. Its rows stand before those of the shipped
-table and serve only calls like the one that was measured. Whatever is wrong with the file, the
-shipped table serves and one warning says why. A tile decides speed alone: results stay exact with
-any of them.
+`elsa bench attention --tune` writes tiles. These rows stand before those of the shipped table and
+serve only calls like the one that was measured. `elsa bench linear --tune` writes from how many
+multiply-adds on split products are faster than PyTorch's; a GPU without such a file uses PyTorch's,
+but for sm_90, whose figures are shipped. Whatever is wrong with a file, what is shipped serves and
+one warning says why. A table decides speed alone.
 
 Environment variables:
     ELSA_TUNING: "0" leaves the user's tables aside.
@@ -82,8 +83,10 @@ def measured_for(tile: Tile, shape: Shape) -> UserTile:
     )  # fmt: skip
 
 
-def path(gpu: str) -> Path:
-    """Where the table of a GPU model is kept; `gpu` is the name that its driver gives."""
+def path(gpu: str, kind: str = "") -> Path:
+    """Where a table of a GPU model is kept, of tiles or of kind ".linear"; `gpu` is the name that
+    its driver gives.
+    """
     chosen = os.environ.get("ELSA_CACHE_DIR")
     if chosen:
         root = Path(os.path.expanduser(chosen))  # noqa: PTH111 (never raises)
@@ -91,7 +94,8 @@ def path(gpu: str) -> Path:
         import platformdirs
 
         root = Path(platformdirs.user_cache_dir("elsa"))
-    return root / "tuning" / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    return root / "tuning" / f"{name}{kind}.json"
 
 
 def read(file: Path) -> tuple[UserTile, ...]:
@@ -182,3 +186,29 @@ def write(
     data = {"schema": SCHEMA, "elsa_version": __version__, **facts, "tiles": listed}
     file.parent.mkdir(parents=True, exist_ok=True)
     return write_text(json.dumps(data, indent=1) + "\n", file)
+
+
+def least_work(gpu: str) -> int | None:
+    """The multiply-adds from which the user's table has linear layers gain on a GPU model; None
+    where there is none. Never raises.
+    """
+    if os.environ.get("ELSA_TUNING", "1") == "0":
+        return None
+    file = path(gpu, ".linear")
+    try:
+        if not file.exists():
+            return None
+        least = document(file)["least_work"]
+        if least is not None and (type(least) is not int or least < 0):
+            raise ValueError(f"least_work {least!r} is not a count")
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        reason = error if isinstance(error, (ValueError, OSError)) else f"not a table: {error!r}"
+        _LOG.warning("the user's table of products is left aside: %s: %s", file, reason)
+        return None
+    return least  # type: ignore[no-any-return]
+
+
+def linear_document(least: int | None, rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
+    """A table of products as text; facts say where and when the rows were measured."""
+    head = {"schema": SCHEMA, "elsa_version": __version__, "least_work": least}
+    return json.dumps({**head, **facts, "products": rows}, indent=1) + "\n"
