@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
 
 MAGIC = 0x4E4C5045
 VERSION = 1
@@ -37,7 +36,8 @@ class Kernel:
         return self.threads, self.shared, self.cluster, self.overlap + 2 * self.cooperative
 
 
-class Output(NamedTuple):
+@dataclass(frozen=True)
+class Output:
     """A result: PyTorch's number of its dtype, sizes and strides in elements."""
 
     dtype: int
@@ -89,9 +89,9 @@ def write(plan: Plan) -> bytes:
         struct.error: a number does not fit its place.
     """
     parts = [struct.pack("<4I", MAGIC, VERSION, plan.inputs, len(plan.outputs))]
-    for dtype, sizes, strides in plan.outputs:
-        count = len(sizes)
-        parts.append(struct.pack(f"<iI{2 * count}q", dtype, count, *sizes, *strides))
+    for output in plan.outputs:
+        layout = (*output.sizes, *output.strides)
+        parts.append(struct.pack(f"<iI{len(layout)}q", output.dtype, len(output.sizes), *layout))
     parts.append(struct.pack("<QI", plan.workspace, len(plan.steps)))
     for step in plan.steps:
         if isinstance(step, Zero):
