@@ -71,7 +71,6 @@ def run(session: Session, options: Options, published: Document | None, kind: st
 
 
 def _settings(bench: Any, cases: Any, device: torch.device, options: Options) -> Document:
-    """The settings of a run: the user's, and the families' own protocol for what is not named."""
     from elsa_core.profiling.bench import families, models
 
     named = {"rounds": "rounds", "budget": "budget_seconds", "baselines": "baselines"}

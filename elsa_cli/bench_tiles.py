@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from elsa_core.backends.triton.attention.tiling import Tile
     from elsa_core.profiling.bench.attention import Settings
     from elsa_core.profiling.bench.cases import Case
-    from elsa_core.profiling.bench.trace import Trace
     from elsa_core.profiling.bench.tune import Tuned
 
 _SHOWN = 5
@@ -56,7 +55,6 @@ def tune_tiles(
 
 
 def _written(session: Session, path: Path | None) -> tuple[str | None, str]:
-    """The user's table as text, and what to say of it."""
     if path is None:
         return None, "; nothing was written"
     session.written.append(path)
@@ -174,8 +172,22 @@ def trace(
         traces = tracing.run(cases, device=device, backend=backend, seed=seed, progress=update)
     found = {"traces": [each.to_dict() for each in traces]}
     session.document("bench attention", found, bench_common.described(device))
+    marks = {True: "✓", False: "✗ no", None: "not tried"}
     for each in traces:
-        _show_trace(session, each)
+        part = each.partition
+        session.line(f"{each.case.name} · {each.precision} · {part.backend}", "bold")
+        session.line(f"{part.schedule} ({part.machine})")
+        session.table(("", "of this call"), _structure(part), wrap=1)
+        session.line()
+        rows = [
+            [claim.name, marks[claim.ok], *(
+                "-" if size is None else f"{size:.1e}" if size else "0"
+                for size in (claim.found, claim.allowed)
+            ), claim.note]
+            for claim in each.claims
+        ]  # fmt: skip
+        session.table(("claim", "holds", ">found", ">at most", "what"), rows, wrap=4)
+        session.line()
     failed = [t.case.name for t in traces if not t.ok]
     if failed:
         raise VerdictError(f"a structural claim does not hold: {', '.join(failed)}")
@@ -185,28 +197,14 @@ def trace(
     session.line(f"{len(traces)} {noun} traced: every tried claim holds{rest}", even_quiet=True)
 
 
-def _show_trace(session: Session, trace: Trace) -> None:
-    part = trace.partition
-    session.line(f"{trace.case.name} · {trace.precision} · {part.backend}", "bold")
-    session.line(f"{part.schedule} ({part.machine})")
-    session.table(("", "of this call"), _structure(part), wrap=1)
-    session.line()
-    marks = {True: "✓", False: "✗ no", None: "not tried"}
-    rows = [
-        [claim.name, marks[claim.ok], _number(claim.found), _number(claim.allowed), claim.note]
-        for claim in trace.claims
-    ]
-    session.table(("claim", "holds", ">found", ">at most", "what"), rows, wrap=4)
-    session.line()
-
-
 def _structure(part: Partition) -> list[list[str]]:
     last, states, tree = part.spans()[-1], part.states, part.tree
+    sizes = (states.written_bytes, states.read_bytes, states.resident_bytes, part.ahead_bytes)
+    written, read, alive, ahead = (
+        f"{size / 2**20:.3g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB" for size in sizes
+    )
     trip = "none: states stay on chip from the first key to the output"
     if states.states:
-        written, read, alive = map(
-            _size, (states.written_bytes, states.read_bytes, states.resident_bytes)
-        )
         trip = (
             f"{states.states} states ({states.form}) through {states.where}: {written} written, "
             f"{read} read, {alive} alive"
@@ -217,6 +215,7 @@ def _structure(part: Partition) -> list[list[str]]:
         ["key leaves", f"{part.key_tiles} a row, up to {part.key_tile} keys each"],
         ["key splits", "none: one fold over all keys" if part.splits == 1 else splits],
         ["programs", f"{part.programs} that can run at once"],
+        ["operands ahead", f"{ahead} written, read by each tile"],
         ["round trip", trip],
         [
             "merge depth",
@@ -226,14 +225,4 @@ def _structure(part: Partition) -> list[list[str]]:
         ["L(n, B)", f"{tree['scan_depth']} for a scan of the same leaves (Eq. 6)"],
         ["u x depth", f"{tree['bound']:.2e}; Theorem 1, u L(n, B): {tree['scan_bound']:.2e}"],
     ]
-    if part.ahead_bytes:
-        rows.insert(4, ["operands ahead", f"{_size(part.ahead_bytes)} written, read by each tile"])
-    return rows
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count / 2**10:.3g} KiB"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}" if value else "0"
+    return [row for row in rows if part.ahead_bytes or row[0] != "operands ahead"]

@@ -182,7 +182,6 @@ def _check(kind: str | None, options: Options) -> None:
 
 
 def _attention(session: Session, options: Options, published: Document | None) -> None:
-    """List, trace, tune or measure calls of the operator."""
     from elsa_core.profiling.bench.attention import Settings
 
     device = bench_common.device_of(options, plans=options.trace or options.tune)
@@ -208,7 +207,6 @@ def _measure(
     session: Session, chosen: tuple[Case, ...], settings: Settings, device: torch.device,
     options: Options, published: Document | None,
 ) -> None:  # fmt: skip
-    """Measure the calls, show and write the result; what is wrong or became worse ends it."""
     from elsa_core.errors import UnavailableError
     from elsa_core.measuring import documents
     from elsa_core.profiling import figures

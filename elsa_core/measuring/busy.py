@@ -103,7 +103,6 @@ def processor_times() -> tuple[float, float]:
 
 
 def _others_share(before: tuple[float, float]) -> float:
-    """Share of all processors that other processes used since then."""
     after = processor_times()
     total = after[1] - before[1]
     return max(0.0, (after[0] - before[0]) / total) if total > 0 else 0.0

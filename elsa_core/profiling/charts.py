@@ -91,7 +91,6 @@ def parts_chart(runs: Sequence[Document]) -> str:
 def _chart(
     rows: Sequence[tuple[str, Sequence[Bar]]], legend: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """A label and its bars below it for each row, on one scale."""
     longest = max(sum(size for _, size in parts) for _, bars in rows for parts, _ in bars)
     drawn, top = [], 0
     for label, bars in rows:

@@ -73,7 +73,6 @@ _POSITIVE: Final = ("seconds", "seconds_before", "seconds_after", "value", "low"
 
 
 def _check(document: Any) -> None:
-    """Raise unless everything is there that is read from a document later."""
     _fits(document, "document")
     if document["command"] != COMMAND or document.get("schema_version") != documents.SCHEMA_VERSION:
         raise _MisfitError(
@@ -101,16 +100,14 @@ def _check_profile(found: Any) -> None:
             raise _MisfitError("the parts of a run are no seconds of " + ", ".join(_PARTS))
     for site in found["sites"]:
         _fits(site, "site")
-        _are_texts(site.get("within", []), "within of a site is no list of texts")
+        within = site.get("within", [])
+        if not (isinstance(within, list) and all(isinstance(path, str) for path in within)):
+            raise _MisfitError("within of a site is no list of texts")
     names = {run["name"] for run in found["runs"]}
     if not {"eager", found["best_baseline"], found["best_patched"]} <= names:
         raise _MisfitError("a point lacks its runs")
-    _are_texts([*found["warnings"], *found["notes"]], "warnings or notes are no texts")
-
-
-def _are_texts(lines: Any, what: str) -> None:
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise _MisfitError(what)
+    if not all(isinstance(line, str) for line in (*found["warnings"], *found["notes"])):
+        raise _MisfitError("warnings or notes are no texts")
 
 
 def _fits(value: Any, kind: str) -> None:

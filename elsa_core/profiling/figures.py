@@ -102,7 +102,6 @@ def _figure(width: float, height: float, panels: int) -> tuple[Any, Sequence[Any
 def _lines(
     axes: Any, series: dict[str, Points], spans: dict[str, list[tuple[int, float, float]]]
 ) -> None:
-    """Series of contenders on logarithmic axes, with what they scatter over."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     palettes = {True: itertools.cycle(_OURS), False: itertools.cycle(_OTHERS)}
@@ -122,7 +121,6 @@ def _lines(
 
 
 def _save(figure: Any, title: str, document: Document, path: Path) -> Path:
-    """Write a figure, whole or not at all, in the format of the path's suffix."""
     figure.suptitle(_plain(f"{title}\n{label(document['environment'])}"), fontsize=9)
     with staged_file(path) as staging:
         figure.savefig(staging, format=path.suffix.lower().lstrip("."), dpi=160)

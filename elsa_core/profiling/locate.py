@@ -161,7 +161,6 @@ def _timed(
 def _watched(
     ready: Prepared, places: Sites, *, graphed: bool
 ) -> tuple[list[Contender], dict[str, SiteClock]]:
-    """Copies of the original and the patched model whose sites are timed, and their clocks."""
     contenders, clocks = [], {}
     for name, source in zip(_WATCHED, (ready.plain, ready.patched), strict=True):
         copied = shared_copy(source)

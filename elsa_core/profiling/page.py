@@ -115,7 +115,6 @@ def _sites(sites: Sequence[Document]) -> str:
 
 
 def _facts(part: Document) -> Iterable[tuple[str, str]]:
-    """Keys and values as text; what is not known or not set is left out."""
     for key, value in part.items():
         if isinstance(value, dict):
             # what is installed and a model's own arguments keep their names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Final
 
 from elsa_core.errors import ArgumentError
 from elsa_core.loading import Plan
@@ -13,6 +14,10 @@ from elsa_core.measuring.intervals import UNSURE
 from elsa_core.patching import LAYERS
 from elsa_core.profiling.document import DONE, Document
 from elsa_core.profiling.words import place
+
+_ALIKE: Final = (
+    "module_class", "kind", "num_heads", "head_dim", "query_tokens", "key_tokens", "extra"
+)  # fmt: skip
 
 
 def faster(document: Document) -> Plan:
@@ -30,7 +35,10 @@ def faster(document: Document) -> Plan:
     sites = [site for each in found for site in each["sites"] if site["patched"]]
     groups: dict[str, list[Document]] = {}
     for site in sites:
-        groups.setdefault(_alike(site), []).append(site)
+        # layers have neither heads nor tokens; older documents do not count their FLOPs
+        size = site.get("flops") if site["kind"] in LAYERS else None
+        alike = json.dumps([*(site[key] for key in _ALIKE), size])
+        groups.setdefault(alike, []).append(site)
     verdicts: dict[str, list[tuple[bool, float]]] = {}
     for members in groups.values():
         ratios = [site["ratio"] for site in members]
@@ -57,13 +65,6 @@ def faster(document: Document) -> Plan:
         kept=tuple((path, kept[path]) for path in ordered if path in kept),
         scope="model" if layers else "attention",
     )
-
-
-def _alike(site: Document) -> str:
-    keys = ("module_class", "kind", "num_heads", "head_dim", "query_tokens", "key_tokens", "extra")
-    # layers have neither heads nor tokens; older documents do not count their FLOPs
-    size = site.get("flops") if site["kind"] in LAYERS else None
-    return json.dumps([*(site[key] for key in keys), size])
 
 
 def unsure(document: Document) -> int:

@@ -102,7 +102,6 @@ def compare(own: Document, published: Document) -> Comparison:
 
 
 def _figures(case: Document) -> Figures | None:
-    """None where the case was not measured or has no peer."""
     if "gain" in case:
         gain = case["gain"]
         if gain is None:

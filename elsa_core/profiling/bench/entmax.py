@@ -79,7 +79,6 @@ def by_adasplash(
 
 
 def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """In float64, by the reference of the operator."""
     wide = [t.double() for t in (query, key, value)]
     mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
     scale = query.shape[-1] ** -0.5

@@ -89,7 +89,6 @@ def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contende
 
 
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:
-    """Those of attention whose gradients autograd has."""
     leaves = [t for t in tensors if t is not None]
     grad = slope(tensors.query)
 
@@ -131,7 +130,6 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Te
 
 
 def _error(case: Case, found: Tensor, exact: Tensor) -> float:
-    """The largest of the relative errors of output and gradients."""
     operand = case.batch * case.heads * case.queries * case.head_dim
     masks = case.heads * case.queries * case.keys if case.mask != "none" else 0
     sizes = [operand] * 4 + ([masks] if masks else [])

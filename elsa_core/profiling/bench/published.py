@@ -108,7 +108,6 @@ def read(path: Path) -> Document:
 
 
 def _typed(row: dict[str, str]) -> Row:
-    """Figures as numbers, None where there are none."""
     found: Row = dict(row)
     for name, text in row.items():
         if name not in _TEXT:
@@ -117,7 +116,6 @@ def _typed(row: dict[str, str]) -> Row:
 
 
 def _case(name: str, members: Sequence[Row], columns: Sequence[str], about: Document) -> Document:
-    """A case of either kind, which `about` describes."""
     measured = [
         dict.fromkeys(columns)
         | row

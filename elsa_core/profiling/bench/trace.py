@@ -206,7 +206,6 @@ def replay(partition: Partition, scores: Tensor, value: Tensor, dtype: torch.dty
 
 
 def _cover(partition: Partition) -> Claim:
-    """The leaves, in order, are one unbroken run of the keys."""
     leaves = partition.leaves()
     ends = [0, *(last for _, last in leaves)]
     starts = [*(first for first, _ in leaves), partition.keys]

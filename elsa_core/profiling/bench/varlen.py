@@ -26,8 +26,6 @@ _CUDA_SHAPES: Final = ((16, 16, 4096, 64), (32, 12, 1024, 64))
 
 
 class _Packed:
-    """The tokens of a case's inputs one after another, and back."""
-
     def __init__(self, case: Case, tensors: Inputs) -> None:
         self.longest = case.queries
         self.ends = [0, *accumulate(lengths_of(case.batch, case.queries))]
@@ -44,7 +42,6 @@ class _Packed:
 
 
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:
-    """The padded batch by PyTorch and by `elsa.attention`, each sequence alone, PyTorch's own."""
     packed = _Packed(case, tensors)
 
     def padded(name: str, attend: Callable[..., Any]) -> Callable[[], Contender]:

@@ -340,7 +340,6 @@ def _runs(
 def _costs(
     ready: Prepared, contender: Contender, *, slow: bool, wanted: bool
 ) -> tuple[int | None, float | None, float | None]:
-    """Memory of a call, the GPU's seconds and its energy, as far as they are wanted and known."""
     name, device = contender.name, ready.first.device
     memory = ready.built.graph_bytes.get(name)
     if not wanted:
