@@ -59,8 +59,7 @@ class State(NamedTuple):
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the state for inputs of `dtype`: float64 for float64, else float32;
-    ArgumentError where it is not floating point."""
+    """The dtype of the state: float64 for float64, else float32; ArgumentError for no float."""
     if not dtype.is_floating_point:
         raise ArgumentError(f"dtype: {dtype} is not floating point; use float32 or float64")
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -62,8 +62,7 @@ PRECISIONS: Final[Mapping[str, Precision]] = MappingProxyType(
 
 
 def validate(precision: str, dtype: torch.dtype) -> str:
-    """Return `precision` if inputs of `dtype` can be computed with it; ArgumentError where not,
-    TypeError where it is no text."""
+    """Return `precision` if inputs of `dtype` can be computed with it; ArgumentError where not."""
     known = PRECISIONS.get(precision)
     if known is None:
         if not isinstance(precision, str):

@@ -87,8 +87,7 @@ def exporting_onnx() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is recording; the compiler (torch 2.11) says yes in whatever it
-    traces."""
+    """Whether `torch.export` is recording; a compiler says yes of whatever it traces."""
     return torch.compiler.is_exporting()
 
 
@@ -141,16 +140,16 @@ def differentiates(*arguments: Any) -> bool:
 
 
 def wanted(**arguments: Tensor | None) -> tuple[str, ...]:
-    """The names of the arguments that reverse mode wants a gradient of, if it records this call:
-    none in a program that is exported or traced, which is for inference."""
+    """The names of the arguments that reverse mode wants a gradient of; none in a traced
+    program."""
     if not torch.is_grad_enabled() or exporting():
         return ()
     return tuple(name for name, t in arguments.items() if t is not None and t.requires_grad)
 
 
 def differentiates_otherwise() -> bool:
-    """Whether forward-mode AD or a derivative of `torch.func` is at work: the operators have
-    formulas for reverse mode alone, so that such a call has to be made of PyTorch's own."""
+    """Whether forward-mode AD or a derivative of `torch.func` is at work: operators have no
+    formulas for it, so that a call has to be made of PyTorch's own."""
     transforms = torch._C._functorch.get_interpreter_stack()  # None where there is none
     if transforms and any(t.key() in _DERIVATIVES for t in transforms):
         return True
@@ -178,8 +177,7 @@ for _constant in (exporting_onnx, is_exporting, keeps_products, differentiates_o
 
 @contextmanager
 def plain_multihead() -> Iterator[None]:
-    """Keep nn.MultiheadAttention from its one fused operator, which no exporter and no count of
-    FLOPs knows."""
+    """Keep nn.MultiheadAttention from its fused operator, which no exporter knows."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

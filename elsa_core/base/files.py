@@ -22,8 +22,7 @@ _AT_FDCWD = -100
 
 
 def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentError) -> Path:
-    """Return `given` with "~" expanded, a path that can be looked up, whether it exists or not; an
-    error of that class for an unknown home, a name that is too long, or a loop of links."""
+    """Return `given` with "~" expanded; an error of that class where it cannot be looked up."""
     if not isinstance(given, str | os.PathLike):
         raise TypeError(f"the path must be text or a pathlib.Path, not {type(given).__name__}")
     try:
@@ -55,8 +54,7 @@ def staged(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch(prefix: str, suffix: str = "", folder: Path | None = None) -> Iterator[Path]:
-    """Give a fresh directory that only this user may enter, and remove it at the end: `prefix`,
-    eight characters and `suffix`, in `folder` or that of the system for temporary files."""
+    """Give a fresh directory that only this user may enter, and remove it at the end."""
     path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=folder))
     try:
         yield path

@@ -25,8 +25,7 @@ MAX_PIXELS = 89_478_485
 
 
 class ImageBatch(NamedTuple):
-    """Images of a folder: [N, C, H, W] float32, normalised, their files, and how many of `limit`
-    were left out."""
+    """Images of a folder [N, C, H, W], normalised, their files, and how many were left out."""
 
     images: Tensor
     files: tuple[Path, ...]
@@ -42,9 +41,9 @@ def read_folder(
     limit: int | None = 64,
     **transform: Any,
 ) -> ImageBatch:
-    """Reads a folder and its sub-folders in sorted order, `limit` images at most; links to folders
-    are followed, each once. The other arguments are `reader`'s. ArgumentError: one is not usable;
-    ModelError: no folder, no image in it, or an image that cannot be read (named)."""
+    """Reads the images of a folder and its sub-folders in sorted order, `limit` at most.
+    ArgumentError: an argument is not usable; ModelError: no image, or one that cannot be read
+    (named)."""
     if limit is not None and limit < 1:
         raise ArgumentError(f"limit={limit}: expected a positive number of images, or None for all")
     read = reader(input_size, mean, std, **transform)
@@ -135,8 +134,7 @@ def _walk(top: Path) -> Iterator[Path]:
 
 
 def _read(file: Path, mode: str, transform: Any, target: tuple[float, float] | None) -> Tensor:
-    """One image as a tensor; `target` is the height and width that its shorter side is fitted to,
-    None where both sides are."""
+    """One image; `target` (height, width): what its shorter side is fitted to."""
     from PIL import Image
 
     try:

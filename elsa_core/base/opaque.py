@@ -17,8 +17,7 @@ def define(
     formula: Callable[..., Any] | None = None,
     context: Callable[..., None] | None = None,
 ) -> None:
-    """Define `elsa::name` of the schema "name(arguments) -> results"; formula and context are of
-    its gradients, as `torch.library.register_autograd` takes them."""
+    """Define `elsa::name` of a schema; formula and context are those of `register_autograd`."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")

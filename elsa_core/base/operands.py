@@ -92,8 +92,7 @@ def require_mask(
 
 
 def require_dense(**tensors: Tensor | None) -> None:
-    """Refuse nested, sparse and opaque tensors, by their names: every backend reads dense strided
-    memory. None is let through."""
+    """Refuse nested, sparse and opaque tensors by their names; None is let through."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue

@@ -92,9 +92,8 @@ def figure(title: str, chart: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; on a narrow screen each row becomes a card that repeats the titles. A title that
-    starts with "." is aligned to the left, for words. A row of fewer cells gives its last one the
-    width of all that are missing."""
+    """A table, of cards on a narrow screen. A title that starts with "." is aligned to the left. A
+    row of fewer cells gives its last one the width of all that are missing."""
     titles = [text(title.lstrip(".")) for title in columns]
     kinds = [' class="text"' if title.startswith(".") else "" for title in columns]
     head = "".join(

@@ -38,8 +38,7 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 
 @contextmanager
 def environment_kept() -> Iterator[None]:
-    """Undo at the end what is done to the environment's variables within: torch's compilers set
-    TRITON_PTXAS_PATH, which changes what Triton compiles afterwards."""
+    """Undo at the end what is done to the environment's variables: torch's compilers set some."""
     before = dict(os.environ)
     try:
         yield

@@ -25,8 +25,7 @@ _KINDS = {
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; links to one are followed. A FIFO without a writer would
-    block and /dev/zero never ends, so both are refused at once."""
+    """Open a regular file: a FIFO without a writer would block, and /dev/zero never ends."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:

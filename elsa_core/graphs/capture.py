@@ -68,8 +68,8 @@ def captured_in_turn(
 def replayed(
     call: Callable[[], object], ready: Callable[[], object] | None = None
 ) -> Callable[[], Any]:
-    """`captured` of a call, compiled or not, that is warmed up first; returns the call's output, in
-    the same memory after every replay."""
+    """`captured` of a call that is warmed up first; returns its output, always in the same
+    memory."""
     output: list[Any] = []
 
     def kept() -> None:
@@ -121,9 +121,8 @@ class Cuda:
         torch.cuda.default_generators[device.index].set_offset(state)
 
     def pool(self, device: torch.device) -> Any:
-        """A new pool for graphs that are replayed one after the other, and a new stream to capture
-        on, so that cuBLAS has its workspace in the pool and not in memory that another's capture
-        may free."""
+        """A new pool for graphs that are replayed one after the other, and a stream to capture on:
+        a new one, so that cuBLAS has its workspace in the pool."""
         return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def captured(

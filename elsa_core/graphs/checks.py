@@ -74,8 +74,7 @@ class RefusedError(RuntimeError):
 
 
 class Given(NamedTuple):
-    """The arguments of a call, flat: tensors and constants, and how they are nested (the number of
-    positional tensors, or a TreeSpec)."""
+    """The arguments of a call, flat; `tree`: the number of positional tensors, or a TreeSpec."""
 
     leaves: Sequence[Any]
     tree: Any
@@ -388,8 +387,7 @@ def watched(
     run: Callable[[], None], device: torch.device, writable: Iterable[Tensor] = (), *,
     draws: bool = False,
 ) -> Reads:  # fmt: skip
-    """One run, and what it read (see `Reads`); `draws`: it may draw random numbers on the device.
-    RefusedError: a replay could differ from it."""
+    """One run, and what it read; RefusedError: a replay could differ. `draws`: it may draw."""
 
     def state() -> Any:
         # of the host, where it is not the device's

@@ -232,8 +232,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[no-untyped-call]
     def backward(ctx: Any, *slopes: Tensor) -> Any:
-        """Gradients of every tensor of the arguments, then of the parameters; RuntimeError: the
-        forward's tensors are no longer what they were."""
+        """Gradients of every tensor of the arguments, then of the parameters."""
         step, ticket = ctx.step, ctx.ticket
         if ticket.done:
             raise RuntimeError(

@@ -32,9 +32,8 @@ _NAME = re.compile(r"[\w.@+-]{1,120}")
 
 
 def from_config(config: Mapping[str, Any], where: str) -> Recipe:
-    """Read timm's hub layout (or elsa's extension of it) from config.json, or open_clip's towers.
-    `where` is the file, for messages. ModelError: another kind, a name that is none, or a wrong
-    value."""
+    """Read timm's hub layout (or elsa's extension of it) from config.json, or open_clip's
+    towers."""
     if "model_cfg" in config:
         return from_open_clip_config(config, where)
     name = config.get("architecture")

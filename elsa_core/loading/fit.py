@@ -33,8 +33,7 @@ _CLASS_OFFSETS = 3  # BEiT's table: token to class, class to token, class to cla
 
 
 def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with the constructor's arguments that a user typed; a CLIP, whose towers a
-    configuration describes, takes none."""
+    """Return the recipe with the constructor's arguments that a user typed; a CLIP takes none."""
     if not given:
         return recipe
     where = "model_kwargs (--model-kwargs)"
@@ -169,9 +168,8 @@ def changed(
     *,
     resized: bool = False,
 ) -> dict[str, str]:
-    """Return the tensors of a file that the model does not hold as they are, each with what
-    happened. `asked` are names that another image size or window was asked to change; `resized`:
-    other buffers are computed from another size."""
+    """Return the tensors of a file that the model does not hold as they are, with what happened.
+    `asked` was to change by another size or window; `resized`: other buffers are computed."""
     state = model.state_dict()
     own = {**dict(model.named_buffers()), **state}
     left: dict[str, Tensor] = {}

@@ -53,8 +53,7 @@ Size = tuple[int, int] | None
 
 
 def read_weights(path: Path, key: str | None = None) -> Weights:
-    """Read a .safetensors file, an index of several, or a PyTorch checkpoint; `key` says which of
-    several weights to take (--weights)."""
+    """Read a weights file; `key` says which of several weights to take (--weights)."""
     if is_index(path):
         return read_sharded(path, key)
     safe = path.suffix.lower() == ".safetensors"
@@ -62,8 +61,7 @@ def read_weights(path: Path, key: str | None = None) -> Weights:
 
 
 def weights_in(directory: Path) -> Path:
-    """Return the weights file of a model directory; ModelError where there is none, or several
-    with no usual name."""
+    """Return the weights file of a model directory."""
     for name in _WEIGHTS_NAMES:
         if (directory / name).is_file():
             return directory / name
@@ -145,8 +143,8 @@ def choose_recipe(
 
 
 def _recorded(weights: Weights, image_size: Size, given: Mapping[str, Any]) -> Choice | None:
-    """The architecture that a file names; None where trainers record another kind of name, such as
-    a class, so that the shapes say more."""
+    """The architecture that a file names; None where it is another kind of name, such as a
+    class."""
     for name in weights.stated.architectures:
         with suppress(ElsaError):
             spec = parse(name)

@@ -24,8 +24,7 @@ OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin
 
 def fetch(repository: str, names: Sequence[str], *, need: str) -> Path:
     """Return the local path of the first of `names` that the hub repository
-    (`owner/name[@revision]`) has; `need` says what it is for in the error line. UnavailableError:
-    not in the cache, and the network is off or the hub cannot be reached."""
+    (`owner/name[@revision]`) has; `need` says what it is for in the error line."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -62,8 +61,7 @@ def in_torch_cache(url: str) -> bool:
 
 
 def require_network(url: str, *, need: str) -> None:
-    """Raise UnavailableError where HF_HUB_OFFLINE is set, or unless the host of `url`, or its
-    proxy, answers within seconds; it says how to go on."""
+    """Raise UnavailableError unless the host of `url`, or its proxy, answers within seconds."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

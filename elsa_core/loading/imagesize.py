@@ -38,9 +38,8 @@ def checked_size(image_size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
-    """Return the recipe for another image size, known to build and to run there on the meta device.
-    ArgumentError for a size that the patches do not divide, that the model cannot run at, or that
-    needs too much memory; it names the nearest that work."""
+    """Return the recipe for another image size, known to run there on the meta device.
+    ArgumentError names the nearest sizes that work."""
     size = checked_size(image_size)
     if size == recipe.size:
         return recipe
@@ -78,8 +77,7 @@ def _neighbours(side: int, step: int) -> list[int]:
 
 def problem(recipe: Recipe, model: nn.Module | None = None) -> str | None:
     """Why the model cannot be built or run at the recipe's size, None when it can; `model`: on the
-    meta device, where it is built already. TooLargeError where it and one image need more memory
-    than the machine has."""
+    meta device, where it is built already. TooLargeError: too much memory."""
     try:
         model = build_meta(recipe) if model is None else model
     except ModelError as error:

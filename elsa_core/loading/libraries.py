@@ -51,8 +51,7 @@ def of(name: str) -> Library:
 
 
 def default_recipe(spec: ModelSpec) -> Recipe:
-    """Return the recipe that the library itself follows for this name. The first library has no
-    model named as a file or a hub id, and says so when it is built."""
+    """Return the recipe that the library itself follows for this name."""
     library = of(spec.source) if spec.source in names() else LIBRARIES[0]
     return library.recipe(spec.name, spec.tag)
 

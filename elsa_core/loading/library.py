@@ -104,8 +104,7 @@ def check_tag(library: str, name: str, tag: str, tags: Sequence[str]) -> None:
 
 
 def built(builder: Callable[[Recipe], nn.Module], recipe: Recipe) -> nn.Module:
-    """Build the model with fresh random weights, in eval mode; ModelError where the library does
-    not know the name or cannot follow the arguments."""
+    """Build the model with random weights, in eval mode; ModelError where the library cannot."""
     try:
         with quiet():
             return builder(recipe).eval()

@@ -305,8 +305,7 @@ def _from_library(
 def _from_python(
     spec: ModelSpec, size: Size, pretrained: bool, drawn: str, given: Mapping[str, Any]
 ) -> Loaded:
-    """Call "PACKAGE.MODULE:FACTORY", of the current directory too; what it prints goes to
-    stderr."""
+    """Call PACKAGE.MODULE:FACTORY, of the current directory too; its prints go to stderr."""
     if pretrained:
         raise ArgumentError("pretrained (--pretrained) is not for python:, whose factory loads it")
     name = spec.name
@@ -364,7 +363,8 @@ def _from_hub(
         hub.fetch(spec.name, hub.TIMM_WEIGHTS, need=need)
         with suppress(ModelError, UnavailableError):
             hub.fetch(spec.name, PROCESSORS, need=f"the preprocessing of {spec.name}")
-        return _from_transformers(spec, config.parent, content, size, told)
+        model, recipe, notes, said = open_folder(config.parent, content, size)
+        return Loaded(model, spec, recipe, 0, told, notes, warnings=said)
     recipe = with_given(from_config(content, str(config)), given)
     if not pretrained:
         recipe = recipe if size is None else with_image_size(recipe, size)
@@ -395,7 +395,8 @@ def _from_file(
                     f"arch, weights and model_kwargs are not for {spec.given}, which {LIBRARY} "
                     "describes"
                 )
-            return _from_transformers(spec, path, content, size, str(path))
+            model, recipe, notes, said = open_folder(path, content, size)
+            return Loaded(model, spec, recipe, 0, str(path), notes, warnings=said)
         path = weights_in(path)
     weights = read_weights(path, key)
     # A classifier that is to be dropped tells the architecture like any other tensor.
@@ -423,10 +424,3 @@ def _from_file(
     text = f"{path}{_SAVED_FROM}{first}" if first else f"{path}"
     notes = (*choice.notes, *changed)
     return Loaded(model, spec, recipe, 0, text, notes, warnings=weights.notes)
-
-
-def _from_transformers(
-    spec: ModelSpec, folder: Path, config: Mapping[str, Any], size: Size, weights: str
-) -> Loaded:
-    model, recipe, notes, said = open_folder(folder, config, size)
-    return Loaded(model, spec, recipe, 0, weights, tuple(notes), warnings=tuple(said))

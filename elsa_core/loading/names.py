@@ -46,7 +46,9 @@ def bare_names(
     if key is not None:
         kept = [name for name in kept if _without_parts(name).startswith(f"{key}.")]
         if not kept:
-            some = ", ".join(list(dict.fromkeys(_beginning(name) for name in shapes))[:8])
+            some = ", ".join(
+                list(dict.fromkeys(_without_parts(name).partition(".")[0] for name in shapes))[:8]
+            )
             raise ModelError(
                 f"{path} has no weights {key[:60]!r} (--weights): its names begin with {some[:200]}"
             )
@@ -76,10 +78,11 @@ def _one_copy(full: list[str], shapes: Shapes) -> tuple[list[str], list[str]]:
             continue
         one, other = (_core(names, shapes)[0] for names in (inside, outside))
         if set(one.values()) <= set(other.values()):
+            key = _without_parts(outside[0]).partition(".")[0]
             kind = "averaged weights" if "ema" in prefix or "averaged" in prefix else "weights"
             return inside, [
                 f"{kind} ({prefix}*) taken, {len(outside)} other tensors left"
-                f" (--weights {_beginning(outside[0])} takes those)"
+                f" (--weights {key} takes those)"
             ]
     return full, []
 
@@ -132,10 +135,6 @@ def _renamed(names: list[str]) -> list[str]:
         # DINOv2 trains its blocks in chunks; the second number counts through all of them.
         return [re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name) for name in names]
     return names
-
-
-def _beginning(name: str) -> str:
-    return _without_parts(name).partition(".")[0]
 
 
 def _without_parts(name: str) -> str:

@@ -115,8 +115,7 @@ def _shallow(recipe: Recipe) -> list[Recipe]:
 
 
 def _core(recipe: Recipe) -> tuple[str, Recipe]:
-    """A CLIP around a timm tower is that tower, whose depth can be cut, and a text tower that its
-    configuration describes in full."""
+    """A CLIP around a timm tower is that tower, and the rest of its configuration."""
     cfg: Any = recipe.model_cfg
     if "timm_model_name" not in cfg["vision_cfg"]:
         return "", recipe
@@ -161,9 +160,8 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
 
 
 def _load(target: Recipe, native: Recipe, path: str | Path) -> nn.Module:
-    """Build a CLIP and let open_clip read its checkpoint, which is at the size of `native`: it
-    resizes the position embedding of its own towers as it reads, and timm that of a timm tower
-    afterwards."""
+    """Build a CLIP and let open_clip read its checkpoint, at the size of `native`: it resizes its
+    own towers as it reads, and timm a timm tower afterwards."""
     import open_clip
 
     timm_tower = "timm_model_name" in (native.model_cfg or {})["vision_cfg"]

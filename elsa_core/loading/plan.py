@@ -94,9 +94,8 @@ def read_plan(path: Path) -> Plan:
 def apply_plan(
     model: nn.Module, plan: Plan, path: Path, example: tuple[Any, ...] | None = None
 ) -> PatchReport:
-    """Patch exactly the sites that the plan names, in place; where sites are found by a run, on
-    `example`. `path` is the plan's, for messages. ModelError: the plan does not fit the model, or
-    asks for what this elsa lacks."""
+    """Patch exactly the sites that the plan at `path` names, in place; where sites are found by a
+    run, on `example`. ModelError: the plan does not fit the model."""
     from elsa_core.patching import find_sites, layers_within, patch, sites_of, watch
 
     modules = dict(model.named_modules())

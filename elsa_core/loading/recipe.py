@@ -68,8 +68,8 @@ class Preprocess:
     def with_said(
         self, said: Mapping[str, Any], named: Callable[[str], str], error: type[ElsaError]
     ) -> Preprocess:
-        """Return the same with the values of `said` that are not None, from outside and by field.
-        An error of that class says what cannot be; `named` is what its message calls a field."""
+        """Return the same with the values of `said` that are not None; `named` is what the message
+        of an error calls a field."""
         found = {key: value for key, value in said.items() if value is not None}
         count = self.input_size[0]
         for key, least in (("mean", -1e6), ("std", 1e-6)):
@@ -93,8 +93,7 @@ class Preprocess:
 
 @dataclass(frozen=True)
 class Given:
-    """What the user says of the preprocessing; None is left to the model. mean and std are one
-    number or one a channel, on images scaled to 0..1."""
+    """What the user says of the preprocessing; mean and std are one number or one a channel."""
 
     mean: float | Sequence[float] | None = None
     std: float | Sequence[float] | None = None
@@ -163,8 +162,7 @@ class Recipe:
         return replace(self, args={**self.args, **args})
 
     def describe(self, model: Any) -> None:
-        """Put the preprocessing and the class names where timm keeps them on a model, and what of
-        it is assumed beside them."""
+        """Put preprocessing and class names where timm has them on a model, and what is assumed."""
         known = getattr(model, "pretrained_cfg", None)
         said = asdict(self.preprocess)
         model.elsa_assumed = said.pop("assumed")

@@ -146,9 +146,8 @@ def _unknown(
 def fit_named(
     spec: ModelSpec, shapes: Shapes, image_size: tuple[int, int] | None, given: _Args
 ) -> Recipe:
-    """Fit one named architecture to the shapes, at their image size, with their classifier and
-    channels; the usual recipe where it does not fit exactly: the library may convert the
-    tensors."""
+    """Fit one named architecture to the shapes; the usual recipe where it does not fit exactly: the
+    library may convert the tensors."""
     usual = default_recipe(spec)
     library = libraries.of(usual.library)
     usual = library.as_in(usual, shapes)
@@ -200,8 +199,7 @@ def _probe(recipe: Recipe) -> tuple[nn.Module, torch.Tensor]:
 
 
 def shallow(recipe: Recipe) -> tuple[nn.Module, tuple[int, int]]:
-    """Build the recipe with two blocks and a small grid where its library allows that; the model
-    and its image size."""
+    """Build the recipe with two blocks and a small grid where that can be; and its image size."""
     attempts = libraries.of(recipe.library).shallow(recipe)
     if recipe.two_towers and attempts:
         return build(attempts[0]), recipe.size
@@ -219,9 +217,8 @@ def meta_model(name: str) -> nn.Module:
 
 
 def small_model(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
-    """The architecture with two blocks a stage where its library allows that, on the CPU, and its
-    image size (C, H, W). It is whole where its depth cannot be cut, and where what is left holds no
-    attention that can be patched. Parameters are allocated and not filled."""
+    """The architecture with two blocks a stage where that can be and leaves attention, on the CPU,
+    and its image size (C, H, W). Parameters are allocated and not filled."""
     from elsa_core.patching import find_sites
 
     recipe = default_recipe(parse(name))

@@ -61,8 +61,7 @@ def save(
 
 
 def write_model(directory: Path, model: nn.Module, plan: Plan, loaded: Loaded | None) -> None:
-    """Write weights and plan, and where the model was loaded by elsa the configuration, with which
-    `load` opens `directory` again."""
+    """Write weights and plan, and where elsa has loaded the model its configuration."""
     files.write_json(directory / PLAN_NAME, plan.to_dict())
     if loaded is None or loaded.recipe.library == "python":
         _write_tensors(model.state_dict(), directory / WEIGHTS_NAME, {"format": "pt"})

@@ -78,8 +78,7 @@ def stated_in_metadata(metadata: Mapping[str, str]) -> Stated:
 
 
 def names_of(value: Any) -> tuple[str, ...]:
-    """Return names of classes in their order, of a list, a mapping from number to name (`id2label`)
-    or from name to number (`class_to_idx`); () for what is no list of them."""
+    """Return names of classes in order, of a list, `id2label` or `class_to_idx`; () for others."""
     if isinstance(value, Mapping):
         by_name = all(type(number) is int for number in value.values())
         named = {}
@@ -110,9 +109,8 @@ def filled(preprocess: Preprocess, said: Given) -> Preprocess:
 
 
 def of_model(model: Any, input_size: tuple[int, int, int], given: Given) -> Preprocess | None:
-    """The preprocessing that a model object states, as timm's do in `pretrained_cfg`; None where
-    neither the model nor the user (`given`) says anything. What it does not state, or states for
-    another number of channels than that of `input_size` (C, H, W), is marked as assumed."""
+    """The preprocessing that a model object states in `pretrained_cfg`; None where neither it nor
+    the user (`given`) says anything. What is not stated for `input_size` is marked as assumed."""
     cfg = getattr(model, "pretrained_cfg", None)
     said = stated(cfg).preprocess if isinstance(cfg, dict) else Given()
     if said == given == Given():

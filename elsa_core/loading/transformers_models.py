@@ -42,10 +42,9 @@ def is_transformers(config: Mapping[str, Any]) -> bool:
 
 def open_folder(
     folder: Path, config: Mapping[str, Any], size: tuple[int, int] | None
-) -> tuple[nn.Module, Recipe, list[str], list[str]]:
-    """Build the model that a folder holds, with its weights; no code of the folder runs. `config`
-    is the content of its config.json, `size` (height, width) where its own is not meant. The model,
-    its recipe, notes, and warnings."""
+) -> tuple[nn.Module, Recipe, tuple[str, ...], tuple[str, ...]]:
+    """Build the model that a folder with this config.json holds; no code of the folder runs. The
+    model, its recipe, notes, and warnings."""
     where = str(folder / "config.json")
     for part in (config, *(each for each in config.values() if isinstance(each, Mapping))):
         check_blocks(part, where)
@@ -67,7 +66,8 @@ def open_folder(
     if classes:
         model.num_classes = count  # timm's name, which a bundle's labels are counted by
     recipe = Recipe(LIBRARY, cls.__name__, {}, count, preprocess, labels=labels)
-    return model, recipe if size is None else recipe.at(size), notes, [*said, *more]
+    recipe = recipe if size is None else recipe.at(size)
+    return model, recipe, tuple(notes), (*said, *more)
 
 
 def write_folder(model: Any, directory: Path, source: Path | None) -> None:

@@ -73,8 +73,7 @@ class Weights:
 
 
 def read_header(path: Path) -> Header:
-    """Read a .safetensors header, which the library validates; no tensor is read. A ModelError
-    names the file."""
+    """Read a .safetensors header, which the library validates; no tensor is read."""
     from safetensors import safe_open
 
     with open_regular(path) as file:
@@ -100,8 +99,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_safetensors(path: Path, key: str | None = None) -> Weights:
-    """Read a .safetensors file: the header now, the tensors when they are asked for; those whose
-    names begin with `key`, where it is given."""
+    """Read a .safetensors file: the header now, the tensors when they are asked for."""
     return _joined(path, {path: read_header(path)}, key)
 
 
@@ -110,8 +108,7 @@ def is_index(path: Path) -> bool:
 
 
 def read_sharded(path: Path, key: str | None = None) -> Weights:
-    """Read what an index names, from the files beside it, as `read_safetensors`. A shard is no
-    link, lies beside the index, and holds the tensors that the index says."""
+    """Read what an index names, from the files beside it, which are no links."""
     weight_map = _weight_map(path)
     shards, headers = sorted(set(weight_map.values())), {}
     for shard in shards:
