@@ -457,8 +457,8 @@ class GradientItem {
     }
     if (g_.query.data == nullptr) return;
     const Target& t = g_.query;
-    write_row(t.data + batch_ * t.stride[0] + head_ * t.stride[1] + row * t.stride[2], t.stride[3],
-              grad_query, a_.head_dim, a_.scale);
+    write_row(grad_query, a_.scale, a_.head_dim, t.stride[3],
+              t.data + batch_ * t.stride[0] + head_ * t.stride[1] + row * t.stride[2]);
   }
 
   // dP -> dS.
@@ -529,17 +529,12 @@ class GradientItem {
     }
   }
 
-  static void write_row(float* out, int64_t stride, const float* row, int64_t columns,
-                        float factor) {
-    if (stride == 1) return store_row(row, factor, columns, DType::kFloat32, out);
-    for (int64_t d = 0; d < columns; ++d) out[d * stride] = row[d] * factor;
-  }
   void write(const Target& target, int64_t from, int64_t width, int64_t columns, float factor) {
     if (target.data == nullptr) return;
     float* const out = target.data + batch_ * target.stride[0] + kv_head_ * target.stride[1];
     for (int64_t j = 0; j < a_.keys; ++j) {
-      write_row(out + j * target.stride[2], target.stride[3], memory_ + from + j * width, columns,
-                factor);
+      write_row(memory_ + from + j * width, factor, columns, target.stride[3],
+                out + j * target.stride[2]);
     }
   }
 

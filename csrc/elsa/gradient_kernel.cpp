@@ -15,11 +15,6 @@ namespace {
 
 constexpr int64_t kGradientKeys = 256;  // the most keys of a block
 
-void write_row(const float* row, float factor, int64_t columns, int64_t stride, float* out) {
-  if (stride == 1) return store_row(row, factor, columns, DType::kFloat32, out);
-  for (int64_t d = 0; d < columns; ++d) out[d * stride] = row[d] * factor;
-}
-
 float dot(const float* x, const float* y, int64_t count) {  // of a multiple of kLanes
   Floats sum = {};
   for (int64_t d = 0; d < count; d += kLanes) sum += load(x + d) * load(y + d);

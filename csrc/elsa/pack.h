@@ -189,6 +189,12 @@ ELSA_INLINE void store_row(const float* row, float factor, int64_t count, DType 
   }
 }
 
+// The same in float32, of any stride.
+inline void write_row(const float* row, float factor, int64_t columns, int64_t stride, float* out) {
+  if (stride == 1) return store_row(row, factor, columns, DType::kFloat32, out);
+  for (int64_t d = 0; d < columns; ++d) out[d * stride] = row[d] * factor;
+}
+
 // Fetches rows of a matrix into the second-level cache, a few cache lines at a time.
 class Prefetch {
  public:

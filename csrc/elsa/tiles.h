@@ -41,7 +41,7 @@ constexpr int64_t paired_keys(int64_t wide) {
 }
 
 constexpr int kFewChunk = 16;       // terms of a sum that are added by themselves where `few` holds
-constexpr int64_t kFewQueries = 8;  // see few_scores
+constexpr int64_t kFewQueries = 8;  // see few_sums
 constexpr int64_t kDepthChunk = 96;  // head dimensions summed in one accumulator chain
 constexpr int64_t kSumChunk = 100;   // keys summed in one accumulator chain; see values_tile
 // Head dimensions of a chain: as many chains as kDepthChunk asks for, of nearly equal length.
@@ -64,7 +64,7 @@ struct ScoreTile {
   float* row_max;   // [R][kLanes], running
   int64_t valid;    // keys that exist from the panel's start on
   int64_t visible;  // keys that the first row may see from there on; one more with each row
-  bool few;         // the whole problem has few queries or keys, see few_scores
+  bool few;         // the whole problem has few queries or keys, see few_sums
   bool scaled;      // scores are multiplied by scale here (and not in the softmax)
   float scale;
   const float* bias;  // [R][bias_stride], null for none; read only where `scaled`
@@ -73,42 +73,46 @@ struct ScoreTile {
 };
 constexpr int64_t kAllVisible = int64_t{1} << 62;  // no row of a tile is hidden from a key
 
-// Sums over whole chunks of the head dimension, of one vector of a panel, for problems of few
-// queries or few keys (of which no more than kLanes go into panels): registers are to spare, and
-// chains of 8, of even and of odd dimensions, round less and wait less. PyTorch's products of so
-// small matrices have such short chains too. Returns the dimensions summed.
-template <int R>
-ELSA_INLINE int64_t few_scores(const float* const (&query)[R], const float* panel, int64_t depth,
-                               Floats (&sums)[R]) {
+// sums[r] = weight(r, i) * the vector at x + i * step, over whole chunks of `count` terms, for
+// problems of few queries or few keys (of which no more than kLanes go into panels): registers are
+// to spare, and chains of 8, of even and of odd terms, round less and wait less. PyTorch's products
+// of so small matrices have such short chains too. Returns the terms summed.
+template <int R, class Weight>
+ELSA_INLINE int64_t few_sums(Weight weight, const float* x, int64_t step, int64_t count,
+                             Floats (&sums)[R]) {
   ELSA_UNROLL
   for (int r = 0; r < R; ++r) sums[r] = Floats{};
-  int64_t d = 0;
-  while (d + kFewChunk <= depth) {
+  int64_t i = 0;
+  while (i + kFewChunk <= count) {
     Floats even[R], odd[R];
     ELSA_UNROLL
     for (int r = 0; r < R; ++r) even[r] = odd[r] = Floats{};
-    for (const int64_t end = d + kFewChunk; d < end; d += 2, panel += 2 * kPanel) {
-      const Floats first = load(panel), second = load(panel + kPanel);
+    for (const int64_t end = i + kFewChunk; i < end; i += 2, x += 2 * step) {
+      const Floats first = load(x), second = load(x + step);
       ELSA_UNROLL
       for (int r = 0; r < R; ++r) {
-        even[r] = even[r] + splat(query[r][d]) * first;
-        odd[r] = odd[r] + splat(query[r][d + 1]) * second;
+        even[r] = even[r] + splat(weight(r, i)) * first;
+        odd[r] = odd[r] + splat(weight(r, i + 1)) * second;
       }
     }
     ELSA_UNROLL
     for (int r = 0; r < R; ++r) sums[r] += even[r] + odd[r];
   }
-  return d;
+  return i;
 }
 
 // Steps of a register tile: R rows of V vectors of sums.
-template <int R, int V>
-ELSA_INLINE void clear(Floats (&acc)[R][V]) {
+template <int R, int V, class Step>
+ELSA_INLINE void each(Step step) {
   ELSA_UNROLL
   for (int r = 0; r < R; ++r) {
     ELSA_UNROLL
-    for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
+    for (int v = 0; v < V; ++v) step(r, v);
   }
+}
+template <int R, int V>
+ELSA_INLINE void clear(Floats (&acc)[R][V]) {
+  each<R, V>([&](int r, int v) { acc[r][v] = Floats{}; });
 }
 // acc[r] += weight(r) * the V vectors at p.
 template <int R, int V, class Weight>
@@ -126,40 +130,11 @@ ELSA_INLINE void add_product(Floats (&acc)[R][V], const float* p, Weight weight)
 // row(r): where the sums of row r lie.
 template <int R, int V, class Row>
 ELSA_INLINE void add_stored(Floats (&acc)[R][V], Row row) {
-  ELSA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) acc[r][v] += load(row(r) + v * kLanes);
-  }
+  each<R, V>([&](int r, int v) { acc[r][v] += load(row(r) + v * kLanes); });
 }
 template <int R, int V, class Row>
 ELSA_INLINE void store_rows(const Floats (&acc)[R][V], Row row) {
-  ELSA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) store(row(r) + v * kLanes, acc[r][v]);
-  }
-}
-template <int R, int V>
-ELSA_INLINE void multiply(Floats (&acc)[R][V], const float* factor) {
-  if (factor == nullptr) return;
-  ELSA_UNROLL
-  for (int r = 0; r < R; ++r) {
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) acc[r][v] *= factor[r];
-  }
-}
-// A chunk's sums wait where the scores will be; the registers begin again at zero.
-template <int R, int V>
-ELSA_INLINE void park(Floats (&acc)[R][V], float* scores, int64_t stride) {
-  store_rows(acc, [=](int r) { return scores + r * stride; });
-  clear(acc);
-}
-// One vector of each row for whole chunks, see few_scores.
-template <int R, int V>
-ELSA_INLINE void set_column(Floats (&acc)[R][V], int v, const Floats (&sums)[R]) {
-  ELSA_UNROLL
-  for (int r = 0; r < R; ++r) acc[r][v] = sums[r];
+  each<R, V>([&](int r, int v) { store(row(r) + v * kLanes, acc[r][v]); });
 }
 
 // The row after `row`. Computed there and then: the addresses of all rows do not fit in registers.
@@ -192,14 +167,17 @@ void score_tile(const ScoreTile& t) {
   int64_t d = 0;
   const int64_t depth = t.depth;
   const int64_t chunk = t.few ? depth : depth_chunk(depth);
-  float* const parked = t.scores;  // sums of the chunks so far
+  float* const parked = t.scores;  // sums of the chunks so far wait where the scores will be
   const int64_t parked_stride = t.score_stride;
+  const auto place = [=](int r) { return parked + r * parked_stride; };
   if (V <= kTileVectors && t.few) {
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) {
       Floats sums[R];
-      d = few_scores(rows, panel + v * kLanes, depth, sums);
-      set_column(acc, v, sums);
+      d = few_sums([&](int r, int64_t i) { return rows[r][i]; }, panel + v * kLanes, kPanel, depth,
+                   sums);
+      ELSA_UNROLL
+      for (int r = 0; r < R; ++r) acc[r][v] = sums[r];
     }
     panel += d * kPanel;
     query += d;
@@ -212,9 +190,10 @@ void score_tile(const ScoreTile& t) {
       panel += V > kTileVectors ? V * kLanes : kPanel;
       if (!Apart) ++query;
     }
-    if (end > chunk) add_stored(acc, [=](int r) { return parked + r * parked_stride; });
+    if (end > chunk) add_stored(acc, place);
     if (end >= depth) break;
-    park(acc, parked, parked_stride);
+    store_rows(acc, place);
+    clear(acc);
   }
   // Copies, because the compiler must assume that the stores below change `t`.
   const int64_t valid = t.valid, visible = t.visible;
@@ -236,11 +215,7 @@ void score_tile(const ScoreTile& t) {
       bias = row_after(bias, bias_stride);
     }
   } else if (t.scaled) {
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      ELSA_UNROLL
-      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] * t.scale;
-    }
+    each<R, V>([&](int r, int v) { acc[r][v] = acc[r][v] * t.scale; });
   }
   if (!whole) {
     ELSA_UNROLL
@@ -343,36 +318,9 @@ struct ValueTile {
   float* const* out_rows;  // in their place, of tiles whose rows lie apart: [R] rows, from
   int64_t column;          // `column` on
   bool accumulate;
-  bool few;             // the whole problem has few queries, see few_scores
+  bool few;             // the whole problem has few queries, see few_sums
   const float* factor;  // [R], multiplied on at the end; null for none
 };
-
-// As few_scores, over keys instead of head dimensions: one vector of the values.
-template <int R>
-ELSA_INLINE int64_t few_values(const ValueTile& t, const float* values, Floats (&sums)[R]) {
-  const float* weights = t.weights;
-  const int64_t stride = t.value_stride;
-  ELSA_UNROLL
-  for (int r = 0; r < R; ++r) sums[r] = Floats{};
-  int64_t j = 0;
-  while (j + kFewChunk <= t.count) {
-    Floats even[R], odd[R];
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) even[r] = odd[r] = Floats{};
-    for (const int64_t end = j + kFewChunk; j < end; j += 2, values += 2 * stride) {
-      const Floats first = load(values), second = load(values + stride);
-      ELSA_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const float* w = weights + r * t.weight_stride + j;
-        even[r] = even[r] + splat(w[0]) * first;
-        odd[r] = odd[r] + splat(w[1]) * second;
-      }
-    }
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) sums[r] += even[r] + odd[r];
-  }
-  return j;
-}
 
 // One short chain per call: sums over many keys are trees of chunks, which keeps the rounding error
 // of long rows at that of short ones. Rows of the output lie `out_stride` apart, or with Apart
@@ -392,8 +340,10 @@ void value_tile(const ValueTile& t) {
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) {
       Floats sums[R];
-      j = few_values(t, values + v * kLanes, sums);
-      set_column(acc, v, sums);
+      j = few_sums([&](int r, int64_t i) { return rows[r][i]; }, values + v * kLanes, value_stride,
+                   count, sums);
+      ELSA_UNROLL
+      for (int r = 0; r < R; ++r) acc[r][v] = sums[r];
     }
     values += j * value_stride;
     weights += j;
@@ -419,7 +369,9 @@ void value_tile(const ValueTile& t) {
   for (int r = 0; r < R; ++r) out[r] = Apart ? t.out_rows[r] + t.column : t.out + r * t.out_stride;
   const auto row = [&](int r) { return out[r]; };
   if (t.accumulate) add_stored(acc, row);
-  multiply(acc, t.factor);
+  if (t.factor) {
+    each<R, V>([&](int r, int v) { acc[r][v] *= t.factor[r]; });
+  }
   store_rows(acc, row);
 }
 

@@ -56,7 +56,10 @@ def attention(
         state = monoid.merge(state, part)
     out, lse = monoid.finalize(state)
     out = out.flatten(1, 2).to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    seen = _tiles_seen(queries, keys, is_causal)
+    by_rows, by_keys = -(-queries // TILE), -(-keys // TILE)
+    seen = by_rows * by_keys
+    if is_causal:
+        seen = sum(min(by_keys, row + 1) for row in range(by_rows))
     counts = left_out.new_zeros((batch, heads, COUNTS))
     counts[..., 0] = counts[..., 2] = seen
     counts[..., 1], counts[..., 3] = left_out, seen - left_out
@@ -75,10 +78,3 @@ def _tiles_left_out(scores: Tensor, maximum: Tensor, limit: float) -> Tensor:
     padded = torch.nn.functional.pad(needs, (0, missing))
     found: Tensor = ~padded.unflatten(-1, (-1, TILE)).any(-1)
     return found
-
-
-def _tiles_seen(queries: int, keys: int, is_causal: bool) -> int:
-    by_rows, by_keys = -(-queries // TILE), -(-keys // TILE)
-    if not is_causal:
-        return by_rows * by_keys
-    return sum(min(by_keys, row + 1) for row in range(by_rows))

@@ -73,17 +73,17 @@ class _Trained(torch.autograd.Function):
             found[0] = grad @ weight if plain else _by_onednn(grad, weight.t(), None)
         if of_weight:
             few = rows.shape[0] <= MOST_ROWS and weight.numel() >= LEAST_WEIGHT
-            found[1] = slopes.t() @ rows if plain or not few else _of_weight(slopes, rows)
+            if plain or not few:
+                found[1] = slopes.t() @ rows
+            else:  # [M, N] and [M, K] -> [N, K], sums of ONEDNN_DEPTH rows at most, added up
+                size = -(-rows.shape[0] // -(-rows.shape[0] // ONEDNN_DEPTH))
+                parts = zip(slopes.split(size), rows.split(size), strict=True)
+                found[1] = _summed(
+                    ((g.t().contiguous(), x.t().contiguous()) for g, x in parts), None
+                )
         if of_bias:
             found[2] = slopes.sum(0)
         return tuple(found)
-
-
-def _of_weight(grad: Tensor, input: Tensor) -> Tensor:
-    """grad [M, N] and input [M, K] -> [N, K], sums of ONEDNN_DEPTH rows at most, added up."""
-    size = -(-grad.shape[0] // -(-grad.shape[0] // ONEDNN_DEPTH))
-    parts = zip(grad.split(size), input.split(size), strict=True)
-    return _summed(((g.t().contiguous(), x.t().contiguous()) for g, x in parts), None)
 
 
 def _by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -25,7 +25,6 @@ from elsa_core.errors import UnavailableError
 from elsa_core.precision import dtype_name
 
 _LOG = logging.getLogger("elsa")
-_FAILED: set[Any] = set()  # instances, each with a device, that could not be had
 
 
 def support(request: Request) -> Support:
@@ -115,18 +114,16 @@ def _loads(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel of a plain call is there, compiled and loaded now if it was not. Not while
     a CUDA graph is recorded.
     """
-    device = query.get_device()
-    found = attention.instance_of(query, key, value, None, False)
-    if (found, device) in attention.LOADED:
-        return True
-    if (found, device) in _FAILED or torch.cuda.is_current_stream_capturing():
-        return False
-    try:
-        attention.function_of(found, device)
-    except UnavailableError as error:
-        _FAILED.add((found, device))
-        _LOG.warning("the portable kernels leave such calls to others: %s", error)
-    return (found, device) not in _FAILED
+    key_of = (attention.instance_of(query, key, value, None, False), query.get_device())
+    if key_of not in attention.FUNCTIONS:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        try:
+            attention.function_of(*key_of)
+        except UnavailableError as error:
+            attention.FUNCTIONS[key_of] = None
+            _LOG.warning("the portable kernels leave such calls to others: %s", error)
+    return attention.FUNCTIONS[key_of] is not None
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +19,9 @@ _LOG2_E = math.log2(math.e)
 # A factor outside of this range goes into the query; the kernel's is positive and normal.
 _LEAST_FACTOR, _LARGEST_FACTOR = 2.0**-126, 2.0**127
 _LARGEST_INT = (1 << 31) - 1
-# By `function_of`, instances, each with its device: none can be loaded while a graph is recorded.
-LOADED: set[tuple[Instance, int]] = set()
+# Handles of instances on devices, by `function_of`; None: it could not be had. None can be loaded
+# while a graph is recorded.
+FUNCTIONS: dict[tuple[Instance, int], int | None] = {}
 
 
 class Arguments(ctypes.Structure):
@@ -170,15 +170,15 @@ def blocks_of(instance: Instance, arguments: Arguments) -> int:
     return blocks
 
 
-@functools.lru_cache(maxsize=4096)
 def function_of(instance: Instance, device: int) -> int:
     """The handle of an instance on a device.
 
     Raises:
         UnavailableError: it cannot be compiled or loaded.
     """
-    cuda = driver()
-    code = nvrtc.compiled(instance, _arch(device))
-    function = cuda.function(device, code, nvrtc.SYMBOL, instance.shared_bytes)
-    LOADED.add((instance, device))
+    function = FUNCTIONS.get((instance, device))
+    if function is None:
+        code = nvrtc.compiled(instance, _arch(device))
+        function = driver().function(device, code, nvrtc.SYMBOL, instance.shared_bytes)
+        FUNCTIONS[instance, device] = function
     return function

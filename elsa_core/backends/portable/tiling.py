@@ -112,7 +112,11 @@ def instance(
     for tile in tiles:
         if tile.widest < widest:
             continue
-        value, width = _columns(value_dim, tile.lanes)
+        # Dv rounded up to what the lanes share, and the floats of a lane's read: the fewest
+        # columns, then the widest read
+        shares = [(tile.lanes * floats, floats) for floats in (4, 2)]
+        choices = [(-(-value_dim // share) * share, floats) for share, floats in shares]
+        value, width = min(choices, key=lambda choice: choice[0])
         found = Instance(
             -(-head_dim // 4) * 4, value, load, width, *tile[1:], MASKS.index(mask), int(is_causal)
         )
@@ -122,11 +126,3 @@ def instance(
         f"the portable kernels need more than the {limit} bytes of shared memory of this GPU for "
         f"head_dim {head_dim} and {value_dim}"
     )
-
-
-def _columns(value_dim: int, lanes: int) -> tuple[int, int]:
-    """Dv rounded up to what the lanes share, and the floats of a lane's read: the fewest columns,
-    then the widest read.
-    """
-    choices = [(-(-value_dim // (lanes * width)) * lanes * width, width) for width in (4, 2)]
-    return min(choices, key=lambda choice: choice[0])
