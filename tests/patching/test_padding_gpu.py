@@ -72,13 +72,16 @@ def wide(value: Any) -> Any:
 def test_nothing_waits_while_a_graph_is_recorded() -> None:
     """Nor where the host takes longer than the device anyway, or no kernel takes packed tokens."""
     _, patched, _ = on_gpu(naflexvit, torch.float32)
-    site = patched.blocks[0].attn
-    tokens = torch.zeros(16, 576, 384, device="cuda")
-    assert padding.may_wait(tokens, 6, 64, site)
-    assert not padding.may_wait(tokens[:1, :64], 6, 64, site)
-    assert not padding.may_wait(tokens.double(), 6, 64, site)
+    blocks, tokens = patched.blocks, torch.zeros(16, 576, 384, device="cuda")
+
+    def packs(x: torch.Tensor) -> bool:
+        return padding.may_pack(x, blocks, "attn", type(blocks[0].attn))
+
+    assert packs(tokens)
+    assert not packs(tokens[:1, :64])
+    assert not packs(tokens.double())
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        recorded = padding.may_wait(tokens, 6, 64, site)
+        recorded = packs(tokens)
         tokens.add_(1)
     assert not recorded
 
