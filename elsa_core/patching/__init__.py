@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elsa_core.patching.frozen import FreezeReport, freeze, refresh, unfreeze
     from elsa_core.patching.layers import ATTENTION, AUTO, MODEL, is_layer, patched_scope, scope_of
     from elsa_core.patching.page import write_page
+    from elsa_core.patching.probe import watch
     from elsa_core.patching.report import PatchReport
     from elsa_core.patching.rewrite import (
         layers_within,
@@ -31,9 +32,8 @@ if TYPE_CHECKING:
         find_sites,
         inspect,
         plain_model,
+        sites_of,
     )  # fmt: skip
-    from elsa_core.patching.text import sites_of
-    from elsa_core.patching.watching import watch
 
 _HOMES = {
     "adapters": ("attention_within", "computes_otherwise", "entry"),
@@ -41,14 +41,13 @@ _HOMES = {
     "frozen": ("FreezeReport", "freeze", "refresh", "unfreeze"),
     "layers": ("ATTENTION", "AUTO", "MODEL", "is_layer", "patched_scope", "scope_of"),
     "page": ("write_page",),
+    "probe": ("watch",),
     "report": ("PatchReport",),
     "rewrite": (
         "layers_within", "original", "patch", "patched_sites", "shared_copy", "unpatch",
     ),
     "sharding": ("reduce_gradients", "require_shardable", "shard"),
-    "sites": ("AttentionSite", "Inspection", "find_sites", "inspect", "plain_model"),
-    "text": ("sites_of",),
-    "watching": ("watch",),
+    "sites": ("AttentionSite", "Inspection", "find_sites", "inspect", "plain_model", "sites_of"),
 }  # fmt: skip
 
 __all__ = [

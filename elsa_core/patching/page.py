@@ -6,8 +6,7 @@ from pathlib import Path
 
 from elsa_core.base import pages
 from elsa_core.patching.adapters import table
-from elsa_core.patching.sites import Inspection
-from elsa_core.patching.text import reasons, sites_of, sites_table
+from elsa_core.patching.sites import Inspection, reasons, sites_of, sites_table
 
 
 def write_page(name: str, about: str, found: Inspection, path: Path) -> Path:

@@ -7,8 +7,7 @@ from typing import Any
 
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.patching import layers
-from elsa_core.patching.sites import AttentionSite
-from elsa_core.patching.text import reasons, sites_of, sites_table
+from elsa_core.patching.sites import AttentionSite, reasons, sites_of, sites_table
 
 
 @dataclass(frozen=True, repr=False)

@@ -27,11 +27,9 @@ from elsa_core.patching.adapters import derived
 from elsa_core.patching.adapters.common import check_names
 from elsa_core.patching.adapters.offloaded import is_offloaded, may_offload, offloaded
 from elsa_core.patching.adapters.table import LAYERS
-from elsa_core.patching.probe import cast_to
+from elsa_core.patching.probe import Example, cast_to, watch
 from elsa_core.patching.report import PatchReport
-from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
-from elsa_core.patching.text import sites_of
-from elsa_core.patching.watching import Example, watch
+from elsa_core.patching.sites import AttentionSite, find_sites, plain_model, sites_of
 from elsa_core.precision import validate
 
 _ATTRIBUTES = (

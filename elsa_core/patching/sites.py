@@ -7,7 +7,7 @@ block. Tokens, windows, FLOPs and masks come from one run of a copy (`elsa_core.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elsa_core.backends.support import Support
+from elsa_core.base.grouping import group, group_by
 from elsa_core.base.inputs import resolved_input_size
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ArgumentError
 from elsa_core.patching import adapters, hints, layers
 from elsa_core.patching.adapters import table
-from elsa_core.patching.probe import Probe, ProbeError, probe
-from elsa_core.patching.text import reasons, sites_of, sites_table
-from elsa_core.patching.watching import Attentions, Example, watch
+from elsa_core.patching.probe import Attentions, Example, Probe, ProbeError, probe, watch
 
 _MAY_HOLD = "its code names what attention is made of: an example of the input tells what runs"
 _DID_NOT_RUN = "the run on the example met no attention here that elsa can take over"
 _RETURNED = "the model returns its attention weights, which PyTorch has to compute"
 _NOT_OVER_TOKENS = ("linear", "channel", "other")
 _NO_ATTENTION = (table.BLOCK, table.COMPANION, *table.LAYERS)  # kinds of rows
+_TITLES = ("site", ">count", "class", "kind", ">heads", ">tokens", ">FLOPs", "terms")
 _BIAS_NAMES = (
     "relative_position_bias_table",
     "relative_position_bias",
@@ -358,3 +358,46 @@ def _head_dim(module: nn.Module, heads: int | None) -> int | None:
 def _first_int(module: nn.Module, *names: str) -> int | None:
     values = (getattr(module, name, None) for name in names)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
+
+
+# As rows and lines: identical sites of one pattern become `blocks.0-11.attn`, 12 times.
+
+
+def sites_table(
+    sites: Sequence[AttentionSite],
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Titles, and a row for each group of equal sites; columns of which nothing is known are left
+    out."""
+    rows = [_cells(label, members) for label, members in group(sites, lambda site: site.alike)]
+    kept = [i for i, title in enumerate(_TITLES) if title == "site" or any(row[i] for row in rows)]
+    return tuple(_TITLES[i] for i in kept), [tuple(row[i] for i in kept) for row in rows]
+
+
+def reasons(sites: Sequence[AttentionSite], word: str) -> list[str]:
+    """One line for each reason why sites stay as they are; `word` says what they are."""
+    lines = []
+    for reason, members in group_by(sites, lambda site: site.reason):
+        labels = ", ".join(
+            label or "the model" for label, _ in group(members, lambda site: site.reason)
+        )
+        lines.append(f"{word} {labels} ({members[0].class_name}): {reason}")
+    return lines
+
+
+def sites_of(scope: str) -> str:
+    """What the sites of a scope are called in a sentence."""
+    return "attention sites" if scope == "attention" else "sites"
+
+
+def _cells(label: str, members: Sequence[AttentionSite]) -> tuple[str, ...]:
+    one = members[0]
+    share = sum(site.flops_share or 0.0 for site in members)
+    heads, tokens = str(one.num_heads or ""), str(one.query_tokens or "")
+    if one.num_heads and one.head_dim:
+        heads = f"{heads}x{one.head_dim}"
+    if one.query_tokens != one.key_tokens:
+        tokens = f"{tokens}:{one.key_tokens}"
+    return (
+        label or "the model", f"{len(members)}x", one.class_name, one.kind, heads, tokens,
+        f"{share:.1%}" if share else "", ", ".join(one.extra),
+    )  # fmt: skip

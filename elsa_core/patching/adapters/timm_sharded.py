@@ -3,7 +3,6 @@
 Class token, registers and patches are cut into one run of tokens for each rank. Every rank is given
 the whole image and embeds the rows of patches that its tokens lie in. Attention goes through
 `elsa_core.distributed.attention`; pooling gathers, and the head runs on every rank.
-
 """
 
 from __future__ import annotations

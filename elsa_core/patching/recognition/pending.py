@@ -207,11 +207,7 @@ class Watch(TorchFunctionMode):
         grad = torch.is_grad_enabled()
         for one in _pendings(args, kwargs):
             if one.made is not None:
-
-                def known(pending: Pending) -> Tensor:
-                    return pending if pending.made is None else pending.made
-
-                args, kwargs = _real(args, known), _real(kwargs, known)
+                args, kwargs = _real(args, _made), _real(kwargs, _made)
             elif one.tied and not grad:  # perhaps within a function with its own backward
                 return self._computed(func, args, kwargs)
         special = _SPECIAL.get(func)
@@ -583,6 +579,10 @@ def _pendings(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Pending]:
         elif isinstance(value, list | tuple):
             found += _pendings(value, {})
     return found
+
+
+def _made(pending: Pending) -> Tensor:
+    return pending if pending.made is None else pending.made
 
 
 def _real(value: Any, of: Callable[[Pending], Tensor] = compute) -> Any:
