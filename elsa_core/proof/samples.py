@@ -93,5 +93,6 @@ def zeros_filled(*modules: nn.Module) -> list[nn.Module]:
             for name, value in values.items():
                 twin.get_parameter(name).copy_(value)
         twin.train()  # until they train, some models keep what they made of a table of biases
-        twins.append(twin.eval())
+        twin.eval()  # LeViT's returns nothing
+        twins.append(twin)
     return twins
