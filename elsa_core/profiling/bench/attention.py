@@ -165,19 +165,15 @@ def judged(case: Case, measured: list[Document], left_out: dict[str, str]) -> Do
 
 
 def ceilings(device: torch.device, dtypes: Sequence[str], settings: Settings) -> dict[str, float]:
-    """What this machine reaches at most: matrix products in FLOP/s by dtype (`gemm_<dtype>`, CUDA
-    also `gemm_tf32`, several threads of a CPU also `gemm_fp32_one_thread`), and a `copy` in bytes/s
-    read and written (CUDA)."""
+    """What this machine reaches at most in matrix products, in FLOP/s: `gemm_<dtype>`, and for
+    several threads of a CPU `gemm_fp32_one_thread`."""
     size = _GEMM_SIZE[device.type]
     budget = min(settings.budget_seconds, 2.0)
 
-    def seconds(call: Callable[[], object]) -> float:
-        samples, _ = timing.time_all([Contender("call", call)], device, 10, budget)
-        return statistics.median(samples["call"])
-
     def rate(dtype: torch.dtype) -> float:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        return 2 * size**3 / seconds(lambda: a @ b)
+        samples, _ = timing.time_all([Contender("gemm", lambda: a @ b)], device, 10, budget)
+        return 2 * size**3 / statistics.median(samples["gemm"])
 
     found = {f"gemm_{name}": rate(DTYPES[name]) for name in dtypes}
     threads = torch.get_num_threads()
@@ -188,14 +184,6 @@ def ceilings(device: torch.device, dtypes: Sequence[str], settings: Settings) ->
             found["gemm_fp32_one_thread"] = rate(torch.float32)
         finally:
             torch.set_num_threads(threads)
-    if device.type == "cuda":
-        if "fp32" in dtypes:
-            with float32_products("high"):
-                found["gemm_tf32"] = rate(torch.float32)
-        source = torch.zeros(2**29, device=device)
-        target = torch.empty_like(source)
-        # A kernel rather than copy_(): under a graph that is a memory-copy node, which is slower.
-        found["copy"] = 2 * source.nbytes / seconds(lambda: torch.neg(source, out=target))
     return found
 
 

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import torch
@@ -117,11 +117,11 @@ class Built:
     without copying arguments and results.
     """
 
-    contenders: tuple[Contender, ...]
-    left_out: dict[str, str]
-    graph_bytes: dict[str, int]
-    first_seconds: dict[str, float]
-    replays: dict[str, Callable[[], object]]
+    contenders: list[Contender] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    graph_bytes: dict[str, int] = field(default_factory=dict)
+    first_seconds: dict[str, float] = field(default_factory=dict)
+    replays: dict[str, Callable[[], object]] = field(default_factory=dict)
 
 
 def build(
@@ -137,12 +137,7 @@ def build(
     One that fails is left out with its reason; "eager" and "patched" raise. `calling` makes the
     calls; None: each runs its model on `inputs`.
     """
-    found: list[Contender] = []
-    left_out: dict[str, str] = {}
-    graph_bytes: dict[str, int] = {}
-    first_seconds: dict[str, float] = {}
-    replays: dict[str, Callable[[], object]] = {}
-    compiled: dict[str, Callable[[], object]] = {}
+    built, compiled = Built(), dict[str, Callable[[], object]]()
     calling = calling or (lambda module: lambda: module(*inputs))
     tell = progress or (lambda *_: None)
     for i, name in enumerate(names):
@@ -152,20 +147,20 @@ def build(
             if base != name and "compile" not in name:
                 held = elsa_graphed(cast("nn.Module", _module(base, model, patched)))
                 call = calling(held)
-                graph_bytes[name] = _first(call, held)
-                replays.update(zip((name,), held.replays(), strict=False))
+                built.graph_bytes[name] = _first(call, held)
+                built.replays.update(zip((name,), held.replays(), strict=False))
             else:
                 if base not in compiled:
                     compiled[base] = calling(_module(base, model, patched))
                 call = compiled[base]
                 if base != name:
-                    call, graph_bytes[name] = graphed(call)
+                    call, built.graph_bytes[name] = graphed(call)
                 with torch.inference_mode():
                     call()
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # an asynchronous failure must show here
         except _NotDifferentError as reason:
-            left_out[name] = str(reason)
+            built.left_out[name] = str(reason)
         except Exception as error:
             # Compilers fail in many ways, and a baseline that fails ends nothing.
             if isinstance(error, ElsaError):
@@ -175,11 +170,11 @@ def build(
                     raise
                 why = f"profile: {name} does not run on these inputs: {first_line(error)}"
                 raise ModelError(why) from error
-            left_out[name] = first_line(error)
+            built.left_out[name] = first_line(error)
         else:
-            found.append(Contender(name, call))
-            first_seconds[name] = time.perf_counter() - start
-    return Built(tuple(found), left_out, graph_bytes, first_seconds, replays)
+            built.contenders.append(Contender(name, call))
+            built.first_seconds[name] = time.perf_counter() - start
+    return built
 
 
 def _first(call: Callable[[], object], held: Any) -> int:
