@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from elsa_cli.known_models import TABLE
+from elsa_cli.commands.list import TABLE
 from elsa_core.proof import coverage
 from elsa_core.proof.coverage import Coverage
 

@@ -1,15 +1,62 @@
-"""`elsa list`: the models that MODEL may name, with what can be patched of each."""
+"""`elsa list`: the models that MODEL may name, with what can be patched of each.
+
+Counting needs an import of torch and timm and a minute for some hundred models; data/models.tsv
+holds the counts. `elsa inspect --all --check --state FILE` and `python -m benchmarks.model_counts
+FILE` write it anew.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import re
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import click
 
+from elsa_cli import completion, names
 from elsa_cli.console import Session
 from elsa_cli.errors import ModelFileError
 from elsa_cli.options import elsa_command, flag
+
+TABLE = Path(__file__).parents[1] / "data" / "models.tsv"
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model of an installed library, by the name that MODEL takes.
+
+    `sites`, `patchable` of them and `parameters` are None where they have not been counted.
+    """
+
+    name: str
+    library: str
+    sites: int | None = None
+    patchable: int | None = None
+    parameters: int | None = None
+
+
+def installed() -> list[KnownModel]:
+    """Every model of the libraries that are installed, without importing one."""
+    counted = {model.name: model for model in read(TABLE)[1]}
+    found = []
+    for library, spelling in names.LIBRARIES.items():
+        named = {f"{spelling.prefix}{name}" for name in completion.known(library)}
+        if named:  # the library is here: so are its models that its sources name in another way
+            named |= {name for name, model in counted.items() if model.library == library}
+        found += [counted.get(name, KnownModel(name, library)) for name in sorted(named)]
+    return found
+
+
+def read(path: Path) -> tuple[str, list[KnownModel]]:
+    head, *lines = path.read_text(encoding="utf-8").splitlines()
+    models = []
+    for line in lines:
+        name, *numbers = line.split("\t")
+        library = name.partition(":")[0] if ":" in name else "timm"
+        models.append(KnownModel(name, library, *map(int, numbers)))
+    return head.lstrip("# "), models
 
 
 @elsa_command(
@@ -25,16 +72,23 @@ def command(session: Session, /, glob: str | None, everything: bool, **_: Any) -
     anywhere in the name. No model is built: the numbers were counted ahead, at each model's
     default size, and are left empty for models that are newer. `elsa inspect MODEL` counts.
     """
-    from elsa_cli import known_models, names
+    wanted = (glob or "").lower()
+    pattern = wanted if re.search(r"[*?\[]", wanted) else f"*{wanted}*"
 
-    found = known_models.matching(known_models.installed(), glob)
+    def matches(model: KnownModel) -> bool:
+        bare = model.name.rpartition(":")[2]
+        spelt = (model.name, f"{model.library}:{model.name}", bare)
+        return any(fnmatchcase(each.lower(), pattern) for each in spelt)
+
+    found = list(filter(matches, installed()))
+    found.sort(key=lambda model: not model.name.lower().startswith(wanted))  # those come first
     if not found:
         close = names.close_names(glob or "")
         hint = f"; close names: {', '.join(close)}" if close else ""
         raise ModelFileError(f"no model of an installed library matches {glob!r}{hint}")
     shown = found if everything else [model for model in found if model.patchable != 0]
     results = {
-        "counted_with": known_models.read(known_models.TABLE)[0],
+        "counted_with": read(TABLE)[0],
         "models": [asdict(model) for model in shown],
     }
     session.document("list", results)

@@ -44,17 +44,15 @@ class EvalReport(Summarised):
     """What `evaluate` found.
 
     Attributes:
-        images: how many were run; `labelled` of them have a class.
-        classes: outputs of the model.
+        images: how many were run; `labelled` of them have a class, one of `classes` outputs.
         top1_original, top1_patched: labelled images whose class the model names first.
         top5_original, top5_patched: those with their class among the first five; None for a model
             of five classes or fewer.
         changed: the images whose class changed, in order.
         rate_original, rate_patched: images per second of the forwards alone, the median of
-            `timed_batches`; the first batch is left out where there are several. An indication:
-            `elsa_core.profile` measures.
-        speed: how many times the original's throughput the patched model has, with the interval of
-            the batches; None for fewer of them than decide anything (6).
+            `timed_batches`, without the first. An indication: `elsa_core.profile` measures.
+        speed: the throughput of the patched model over the original's, with the interval of the
+            batches; None for fewer of them than decide anything (6).
     """
 
     images: int

@@ -38,7 +38,6 @@ _SAMPLES = 32
 # Of errors that are all more than 10 times what is allowed, so many say as much.
 _HOPELESS_SAMPLES = 8
 
-
 _Pair = tuple[float, float]
 
 

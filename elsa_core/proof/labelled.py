@@ -65,7 +65,6 @@ class LabelledImages:
                     yield torch.stack(images), torch.tensor(labels)
 
     def without(self, places: Collection[int]) -> LabelledImages:
-        """The images without those at some places."""
         kept = [i for i in range(len(self.files)) if i not in set(places)]
         files, labels = (self.files[i] for i in kept), (self.labels[i] for i in kept)
         return LabelledImages(self.root, tuple(files), tuple(labels), self.how)
@@ -87,12 +86,9 @@ def labelled_images(
     `annotations` is a text file of lines `FILE CLASS` or `FILE,CLASS`: the path below `directory`,
     and a class as folders have it; a first line that ends in no class is a header.
 
-    Args:
-        directory: the folder.
-        classes: outputs of the model.
-        names: of the classes, in order; empty where they are not known.
-        annotations: the file.
-        limit: the most images; they are taken at equal distances, so that all classes take part.
+    `classes` counts the model's outputs, `names` are those of the classes in order, empty where
+    they are not known. The most images are `limit`, taken at equal distances, so that all classes
+    take part.
 
     Raises:
         ModelError: the folder or the file cannot be read, or holds nothing.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elsa_cli import completion, known_models
+from elsa_cli import completion
+from elsa_cli.commands import list as listing
 
 from .conftest import Elsa, environment
 from .test_commands import document
@@ -67,7 +68,7 @@ def test_the_counts_are_those_of_inspect(name: str) -> None:
     from elsa_core.loading.spec import parse
     from elsa_core.patching.sites import find_sites
 
-    counted = {model.name: model for model in known_models.read(known_models.TABLE)[1]}[name]
+    counted = {model.name: model for model in listing.read(listing.TABLE)[1]}[name]
     model = build_meta(default_recipe(parse(name)))
     sites = find_sites(model)
     assert counted.sites == len(sites)
@@ -78,7 +79,7 @@ def test_the_counts_are_those_of_inspect(name: str) -> None:
 def test_a_newer_model_has_no_counts(monkeypatch: pytest.MonkeyPatch, elsa: Elsa) -> None:
     names = {"timm": {"vit_new"}, "open_clip": set(), "torchvision": set()}
     monkeypatch.setattr(completion, "known", names.get)
-    models = {model.name: model for model in known_models.installed()}
+    models = {model.name: model for model in listing.installed()}
     assert models["vit_new"].parameters is None and "vit_tiny_patch16_224" in models
     assert not any(name.startswith("open_clip:") for name in models)
     assert "vit_new" in elsa("list", "vit_new").out
