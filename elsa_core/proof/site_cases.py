@@ -157,10 +157,13 @@ def _beyond_limit(module: nn.Module) -> nn.Module | None:
         for name, weight in module.named_parameters()
         if name.rpartition(".")[2] == "logit_scale" and weight.ndim > 0
     ]
-    twin = copy.deepcopy(module).train().eval() if scales else None
+    if not scales:
+        return None
+    twin = copy.deepcopy(module)
+    twin.train()  # as in `zeros_filled`
+    twin.eval()
     with torch.no_grad():
         for name in scales:
-            assert twin is not None
             twin.get_parameter(name).flatten()[::2] = _BEYOND_LIMIT
     return twin
 
