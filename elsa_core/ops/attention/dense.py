@@ -176,7 +176,7 @@ def _recorded(arguments: tuple[Any, ...], choice: Any, backend: str) -> Tensor:
     run = None
     if backend == "auto":
         kind = (calls.place(query), query.dtype, head_dim, head_dim, arguments[6])
-        whole = _whole(kind, arguments)
+        whole = _whole(kind, arguments, "attention")
         run = dispatch.RUNS["attention", whole] if whole else None
     # a profile looks for the operator's name
     if run is None and choice.run is ops.ATTENTION.overload and not _profiled():
@@ -203,57 +203,51 @@ def _served(
     arguments: tuple[Any, ...], dropout_p: float, backend: str, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     kind = kind_of(arguments[0], arguments[2], arguments[6])
-    name = dispatch.choose("attention", *kind, backend)
-    run: Any
     if calls.exporting_onnx():
+        dispatch.choose("attention", *kind, backend)  # which refuses what it refuses elsewhere
         return ops.ATTENTION.exported(*arguments, with_lse=return_lse)  # type: ignore[no-any-return]
-    if dropout_p != 0.0:
-        name = _dropped_by(kind, arguments, dropout_p, backend, return_lse)
-        run = dispatch.RUNS["attention_dropout", name]
+    operator, name = _server(kind, arguments, dropout_p, backend, return_lse)
+    run: Any = dispatch.RUNS[operator, name]
+    if operator != "attention":
         # PyTorch's own kernels draw for themselves, as they do in the original model
-        own = dispatch.is_whole("attention_dropout", name)
+        own = dispatch.is_whole(operator, name)
         seed = None if own else philox.draw(arguments[0].device)
         if calls.differentiates_otherwise():
             run = ops.ATTENTION_DROPOUT.reference
         return run(*arguments, float(dropout_p), seed)  # type: ignore[no-any-return]
     if dispatch.plain_alone(backend):
         return ops.ATTENTION.reference(*arguments[:6])  # type: ignore[no-any-return]
-    _refuse_faulty(backend, arguments)
-    if not return_lse:
-        if backend == "auto" and not calls.exporting():
-            name = _whole(kind, arguments) or name
-        out = _measured_faster(kind, backend, arguments)
-        if out is not None:
-            return out, None
-    run = dispatch.RUNS["attention", name]
-    return run(*arguments)  # type: ignore[no-any-return]
+    out = None if return_lse else _measured_faster(kind, backend, arguments)
+    return run(*arguments) if out is None else (out, None)
 
 
-def _dropped_by(
+def _server(
     kind: Kind, arguments: tuple[Any, ...], dropout_p: float, backend: str, return_lse: bool
-) -> str:
-    """The backend of a call with dropout; that a gradient is wanted does not change it, because a
-    reentrant checkpoint runs without gradients first and must drop the same weights again.
+) -> tuple[str, str]:
+    """The operator and the backend that serve a call. With dropout, that a gradient is wanted does
+    not change it, because a reentrant checkpoint runs without gradients first and must drop the
+    same weights again.
 
     Raises:
         ArgumentError: dropout_p is no probability.
-        UnavailableError: the backend asked for by name cannot serve the call.
+        UnavailableError: the backend asked for by name cannot serve the call, or would compute it
+            wrong.
     """
+    operator = "attention" if dropout_p == 0.0 else "attention_dropout"
+    name = dispatch.choose("attention", *kind, backend)
     if not 0.0 <= dropout_p <= 1.0:
         raise ArgumentError(f"dropout_p={dropout_p} must be in [0, 1]")
     if dispatch.plain_alone(backend):
-        return dispatch.PLAIN
-    if backend == "auto" and not return_lse and dropout_p < 1.0:
-        whole = _whole(kind, arguments, "attention_dropout")
-        if whole:
-            return whole
-    return dispatch.choose("attention_dropout", *kind, backend)
-
-
-def _refuse_faulty(backend: str, arguments: tuple[Any, ...]) -> None:
-    fault = _fault(backend, arguments)
+        return operator, dispatch.PLAIN
+    fault = _fault(backend, arguments) if dropout_p == 0.0 else None
     if fault:
         raise UnavailableError(f"backend={backend!r} cannot serve this call: {fault}")
+    if dropout_p != 0.0:
+        name = dispatch.choose(operator, *kind, backend)
+    exported = dropout_p == 0.0 and calls.exporting()
+    if backend == "auto" and not return_lse and dropout_p < 1.0 and not exported:
+        name = _whole(kind, arguments, operator) or name
+    return operator, name
 
 
 def _with_lse(out: Tensor, lse: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
@@ -262,7 +256,7 @@ def _with_lse(out: Tensor, lse: Tensor | None, backend: str) -> tuple[Tensor, Te
     return out, lse
 
 
-def _whole(kind: Kind, arguments: tuple[Any, ...], operator: str = "attention") -> str:
+def _whole(kind: Kind, arguments: tuple[Any, ...], operator: str) -> str:
     """The backend of PyTorch's own kernels that takes a call of which lse is not wanted, and its
     gradients where they are wanted, as a whole; empty where there is none. A graph that is exported
     holds elsa's operators.
@@ -312,19 +306,17 @@ def explain(
     words = (q, k, v, mask, is_causal, precision)
     arguments = (q, k, v, mask, is_causal, default_scale(q) if scale is None else scale, precision)
     kind = kind_of(q, v, precision)
-    _refuse_faulty(backend, arguments)
+    operator, name = _server(kind, arguments, dropout_p, backend, return_lse=False)
     if dropout_p != 0.0:
-        name = _dropped_by(kind, arguments, dropout_p, backend, return_lse=False)
-        return dispatch.route(request._replace(operator="attention_dropout"), name, schedule=words)
+        return dispatch.route(request._replace(operator=operator), name, schedule=words)
     served = explained("attention", (q, k, v), precision, backend, gradient, words, of_mask)
     if dispatch.plain_alone(backend):
         return served
-    whole = _whole(kind, arguments) if backend == "auto" and not calls.exporting() else ""
-    if whole:
+    if backend == "auto" and dispatch.is_whole("attention", name):
         faster = "trains slower: the shipped table of measurements"
         if dispatch.choose("attention", *kind) == dispatch.PLAIN:
             faster = "serves exported graphs and calls with lse; PyTorch's own kernels are faster"
-        return dispatch.route(request, whole, schedule=words, because=faster)
+        return dispatch.route(request, name, schedule=words, because=faster)
     rows = () if gradient else dispatch.rows_of("attention", *kind, backend)
     for row in _holding(rows, arguments):
         serves = dispatch.implementation("attention", row.by).serves
