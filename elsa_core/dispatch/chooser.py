@@ -348,8 +348,12 @@ def route(
         request: what the call is.
         backend: as the caller asks for it.
         schedule: what the backends' `schedule` takes, to have it in words.
-        because: why the backend that `auto` takes for such calls does not serve this one.
+        because: why the backend that `auto` takes for such calls does not serve this one; without
+            it what plain PyTorch alone can do is said.
     """
+    alone = "" if because else plain_alone(backend)
+    if alone:
+        backend, because = PLAIN, f"has no {alone}"
     name, reasons = select(request, backend)
     found = implementation(request.operator, name)
     if because:

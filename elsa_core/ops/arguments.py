@@ -13,7 +13,6 @@ from elsa_core import dispatch
 from elsa_core.backends.support import Request
 from elsa_core.base import calls
 from elsa_core.base.operands import autocast, leading_dims, operands, require_number, require_tensor
-from elsa_core.dispatch import Route
 from elsa_core.errors import ElsaError
 
 Kind = tuple[str, torch.dtype, int, int, str]
@@ -59,18 +58,6 @@ def kind_of(query: Tensor, value: Tensor, precision: str) -> Kind:
     """What `dispatch.choose` takes behind the operator's name."""
     widths = index(query.shape[-1]), index(value.shape[-1])
     return calls.place(query), query.dtype, *widths, precision
-
-
-def explained(
-    operator: str, tensors: tuple[Tensor, ...], precision: str, backend: str,
-    gradient: tuple[str, ...], schedule: tuple[Any, ...], mask: str = "none",
-) -> Route:  # fmt: skip
-    """`dispatch.route` of a call of [..., D] tensors query, key and value."""
-    request = request_of(operator, tensors, precision, mask, gradient)
-    alone = dispatch.plain_alone(backend)
-    if alone:
-        return dispatch.route(request, dispatch.PLAIN, schedule=schedule, because=f"has no {alone}")
-    return dispatch.route(request, backend, schedule=schedule)
 
 
 def request_of(

@@ -17,7 +17,6 @@ from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.ops.arguments import (
     Kind,
     default_scale,
-    explained,
     kind_of,
     prepared,
     request_of,
@@ -309,7 +308,7 @@ def explain(
     operator, name = _server(kind, arguments, dropout_p, backend, return_lse=False)
     if dropout_p != 0.0:
         return dispatch.route(request._replace(operator=operator), name, schedule=words)
-    served = explained("attention", (q, k, v), precision, backend, gradient, words, of_mask)
+    served = dispatch.route(request, backend, schedule=words)
     if dispatch.plain_alone(backend):
         return served
     if backend == "auto" and dispatch.is_whole("attention", name):

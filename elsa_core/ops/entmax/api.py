@@ -21,10 +21,10 @@ from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.ops.arguments import (
     default_scale,
     explain_types,
-    explained,
     is_cast,
     kind_of,
     prepared,
+    request_of,
     restored,
 )
 from elsa_core.ops.attention import nested
@@ -145,7 +145,8 @@ def explain_entmax_attention(
         query=query, key=key, value=value, attn_mask=attn_mask, head_alpha=of_heads(alpha, q)[1]
     )
     of_mask = dispatch.mask_kind(mask, is_causal)
-    return explained("entmax_attention", (q, k, v), precision, backend, gradient, (q, k), of_mask)
+    request = request_of("entmax_attention", (q, k, v), precision, of_mask, gradient)
+    return dispatch.route(request, backend, schedule=(q, k))
 
 
 def is_softmax(alpha: float | Tensor) -> bool:
@@ -304,7 +305,8 @@ def explain_entmax_varlen_attention(
         head_alpha = heads if isinstance(heads, Tensor) else None
         gradient = calls.wanted(query=q, key=k, value=v, head_alpha=head_alpha)
         mask = dispatch.mask_kind(None, is_causal)
-        found = explained(_OPERATOR, (q, k, v), precision, backend, gradient, (q, k), mask)
+        request = request_of(_OPERATOR, (q, k, v), precision, mask, gradient)
+        found = dispatch.route(request, backend, schedule=(q, k))
         return replace(found, schedule=f"all sequences in one launch; {found.schedule}")
     varlen.longest_of(given, max_seqlen_q, max_seqlen_k)
     alone = heads[:1] if isinstance(heads, Tensor) else heads

@@ -18,9 +18,9 @@ from elsa_core.ops.arguments import (
     Kind,
     default_scale,
     explain_types,
-    explained,
     is_cast,
     kind_of,
+    request_of,
     run,
 )
 from elsa_core.ops.attention.dense import attention, explain
@@ -135,10 +135,11 @@ def explain_varlen_attention(
     spares = _spares_waiting(kind, given, is_causal, backend, told)
     pads = spares or _pads(kind, backend)
     empty = longest is None or not (q.shape[0] and k.shape[0])
-    served = explained(
-        "varlen_attention", given[:3], precision, dispatch.PLAIN if pads and empty else backend,
-        wanted, (q, k, given.cu_seqlens_q), _limits(given, is_causal),
-    )  # fmt: skip
+    request = request_of(
+        "varlen_attention", given[:3], precision, _limits(given, is_causal), wanted
+    )
+    by = dispatch.PLAIN if pads and empty else backend
+    served = dispatch.route(request, by, schedule=(q, k, given.cu_seqlens_q))
     if longest is None or empty or not pads or dispatch.plain_alone(backend):
         return served
     mask = _hides(given, longest, is_causal)

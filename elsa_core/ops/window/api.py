@@ -183,9 +183,6 @@ def explain_window_attention(
         calls.wanted(qkv=qkv, bias=bias, pad_qkv=pad_qkv, logit_scale=logit_scale),
         math.prod(window), qkv.get_device(),
     )  # fmt: skip
-    alone = dispatch.plain_alone(backend)
-    if alone:
-        return dispatch.route(request, dispatch.PLAIN, schedule=(qkv,), because=f"has no {alone}")
     return dispatch.route(request, backend, schedule=(qkv,))
 
 
