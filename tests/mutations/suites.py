@@ -117,13 +117,10 @@ SUITES = (
     ),
     _triton("attention/backward_*", *_FORWARD, lines=80),
     _triton("attention/decode", *_FORWARD),
-    *(
-        _triton(f"attention/{name}", *_FORWARD)
-        for name in ("exact", "fold", "forward", "merge", "split")
-    ),
+    *(_triton(f"attention/{name}", *_FORWARD) for name in ("exact", "fold", "merge", "split")),
     _triton("window/*", *_WINDOWS),
     _triton("linear/*", *_LINEAR),
-    _triton("attention/varlen_forward", *_interpreted("varlen_attention")),
+    _triton("attention/forward", *_interpreted("attention", "varlen_attention")),
     _triton("attention/sparse_kernels", *_interpreted("sparsity")),
     _triton("attention/entmax_*", *_interpreted("entmax_attention", "entmax_varlen_attention")),
     _triton("shared/helpers", *_FORWARD, *_LINEAR, *_WINDOWS),

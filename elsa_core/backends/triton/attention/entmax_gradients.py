@@ -36,7 +36,7 @@ from elsa_core.backends.triton.attention.entmax_kernels import (
     product,
     scores,
 )
-from elsa_core.backends.triton.attention.varlen_forward import bounds_of
+from elsa_core.backends.triton.attention.forward import bounds_of
 from elsa_core.backends.triton.shared.helpers import exponent, load_part, power, wide
 
 

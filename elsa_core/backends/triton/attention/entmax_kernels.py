@@ -4,8 +4,8 @@ A row of scores with maximum m has the weights r_j / Z with r_j = v_j^(1 / a),
 v_j = [1 + b (s_j - m)]_+, a = alpha - 1 and Z = sum(r). `elsa_core.backends.eager_entmax` has the
 condition on b = a / c, and why Newton's steps on c are enclosed. All are float32.
 
-PACKED: the tokens of all sequences lie one after another, as `varlen_forward` has them: a program
-finds its sequence itself, and the grid needs the number of tokens and of sequences alone. `batch`
+PACKED: the tokens of all sequences lie one after another, as `forward.varlen_forward` has them: a
+program finds its sequence itself, and the grid needs the number of tokens and of sequences alone. `batch`
 is then the number of sequences, n_q and n_k are the tokens of all; `block_of` has the rest. Tiles
 of a sequence lie in rows of tiles of its own, `longest` keys wide: sequence s begins in row
 StartsQ[s] // 64 + s of those of a head, which are n_q // 64 + batch.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from elsa_core.backends.triton.attention.varlen_forward import bounds_of, sequence_of
+from elsa_core.backends.triton.attention.forward import bounds_of, sequence_of
 from elsa_core.backends.triton.shared.helpers import exponent, power
 
 TILE: tl.constexpr = tl.constexpr(64)  # queries and keys of a tile of the operator's third result

@@ -27,8 +27,7 @@ import triton.language as tl
 
 from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.attention.decode import fold_row
-from elsa_core.backends.triton.attention.forward import fold_rows
-from elsa_core.backends.triton.attention.varlen_forward import bounds_of
+from elsa_core.backends.triton.attention.forward import bounds_of, fold_rows
 from elsa_core.backends.triton.shared.helpers import LN2, store_tile, wide
 
 # sequences whose lengths a program reads at once

@@ -140,7 +140,7 @@ def plan(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale: float, precision: str
 ) -> Launch | Streamed:
     """The launch of a call that has queries; everything here depends on layouts, never on data."""
-    from elsa_core.backends.triton.attention.varlen_forward import varlen_forward
+    from elsa_core.backends.triton.attention.forward import varlen_forward
 
     sequences = starts.shape[0] - 1
     problem = problem_of(q, k, v, causal, scale, precision)
