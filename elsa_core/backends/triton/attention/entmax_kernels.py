@@ -5,9 +5,9 @@ v_j = [1 + b (s_j - m)]_+, a = alpha - 1 and Z = sum(r). `elsa_core.backends.eag
 condition on b = a / c, and why Newton's steps on c are enclosed. All are float32.
 
 PACKED: the tokens of all sequences lie one after another, as `forward.varlen_forward` has them: a
-program finds its sequence itself, and the grid needs the number of tokens and of sequences alone. `batch`
-is then the number of sequences, n_q and n_k are the tokens of all; `block_of` has the rest. Tiles
-of a sequence lie in rows of tiles of its own, `longest` keys wide: sequence s begins in row
+program finds its sequence itself, and the grid needs the number of tokens and of sequences alone.
+`batch` is then the number of sequences, n_q and n_k are the tokens of all; `block_of` has the rest.
+Tiles of a sequence lie in rows of tiles of its own, `longest` keys wide: sequence s begins in row
 StartsQ[s] // 64 + s of those of a head, which are n_q // 64 + batch.
 
 POWER: 2 for alpha = 1.5 (r = v^2), 1 for alpha = 2 (r = v), 0 for any other, by logarithms.
