@@ -32,11 +32,8 @@ def planned(
 ) -> Recorded:
     """The same calls as they are to be launched on another GPU.
 
-    Args:
-        found: what was recorded, on any GPU.
-        gpu: a `pack.cases.Gpu`.
-        kernels: what computes each operator in Python, by its name.
-        progress: called with kernels compiled and in all.
+    gpu: a `pack.cases.Gpu`. kernels: what computes each operator in Python, by its name. progress:
+    called with kernels compiled and in all.
 
     Raises:
         UnavailableError: a call would do more there than launch kernels, or a kernel cannot be

@@ -30,12 +30,9 @@ VERSION = 4
 
 @dataclass(frozen=True)
 class Recorded:
-    """The calls of some runs.
-
-    Attributes:
-        layouts: the operator's name, its layout in words, its plan.
-        kernels: those that the plans launch, by the number in the plans.
-        calls: the arguments of layouts, whose tensors have no memory.
+    """The calls of some runs. layouts: the operator's name, its layout in words, its plan. kernels:
+    those that the plans launch, by the number in the plans. calls: the arguments of layouts, whose
+    tensors have no memory.
     """
 
     layouts: tuple[tuple[str, bytes, bytes], ...]
@@ -110,12 +107,8 @@ def _without_memory(given: Any) -> Any:
 
 
 def write(archs: Mapping[int, Recorded], served: str) -> bytes:
-    """The bytes of a file.
-
-    Args:
-        archs: what was recorded by the architecture that it is for, 90 for sm_90. Its kernels run
-            on no other.
-        served: what the message of a call without a plan says of those that have one.
+    """The bytes of a file. archs: what was recorded by the architecture that it is for, 90 for
+    sm_90. served: what the message of a call without a plan says of those that have one.
     """
     names = sorted(
         {name.removeprefix("elsa::") for each in archs.values() for name, _, _ in each.layouts}

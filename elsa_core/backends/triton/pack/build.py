@@ -27,15 +27,10 @@ _KEY = 65  # bytes of a line with a key
 
 @dataclass(frozen=True)
 class Built:
-    """What a build did.
-
-    Attributes:
-        folder: of the pack. arch: 90 for sm_90.
-        kernels: in the pack; of these `reused` were taken from the pack that was there before.
-        bytes: of their code.
-        calls: of the case list that are routed to these kernels; served: the share of them all of
-            whose launches are in the pack.
-        left_out: kernels that the compiler refuses or the GPU cannot hold, with why.
+    """What a build did. arch: 90 for sm_90. kernels: in the pack, with `bytes` of code; `reused`
+    were taken from the pack that was there before. calls: of the case list that are routed to these
+    kernels; served: the share of them all of whose launches are in the pack. left_out: kernels that
+    the compiler refuses or the GPU cannot hold, with why.
     """
 
     folder: Path
@@ -61,12 +56,8 @@ def build(
     or a failure leaves the one that was there before. What that one holds unchanged is not compiled
     again.
 
-    Args:
-        arch: 90 for sm_90; one of `cases.architectures()`.
-        out: the folder of packs.
-        jobs: compiling processes; 0: as many as this process may use cores.
-        only: a glob that case names must match.
-        progress: called with (kernel, kernels done, in all).
+    jobs: compiling processes; 0: as many as this process may use cores. only: a glob that case
+    names must match. progress: called with (kernel, kernels done, in all).
 
     Raises:
         ArgumentError: an unknown architecture, or a glob that no case of it matches.

@@ -38,12 +38,8 @@ _MASK_VALUE = -100.0
 
 @dataclass(frozen=True)
 class Case:
-    """One call.
-
-    Attributes:
-        name: `attention/vit_base_patch16_224/12x197x64/b8-fp16`; gradients end with `-training`.
-        row: of `cases.json`.
-        batch: images. dtype: a key of `DTYPES`. training: the gradients instead of the forward.
+    """One call of a row of `cases.json`, for `batch` images in a dtype of `DTYPES`; training: its
+    gradients. name: `attention/vit_base_patch16_224/12x197x64/b8-fp16`, perhaps with `-training`.
     """
 
     name: str
@@ -202,12 +198,9 @@ _CALLS = {"attention": _attention, "window_attention": _window, "linear": _linea
 
 
 class Planner:
-    """The kernels of one architecture that cases ask for; no GPU is asked.
-
-    Attributes:
-        jobs: kernels by key, in the order in which they were first asked for.
-        calls: keys of the launches of each case that is routed to these kernels, by its name and
-            the GPU's.
+    """The kernels of one architecture that cases ask for; no GPU is asked. jobs: by key, in the
+    order in which they were first asked for. calls: keys of the launches of each case that is
+    routed to these kernels, by its name and the GPU's.
     """
 
     def __init__(self, arch: int):

@@ -60,15 +60,8 @@ class Entry:
 
 class Pack:
     """A pack that was read: its index checked, its file kept open, so that what replaces it takes
-    nothing from it.
-
-    Attributes:
-        folder: where it lies.
-        arch: 90 for sm_90.
-        triton: the version of Triton whose kernels these are.
-        sources: `specialize.sources_digest` of its build.
-        entries: kernels by key.
-        bytes: of all code.
+    nothing from it. triton: the version whose kernels these are. sources: the
+    `specialize.sources_digest` of its build. entries: kernels by key. bytes: of all code.
     """
 
     def __init__(self, folder: Path, descriptor: int):
@@ -142,13 +135,8 @@ def write(
 ) -> None:
     """Put a pack into a folder, whole or not at all; equal arguments give equal bytes.
 
-    Args:
-        folder: of one architecture.
-        header: `arch`, `triton` and `sources` of `Pack`, and the version of elsa.
-        kernels: metadata and code by key. Equal code is written once.
-
-    Raises:
-        OSError: it cannot be written.
+    header: `arch`, `triton` and `sources` of `Pack`, and the version of elsa. kernels: metadata and
+    code by key; equal code is written once. Raises OSError where it cannot be written.
     """
     rows, places, code = {}, dict[str, int](), bytearray()
     for key, (metadata, content) in sorted(kernels.items()):

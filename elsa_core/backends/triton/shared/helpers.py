@@ -156,17 +156,9 @@ def finite_score(s, e):
 
 @triton.jit
 def load_part(
-    p_tile,
-    o_rows,
-    rows,
-    stride_n,
-    stride_d,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    UNIT_D: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
+    p_tile, o_rows, rows, stride_n, stride_d, START: tl.constexpr, WIDTH: tl.constexpr,
+    DIM: tl.constexpr, UNIT_D: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
     """Columns [START, START + WIDTH) of a tile; zero beyond `rows` (if BOUNDED) and beyond DIM."""
     o_d = START + tl.arange(0, WIDTH)
     if UNIT_D:
@@ -189,20 +181,9 @@ def row_before(
 
 @triton.jit
 def apply_mask(
-    s,
-    p_mask,
-    o_m,
-    o_n,
-    rows,
-    columns,
-    stride_q,
-    stride_k,
-    first_row,
-    first_key,
-    MASK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
+    s, p_mask, o_m, o_n, rows, columns, stride_q, stride_k, first_row, first_key,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
     """Scores in base 2 with the mask, the causal limit and the length applied. [BM, BN]
 
     MASK: 0 none, 1 boolean (as uint8), 2 additive; 3 and 4: such a mask of one row, which all

@@ -24,20 +24,16 @@ GATHER_BLOCK = 512
 def window_attention(*arguments: Any) -> Tensor:
     """Attention within windows, the CUDA kernel of `elsa::window_attention`.
 
-    Args: a `WindowCall`'s fields.
-        qkv: [B, D, H, W, 3C], float32, float16 or bfloat16, any strides with the last one 1;
-            head_dim up to 256. The rest as in `ops.window.api`, window_size and shift_size with
-            three entries. precision: strict and lean (the same here: nothing but the output is
-            allocated), ieee or turbo, valid for the dtype.
+    Args: a `WindowCall`'s fields. qkv: [B, D, H, W, 3C], float32, float16 or bfloat16, any strides
+    with the last one 1; head_dim up to 256. The rest as in `ops.window.api`, window_size and
+    shift_size with three entries.
 
     Returns:
         [B, D, H, W, C], dense, in qkv's dtype. Scores, sums and weights are float32.
 
-    A bias given as a table and an index is gathered by a launch of its own.
-
-    Split products (strict and turbo on float32) are guarded by a test on the data of each window
-    and head (see `window/helpers.py`); those that fail are computed with float32 FMA in the same
-    launch.
+    A bias given as a table and an index is gathered by a launch of its own. Split products (strict,
+    lean and turbo on float32) are guarded by a test on the data of each window and head (see
+    `window/helpers.py`); those that fail are computed with float32 FMA in the same launch.
 
     Source: W-ELSA (arXiv 2604.23798).
     """
