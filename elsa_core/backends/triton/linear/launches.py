@@ -10,15 +10,13 @@ import triton
 from torch import Tensor
 
 from elsa_core.backends.triton.linear import halves as splitting
-from elsa_core.backends.triton.linear.product import ACTIVATIONS, join_parts, product
+from elsa_core.backends.triton.linear.product import ACTIVATIONS, product
 from elsa_core.backends.triton.shared.device import capability_of, device_table, index_of
 from elsa_core.backends.triton.shared.launch import Launch
 
 # Columns in one pass of `split_rows`, and the blocks of `split_turned`.
 MOST_COLUMNS = 4096
 BLOCK = 64
-# Elements that a program of `join_parts` adds.
-JOINED = 1024
 # Chunks that the largest magnitudes of a column are gathered from.
 CHUNKS = 64
 
@@ -201,12 +199,6 @@ def split_turned(depth: int, columns: int, stride: int) -> Callable[[Tensor], tu
         return halves, powers
 
     return run
-
-
-def join_launch(parts: int, elements: int) -> Launch:
-    """The sum of `parts` tensors of so many elements, a multiple of 4."""
-    tail = {"count": elements // 4, "parts": parts, "BLOCK": JOINED}
-    return Launch(join_parts, (-(-elements // JOINED),), tail, {"num_warps": 4})
 
 
 def padded_depth(depth: int) -> int:

@@ -17,15 +17,18 @@ from elsa_core.backends.triton.linear.launches import (
     Tile,
     cut_for,
     gpu_of,
-    join_launch,
     product_launch,
     split_launch,
     split_turned,
     tile_for,
 )
+from elsa_core.backends.triton.linear.product import join_parts
+from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.layout import on_device
 from elsa_core.backends.triton.shared.plans import PLANS
 
+# Elements that a program of `join_parts` adds.
+JOINED = 1024
 # With fewer rows PyTorch's library, which then cuts the sums over channels, is faster.
 LEAST_ROWS = 64
 # Sums of fewer products round so little that what 22 bits leave out would show.
@@ -211,7 +214,8 @@ def _of_weight(grad_out: Tensor, input: Tensor) -> Callable[[Tensor, Tensor], Te
     tile, parts = cut_for(shape, gpu_of(grad_out.device))
     multiply = product_launch(shape, (1, columns), (1, depth), tile, parts=parts)
     parts = multiply.grid[1]
-    join = join_launch(parts, columns * depth)
+    tail = {"count": columns * depth // 4, "parts": parts, "BLOCK": JOINED}
+    join = Launch(join_parts, (-(-columns * depth // JOINED),), tail, {"num_warps": 4})
 
     def run(grad_out: Tensor, input: Tensor) -> Tensor:
         left, powers = turn_left(grad_out)

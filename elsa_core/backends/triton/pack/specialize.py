@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elsa_core.backends.triton.shared.device import triton_version
+from elsa_core.backends.triton.shared.device import GLUON, gluon_known
 
 KERNELS = Path(__file__).parents[1]
-# the first and the last Triton whose JIT is read in their sources, and tested
-TRITON = ((3, 6), (3, 9))
+# the first and the last Triton whose JIT is read in their sources, and tested: Gluon's, too
+TRITON, known = GLUON, gluon_known
 # Variables that begin so change code or Triton's stages, except for these.
 _PREFIXES = ("TRITON_", "LLVM_", "MLIR_", "NVPTX_", "PTXAS_", "DISABLE_LLVM", "DISABLE_PTXAS",
              "USE_IR_LOC")  # fmt: skip
@@ -141,11 +141,6 @@ def sources_digest() -> str:
             name = path.relative_to(KERNELS).as_posix()
             digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
-
-
-def known() -> bool:
-    """Whether packs are made and used with the Triton that is installed."""
-    return TRITON[0] <= triton_version() <= TRITON[1]
 
 
 def departs(environ: Mapping[str, str] = os.environ) -> str:

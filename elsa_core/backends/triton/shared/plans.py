@@ -26,9 +26,9 @@ class PlanCache:
     def get(self, key: Hashable, plan: Callable[..., Any], *given: Any) -> Any:
         """The plan of `key`; where there is none yet, what `plan(*given)` returns is kept."""
         found = self._plans.get(key, MISSING)
-        return self._keep(key, plan(*given)) if found is MISSING else found
-
-    def _keep(self, key: Hashable, made: Any) -> Any:
+        if found is not MISSING:
+            return found
+        made = plan(*given)
         with self._lock:
             if len(self._plans) >= self.most:
                 self._plans = {}

@@ -7,7 +7,6 @@ number of windows, and for float32 a word of each window and head.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -54,18 +53,12 @@ def support(request: Request) -> Support:
         return Support(False, f"its gradients take head dimensions up to {LARGEST_DIM}")
     if request.device_type != "cuda" or not torch.cuda.is_available():
         return Support(False, "no CUDA device: PyTorch finds no GPU")
-    most = measured_tokens(torch.cuda.current_device())
+    most = tiling.load_table(device.table_of(torch.cuda.current_device())).gradients
     if not most:
         return Support(False, "its gradients were not measured to be faster on this GPU")
     if request.tokens > most:
         return Support(False, f"its gradients take windows of up to {most} tokens")
     return Support(True)
-
-
-@lru_cache(maxsize=64)
-def measured_tokens(index: int) -> int:
-    """`WindowTable.gradients` of a device."""
-    return tiling.load_table(device.table_of(index)).gradients
 
 
 def window_attention_backward(
