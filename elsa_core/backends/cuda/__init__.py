@@ -14,6 +14,7 @@ Environment variables:
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -50,10 +51,15 @@ def offer(kernels: Mapping[str, Callable[..., Any]]) -> None:
     _OFFERED.update(kernels)
     given = os.environ.get(VARIABLE, "")
     if given not in ("", "0", "1"):
-        _LOG.warning("%s=%r is neither 0 nor 1: ignored", VARIABLE, given)
+        _warn_once(f"{VARIABLE}={given!r} is neither 0 nor 1: ignored")
     if is_asked_for():
         _State.decided = True
         _activate()
+
+
+@functools.cache
+def _warn_once(said: str) -> None:
+    _LOG.warning("%s", said)
 
 
 def offered() -> Mapping[str, Callable[..., Any]]:
