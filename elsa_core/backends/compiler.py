@@ -297,7 +297,6 @@ def _sources(recipe: Recipe) -> list[Path]:
 
 
 def _compile(recipe: Recipe, path: Path, say: Callable[[str], None]) -> None:
-    """Compile every unit at once, link, and put the result under its name."""
     started = time.monotonic()
     _LOG.info("compiling the %s (once for this machine)", recipe.title)
     with scratch(".build-", folder=path.parent) as folder:
@@ -318,7 +317,6 @@ def _compile(recipe: Recipe, path: Path, say: Callable[[str], None]) -> None:
 
 
 def _units(recipe: Recipe) -> Iterator[tuple[str, list[str]]]:
-    """Each translation unit: its name and the command that compiles it."""
     root = source_directory()
     common = [*compiler(), *FLAGS, "-c"]
     for name, file, flags in recipe.units:

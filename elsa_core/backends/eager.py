@@ -194,7 +194,6 @@ def backward(
 def _zeros_for(
     inputs: tuple[Tensor | None, ...], needs: Sequence[bool], dtype: torch.dtype
 ) -> list[Tensor | None]:
-    """Where the gradients of query, key, value and mask are summed; None where none is wanted."""
     formats = (torch.preserve_format,) * 3 + (torch.contiguous_format,)
     return [
         torch.zeros_like(t, dtype=dtype, memory_format=layout) if needed and t is not None else None
@@ -206,7 +205,6 @@ def _add_block(
     grads: list[Tensor | None], q: Tensor, k: Tensor, g_out: Tensor, p: Tensor, g_scores: Tensor,
     rows: slice, columns: slice, scale: float,
 ) -> None:  # fmt: skip
-    """Add what a block of P and dS [B, Hkv, G, rows, columns] gives to the gradients wanted."""
     grad_query, grad_key, grad_value, grad_mask = grads
     if grad_query is not None:
         grad_query[:, :, rows] += (g_scores @ k).flatten(1, 2) * scale

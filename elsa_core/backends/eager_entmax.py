@@ -240,7 +240,6 @@ def _parts(query: Tensor, key: Tensor) -> Iterator[Rows]:
 
 
 def _of_heads(t: Tensor, batch: slice, heads: slice) -> Tensor:
-    """The part of a tensor [B or 1, Hq or 1, ...]."""
     t = t[batch] if t.shape[0] > 1 else t
     return t[:, heads] if t.shape[1] > 1 else t
 

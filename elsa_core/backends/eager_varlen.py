@@ -154,7 +154,6 @@ def _zeros(inputs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
 
 
 def _put(grads: list[Tensor], found: Sequence[Tensor], rows: slice, columns: slice) -> None:
-    """Write the gradients of one sequence where those of packed ones are wanted."""
     for grad, part, place in zip(grads, found, (rows, columns, columns), strict=False):
         if grad.dim() == 3:
             grad[place] = part[0].transpose(0, 1)

@@ -189,7 +189,6 @@ def _recording() -> AbstractContextManager[None]:
 def _to_leaves(
     grad_out: Tensor, leaves: list[Tensor | None], ends: list[Tensor], sums: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Carry the gradients of windows and terms back to the operator's inputs."""
     wanted = [t for t in leaves if t is not None and t.requires_grad]
     found: Sequence[Tensor | None] = (None,) * len(wanted)
     if ends:

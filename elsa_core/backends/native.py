@@ -130,7 +130,6 @@ def load() -> Support:
 
 
 def _opened(path: Path) -> ctypes.CDLL:
-    """The library, with its kernels registered."""
     os.environ[_SCHEMA_OWNER] = "1"  # to its static initialiser: `elsa_core.ops` has the schema
     try:
         torch.ops.load_library(str(path))

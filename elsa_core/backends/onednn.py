@@ -87,7 +87,6 @@ class _Trained(torch.autograd.Function):
 
 
 def _by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Sums of ONEDNN_DEPTH channels at most, added up."""
     depth = weight.shape[1]
     count = -(-depth // ONEDNN_DEPTH)
     parts = (slice(i * depth // count, (i + 1) * depth // count) for i in range(count))
@@ -97,7 +96,6 @@ def _by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _summed(parts: Iterable[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tensor:
-    """The sum of the parts' products and the bias; there is a part."""
     product = torch.ops.mkldnn._linear_pointwise
     out: Tensor | None = None
     for left, right in parts:
@@ -110,7 +108,6 @@ def _summed(parts: Iterable[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tens
 
 
 def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether PyTorch's oneDNN computes this faster than the MKL that PyTorch would take."""
     settings: Any = torch.backends.mkldnn
     return (
         not calls.recorded()

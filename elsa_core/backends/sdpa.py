@@ -251,7 +251,6 @@ def _by_cudnn(
 def _by_flash(
     operands: list[Tensor], no_seed: Tensor, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, ...] | None:
-    """By FlashAttention-2's kernel; None where it has none."""
     _, query, key, value, _, _ = operands
     cuda, queries, keys = torch.backends.cuda, query.shape[2], key.shape[2]
     if not cuda.flash_sdp_enabled() or (is_causal and queries != keys):

@@ -120,15 +120,6 @@ def test_every_head_dim_has_a_tile(arch: int) -> None:
         tiling.instance(256, 256, 4, "none", False, 1 << 14)
 
 
-def test_what_an_fma_costs() -> None:
-    """At head_dim 64 on sm_90: one 16-byte read of shared memory for 16 FMA."""
-    tile = tiling.instance(64, 64, 4, "none", False, HOPPER)
-    columns = tile.value // tile.lanes
-    reads = (tile.rows + tile.keys) / 4 + (tile.rows + columns) / 4
-    fma = tile.rows * (tile.keys + columns)
-    assert fma / reads == 16
-
-
 # Compiled code
 
 
