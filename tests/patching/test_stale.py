@@ -112,9 +112,9 @@ def test_frozen_models_keep_what_they_derive(kind: str) -> None:
     patch(model)
     report = elsa.freeze(model)
     assert report.sites == len(patched_sites(model)) and report.tensors >= report.sites
-    kept = [derived.kept(site) for site in patched_sites(model).values()]
+    kept = [derived.KEPT[site].value for site in patched_sites(model).values()]
     assert_follows(model, x)
-    now = [derived.kept(site) for site in patched_sites(model).values()]
+    now = [derived.KEPT[site].value for site in patched_sites(model).values()]
     assert all(map(is_, now, kept))
     assert f"{report.sites} sites" in str(report) and report.nbytes > 0
     assert elsa.unfreeze(model) == report.sites
@@ -213,7 +213,7 @@ def test_copies_and_pickles_are_not_frozen() -> None:
     elsa.freeze(model)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not any(derived.kept(site) for site in patched_sites(other).values())
+        assert not any(site in derived.KEPT for site in patched_sites(other).values())
         ema_writes(other, x)
         assert_follows(other, x)
     for key, value in model.state_dict().items():
@@ -225,7 +225,7 @@ def test_what_is_kept_ends_with_its_model() -> None:
     model = make("swin-v2")
     patch(model)
     elsa.freeze(model)
-    kept = weakref.ref(derived.kept(model.layers[0].blocks[0]).bias.bias)
+    kept = weakref.ref(derived.KEPT[model.layers[0].blocks[0]].value.bias.bias)
     del model
     gc.collect()
     assert kept() is None

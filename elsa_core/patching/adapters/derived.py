@@ -40,7 +40,7 @@ class _Entry(NamedTuple):
     autocast: torch.dtype | None
 
 
-_KEPT: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictionary()
+KEPT: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictionary()
 
 
 def derived(derivation: Derivation) -> Any:
@@ -54,7 +54,7 @@ def derived(derivation: Derivation) -> Any:
         # on a GPU the operator sums a table's gradient in one order, PyTorch's indexing by atomics
         learnt = on_gpu and calls.wanted(weight=next(derivation.attention.parameters(), None))
         return ((learnt and derivation.per_call) or derivation.compute)()
-    entry = _KEPT.get(derivation.site)
+    entry = KEPT.get(derivation.site)
     if entry is not None:
         sources = _sources(derivation)
         if sources is None or entry.stamp != _stamp(derivation, sources):
@@ -76,7 +76,7 @@ def keep(derivation: Derivation) -> list[Tensor]:
     stamp, memory = _stamp(derivation, sources), tuple(tensor.detach() for tensor in sources)
     with torch.inference_mode(False), torch.no_grad():
         value = derivation.compute()
-    _KEPT[derivation.site] = _Entry(value, stamp, memory, _autocast(sources[0]))
+    KEPT[derivation.site] = _Entry(value, stamp, memory, _autocast(sources[0]))
     own = {tensor.untyped_storage().data_ptr() for tensor in sources}
     tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     return [t for t in tensors if t.untyped_storage().data_ptr() not in own]
@@ -84,13 +84,7 @@ def keep(derivation: Derivation) -> list[Tensor]:
 
 def drop(site: nn.Module) -> bool:
     """Forget what is kept of a site; whether there was anything."""
-    return _KEPT.pop(site, None) is not None
-
-
-def kept(site: nn.Module) -> Any:
-    """The value kept of a site, whether it still holds or not; None for none."""
-    entry = _KEPT.get(site)
-    return None if entry is None else entry.value
+    return KEPT.pop(site, None) is not None
 
 
 _Module: Any = nn.Module  # untyped, as the classes of the libraries are that stand beside it
