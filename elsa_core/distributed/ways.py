@@ -91,15 +91,13 @@ def backward(call: Call, method: str, saved: Saved, wanted: Wanted) -> Gradients
         of_key, of_value = shards.gradients(rows, run, saved, sums, wanted)
         own = _summed_at_home(call, of_key.to(moved), of_value.to(moved), wanted)
     else:
-        group, doing = call.group, "asking whether scores are large"
-        if loses_digits(
-            saved.lse,
-            lambda found: (
-                groups.all_gather(group, found.to(torch.uint8), doing)
-                if group.size() > 1
-                else found
-            ),
-        ):
+        group = call.group
+
+        def of_all(found: Tensor) -> Tensor:
+            doing = "asking whether scores are large"
+            return groups.all_gather(group, found.to(torch.uint8), doing)
+
+        if loses_digits(saved.lse, of_all if group.size() > 1 else None):
             call = call.doubled()
             saved = Saved(grad_out.double(), *forward(call, "ring"))
         sums = Sums.zeros(call.rows, wanted)

@@ -39,6 +39,64 @@ _NOTES = {
     "onnx-int8": INT8_NOTE,
 }
 LABELS_NAME = "labels.txt"
+_TORCH = """## Python with torch
+
+```bash
+pip install {requirement} numpy pillow
+{command}
+```
+
+`load.load("{format}")` is a function of numpy arrays, `load.load_torch("{format}")` the torch
+module.
+Either loads the operator library `{library}` first.
+"""
+_ONNX = """## ONNX Runtime
+
+```bash
+pip install {requirement} numpy pillow
+{command}
+```
+
+From any language: {register}, then open `model.onnx`.
+{openvino}{provider}
+"""
+_PROVIDER = """
+It runs on ONNX Runtime's CUDAExecutionProvider (with `use_tf32` 0 its float32 products do not round
+their factors to TF32, and load.py says so);
+`load.load("onnx", device="cpu")` and `load.py --device cpu` run it on the CPU."""
+_CPP = """## C++ with libtorch
+
+Open the library before the model; nothing of Python is needed:
+
+```cpp
+#include <dlfcn.h>
+#include <torch/script.h>
+dlopen("{library}", RTLD_NOW | RTLD_GLOBAL);
+torch::jit::Module model = torch::jit::load("model.ts");
+torch::Tensor out = model.forward({{{example}}}).toTensor();
+```
+{plans}
+`extra/elsa.txt` inside model.ts holds input_size, mean, std and dtype. TorchScript is deprecated in
+PyTorch: use it for programs that already load it.
+"""
+_COMPILED = """## C++ with a compiled package
+
+`model.aoti.pt2` is for the torch that compiled it; open the library before it:
+
+```cpp
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+dlopen("{library}", RTLD_NOW | RTLD_GLOBAL);
+torch::inductor::AOTIModelPackageLoader package("model.aoti.pt2");
+torch::Tensor out = package.run({{{example}}})[0];
+```
+{plans}
+`package.get_metadata()["elsa.txt"]` holds input_size, mean, std and dtype.
+"""
+_PLANS = """
+Between the two hand the bytes of `{}` to `elsa_cuda_serve_file(bytes, size, "CUDA")` of the
+library (`dlsym`), which answers null or what is wrong. The model and its inputs are on the GPU.
+"""
 
 
 def describe(
@@ -160,66 +218,6 @@ def write_labels(exported: ExportTarget, given: Sequence[str], staging: Path) ->
     lines = (" ".join(name.split()) for name in names)
     (staging / LABELS_NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return LABELS_NAME
-
-
-_TORCH = """## Python with torch
-
-```bash
-pip install {requirement} numpy pillow
-{command}
-```
-
-`load.load("{format}")` is a function of numpy arrays, `load.load_torch("{format}")` the torch
-module.
-Either loads the operator library `{library}` first.
-"""
-_ONNX = """## ONNX Runtime
-
-```bash
-pip install {requirement} numpy pillow
-{command}
-```
-
-From any language: {register}, then open `model.onnx`.
-{openvino}{provider}
-"""
-_PROVIDER = """
-It runs on ONNX Runtime's CUDAExecutionProvider (with `use_tf32` 0 its float32 products do not round
-their factors to TF32, and load.py says so);
-`load.load("onnx", device="cpu")` and `load.py --device cpu` run it on the CPU."""
-_CPP = """## C++ with libtorch
-
-Open the library before the model; nothing of Python is needed:
-
-```cpp
-#include <dlfcn.h>
-#include <torch/script.h>
-dlopen("{library}", RTLD_NOW | RTLD_GLOBAL);
-torch::jit::Module model = torch::jit::load("model.ts");
-torch::Tensor out = model.forward({{{example}}}).toTensor();
-```
-{plans}
-`extra/elsa.txt` inside model.ts holds input_size, mean, std and dtype. TorchScript is deprecated in
-PyTorch: use it for programs that already load it.
-"""
-_COMPILED = """## C++ with a compiled package
-
-`model.aoti.pt2` is for the torch that compiled it; open the library before it:
-
-```cpp
-#include <dlfcn.h>
-#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-dlopen("{library}", RTLD_NOW | RTLD_GLOBAL);
-torch::inductor::AOTIModelPackageLoader package("model.aoti.pt2");
-torch::Tensor out = package.run({{{example}}})[0];
-```
-{plans}
-`package.get_metadata()["elsa.txt"]` holds input_size, mean, std and dtype.
-"""
-_PLANS = """
-Between the two hand the bytes of `{}` to `elsa_cuda_serve_file(bytes, size, "CUDA")` of the
-library (`dlsym`), which answers null or what is wrong. The model and its inputs are on the GPU.
-"""
 
 
 def readme(manifest: dict[str, Any]) -> str:

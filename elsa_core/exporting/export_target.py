@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from elsa_core.loading import Loaded
 
 Result = TypeVar("Result")
+TOWERS = ("image", "text")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -180,9 +181,6 @@ def token_cases(model: nn.Module, rows: int, seed: int) -> dict[str, tuple[Tenso
         (1, 1, 1), rows, seed=seed, dtype=torch.float32, device=device, text=text
     )
     return {name: (case[1],) for name, case in cases.items()}
-
-
-TOWERS = ("image", "text")
 
 
 class TextTower(nn.Module):

@@ -29,6 +29,8 @@ from elsa_core.exporting.onnx_operator import DOMAIN, DTYPES, static_shape
 
 LIBRARY: Final = "lib/libelsa_cuda.so"
 PLANS: Final = "lib/plans.elsa"
+_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
+_AXES = 4  # of a mask
 
 
 def is_asked_for(device: str, archs: Sequence[str] = (), nodes: bool = False) -> bool:
@@ -157,10 +159,6 @@ def missing(manifest: Mapping[str, Any], here: str) -> str:
 def _make(calls: Iterable[Callable[[], object]]) -> None:
     for call in calls:
         call()
-
-
-_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
-_AXES = 4  # of a mask
 
 
 def of_nodes(

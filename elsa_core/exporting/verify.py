@@ -40,7 +40,53 @@ from elsa_core.measuring.documents import finite
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+INT8 = "onnx-int8"
+_SECONDS = 3600
+_BLOCKED = ("elsa_core", "elsa_cli", "timm", "open_clip", "torchvision")
+_OPENVINO = "openvino"
+# Above this an artefact runs alone: each process holds the weights once more.
+_SIDE_BY_SIDE_BYTES = 1 << 30
+# What takes longest begins first.
+_ORDER = ("aoti", "pt2", "torchscript", "onnx", INT8)
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ArtefactReport:
+    """What became of one artefact."""
+
+    format: str  # "torchscript", "onnx", "pt2", "aoti" or "onnx-int8"
+    status: str  # "ok", "failed", or "skipped" where its runtime is not installed
+    reason: str  # why not ok, one line
+    # The largest relative error and what is allowed, by batch size. To onnx-int8 twice the error
+    # that was measured as it was exported is allowed.
+    batches: dict[int, tuple[float, float]]
+    # "ok" where OpenVINO reproduces the model too, else why not; empty where it was not tried.
+    openvino: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "status": self.status,
+            "reason": self.reason,
+            "batches": {
+                str(size): {"error": finite(error), "allowed": finite(allowed)}
+                for size, (error, allowed) in self.batches.items()
+            },
+            "openvino": self.openvino,
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of an artefact, and what came back, or why nothing did."""
+
+    runtime: str
+    library: bool  # with the bundle's
+    outputs: dict[int, list[np.ndarray[Any, Any]]] = field(default_factory=dict)  # by batch size
+    further: np.ndarray[Any, Any] | None = None  # the first output for the further inputs
+    failure: str = ""  # one line
+    missing: str = ""  # the runtime, or its provider, that is not installed
 
 
 @dataclass(frozen=True)
@@ -222,54 +268,6 @@ def _made_for_elsewhere(manifest: Manifest, name: str, device: str) -> str:
             if made != PLATFORM:
                 return f"its library is for {made}, this machine is {PLATFORM}"
     return ""
-
-
-INT8 = "onnx-int8"
-_SECONDS = 3600
-_BLOCKED = ("elsa_core", "elsa_cli", "timm", "open_clip", "torchvision")
-_OPENVINO = "openvino"
-# Above this an artefact runs alone: each process holds the weights once more.
-_SIDE_BY_SIDE_BYTES = 1 << 30
-# What takes longest begins first.
-_ORDER = ("aoti", "pt2", "torchscript", "onnx", INT8)
-
-
-@dataclass(frozen=True)
-class ArtefactReport:
-    """What became of one artefact."""
-
-    format: str  # "torchscript", "onnx", "pt2", "aoti" or "onnx-int8"
-    status: str  # "ok", "failed", or "skipped" where its runtime is not installed
-    reason: str  # why not ok, one line
-    # The largest relative error and what is allowed, by batch size. To onnx-int8 twice the error
-    # that was measured as it was exported is allowed.
-    batches: dict[int, tuple[float, float]]
-    # "ok" where OpenVINO reproduces the model too, else why not; empty where it was not tried.
-    openvino: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "status": self.status,
-            "reason": self.reason,
-            "batches": {
-                str(size): {"error": finite(error), "allowed": finite(allowed)}
-                for size, (error, allowed) in self.batches.items()
-            },
-            "openvino": self.openvino,
-        }
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of an artefact, and what came back, or why nothing did."""
-
-    runtime: str
-    library: bool  # with the bundle's
-    outputs: dict[int, list[np.ndarray[Any, Any]]] = field(default_factory=dict)  # by batch size
-    further: np.ndarray[Any, Any] | None = None  # the first output for the further inputs
-    failure: str = ""  # one line
-    missing: str = ""  # the runtime, or its provider, that is not installed
 
 
 def run_all(
