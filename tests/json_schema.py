@@ -146,7 +146,7 @@ TYPES: dict[str, Any] = {
     "results_inspect": both({"model?": "@model", "inspection?": "@inspection",
         "bundle?": {"model": "any", "inputs": "any", "outputs": "any", "artefacts": "any",
         "files": "any"}}, exactly_one({"model": "any", "inspection": "any"}, {"bundle": "any"})),
-    "results_patch": {"model": "@model", "patch": "@patch",
+    "results_patch": {"model": "@model", "dry_run": "boolean", "patch": "@patch",
         "routes": mapping("@route"), "check": "null|@check", "output": "string|null"},
     "results_check": {"model": "@model", "patch": "@patch", "routes": mapping("@route"),
         "check": "@check"},

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         text="Save weights and plan in this new directory; it loads again as MODEL.",
     ),
     shared.flag("--force", text="Replace DIR if it exists."),
+    shared.flag("--dry-run", text="Show what would be patched; write nothing."),
 )  # fmt: skip
 def command(session: Session, /, model: str, **values: Any) -> None:
     """Replace the attention of MODEL by ELSA kernels, which compute the same numbers."""
@@ -68,13 +69,14 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     outcome = pipeline.check_model(session, loaded, options) if check else None
     good = outcome is None or outcome.ok
     saved = None
-    if output is not None and good:
+    if output is not None and good and not options.dry_run:
         with session.stage(f"writing {output}"):
             from elsa_core.loading import save
 
             saved = save(loaded, report, output, force=options.force)
             session.written.append(saved)
     results = render.document(loaded, options, report, routes) | {
+        "dry_run": options.dry_run,
         "check": None if outcome is None else outcome.to_dict(),
         "output": None if saved is None else str(saved),
     }
@@ -84,7 +86,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     if report.offload is not None:
         session.line("offload host: what a backward needs stays in host memory")
     done, total = len(report.patched), len(report.patched) + len(report.kept)
-    line = f"{done} of {total} sites patched"
+    line = f"{done} of {total} sites {'would be ' if options.dry_run else ''}patched"
     if outcome is not None:
         render.checked(session, outcome)
         line = f"{line} · {render.verdict(outcome)}"
@@ -114,8 +116,10 @@ def _next(
             f"Written: {saved}. Next: elsa check {shlex.quote(str(saved))}{flags}, "
             f"or elsa_core.load({str(saved)!r}{named})"
         )
+    nothing = "Nothing was written. " if options.output is not None else ""
     if not check:
-        return f"Next: {session.again('patch', '--check')}"
+        return f"{nothing}Next: {session.again('patch', '--check', without=('--dry-run',))}"
     # It has passed: what is left is to save.
-    step = session.again("patch", "-o", "DIR", without=("--check",), valued=("--images",))
-    return f"Next: {step}"
+    added = () if options.output is not None else ("-o", "DIR")
+    step = session.again("patch", *added, without=("--dry-run", "--check"), valued=("--images",))
+    return f"{nothing}Next: {step}"

@@ -250,9 +250,18 @@ def test_include_and_exclude(elsa: Elsa) -> None:
 
 
 def test_all_sites_refuses_a_remainder(elsa: Elsa) -> None:
-    assert elsa("patch", *TINY, "--all-sites").code == 0
+    assert elsa("patch", *TINY, "--all-sites", "--dry-run").code == 0
     # Its 12 blocks attend over channels, its two last layers over tokens.
     elsa("patch", "xcit_nano_12_p16_224", "--all-sites").fails(1, "12 of 14 sites cannot be")
+
+
+def test_dry_run_writes_nothing(elsa: Elsa) -> None:
+    answer = elsa("patch", *TINY, "--dry-run", "-o", "out")
+    assert answer.code == 0
+    assert "12 of 12 sites would be patched" in answer.out
+    assert "Nothing was written" in answer.out
+    assert list(Path().iterdir()) == []
+    assert document(elsa("patch", *TINY, "--dry-run", "--json"))["results"]["dry_run"] is True
 
 
 def test_a_saved_model_loads_again(elsa: Elsa) -> None:
