@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import os
+import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,16 +22,19 @@ from elsa_core.base.messages import Progress, shown
 from elsa_core.base.operands import require_number
 from elsa_core.base.processes import environment_kept
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
+from elsa_core.measuring.timing import synchronize
 from elsa_core.patching import is_layer, original, patched_sites
 from elsa_core.proof import gradients
 from elsa_core.proof import paths as run_paths
 from elsa_core.proof.compare import MODEL_SAMPLES
 from elsa_core.proof.report import NOTHING_TESTED, CheckReport, GradientCheck, gradient_check
 from elsa_core.proof.run import CheckRun
-from elsa_core.proof.sides import faulty
+from elsa_core.proof.sides import Given, faulty, own
 from elsa_core.proof.site_run import Asked, is_inexact
 
 FAULT_SWITCH = "ELSA_FAULT_INJECTION"
+_RUNS = 5  # timed forwards of original and patched
+_SECONDS = 3.0  # after which no further round of them begins
 
 
 @environment_kept()
@@ -117,7 +122,7 @@ def check(
                 raise ModelError(
                     f"check: this model cannot be copied for a float64 oracle ({error})"
                 ) from error
-        steps = len(cases) * (len(sites) + 1) + int(grad)
+        steps = len(cases) * (len(sites) + 1) + int(grad) + 1  # the last: the timing
         with nullcontext() if fault is None else faulty(sites[fault[0]], fault[1]):
             return _report(CheckRun(model, sites, oracle, asked, told, steps), cases, fault)
 
@@ -144,6 +149,8 @@ def _report(
             one = gradients.judge(run.judgement(), sides_of, batch, asked.dtype, MODEL_SAMPLES)
             slopes.append(gradient_check(title, [(name, one)]))
         run.tick("gradients", 1)
+    before, after = _seconds(run.model, batch, asked.device)
+    run.tick("timing", 1)
     results = tuple(record.result(path) for path, record in sites.records.items())
     failures = _bad_weights(run.model) + [f"{s.path}: {s.reason}" for s in results if not s.ok]
     for verdict in checks:
@@ -158,7 +165,8 @@ def _report(
     return CheckReport(
         sites=results, cases=checks, ok=not failures, dtype=str(asked.dtype).removeprefix("torch."),
         device=str(asked.device), factor=asked.factor, stress=asked.stress,
-        failures=tuple(failures), paths=tuple(run.by_path),
+        seconds_original=statistics.median(before), seconds_patched=statistics.median(after),
+        timed_runs=len(before), failures=tuple(failures), paths=tuple(run.by_path),
         fault_injection=None if fault is None else f"{fault[0]}:{fault[1]:g}",
         left_out=run.left_out, gradients=tuple(slopes),
     )  # fmt: skip
@@ -235,3 +243,27 @@ def _bad_weights(model: nn.Module) -> list[str]:
         return []
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return [f"weights: NaN or infinite values in {', '.join(bad[:3])}{more}"]
+
+
+def _seconds(
+    model: nn.Module, given: Given, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Of forwards of (original, patched), run in turns; NaN for one that raises."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    start = time.perf_counter()
+    while len(seconds[0]) < _RUNS:
+        classes: list[AbstractContextManager[object]] = [original(model), nullcontext()]
+        for taken, swapped in zip(seconds, classes, strict=True):
+            with swapped:
+                args, kwargs = own(given)
+                synchronize(device)
+                begun = time.perf_counter()
+                try:
+                    model(*args, **kwargs)
+                    synchronize(device)
+                    taken.append(time.perf_counter() - begun)
+                except Exception:  # it is in the report already, as the case that failed
+                    taken.append(math.nan)
+        if time.perf_counter() - start > _SECONDS:
+            break
+    return seconds

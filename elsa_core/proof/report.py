@@ -111,7 +111,8 @@ class CheckReport(Summarised):
     `paths` says how the whole model was run; `left_out` why it could not be by one that was not
     asked for. Sites run eagerly. `gradients` is empty unless they were asked for.
     `failures` has one line for each thing that failed and names the site or the case.
-    `fault_injection` is the switch that was on.
+    `seconds_original` and `seconds_patched` are medians of `timed_runs` interleaved forwards of
+    the first batch: an indication, no benchmark. `fault_injection` is the switch that was on.
     """
 
     sites: tuple[SiteCheck, ...]
@@ -121,6 +122,9 @@ class CheckReport(Summarised):
     device: str
     factor: float
     stress: bool
+    seconds_original: float
+    seconds_patched: float
+    timed_runs: int
     failures: tuple[str, ...]
     fault_injection: str | None = None
     paths: tuple[str, ...] = ("eager",)
