@@ -53,6 +53,22 @@ ELSA_INLINE void store_first(float* p, Floats x, int64_t count) {
   }
 }
 
+// A product of floats that is rounded before it is added to anything: the compiler would make one
+// operation of the two in some callers and not in others, whose results are to be the same.
+template <class T>
+ELSA_INLINE T rounded_product(T product) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(product));
+#elif defined(__x86_64__)
+  asm("" : "+x"(product));
+#elif defined(__aarch64__)
+  asm("" : "+w"(product));
+#else
+  asm("" : "+m"(product));
+#endif
+  return product;
+}
+
 ELSA_INLINE Ints lane_index() {
   Ints index;
   for (int i = 0; i < kLanes; ++i) index[i] = i;

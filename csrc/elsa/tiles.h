@@ -209,7 +209,8 @@ void score_tile(const ScoreTile& t) {
       for (int v = 0; v < V; ++v) {
         const float* p = bias + v * kLanes;
         const Floats added = v + 1 < V ? load(p) : load_first(p, valid - v * kLanes, 0.0f);
-        acc[r][v] = acc[r][v] * scale + added;
+        // as the backward computes it, which subtracts the forward's lse
+        acc[r][v] = rounded_product(acc[r][v] * scale) + added;
         if (hides) acc[r][v] = added == splat(-kInf) ? added : acc[r][v];
       }
       bias = row_after(bias, bias_stride);
@@ -284,7 +285,7 @@ void narrow_score_tile(const ScoreTile& t) {
     for (int64_t j = 0; j < count; ++j) {
       float s = sums[r / 4][j * 4 + r % 4];
       const float added = t.bias ? t.bias[r * t.bias_stride + j] : 0.0f;
-      if (t.scaled) s = t.hides && added == -kInf ? added : s * t.scale + added;
+      if (t.scaled) s = t.hides && added == -kInf ? added : rounded_product(s * t.scale) + added;
       scores[j] = s;
       most = s > most ? s : most;
     }

@@ -276,7 +276,7 @@ class Worker {
       float* const scores = narrow + j * kNarrowStride;
       const float* bias = t.bias ? t.bias + wide_ + j : nullptr;
       for (int64_t i = 0; i < block_.rows; ++i) {
-        scores[i] = scores[i] * t.scale + (bias ? bias[i * t.bias_stride] : 0.0f);
+        scores[i] = rounded_product(scores[i] * t.scale) + (bias ? bias[i * t.bias_stride] : 0.0f);
       }
     }
   }
