@@ -121,8 +121,7 @@ def products(kept: bool) -> Iterator[Products]:
 
 def keeps_products() -> bool:
     """Whether the program that is recorded now holds a call of `elsa.linear` as its operator: not
-    within a transform, whose derivatives and batches are of PyTorch's operators.
-    """
+    within a transform, whose derivatives and batches are of PyTorch's operators."""
     block = _PRODUCTS.get()
     if block is None or _transforms() is not None or forward_ad._current_level >= 0:
         return False

@@ -88,10 +88,9 @@ def hidden(target: Path) -> str:
 
 
 def _swap(staging: Path, target: Path) -> None:
-    """Give `staging` the name of `target`; what has it so far is in the place of `staging` then.
-
-    In one step where system and file system can (renameat2 of Linux), else the old target comes
-    back if the second step fails."""
+    """Give `staging` the name of `target`; what has it so far is in the place of `staging` then. In
+    one step where system and file system can (renameat2 of Linux), else the old target comes back
+    if the second step fails."""
     if not target.exists():
         staging.rename(target)
         return

@@ -38,7 +38,6 @@ def group_by(items: Iterable[Item], key: Callable[[Item], str]) -> list[tuple[st
 
 
 def _parts(path: str) -> list[str]:
-    """The path cut around its counters: numbers that dots or underscores stand around."""
     return re.split(r"(?<![A-Za-z0-9])(\d+)(?![A-Za-z0-9])", path)
 
 

@@ -134,7 +134,6 @@ def _walk(top: Path) -> Iterator[Path]:
 
 
 def _read(file: Path, mode: str, transform: Any, target: tuple[float, float] | None) -> Tensor:
-    """One image; `target` (height, width): what its shorter side is fitted to."""
     from PIL import Image
 
     try:

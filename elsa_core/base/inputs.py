@@ -129,7 +129,6 @@ def _pair(size: Any) -> tuple[int, int] | None:
 
 
 def _channels(model: nn.Module) -> int:
-    """The image's channels: what the convolution that timm names as the first one takes."""
     config = getattr(model, "pretrained_cfg", None)
     config = config if isinstance(config, dict) else {}
     names = config.get("first_conv") or "patch_embed.proj"

@@ -31,8 +31,7 @@ def quiet(level: int = logging.WARNING) -> Iterator[None]:
 @contextmanager
 def shown(progress: Progress | bool | None) -> Iterator[Progress | None]:
     """What a long call tells its steps to, for the length of a `with` block: `progress` itself, or
-    where none is given a line on stderr if that is a terminal. False: nothing.
-    """
+    where none is given a line on stderr if that is a terminal. False: nothing."""
     if callable(progress):
         yield progress
     elif progress is False or sys.stderr is None or not sys.stderr.isatty():

@@ -230,7 +230,6 @@ class Guards:
                 self._add(value, seen)
 
     def _now(self) -> Iterator[Any]:
-        """Every value that is compared, as it is now; KeyError: one is gone."""
         named = map(dict.__getitem__, self._owners, self._names)
         return chain(named, chain.from_iterable(self._rows))
 

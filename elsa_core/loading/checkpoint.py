@@ -149,7 +149,6 @@ def _refuse_checkpoint(path: Path, error: Exception) -> NoReturn:
 
 
 def _unwrap(content: Any) -> tuple[Mapping[Any, Any], list[str]]:
-    """Return the state dict inside a training checkpoint, and which of several it is."""
     notes: list[str] = []
     for _ in range(_MAX_WRAPPED):
         if not isinstance(content, Mapping):

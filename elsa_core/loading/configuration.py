@@ -129,7 +129,6 @@ def _check_name(name: Any, where: str) -> None:
 
 
 def _assumed(extension: Any, cfg: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Return what an earlier elsa assumed, and what the configuration leaves out."""
     noted = extension.get("assumed", []) if isinstance(extension, Mapping) else []
     if not isinstance(noted, list) or not all(key in ASSUMABLE for key in noted):
         raise ModelError(f"{where}: assumed must list some of {', '.join(ASSUMABLE)}")

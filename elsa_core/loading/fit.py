@@ -131,7 +131,6 @@ def explain_misfit(recipe: Recipe, shapes: Shapes) -> str:
 def _grid(
     recipe: Recipe, shapes: Shapes, model: nn.Module, given: tuple[int, int] | None
 ) -> tuple[int, int] | None:
-    """Return the patches (rows, columns) that the tensors were made for; None where none tells."""
     for name, tensor in model.state_dict().items():
         leaf = name.rpartition(".")[2]
         there = shapes.get(name)

@@ -143,8 +143,6 @@ def choose_recipe(
 
 
 def _recorded(weights: Weights, image_size: Size, given: Mapping[str, Any]) -> Choice | None:
-    """The architecture that a file names; None where it is another kind of name, such as a
-    class."""
     for name in weights.stated.architectures:
         with suppress(ElsaError):
             spec = parse(name)
@@ -174,13 +172,11 @@ def apply(
     recipe: Recipe, weights: Weights, image_size: Size, dtype: torch.dtype, given: Mapping[str, Any]
 ) -> tuple[nn.Module, Recipe, tuple[str, ...]]:
     """Build the model and put the weights in place, resized where the image size differs; the
-    model, its recipe, and notes about what was asked to change or to be dropped.
-
-    Shapes are compared on the meta device first: a configuration that asks for more memory than the
-    file has weights is refused before anything is allocated. Afterwards every tensor of the file
-    must be in the model as it is, apart from those that another image size, window or patch size
-    was asked to change, and from a classifier that `num_classes=0` drops.
-    """
+    model, its recipe, and notes about what was asked to change or to be dropped. Shapes are
+    compared on the meta device first: a configuration that asks for more memory than the file has
+    weights is refused before anything is allocated. Afterwards every tensor of the file must be in
+    the model as it is, apart from those that another image size, window or patch size was asked to
+    change, and from a classifier that `num_classes=0` drops."""
     target = recipe if image_size is None else with_image_size(recipe, image_size)
     misfit = f"{weights.path} does not fit {label(recipe)}"
     plain = build_meta(target)

@@ -305,7 +305,6 @@ def _from_library(
 def _from_python(
     spec: ModelSpec, size: Size, pretrained: bool, drawn: str, given: Mapping[str, Any]
 ) -> Loaded:
-    """Call PACKAGE.MODULE:FACTORY, of the current directory too; its prints go to stderr."""
     if pretrained:
         raise ArgumentError("pretrained (--pretrained) is not for python:, whose factory loads it")
     name = spec.name

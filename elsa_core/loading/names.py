@@ -70,7 +70,6 @@ def bare_names(
 
 
 def _one_copy(full: list[str], shapes: Shapes) -> tuple[list[str], list[str]]:
-    """Return one copy of the model where a file holds several, and which it is."""
     for prefix in _COPIES:
         inside = [name for name in full if _without_parts(name).startswith(prefix)]
         outside = [name for name in full if not _without_parts(name).startswith(prefix)]
@@ -88,7 +87,6 @@ def _one_copy(full: list[str], shapes: Shapes) -> tuple[list[str], list[str]]:
 
 
 def _core(full: list[str], shapes: Shapes, key: str = "") -> tuple[dict[str, str], list[str]]:
-    """Return names without wrappers by full name, and the names of what training alone uses."""
     bare = {name: _without_parts(_without_parts(name).removeprefix(key)) for name in full}
     left: list[str] = []
     while True:
@@ -122,7 +120,6 @@ def _for_training(bare: Mapping[str, str], shapes: Shapes) -> list[str]:
 
 
 def _renamed(names: list[str]) -> list[str]:
-    """Names of other releases of a model as timm has them."""
     if any(name.startswith("layers.0.downsample.reduction.") for name in names):
         # Swin's authors put the downsampling at the end of a stage, timm at the beginning.
         names = [re.sub(r"^head\.(weight|bias)$", r"head.fc.\1", name) for name in names]

@@ -179,7 +179,6 @@ def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
 
 
 def _names_like(shapes: Shapes) -> list[str]:
-    """Those whose configurations have the numbers of the shapes, before anything is built."""
     names = _names()
     import open_clip
 

@@ -86,7 +86,6 @@ def recognise(
 
 
 def _preference(recipe: Recipe) -> tuple[int, bool, int, str]:
-    """Names of the fewest other arguments first, then of this image size, then the shortest."""
     usual = default_recipe(ModelSpec(recipe.library, recipe.name, recipe.name))
     return len(recipe.args), usual.size != recipe.size, len(recipe.name), recipe.name
 
@@ -157,7 +156,6 @@ def fit_named(
 
 
 def _groups(recipes: list[Recipe]) -> list[list[Recipe]]:
-    """Group recipes by what they compute: equal outputs on equal weights and input."""
     if len(recipes) == 1:
         return [recipes]
     found: list[tuple[Any, torch.Tensor, list[Recipe]]] = []

@@ -129,7 +129,6 @@ def of_model(model: Any, input_size: tuple[int, int, int], given: Given) -> Prep
 
 
 def _sections(content: Any, depth: int = 0) -> Iterator[Mapping[Any, Any]]:
-    """The mapping itself, then those in it that hold settings."""
     content = vars(content) if isinstance(content, argparse.Namespace) else content
     if not isinstance(content, Mapping) or depth > _DEEPEST:
         return

@@ -112,7 +112,6 @@ def _resized(recipe: Recipe, size: Size) -> Recipe:
 
 
 def _shallow(recipe: Recipe) -> list[Recipe]:
-    """Two blocks, with four patches a side (global attention) where that is smaller."""
     said = _PATCH.search(recipe.name)
     patch = recipe.args.get("patch_size", int(said[1]) if said else None)
     side = 4 * patch if isinstance(patch, int) else recipe.size[0]
@@ -186,7 +185,6 @@ def _as_in(recipe: Recipe, shapes: Shapes) -> Recipe:
 
 
 def _variants(shapes: Shapes) -> list[dict[str, Any]]:
-    """As the name says, and with the pooling of common fine-tuning, which renames a norm."""
     found: list[dict[str, Any]] = [{}]
     if "fc_norm.weight" in shapes and "norm.weight" not in shapes:
         found.append({"global_pool": "avg"})
@@ -196,7 +194,6 @@ def _variants(shapes: Shapes) -> list[dict[str, Any]]:
 
 
 def _names_like(shapes: Shapes) -> list[str]:
-    """The names of the families whose tensors look like these, of the same patch."""
     import timm
 
     swin = next(

@@ -123,7 +123,6 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
 
 
 def _filled(recipe: Recipe, state: Any) -> nn.Module:
-    """The model with a state whose position embedding, a ViT's, is resized as torchvision does."""
     model: Any = built(_build, recipe)
     if hasattr(model, "image_size") and hasattr(model, "patch_size"):
         from torchvision.models.vision_transformer import interpolate_embeddings

@@ -144,7 +144,6 @@ def _no_bars() -> Iterator[None]:
 
 
 def _preprocess(folder: Path, config: Any) -> tuple[Preprocess, list[str]]:
-    """The input as the processor's configuration says it, and what of it no bundle can do."""
     vision = getattr(config, "vision_config", config)
     channels, own = getattr(vision, "num_channels", 3), getattr(vision, "image_size", None)
     count = channels if type(channels) is int else 3
@@ -197,7 +196,6 @@ def _sizes(
 
 
 def _pair(size: Any) -> tuple[int, int] | None:
-    """(height, width) of a size as transformers writes it; None for none."""
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge")
         size = edge if edge is not None else [size.get("height"), size.get("width")]

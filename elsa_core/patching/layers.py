@@ -64,11 +64,9 @@ def kind_of(cls: type) -> str:
 
 
 def support(module: nn.Module) -> Support | None:
-    """Whether a layer can be patched, and how or why not; None where it is no site at all.
-
-    A sequence or an MLP that its adapter does not take is none: its layers are. So is an ordinary
-    convolution.
-    """
+    """Whether a layer can be patched, and how or why not; None where it is no site at all. A
+    sequence or an MLP that its adapter does not take is none: its layers are. So is an ordinary
+    convolution."""
     cls = adapters.base_class(module)
     row = table.row_of(cls)
     if row is not None and row.kind in table.LAYERS:
@@ -89,8 +87,7 @@ def support(module: nn.Module) -> Support | None:
 
 def normed_images(model: nn.Module) -> set[nn.Module]:
     """The convolutions of patch embeddings whose images a batch norm reads, and more convolutions
-    after it: a product would lay them out by channels last, which all of those take longer for.
-    """
+    after it: a product would lay them out by channels last, which all of those take longer for."""
     pairs = [(m._modules.get("proj"), m._modules.get("norm")) for m in model.modules()]
     return {p for p, n in pairs if isinstance(p, nn.Conv2d) and isinstance(n, nn.BatchNorm2d)}
 

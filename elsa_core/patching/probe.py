@@ -140,8 +140,7 @@ def probe(
     example: Example | None = None,
 ) -> Probe:
     """Run a copy of `model` once, on the example or on one image of `input_size`, and observe the
-    modules at `paths`, which say whether each is a layer and no attention.
-    """
+    modules at `paths`, which say whether each is a layer and no attention."""
     length = getattr(model, "context_length", None)
     tokens = length if isinstance(length, int) and hasattr(model, "encode_text") else None
 
@@ -168,8 +167,7 @@ def probe(
 
 def _is_quick(model: nn.Module, values_given: int) -> bool:
     """Whether a real run, which sees the same shapes, takes less than the import of PyTorch's
-    compiler, which fake tensors need.
-    """
+    compiler, which fake tensors need."""
     if "torch._dynamo" in sys.modules or any(p.is_meta for p in model.parameters()):
         return False
     values = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
@@ -177,7 +175,6 @@ def _is_quick(model: nn.Module, values_given: int) -> bool:
 
 
 def _unpatched_copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
-    """A copy of the model in eval mode and unpatched; under a fake mode its weights are fake."""
     memo: dict[int, Any] = {}
     if mode is not None:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -260,7 +257,6 @@ class Probe(TorchDispatchMode):
 
 
 def _argument_terms(module: nn.Module, args: Any, kwargs: Any) -> Iterator[str]:
-    """Terms by a site's arguments: masks, rotary positions, a shared bias, causality, weights."""
     try:
         bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     except (TypeError, ValueError):

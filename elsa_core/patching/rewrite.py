@@ -280,8 +280,7 @@ def layers_within(
     exclude: tuple[str, ...],
 ) -> Iterator[str]:
     """The layers of `found`, all sites of the model, that go with the attention modules of `sites`
-    around them: patchable, not named by `sites` and `kept`, and not left out by the globs.
-    """
+    around them: patchable, not named by `sites` and `kept`, and not left out by the globs."""
     paths = {module: path for path, module in model.named_modules()}
     attention = [one.path for one in found if one.kind not in LAYERS and one.path in sites]
     modules = [model.get_submodule(path) for path in attention]

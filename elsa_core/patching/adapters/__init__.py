@@ -18,10 +18,8 @@ WATCHED = "recognised"  # how reports name the adapter of any class
 
 
 def patched_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class of elsa's that the module has, or that its class was derived from since.
-
-    PyTorch derives classes of single instances (parametrizations, `fully_shard`).
-    """
+    """The class of elsa's that the module has, or that its class was derived from since. PyTorch
+    derives classes of single instances (parametrizations, `fully_shard`)."""
     return next((cls for cls in type(module).__mro__ if "elsa_base" in cls.__dict__), None)
 
 
@@ -72,11 +70,9 @@ def written(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def attention_within(module: nn.Module) -> nn.Module | None:
-    """The attention module inside a block whose adapter computes it in the block's own code.
-
-    Such a block is the site, its attention module none of its own. None for every other module, and
-    for a block that its adapter does not take.
-    """
+    """The attention module inside a block whose adapter computes it in the block's own code. Such a
+    block is the site, its attention module none of its own. None for every other module, and for a
+    block that its adapter does not take."""
     adapter: Any = written(base_class(module))
     name: str | None = getattr(adapter, "elsa_attention", None)
     return None if name is None or adapter.elsa_why_not(module) else module.get_submodule(name)

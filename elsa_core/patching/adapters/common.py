@@ -78,8 +78,7 @@ def project(
     scale: Tensor | None = None,
 ) -> Tensor:
     """residual + scale * activation(layer(x)), where the original calls the layer: one call of the
-    operator where that is a plain linear one that nothing watches, else the layer is called.
-    """
+    operator where that is a plain linear one that nothing watches, else the layer is called."""
     # in few calls of Python: every layer of a warm forward passes here
     cls = type(layer)
     called = cls is not nn.Linear and cls.__dict__.get("elsa_base") is not nn.Linear
@@ -101,8 +100,7 @@ def is_recorded(layer: nn.Module) -> bool:
 
 def project_by(site: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias, [..., K] -> [..., N], where the original reads a layer's weight and does
-    not call the layer.
-    """
+    not call the layer."""
     return served(x, weight, bias, "none", None, None, site.elsa_precision, site.elsa_backend)
 
 
@@ -145,8 +143,7 @@ def runs_original(
     """Makes a patched attention's forward run the original one where attention weights have to
     exist (hooks on them, or another module in the place of softmax or dropout), and in small eager
     calls on a GPU: by `work`, of the module and its first argument the multiply-adds of query
-    key^T. Where elsa computes the linear layers as well it is no small one if `layered`.
-    """
+    key^T. Where elsa computes the linear layers as well it is no small one if `layered`."""
 
     def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
         name = forward.__name__
@@ -167,10 +164,8 @@ def runs_original(
 
 def is_small(site: Any, x: Tensor, work: int, operator: str = "attention") -> bool:
     """Whether this is a small eager call on a GPU of a site patched without names: Python overhead
-    bounds it, and the original forward may have less.
-
-    Asked anew in every call. A CUDA graph saves the host's time and records elsa's kernels.
-    """
+    bounds it, and the original forward may have less. Asked anew in every call. A CUDA graph saves
+    the host's time and records elsa's kernels."""
     # first what is constant for a compiler, which may read no length
     if not x.is_cuda or calls.traced() or work >= dispatch.eager_least(operator, x.dtype):
         return False
@@ -185,8 +180,7 @@ def is_small(site: Any, x: Tensor, work: int, operator: str = "attention") -> bo
 
 def computes_layers(site: nn.Module) -> bool:
     """Whether elsa computes a linear layer of an attention too: then its forward has the fewer
-    launches, also in small calls.
-    """
+    launches, also in small calls."""
     return any("elsa_base" in type(part).__dict__ for part in site._modules.values())
 
 
@@ -211,11 +205,9 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
 
 
 def wants_training(site: Any, x: Tensor, projection: nn.Module) -> bool:
-    """Whether this call is of a training step, as far as the choice of a forward goes.
-
-    That is one that wants gradients, and in training any that drops something: reentrant
-    checkpointing runs a step without gradients first and must meet the same dropout again.
-    """
+    """Whether this call is of a training step, as far as the choice of a forward goes. That is one
+    that wants gradients, and in training any that drops something: reentrant checkpointing runs a
+    step without gradients first and must meet the same dropout again."""
     weight = getattr(projection, "weight", None)  # a method in quantised layers
     if calls.wanted(x=x, weight=weight if isinstance(weight, Tensor) else None):
         return True
@@ -232,8 +224,7 @@ _STANDING = {"softmax": (nn.Softmax,), "attn_drop": (nn.Dropout, nn.Identity)}
 
 def is_other(name: str, part: object) -> bool:
     """Whether the operator does not stand for a part of an attention: for its class, or a softmax
-    along another axis.
-    """
+    along another axis."""
     if name not in _STANDING:
         return False
     return type(part) not in _STANDING[name] or getattr(part, "dim", -1) != -1
@@ -251,11 +242,9 @@ def weights_are_hooked(module: Any) -> bool:
 
 
 def drop_p(module: Any) -> float:
-    """The probability with which the original would drop an attention weight now.
-
-    Its eager branch calls `attn_drop`, which has a mode of its own (Monte Carlo dropout keeps it in
-    training) and may have been replaced by an identity; its fused branch uses the module's mode.
-    """
+    """The probability with which the original would drop an attention weight now. Its eager branch
+    calls `attn_drop`, which has a mode of its own (Monte Carlo dropout keeps it in training) and
+    may have been replaced by an identity; its fused branch uses the module's mode."""
     drop: Any = getattr(module, "attn_drop", None)
     p: float = getattr(drop, "p", 0.0)
     return p if p and (module if getattr(module, "fused_attn", False) else drop).training else 0.0
@@ -282,11 +271,9 @@ def attend(
     enable_gqa: bool = True,
 ) -> Tensor:
     """The operator with the patched module's precision and backend: [B, H, N, D] -> [B, H, N, Dv].
-
     `scale` is 1 / sqrt(D) if None; for `dropout_p` see `drop_p`. Where weights are dropped, none is
     left out for its size. Of a model in host memory that was patched with `offload` a GPU computes
-    it.
-    """
+    it."""
     sparsity = None if dropout_p else noted(module, "elsa_sparsity")
     offload = None
     if noted(module, "elsa_offload") is not None:

@@ -36,12 +36,9 @@ def attend_decomposed(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """The operator with decomposed relative positions: [B, H, prefix + qh * qw, D] -> the same with
-    Dv channels.
-
-    Keys are [B, H, prefix + kh * kw, D]; `prefix` tokens in front have no position. rel_h [qh, kh,
-    D] and rel_w [qw, kw, D] are multiplied with the unscaled queries: `scale`, 1 / sqrt(D) if None,
-    is of the scores alone.
-    """
+    Dv channels. Keys are [B, H, prefix + kh * kw, D]; `prefix` tokens in front have no position.
+    rel_h [qh, kh, D] and rel_w [qw, kw, D] are multiplied with the unscaled queries: `scale`, 1 /
+    sqrt(D) if None, is of the scores alone."""
     (q_rows, k_rows, dim), (q_columns, k_columns, _) = rel_h.shape, rel_w.shape
     scale = dim**-0.5 if scale is None else scale
     grid = query[:, :, prefix:].unflatten(2, (q_rows, q_columns))

@@ -65,10 +65,8 @@ def derived(derivation: Derivation) -> Any:
 
 
 def keep(derivation: Derivation) -> list[Tensor]:
-    """Keep the value until it is dropped or a write is noticed.
-
-    Returns the tensors kept: none where the value may not be kept, and none that is a source.
-    """
+    """Keep the value until it is dropped or a write is noticed. Returns the tensors kept: none
+    where the value may not be kept, and none that is a source."""
     drop(derivation.site)
     sources = _sources(derivation, gradients=True)
     if sources is None or not derivation.keep or not _can_keep(sources):
@@ -131,7 +129,6 @@ def _sources(derivation: Derivation, *, gradients: bool = False) -> tuple[Tensor
 
 
 def _stamp(derivation: Derivation, sources: tuple[Tensor, ...]) -> list[Any]:
-    """The tensors, their memory and the writes to them that were counted; the networks' classes."""
     kinds = [type(part) for network in derivation.networks for part in network.modules()]
     versions = [(id(t), t.data_ptr(), t.is_inference() or t._version) for t in sources]
     return kinds + versions

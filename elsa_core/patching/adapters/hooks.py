@@ -10,10 +10,8 @@ from torch.compiler import is_dynamo_compiling
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks, or a forward replaced on the instance.
-
-    The hooks of a check (`elsa_observer`) do not count: it judges what runs without them.
-    """
+    """Whether the module has hooks, or a forward replaced on the instance. The hooks of a check
+    (`elsa_observer`) do not count: it judges what runs without them."""
     space = module.__dict__  # every layer of a warm call is asked: most have nothing of all this
     if "forward" in space or space["_backward_hooks"] or space["_backward_pre_hooks"]:
         return True
@@ -34,9 +32,7 @@ def is_watched(*modules: nn.Module) -> bool:
 
 
 def noted(module: nn.Module, name: str) -> Any:
-    """What `patch` noted on a module; None where it noted nothing.
-
-    A compiler guards what getattr finds, not what lies in `__dict__`; in eager mode getattr takes
-    2.5 us where nothing is found.
-    """
+    """What `patch` noted on a module; None where it noted nothing. A compiler guards what getattr
+    finds, not what lies in `__dict__`; in eager mode getattr takes 2.5 us where nothing is
+    found."""
     return getattr(module, name, None) if is_dynamo_compiling() else module.__dict__.get(name)

@@ -29,8 +29,7 @@ _ENTRIES = ("__call__", "encode_image", "encode_text", "forward_features", "forw
 
 def may_offload(module: nn.Module) -> bool:
     """Whether the class of a module can be swapped: it is made by Python alone, neither calls nor
-    pickles its instances in a way of its own, and nothing of it depends on having no subclass.
-    """
+    pickles its instances in a way of its own, and nothing of it depends on having no subclass."""
     cls: Any = type(module)
     own = ("__call__", "__reduce__", "__reduce_ex__")
     usual: Any = nn.Module
@@ -83,7 +82,6 @@ def _entry(base: type[nn.Module], name: str, written: FunctionType) -> Callable[
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """As of the class that this one stands for, which is found by its name."""
     made: Any = object.__reduce_ex__(self, max(protocol, 2))  # older ones know no __newobj__
     if made[0] is not copyreg.__newobj__ or made[1][0] is not type(self):  # type: ignore[attr-defined]
         return made

@@ -33,12 +33,9 @@ class Packed(NamedTuple):
 
 def may_pack(x: Tensor, blocks: Iterable[nn.Module], attention: str, cls: Any) -> bool:
     """Whether blocks can take the tokens of x [B, N, ...] packed, and a model's forward may ask its
-    device how many there are.
-
-    The blocks are in eval mode, nothing watches or compiles a part of them, and their `attention`
-    is a patched one of the class `cls`. On a GPU they must take longer there than on the host,
-    packed sequences must have a kernel, and no graph be recorded.
-    """
+    device how many there are. The blocks are in eval mode, nothing watches or compiles a part of
+    them, and their `attention` is a patched one of the class `cls`. On a GPU they must take longer
+    there than on the host, packed sequences must have a kernel, and no graph be recorded."""
     if calls.traced() or x.device.type not in ("cpu", "cuda"):
         return False
     blocks = list(blocks)

@@ -70,7 +70,6 @@ class _Attention(_Module):  # type: ignore[misc]
         return self.proj_drop(project(self, self.proj, x, residual=residual, scale=scale))
 
     def _elsa_packed(self, x: Tensor) -> Tensor:
-        """The packed projection [B, N, 3 * H * D]."""
         return project(self, self.qkv, x)
 
     def _elsa_attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:

@@ -37,8 +37,7 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
 
 def _folds(block: Any, x: Tensor) -> bool:
     """Whether nothing but elsa's own classes computes what the block adds: no other module stands
-    in the place of a part, nothing watches it, and nothing is dropped after the last product.
-    """
+    in the place of a part, nothing watches it, and nothing is dropped after the last product."""
     attn, mlp = block.attn, block.mlp
     if type(attn) is not ElsaAttention or type(mlp) is not ElsaMlp or not isinstance(x, Tensor):
         return False

@@ -56,7 +56,6 @@ class _Mlp(_Module):  # type: ignore[misc]
     def _elsa_last(
         self, x: Tensor, residual: Tensor | None = None, scale: Tensor | None = None
     ) -> Tensor:
-        """What follows the activation: dropout, norm, the last layer, dropout."""
         x = passed(self.norm, passed(self.drop1, x))
         return passed(self.drop2, project(self, self.fc2, x, residual=residual, scale=scale))
 
@@ -84,8 +83,7 @@ class _GatedMlp(_Mlp):
 
     def _elsa_gated(self: Any, x: Tensor) -> Tensor | None:
         """The gated hidden channels of x, in one call; None where no kernel takes it, or something
-        watches what is between.
-        """
+        watches what is between."""
         layers = [getattr(self, name) for name in self.elsa_layers[:-1]]
         if not activation_of(self.act) or is_watched(self.act, *layers):
             return None
@@ -113,9 +111,7 @@ class ElsaSwiGLU(_GatedMlp, SwiGLU):  # type: ignore[misc]  # timm is untyped
 
 class ElsaGluMlp(_GatedMlp, GluMlp):  # type: ignore[misc]
     """An MLP whose first layer computes gate and value: [..., C] -> [..., C], any floating dtype.
-
-    Of linear layers; one of convolutions stays as it is.
-    """
+    Of linear layers; one of convolutions stays as it is."""
 
     elsa_base = GluMlp
 

@@ -25,7 +25,6 @@ _Size = list[int]
 
 
 def _pooled_work(site: Any, x: Tensor) -> int:
-    """Multiply-adds of query key^T, both pooled."""
     work: int = x.shape[0] * site.dim_out
     for pool in (site.pool_q, site.pool_k):
         stride = getattr(pool, "stride", 1)  # of rows and columns
@@ -58,7 +57,6 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
 
 
 def _pooled(module: Any, x: Tensor, feat_size: _Size, pool: Any, norm: Any) -> tuple[Tensor, _Size]:
-    """The tokens [B, H, N, D] pooled as an image, the class token left alone, then normalised."""
     size = feat_size
     if pool is not None:
         x, token = reshape_pre_pool(x, feat_size, module.has_cls_token)

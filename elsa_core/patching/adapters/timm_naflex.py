@@ -21,11 +21,9 @@ _POOLS = ("avg", "avgmax", "max", "token", "map")
 
 
 class ElsaNaFlexVit(NaFlexVit):  # type: ignore[misc]  # timm is untyped
-    """In inference of batches with padding: patches [B, N, P * P * C] -> [B, classes].
-
-    `forward` takes the tokens of all images one after another through the blocks and puts them back
-    for the pooling, which reads no padding.
-    """
+    """In inference of batches with padding: patches [B, N, P * P * C] -> [B, classes]. `forward`
+    takes the tokens of all images one after another through the blocks and puts them back for the
+    pooling, which reads no padding."""
 
     elsa_base = NaFlexVit
     elsa_companion = True

@@ -43,10 +43,8 @@ class ElsaLinear(nn.Linear):
 
 
 class ElsaPatchConv2d(nn.Conv2d):
-    """A convolution whose stride is its kernel, as a product: [B, C, H, W] -> [B, N, H/h, W/w].
-
-    The result lies in memory as [B, H/h, W/w, N], which is the tokens that embeddings make of it.
-    """
+    """A convolution whose stride is its kernel, as a product: [B, C, H, W] -> [B, N, H/h, W/w]. The
+    result lies in memory as [B, H/h, W/w, N], which is the tokens that embeddings make of it."""
 
     elsa_base = nn.Conv2d
     elsa_precision: str
@@ -87,7 +85,6 @@ def _is_small(input: Tensor, weight: Tensor) -> bool:  # `common.is_small` with 
 
 
 def _cuts_patches(layer: nn.Conv2d) -> bool:
-    """Whether a convolution reads each pixel once: then it is a product of patches."""
     size = tuple(layer.weight.shape[2:])
     return (
         tuple(layer.stride) == size

@@ -22,11 +22,9 @@ from elsa_core.patching.adapters.common import (
 
 
 class ElsaMultiheadAttention(nn.MultiheadAttention):
-    """Multi-head attention of [B, N, E] (or [N, B, E], or [N, E]), any floating dtype.
-
-    A call that wants the attention weights back goes to PyTorch's own function: the weights do not
-    exist here.
-    """
+    """Multi-head attention of [B, N, E] (or [N, B, E], or [N, E]), any floating dtype. A call that
+    wants the attention weights back goes to PyTorch's own function: the weights do not exist
+    here."""
 
     elsa_base = nn.MultiheadAttention
     elsa_precision: str
@@ -102,8 +100,6 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
     def _elsa_projected(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, H, N, D], views of as few projections as PyTorch makes."""
-
         def batched(x: Tensor) -> Tensor:  # [B, N, E]
             if x.dim() == 2:
                 return x.unsqueeze(0)

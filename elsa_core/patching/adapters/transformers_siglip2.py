@@ -24,10 +24,8 @@ from elsa_core.patching.adapters.watched import run
 
 
 class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transformers is untyped
-    """SigLIP 2's attention: [B, N, C] -> [B, N, C] and no weights; any floating dtype.
-
-    Within an encoder that packs its tokens keys are those of the same image.
-    """
+    """SigLIP 2's attention: [B, N, C] -> [B, N, C] and no weights; any floating dtype. Within an
+    encoder that packs its tokens keys are those of the same image."""
 
     elsa_base = Siglip2Attention
 
@@ -45,12 +43,10 @@ class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transform
 
 
 class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
-    """In inference of batches with padding: tokens [B, N, C] -> the same.
-
-    Padded tokens of an image that are equal, and no key of any query, stay equal through all
-    layers. So these take the tokens of all images one after another, and one padded token of each
-    image, whose results stand at all of its padded places, where the original has the same.
-    """
+    """In inference of batches with padding: tokens [B, N, C] -> the same. Padded tokens of an image
+    that are equal, and no key of any query, stay equal through all layers. So these take the tokens
+    of all images one after another, and one padded token of each image, whose results stand at all
+    of its padded places, where the original has the same."""
 
     elsa_base = Siglip2Encoder
     elsa_companion = True

@@ -91,7 +91,6 @@ def run(site: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _attend(site: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any, **named: Any) -> Any:
-    """`attention` of a site that was patched with sparsity or offload."""
     names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     terms = dict(zip(names, given, strict=False)) | named
     del terms["precision"], terms["backend"]  # `attend` reads them of the site
@@ -117,8 +116,6 @@ class _Traced(TorchFunctionMode):
 
 
 def _serves(site: Any, args: Any, kwargs: Any) -> bool:
-    """Not a small eager call on a GPU, none by a tracer of symbols or within a transform of
-    `torch.func`."""
     given = args[0] if args else None
     if not isinstance(given, Tensor) or given.is_cuda:
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]

@@ -85,8 +85,7 @@ def keeps_original(
 ) -> bool:
     """Whether a call keeps the original forward: on a GPU that no backend has kernels for, and
     where the shipped table says that the operator is slower with its gradients, which are wanted;
-    never where a backend was asked for by name.
-    """
+    never where a backend was asked for by name."""
     if not isinstance(x, Tensor):  # torch.fx traces the original, and finds its names
         return True
     if site.elsa_backend != "auto":
@@ -129,11 +128,8 @@ def attend_windows(
 ) -> Tensor:
     """Both projections of `attn` and the operator between them, with the site's precision and
     backend: [B, H, W, C] -> [B, H, W, C], or [B, H * W, C] if `flat`. `qkv` is the first
-    projection, where that is no plain call.
-
-    What a padded token would be is left out of eager calls without one if its dtype is another, as
-    under autocast: a kernel would wait for the copy.
-    """
+    projection, where that is no plain call. What a padded token would be is left out of eager calls
+    without one if its dtype is another, as under autocast: a kernel would wait for the copy."""
     if qkv is None:
         qkv = project(site, attn.qkv, x)
     pad = terms.get("pad_qkv")

@@ -52,10 +52,8 @@ def length(axis: Axis) -> int:
 
 class Layout:
     """The dimensions of scores (`axes`) and of the two operands, which are multiplied over `inner`.
-
     Layouts of equal products are one object, so that what is concluded from one is kept in `memo`;
-    None where lengths are a tracer's.
-    """
+    None where lengths are a tracer's."""
 
     __slots__ = ("axes", "inner", "left", "memo", "right", "shape")
 

@@ -216,13 +216,11 @@ class Watch(TorchFunctionMode):
         return self._by_rule(func, args, kwargs)
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The call of values: what is pending is computed first."""
         if self._alive and rules.may_write(func, args, kwargs):
             self._before_write((*args, *kwargs.values()))
         return func(*_real(args), **_real(kwargs))
 
     def _by_rule(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        """What a rule says that a call does to pending scores; its values where none does."""
         rule = rules.RULES.get(func)
         out = rules.MISSING if rule is None or not args else self._ruled(rule, func, args, kwargs)
         return self._computed(func, args, kwargs) if out is rules.MISSING else out
@@ -476,7 +474,6 @@ def _become(one: Tensor, other: Tensor) -> bool:
 
 
 def _with_input(scores: Scores, added: Any, kwargs: dict[str, Any]) -> Scores | None:
-    """The scores of baddbmm: beta * added + alpha * product."""
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
     if set(kwargs) - {"alpha", "beta"} or not isinstance(alpha, int | float) or alpha <= 0:
         return None
@@ -516,7 +513,6 @@ def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _multiplied_in(left: Tensor, right: Tensor) -> torch.dtype | None:
-    """The dtype of their product; None where one is no plain tensor, or they do not fit."""
     if not (_is_plain(left) and _is_plain(right) and left.device == right.device):
         return None
     on, dtype = _autocast(left.device.type)
@@ -526,7 +522,6 @@ def _multiplied_in(left: Tensor, right: Tensor) -> torch.dtype | None:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether a tensor is dense, floating and no subclass but a parameter or a tracer's."""
     cls = type(tensor)
     if cls is not Tensor and cls is not torch.nn.Parameter and cls.__name__ not in _TRACERS:
         return False
@@ -540,7 +535,6 @@ def _autocast(device: str) -> tuple[bool, torch.dtype]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Of the memory; 0 where there is none, as of what a tracer has."""
     if type(tensor) is not Tensor:
         return 0
     address: int = tensor.untyped_storage()._cdata

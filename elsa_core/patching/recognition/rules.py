@@ -295,7 +295,6 @@ def _squeeze(axes: Axes, dim: int) -> Axes | None:
 
 
 def _averaged(args: Any, kwargs: Any) -> Any:
-    """The mean over a dimension, over heads say, of weights that were used: for a caller to see."""
     scores, rest = args[0], [*args[1:], *kwargs.values()]
     if scores.stage != USED or len(rest) != 1 or not isinstance(rest[0], int):
         return MISSING

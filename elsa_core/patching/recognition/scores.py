@@ -139,8 +139,7 @@ def attended(
     attend: Callable[..., Any],
 ) -> Tensor:
     """The product of WEIGHTS with values, by one call of `attend`, in the place of `attention`.
-    `labels` are of the dimensions of the weights, of the values and of the product.
-    """
+    `labels` are of the dimensions of the weights, of the values and of the product."""
     layout, key = scores.layout, scores.key
     # atoms may have been cut since
     plan: _Plan | None = layout.known(
@@ -169,7 +168,6 @@ def attended(
 def _value_axes(
     layout: Layout, value: Sequence[int], labels: Sequence[Sequence[Any]], keys: Axis
 ) -> tuple[Axes, Atom]:
-    """What the dimensions of the values hold, and the atom of their channels."""
     of_weights, of_value, of_out = labels
     axes = {name: leaves(axis) for name, axis in zip(of_weights, layout.axes, strict=True)}
     contracted = [atom for name, axis in axes.items() if name not in of_out for atom in axis]
