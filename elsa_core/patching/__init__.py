@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from elsa_core.patching.layers import ATTENTION, AUTO, MODEL, is_layer, patched_scope, scope_of
     from elsa_core.patching.page import write_page
     from elsa_core.patching.probe import watch
-    from elsa_core.patching.report import PatchReport
     from elsa_core.patching.rewrite import (
+        PatchReport,
         layers_within,
         original,
         patch,
@@ -42,9 +42,9 @@ _HOMES = {
     "layers": ("ATTENTION", "AUTO", "MODEL", "is_layer", "patched_scope", "scope_of"),
     "page": ("write_page",),
     "probe": ("watch",),
-    "report": ("PatchReport",),
     "rewrite": (
-        "layers_within", "original", "patch", "patched_sites", "shared_copy", "unpatch",
+        "PatchReport", "layers_within", "original", "patch", "patched_sites", "shared_copy",
+        "unpatch",
     ),
     "sharding": ("reduce_gradients", "require_shardable", "shard"),
     "sites": ("AttentionSite", "Inspection", "find_sites", "inspect", "plain_model", "sites_of"),

@@ -79,7 +79,11 @@ def run_copy(
 
     args, kwargs = given(like)
     values = [t.numel() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    if _is_quick(model, max(values, default=0)):
+    held = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    small = held <= _QUICK_VALUES and max(values, default=0) <= _QUICK_PIXELS
+    # A real run sees the same shapes. Fake tensors import PyTorch's compiler, which takes longer.
+    loaded = "torch._dynamo" in sys.modules
+    if small and not loaded and not any(p.is_meta for p in model.parameters()):
         with contextlib.suppress(Exception):
             return really()
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -163,15 +167,6 @@ def probe(
         return recorder
 
     return run_copy(model, given, run)
-
-
-def _is_quick(model: nn.Module, values_given: int) -> bool:
-    """Whether a real run, which sees the same shapes, takes less than the import of PyTorch's
-    compiler, which fake tensors need."""
-    if "torch._dynamo" in sys.modules or any(p.is_meta for p in model.parameters()):
-        return False
-    values = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
-    return values <= _QUICK_VALUES and values_given <= _QUICK_PIXELS
 
 
 def _unpatched_copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from elsa_core import dispatch
 from elsa_core.backends.support import Request
 from elsa_core.base.messages import shown
+from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.ops.sparse.api import checked
 from elsa_core.patching import adapters, layers
@@ -28,8 +29,14 @@ from elsa_core.patching.adapters.common import check_names
 from elsa_core.patching.adapters.offloaded import is_offloaded, may_offload, offloaded
 from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.patching.probe import Example, cast_to, watch
-from elsa_core.patching.report import PatchReport
-from elsa_core.patching.sites import AttentionSite, find_sites, plain_model, sites_of
+from elsa_core.patching.sites import (
+    AttentionSite,
+    find_sites,
+    plain_model,
+    reasons,
+    sites_of,
+    sites_table,
+)
 from elsa_core.precision import validate
 
 _ATTRIBUTES = (
@@ -37,6 +44,48 @@ _ATTRIBUTES = (
 )  # fmt: skip
 _HEAD_DIM = 64  # stands for one that a module does not say: every backend takes it
 _MAX_NAMED = 3  # classes that an error line spells out
+
+
+@dataclass(frozen=True, repr=False)
+class PatchReport(Summarised):
+    """What `patch` did.
+
+    Attributes:
+        patched: the sites that run on elsa now.
+        kept: the sites left as they were; `reason` says why.
+        precision, backend: what the patched sites ask for.
+        include, exclude: the globs given, empty for all.
+        scope: "attention", or "model" with linear layers, MLPs and patch embeddings.
+        sparsity: what the sites may leave out, None for nothing.
+        offload: "host" where what a backward needs is kept in host memory.
+    """
+
+    patched: tuple[AttentionSite, ...]
+    kept: tuple[AttentionSite, ...]
+    precision: str
+    backend: str
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    scope: str = layers.ATTENTION
+    sparsity: str | float | None = None
+    offload: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        found = vars(self) | {"include": list(self.include), "exclude": list(self.exclude)}
+        sites = {name: [one.to_dict() for one in found[name]] for name in ("patched", "kept")}
+        return found | sites
+
+    def summary(self) -> Summary:
+        """The patched sites as a table, and why the others were kept."""
+        done, found = len(self.patched), len(self.patched) + len(self.kept)
+        title = f"{done} of {found} {sites_of(self.scope)} patched"
+        stored = "" if self.offload is None else f" · offload {self.offload}"
+        return Summary(
+            f"{title} · precision {self.precision} · backend {self.backend}{stored}",
+            *sites_table(self.patched),
+            reasons(self.kept, "kept"),
+        )
 
 
 def patch(

@@ -24,8 +24,7 @@ from elsa_core.exporting.signature import SIGNATURE_NAME
 from elsa_core.loading import saving as save_module
 from elsa_core.loading.loader import Loaded, load_model
 from elsa_core.loading.saving import check_target, save, separate
-from elsa_core.patching.report import PatchReport
-from elsa_core.patching.rewrite import patch, patched_sites
+from elsa_core.patching.rewrite import PatchReport, patch, patched_sites
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,15 @@ def attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     if position_bias is not None:
-        attention_mask, causal = _with_bias(position_bias, attention_mask, causal), False
+        if causal:
+            attention_mask = position_bias.new_ones(position_bias.shape[-2:]).tril().bool()
+        if attention_mask is None:
+            attention_mask = position_bias
+        elif attention_mask.dtype == torch.bool:
+            attention_mask = position_bias.masked_fill(~attention_mask, float("-inf"))
+        else:
+            attention_mask = position_bias + attention_mask
+        causal = False
     out: Any = attention(
         query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=causal,
         scale=scaling, enable_gqa=True, precision=precision, backend=backend,
@@ -107,13 +115,3 @@ def _warn_of_weights() -> None:
         "elsa's attention does not support `output_attentions=True`. Please set your attention to "
         "`eager` if you want any of these features."
     )
-
-
-def _with_bias(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    if mask is None and causal:
-        mask = bias.new_ones(bias.shape[-2:]).tril().bool()
-    if mask is None:
-        return bias
-    if mask.dtype != torch.bool:
-        return bias + mask
-    return bias.masked_fill(~mask, float("-inf"))

@@ -52,7 +52,7 @@ ADAPTERS = {
     "timm.layers.mlp.SwiGLU": (MLP, "timm_mlp.ElsaSwiGLU"),
     "timm.models.davit.SpatialBlock": (BLOCK, "timm_windows.ElsaSpatialBlock"),
     "timm.models.eva.EvaAttention": (GLOBAL, "timm_attention.ElsaEvaAttention"),
-    "timm.models.maxxvit.PartitionAttentionCl": (BLOCK, "timm_maxxvit.ElsaPartitionAttentionCl"),
+    "timm.models.maxxvit.PartitionAttentionCl": (BLOCK, "timm_windows.ElsaPartitionAttentionCl"),
     "timm.models.mvitv2.MultiScaleAttention": (GLOBAL, "timm_mvitv2.ElsaMultiScaleAttention"),
     "timm.models.naflexvit.NaFlexVit": (COMPANION, "timm_naflex.ElsaNaFlexVit"),
     "timm.models.swin_transformer.SwinTransformerBlock": (

@@ -34,13 +34,10 @@ from elsa_core.patching.adapters.windows import (
 
 
 class _SwinBlock(WindowBlock):
-    """A Swin block, whose attention reads the projection of the whole image as it lies."""
+    """A Swin block, whose attention reads the projection of the whole image as it lies; its
+    `_elsa_terms(x)` are the projection [B, H, W, 3 * C] or None, the bias, and further terms."""
 
     elsa_entry = "_attn"
-
-    def _elsa_terms(self: Any, x: Tensor) -> tuple[Tensor | None, Bias, dict[str, Any]]:
-        """The projection [B, H, W, 3 * C] or None, the bias, and further terms of the operator."""
-        raise NotImplementedError
 
     def _attn(self: Any, x: Tensor) -> Any:
         attn, window = self.attn, self.window_size
