@@ -99,23 +99,13 @@ def test_compiles() -> None:
     torch.compiler.reset()
 
 
-def make(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def jagged_heads(lengths: list[int], dim: int = 8, *, seed: int = 0, heads: int = 4) -> Tensor:
-    """[B, H, j, dim], as a projection's output is split."""
-    parts = [make(n, heads, dim, seed=seed + i) for i, n in enumerate(lengths)]
-    return torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
-
-
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("others", [[5, 1, 70], [9, 33, 2]])
+@pytest.mark.parametrize("others", [LENGTHS, OTHERS])
 def test_entmax_of_nested_tensors(others: list[int], causal: bool) -> None:
     q, k, v = (
-        jagged_heads([5, 1, 70]),
-        jagged_heads(others, seed=5, heads=2),
-        jagged_heads(others, 4, seed=9, heads=2),
+        jagged(LENGTHS, heads=4),
+        jagged(others, seed=5, heads=2),
+        jagged(others, 4, seed=9, heads=2),
     )
     alpha = torch.tensor([1.2, 1.5, 1.7, 2.0]).reshape(4, 1, 1)
     out = elsa.entmax_attention(q, k, v, alpha=alpha, is_causal=causal, enable_gqa=True)
@@ -127,12 +117,12 @@ def test_entmax_of_nested_tensors(others: list[int], causal: bool) -> None:
     with pytest.raises(ArgumentError, match="take no attn_mask"):
         elsa.entmax_attention(q, q, q, torch.ones(5, 5))
     with pytest.raises(ArgumentError, match="key is dense"):
-        elsa.entmax_attention(q, make(3, 4, 5, 8), q)
+        elsa.entmax_attention(q, torch.randn(3, 4, 5, 8), q)
 
 
 def test_gradients_of_entmax_reach_the_projection() -> None:
     x = torch.nested.nested_tensor(
-        [make(n, 24, seed=n) for n in (5, 1, 40)], layout=torch.jagged, requires_grad=True
+        [torch.randn(n, 24) for n in (5, 1, 40)], layout=torch.jagged, requires_grad=True
     )
     q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in x.chunk(3, -1))
     out = elsa.entmax_attention(q, k, v).transpose(1, 2).flatten(-2)

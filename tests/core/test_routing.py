@@ -282,18 +282,6 @@ def test_a_variant_with_a_reference_alone() -> None:
         ops.register(SQUARED)
 
 
-def test_explain_of_windows() -> None:
-    qkv = make(1, 8, 8, 3 * 32)
-    call = {"num_heads": 2, "window_size": (4, 4)}
-    assert elsa.explain_window_attention(qkv, **call).backend == "native"
-    route = elsa.explain_window_attention(qkv.requires_grad_(), **call)
-    assert route.reasons[-1].startswith("gradients")
-    assert elsa.explain_window_attention(qkv.double(), **call).backend == "eager"
-    assert elsa.explain_window_attention(qkv, **call, backend="eager").backend == "eager"
-    with pytest.raises(ArgumentError, match="num_heads"):
-        elsa.explain_window_attention(qkv, num_heads=5, window_size=(4, 4))
-
-
 def test_gradients_of_long_rows_in_half_precision_are_explained() -> None:
     q = torch.zeros(1, 1, 4, 8, dtype=torch.float16, requires_grad=True)
     mask = torch.ones(4, 4, dtype=torch.bool)
