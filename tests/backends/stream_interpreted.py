@@ -117,12 +117,10 @@ def measured(name):
             torch.equal(out, other) and torch.equal(lse, log) for other, log in answers[1:]
         ),
         "cleared": all(bool((t == 0).all()) for t in counts),
-        "joined": joined[0],
     }
 
 
 counts: list[torch.Tensor] = []
-joined = [0]
 chosen = [FORWARDS]
 
 
@@ -132,8 +130,6 @@ def watch() -> None:
     """
     from triton.runtime import interpreter
 
-    from elsa_core.backends.triton.attention import stream
-
     made = varlen.tickets
 
     def tickets(count, device):
@@ -141,7 +137,6 @@ def watch() -> None:
         return counts[-1]
 
     varlen.tickets = tickets
-    stream.join_logs = counted(stream.join_logs)
     place = interpreter.InterpreterBuilder.set_grid_idx
 
     def moved(self, x, y, z):
@@ -155,18 +150,9 @@ def watch() -> None:
     interpreter.InterpreterBuilder.set_grid_idx = moved
 
 
-def counted(original):
-    def call(*arguments, **options):
-        joined[0] += 1
-        return original(*arguments, **options)
-
-    return call
-
-
 def main() -> None:
     watch()
     for name in sys.argv[1:] or CASES:
-        joined[0] = 0
         sys.stdout.write(json.dumps({"name": name, **measured(name)}) + "\n")
 
 

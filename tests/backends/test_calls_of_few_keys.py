@@ -61,18 +61,6 @@ def test_turbo_of_few_keys_is_strict_in_one_launch() -> None:
     assert call.schedule is schedules.ONE_LAUNCH and "strict's products" not in call.words
 
 
-def test_one_launch_without_workspace() -> None:
-    call = planned(197, 197, 64, 64, 256)
-    assert list(call.launches) == ["fold"] and call.workspace == 0
-    assert call.fold.tail["KEYS"] == 256 and call.fold.tail["TOGETHER"]
-    assert planned(50, 50, 64, 64, 64).fold.tail["KEYS"] == 64
-    # a lane holds eight channels at least, so 16 warps take 128 rows of 32
-    assert planned(50, 50, 32, 32, 256).fold.tail["KEYS"] == 128
-    for keys, held in ((65, 128), (128, 128), (129, 208), (208, 208)):
-        fold = planned(197, keys, 64, 64, 64, warps=8).fold
-        assert fold.tail["KEYS"] == held and fold.options["num_warps"] == 8
-
-
 @known
 @pytest.mark.parametrize(
     "form",

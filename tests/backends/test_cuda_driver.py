@@ -14,8 +14,7 @@ pytest.importorskip("triton")
 
 from elsa_core.backends import compiler
 from elsa_core.backends.cuda import library
-from elsa_core.backends.triton.pack import cases
-from elsa_core.backends.triton.shared import device, launch
+from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.shared.device import Described
 from elsa_core.dispatch import measured
 
@@ -103,42 +102,11 @@ def test_a_forward_compatible_driver_is_found_first(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["open", "open", str(newer / "libcuda.so.1")], done.stderr
 
 
-def launches(gpu: Described, only: str) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """What every case launches on a GPU: kernels with their grids."""
-    found = {}
-    with device.describing(gpu):
-        for case in cases.expanded(only):
-            seen: list[tuple[str, tuple[int, ...]]] = []
-            with launch.recording(lambda made, _, seen=seen: seen.append(
-                (made.kernel.__name__, made.grid)
-            )):  # fmt: skip
-                case.launch()
-            found[case.name] = seen
-    return found
-
-
 def test_a_part_of_a_gpu_has_its_table_and_its_own_size() -> None:
     with device.describing(SLICE):
         assert device.table_of(-1) == "h200"
         assert device.device_table(-1)[1] == 16
         assert device.specializes(torch.device("meta")) and device.overlaps(torch.device("meta"))
-
-
-def test_plans_for_a_part_of_a_gpu_fill_that_part() -> None:
-    """The same calls are served. Keys are split over programs only to fill multiprocessors that
-    would be idle, and persistent programs are as many as it can hold."""
-    whole = launches(WHOLE, "attention/vit_huge_patch14_clip_224/*/b1-fp32")
-    part = launches(SLICE, "attention/vit_huge_patch14_clip_224/*/b1-fp32")
-    names = {key: [name for name, _ in made] for key, made in whole.items()}
-    assert any("merge_states" in made for made in names.values())
-    assert not any(name == "merge_states" for made in part.values() for name, _ in made)
-    only = "window_attention/swin_tiny_patch4_window7_224/*/b8-fp32-training"
-    whole, part = launches(WHOLE, only), launches(SLICE, only)
-    assert whole.keys() == part.keys() and len(whole) > 1
-    for key, made in whole.items():
-        assert [name for name, _ in made] == [name for name, _ in part[key]]
-        programs = dict(part[key])["window_gradients"][0]
-        assert 16 <= programs <= 2 * 16 < dict(made)["window_gradients"][0]
 
 
 @pytest.mark.parametrize(

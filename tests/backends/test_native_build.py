@@ -238,15 +238,6 @@ def test_a_hostile_environment_is_one_line(
     assert len(reason.splitlines()) == 1
 
 
-def test_a_failure_nobody_thought_of_leaves_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> Path:
-        raise ValueError
-
-    monkeypatch.setattr(native, "build", broken)
-    monkeypatch.delenv("ELSA_NATIVE", raising=False)
-    assert native.load.__wrapped__() == (False, "ValueError")
-
-
 def test_threads_load_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that asked at once defined operators twice, which switched the library off."""
     within, most = [], []

@@ -99,16 +99,6 @@ def test_products_fit(gpu):
         assert launches.shared_memory_of(tile, limits) <= gpu.shared_memory
 
 
-def test_small_shared_memory_takes_smaller_tiles():
-    gpu = launches.Gpu(128, 99 << 10, (8, 9))
-    shape = launches.Shape(8200, 3072, 768)
-    assert launches.tile_for(shape, gpu) == launches.NARROW
-    assert launches.cut_for(launches.Shape(3072, 768, 8200), gpu)[0] == launches.NARROW
-    blocks = gpu._replace(shared_memory=64 << 10)
-    assert launches.tile_for(shape, blocks) == launches.MEDIUM
-    assert launches.tile_for(shape, gpu._replace(shared_memory=163 << 10)) == launches.LARGE
-
-
 def test_no_length_is_compiled_in():
     planner.PLANS.clear()
     calls = [

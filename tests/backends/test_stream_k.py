@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,31 +37,6 @@ def test_interpreted(interpreted: Rows, name: str) -> None:
     assert row["error"] < limit
     # scores of an outlier channel cancel: PyTorch's own rounding of them is the measure
     assert row["lse"] < (1e-4 if precision == "turbo" else max(4e-7, 2 * row["peer_lse"]))
-
-
-def test_states_are_joined(interpreted: Rows) -> None:
-    """Each query tile that is cut is joined once in each order, and others never."""
-    # 2 x 3 rows of 8 tiles over 5 programs: cut at 4 places, none of them between rows; 3 orders
-    assert interpreted["row"]["joined"] == 3 * 4
-    # the 2 x 2 rows of 3 tiles of one program
-    assert interpreted["row, one program"]["joined"] == 0
-    # 36 tiles of 2 rows, a program each; three orders
-    assert interpreted["row, a program a tile"]["joined"] == 3 * 2
-
-
-@pytest.mark.parametrize("programs", [1, 2, 7, 132, 264])
-@pytest.mark.parametrize("units", [264, 265, 1000, 4 * 16 * 65536, 3 * 2**40 + 5])
-def test_shares_are_equal(units: int, programs: int) -> None:
-    """What the kernels compute: shares differ by one unit at most, and every unit has its owner."""
-    from elsa_core.backends.triton.attention.stream import first_unit, owner
-
-    first = [first_unit.fn(p, units, programs) for p in range(programs + 1)]
-    sizes = [b - a for a, b in pairwise(first)]
-    assert first[0] == 0 and first[-1] == units and max(sizes) - min(sizes) <= 1
-    for p in range(programs):
-        for unit in (first[p], first[p + 1] - 1, (first[p] + first[p + 1]) // 2):
-            if first[p] <= unit < first[p + 1]:
-                assert owner.fn(unit, units, programs) == p
 
 
 def packed(dtype: torch.dtype, heads: int, kv_heads: int) -> Launch:

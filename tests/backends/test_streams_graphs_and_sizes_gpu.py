@@ -149,15 +149,6 @@ def test_graphs_and_eager_calls_at_once(name: str) -> None:
                 assert all(map(torch.equal, mine, right))
 
 
-def test_tickets_of_stream_k_are_left_at_zero() -> None:
-    from elsa_core.backends.triton.shared import tickets
-
-    call, given = packed(F32, decode=True)
-    call(*given(0))
-    torch.cuda.synchronize()
-    assert tickets._of_streams and not any(t.any() for t in tickets._of_streams.values())
-
-
 PACKED = {
     "varlen": (elsa.varlen_attention, {}),
     "entmax": (elsa.entmax_varlen_attention, {"alpha": 1.5}),

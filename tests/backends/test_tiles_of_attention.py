@@ -48,15 +48,6 @@ def test_no_gpu_says_so():
     assert not answer.ok and "GPU" in answer.reason
 
 
-@pytest.mark.parametrize(
-    ("dim", "expected"),
-    [(8, (16, 0)), (16, (16, 0)), (24, (32, 0)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)),
-     (88, (64, 32)), (96, (64, 32)), (112, (128, 0)), (160, (128, 32)), (256, (256, 0))],
-)  # fmt: skip
-def test_blocks_cover(dim, expected):
-    assert tiles.blocks(dim) == expected
-
-
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_serve_every_call(name):
     table = tiles.load_table(name)
@@ -85,23 +76,6 @@ def test_tiles_fit_shared_memory(name):
             keys = tile.block_n * 2 * tile.dim * 2 * pairs
         queries = tile.block_m * tile.dim * 2 * pairs
         assert keys + queries <= table.shared_memory, tile
-
-
-@pytest.mark.parametrize("programs", [1, 5, 48, 200, 1000])
-@pytest.mark.parametrize("key_tiles", [1, 3, 10, 65, 1024])
-@pytest.mark.parametrize("half", [False, True])
-def test_partitions_never_slower_than_one(programs, key_tiles, half):
-    count = tiles.partitions(programs, 132, key_tiles, half=half)
-    assert 1 <= count <= max(1, key_tiles)
-    one, chosen = (tiles.waves(programs, 132, key_tiles, n, half=half) for n in (1, count))
-    assert chosen <= one
-
-
-def test_decode_partitions_cover():
-    knobs = tiles.load_table("h200").decode
-    for rows, keys in ((1, 1), (32, 32768), (8, 524288), (5000, 777), (1, 1000)):
-        parts, chunk = tiles.decode_partitions(rows, keys, 132, knobs)
-        assert (parts - 1) * chunk < keys <= parts * chunk and chunk % knobs["block_n"] == 0
 
 
 @pytest.mark.parametrize(
