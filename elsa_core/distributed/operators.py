@@ -12,12 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core.base.opaque import define
 from elsa_core.distributed import agreement, groups, plan, ways
 from elsa_core.distributed.shards import Rows, Saved, Wanted
 from elsa_core.errors import ArgumentError
 from elsa_core.ops.factory import Grads
 from elsa_core.ops.formulas import needed
+
+_LIBRARY = torch.library.Library("elsa", "FRAGMENT")
+
+
+def define(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    formula: Callable[..., Any] | None = None,
+    context: Callable[..., None] | None = None,
+) -> None:
+    """Define `elsa::name` of a schema; formula and context are those of `register_autograd`."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"elsa::{name}", fake, lib=_LIBRARY)
+    if formula is not None:
+        torch.library.register_autograd(
+            f"elsa::{name}", formula, setup_context=context, lib=_LIBRARY
+        )
 
 
 def define_attention(

@@ -12,6 +12,11 @@ from elsa_core.base import lazy
 if TYPE_CHECKING:
     from elsa_core.patching.adapters import attention_within, computes_otherwise, entry
     from elsa_core.patching.adapters.table import LAYERS, SWITCHES, register_adapter
+    from elsa_core.patching.adapters.timm_sharded import (
+        reduce_gradients,
+        require_shardable,
+        shard,
+    )  # fmt: skip
     from elsa_core.patching.frozen import FreezeReport, freeze, refresh, unfreeze
     from elsa_core.patching.layers import ATTENTION, AUTO, MODEL, is_layer, patched_scope, scope_of
     from elsa_core.patching.page import write_page
@@ -25,7 +30,6 @@ if TYPE_CHECKING:
         shared_copy,
         unpatch,
     )  # fmt: skip
-    from elsa_core.patching.sharding import reduce_gradients, require_shardable, shard
     from elsa_core.patching.sites import (
         AttentionSite,
         Inspection,
@@ -46,7 +50,7 @@ _HOMES = {
         "PatchReport", "layers_within", "original", "patch", "patched_sites", "shared_copy",
         "unpatch",
     ),
-    "sharding": ("reduce_gradients", "require_shardable", "shard"),
+    "adapters.timm_sharded": ("reduce_gradients", "require_shardable", "shard"),
     "sites": ("AttentionSite", "Inspection", "find_sites", "inspect", "plain_model", "sites_of"),
 }  # fmt: skip
 

@@ -85,13 +85,6 @@ def support(module: nn.Module) -> Support | None:
     return Support(False, f"is no plain nn.Linear but a {name}, which may compute something else")
 
 
-def normed_images(model: nn.Module) -> set[nn.Module]:
-    """The convolutions of patch embeddings whose images a batch norm reads, and more convolutions
-    after it: a product would lay them out by channels last, which all of those take longer for."""
-    pairs = [(m._modules.get("proj"), m._modules.get("norm")) for m in model.modules()]
-    return {p for p, n in pairs if isinstance(p, nn.Conv2d) and isinstance(n, nn.BatchNorm2d)}
-
-
 def companions(model: nn.Module, selected: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """The modules whose classes are swapped beside those of `selected`: the linear layers within
     MLPs, the blocks around selected layers, and in any scope models that say what is padding

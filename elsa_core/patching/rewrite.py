@@ -149,9 +149,9 @@ def patch(
     if not isinstance(strict, bool):
         raise TypeError(f"strict must be True or False, not {type(strict).__name__}")
     if mesh is not None:
-        from elsa_core.patching import sharding
+        from elsa_core.patching.adapters import timm_sharded
 
-        sharding.require_shardable(model)
+        timm_sharded.require_shardable(model)
     check_names(precision, backend)
     if offload is not None and mesh is not None:
         raise ArgumentError("offload and mesh exclude each other")
@@ -181,7 +181,7 @@ def patch(
         )
     _swap(model, selected, precision, backend, sparsity, offload)
     if mesh is not None:
-        sharding.shard(model, mesh)
+        timm_sharded.shard(model, mesh)
     elif example is not None and next(model.parameters(), torch.empty(0)).is_cuda:
         with suppress(ArgumentError), shown(None) as tell:  # of a model that cannot be copied
             copied = shared_copy(model).eval()

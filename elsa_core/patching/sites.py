@@ -226,7 +226,12 @@ def _lies_in(path: str, outer: str) -> bool:
 
 
 def _sites(model: nn.Module, whole: bool, ran: Attentions | None) -> Iterator[AttentionSite]:
-    within = layers.normed_images(model) if whole else set()  # and parts of blocks and MLPs
+    within: set[nn.Module] = set()  # what is no site: parts of blocks and MLPs
+    if whole:
+        # and patch embeddings whose images a batch norm reads, and more convolutions after it: a
+        # product would lay them out by channels last, which all of those take longer for
+        pairs = [(m._modules.get("proj"), m._modules.get("norm")) for m in model.modules()]
+        within = {p for p, n in pairs if isinstance(p, nn.Conv2d) and isinstance(n, nn.BatchNorm2d)}
     for path, module in model.named_modules():
         if module in within:
             continue

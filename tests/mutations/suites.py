@@ -98,7 +98,7 @@ SUITES = (
     _adapter("torch_multihead", "multihead", SCOPE),
     _adapter("hf_transformers", "transformers", "siglip2"),
     _adapter("watched", "tests/patching/test_own_forward.py", "watched"),
-    _adapter("timm_mvitv2", "eager", "timm"),
+    _adapter("timm_decomposed", "eager", "timm"),
     _adapter("timm_naflex", "naflex"),
     _adapter("timm_mlp", SCOPE),
     _adapter("timm_blocks", SCOPE),
@@ -109,7 +109,6 @@ SUITES = (
     _adapter("torch_layers", SCOPE),
     _adapter("timm_*", "timm", "eager", "watched", SCOPE),
     _adapter("common", "transformers", "timm", "eager", "watched", SCOPE),
-    _adapter("decomposed", "eager", "timm"),
     _triton(
         "attention/fma_fallback",
         "tests/backends/test_code_of_specialised_kernels.py::test_flagged_blocks_are_folded_again",

@@ -12,7 +12,6 @@ import torch
 from seen import Calls
 from torch import nn
 
-from elsa_core.patching.adapters import decomposed
 from elsa_core.patching.rewrite import patch
 
 pytest.importorskip("timm")
@@ -32,6 +31,8 @@ from timm.models import (
     vision_transformer_sam,
     volo,
 )
+
+from elsa_core.patching.adapters import timm_decomposed
 
 
 class Case(NamedTuple):
@@ -192,7 +193,7 @@ def test_decomposed_positions_need_no_mask() -> None:
 
 @torch.no_grad()
 def test_positions_too_many_for_the_head_dim_become_a_mask(monkeypatch) -> None:
-    monkeypatch.setattr(decomposed, "_WIDEST", 16)
+    monkeypatch.setattr(timm_decomposed, "_WIDEST", 16)
     for name in ("sam", "mvit", "mvit-no-token"):
         module = randomised(CASES[name].make())
         inputs = (torch.randn(2, *CASES[name].shape), *CASES[name].further(2))
@@ -229,6 +230,6 @@ def test_open_clip_attention_pool() -> None:
 def test_places_in_few_launches(keys, more, prefix):
     """On a GPU they are built in another way, to the same numbers."""
     like = torch.randn(2, 2, 5, 6, dtype=torch.float16)
-    expected = decomposed._places(keys, more, prefix, like)
-    found = decomposed._places(keys, more, prefix, like.cuda()).cpu()
+    expected = timm_decomposed._places(keys, more, prefix, like)
+    found = timm_decomposed._places(keys, more, prefix, like.cuda()).cpu()
     assert torch.equal(found, expected) and found.dtype == expected.dtype

@@ -53,7 +53,7 @@ ADAPTERS = {
     "timm.models.davit.SpatialBlock": (BLOCK, "timm_windows.ElsaSpatialBlock"),
     "timm.models.eva.EvaAttention": (GLOBAL, "timm_attention.ElsaEvaAttention"),
     "timm.models.maxxvit.PartitionAttentionCl": (BLOCK, "timm_windows.ElsaPartitionAttentionCl"),
-    "timm.models.mvitv2.MultiScaleAttention": (GLOBAL, "timm_mvitv2.ElsaMultiScaleAttention"),
+    "timm.models.mvitv2.MultiScaleAttention": (GLOBAL, "timm_decomposed.ElsaMultiScaleAttention"),
     "timm.models.naflexvit.NaFlexVit": (COMPANION, "timm_naflex.ElsaNaFlexVit"),
     "timm.models.swin_transformer.SwinTransformerBlock": (
         BLOCK, "timm_swin.ElsaSwinTransformerBlock",
@@ -67,7 +67,7 @@ ADAPTERS = {
     "timm.models.tiny_vit.TinyVitBlock": (BLOCK, "timm_windows.ElsaTinyVitBlock"),
     "timm.models.twins.LocallyGroupedAttn": (WINDOW, "timm_windows.ElsaLocallyGroupedAttn"),
     "timm.models.vision_transformer.Block": (COMPANION, "timm_blocks.ElsaBlock"),
-    "timm.models.vision_transformer_sam.Attention": (GLOBAL, "timm_sam.ElsaSamAttention"),
+    "timm.models.vision_transformer_sam.Attention": (GLOBAL, "timm_decomposed.ElsaSamAttention"),
     "torchvision.models.swin_transformer.ShiftedWindowAttention": (
         WINDOW, "torchvision_swin.ElsaShiftedWindowAttention",
     ),

@@ -1,7 +1,11 @@
-"""Decomposed relative positions: a bias q . R_h[row, key row] + q . R_w[column, key column].
+"""timm's SAM, ViTDet and MViTv2 attention on `elsa_core.attention`, with decomposed relative
+positions: a bias q . R_h[row, key row] + q . R_w[column, key column].
 
 As a mask the bias is as large as the scores (805 MB for an image of SAM's at 64x64 tokens). Queries
 [q * s, q R_h, q R_w] and keys [k, one-hot row, one-hot column] give scores that contain it.
+
+Read against timm 1.0.20, 1.0.29 and 1.0.31. `MultiScaleAttentionPoolFirst` has no adapter: it
+multiplies queries with keys of another layout and raises, in every version read.
 
 Reference:
     MViTv2 (arXiv 2112.01526), Eq. 4; Bottleneck Transformers (arXiv 2101.11605).
@@ -13,14 +17,103 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from timm.layers import apply_rot_embed_cat
+from timm.models.mvitv2 import MultiScaleAttention, reshape_post_pool, reshape_pre_pool
+from timm.models.vision_transformer_sam import Attention
 from torch import Tensor
 
 from elsa_core.base import calls
 from elsa_core.base.limits import LARGEST_HEAD_DIM
-from elsa_core.patching.adapters.common import attend
+from elsa_core.patching.adapters.common import (
+    attend,
+    drop_p,
+    join_heads,
+    project,
+    runs_original,
+    scale_of,
+    split_packed,
+)
 
+_Size = list[int]
 _WIDEST = LARGEST_HEAD_DIM
 _SMALL: Final = 1 << 20  # elements of queries
+
+
+class ElsaSamAttention(Attention):  # type: ignore[misc]  # timm is untyped
+    """Attention over an image or a window of it, [B, H, W, C] -> [B, H, W, C]."""
+
+    elsa_base = Attention
+
+    @runs_original(lambda site, x: x.numel() * x.shape[1] * x.shape[2])
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[1:3]
+        q, k, v = split_packed(project(self, self.qkv, x.flatten(1, 2)), self.num_heads)
+        q, k = self.q_norm(q), self.k_norm(k)
+        drop = drop_p(self)
+        if self.use_rel_pos:
+            rel_h = table(_resized(self.rel_pos_h, height), height, height)
+            rel_w = table(_resized(self.rel_pos_w, width), width, width)
+            out = attend_decomposed(
+                self, q, k, v, rel_h, rel_w, scale=scale_of(self), dropout_p=drop
+            )
+        else:
+            if self.rope is not None:
+                rope = self.rope.get_embed()
+                q = apply_rot_embed_cat(q, rope).type_as(v)
+                k = apply_rot_embed_cat(k, rope).type_as(v)
+            out = attend(self, q, k, v, scale=scale_of(self), dropout_p=drop)
+        image: Tensor = self.proj_drop(project(self, self.proj, join_heads(out))).unflatten(
+            1, (height, width)
+        )
+        return image
+
+
+def _resized(rel: Tensor, size: int) -> Tensor:
+    """Relative embeddings [2 * size - 1, D]; interpolated, as timm does, from another size."""
+    length = 2 * size - 1
+    if rel.shape[0] == length:
+        return rel
+    return F.interpolate(rel.t()[None], size=length, mode="linear")[0].t()
+
+
+def _pooled_work(site: Any, x: Tensor) -> int:
+    work: int = x.shape[0] * site.dim_out
+    for pool in (site.pool_q, site.pool_k):
+        stride = getattr(pool, "stride", 1)  # of rows and columns
+        rows, columns = stride if isinstance(stride, tuple) else (stride, stride)
+        work *= x.shape[1] // (rows * columns)
+    return work
+
+
+class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # timm is untyped
+    """Pooling after the projection: [B, N, C] -> [B, N', C'] and the size of N'."""
+
+    elsa_base = MultiScaleAttention
+
+    @runs_original(_pooled_work, layered=False)
+    def forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:
+        q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
+        q, q_size = _pooled(self, q, feat_size, self.pool_q, self.norm_q)
+        k, k_size = _pooled(self, k, feat_size, self.pool_k, self.norm_k)
+        v, _ = _pooled(self, v, feat_size, self.pool_v, self.norm_v)
+        if self.rel_pos_type == "spatial":
+            rel_h = table(self.rel_pos_h, q_size[0], k_size[0])
+            rel_w = table(self.rel_pos_w, q_size[1], k_size[1])
+            prefix = int(self.has_cls_token)
+            out = attend_decomposed(self, q, k, v, rel_h, rel_w, scale=self.scale, prefix=prefix)
+        else:
+            out = attend(self, q, k, v, scale=self.scale)
+        if self.residual_pooling:
+            out = out + q
+        return project(self, self.proj, join_heads(out)), q_size
+
+
+def _pooled(module: Any, x: Tensor, feat_size: _Size, pool: Any, norm: Any) -> tuple[Tensor, _Size]:
+    size = feat_size
+    if pool is not None:
+        x, token = reshape_pre_pool(x, feat_size, module.has_cls_token)
+        x, size = reshape_post_pool(pool(x), module.num_heads, token)
+    return (x if norm is None else norm(x)), size
 
 
 def attend_decomposed(
