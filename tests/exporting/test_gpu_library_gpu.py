@@ -160,7 +160,7 @@ with torch.no_grad():
 name = torch.cuda.get_device_name()
 gpu = next(each for each in cases.gpus(arch) if each.facts.name == name)
 planned = other_gpus.planned(found, gpu, cuda.offered())
-facts = lambda each: sorted((k.symbol, k.threads, k.shared, k.parameters, k.code)
+facts = lambda each: sorted((k.symbol, k.threads, k.shared, k.code)
                             for k in each.kernels.values())
 assert facts(planned) == facts(found)
 Path(sys.argv[1], "lib/plans.elsa").write_bytes(planfile.write({arch: planned}, "batches of 2"))
