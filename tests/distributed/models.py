@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,8 @@ VITS: dict[str, dict[str, Any]] = {
     "checkpoints": {"dynamic_img_size": True},
     "checkpoints, frozen tokens": {"dynamic_img_size": True},
 }
+if "is_causal" not in inspect.signature(VisionTransformer.forward).parameters:
+    del VITS["causal"]  # of an older timm
 
 
 def vit(name: str) -> VisionTransformer:

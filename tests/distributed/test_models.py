@@ -83,7 +83,9 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize(
+    "name", [name for name in LINES if name != "causal" or name in models.VITS]
+)
 def test_ranks_that_call_a_model_differently(name: str, results: Results) -> None:
     """All end with one line, at a later forward too, and the next one works."""
     for rank in range(2):

@@ -324,10 +324,10 @@ def check_toml(content: bytes, folder: Path) -> None:
     (folder / "elsa.toml").write_bytes(content)
 
     def read() -> dict[str, Any]:
-        found = config.find(folder)
+        found = config.find(folder, lambda line: None)
         assert found is not None
         path, table = found
-        return config.defaults(path, table, patch.command, all_commands())
+        return config.defaults(path, table, patch.command, all_commands(), lambda line: None)
 
     values = answered(read)
     if values is not None:

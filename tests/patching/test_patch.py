@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from originals import of_original
 from sampling import thinned
 from torch import nn
 from torch.nn.utils import parametrize
@@ -304,7 +305,7 @@ def test_a_backend_of_another_device_is_refused_before_anything_changes() -> Non
         patch(model, backend="triton")
     assert not patched_sites(model)
     with torch.device("meta"):
-        patch(make("vit").to("meta"), backend="triton")
+        patch(of_original(lambda: make("vit").to("meta")), backend="triton")
 
 
 def test_reports_print_as_tables() -> None:
