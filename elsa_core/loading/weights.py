@@ -109,8 +109,20 @@ def is_index(path: Path) -> bool:
 
 def read_sharded(path: Path, key: str | None = None) -> Weights:
     """Read what an index names, from the files beside it, which are no links."""
-    weight_map = _weight_map(path)
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{path} has no weight_map: not an index of safetensors shards")
+    for name, file in weight_map.items():
+        plain = isinstance(file, str) and Path(file).name == file and file.isprintable()
+        plain = plain and len(file.encode()) <= 255  # what file systems count
+        if not plain or not str(file).lower().endswith(".safetensors") or "\\" in str(file):
+            raise ModelError(
+                f"{path}: tensor {name[:120]!r} is in {str(file)[:120]!r}, which is no "
+                ".safetensors file beside the index"
+            )
     shards, headers = sorted(set(weight_map.values())), {}
+    if len(shards) > MAX_SHARDS:
+        raise ModelError(f"{path} names more than {MAX_SHARDS} shards")
     for shard in shards:
         file = path.parent / shard
         # A link leads elsewhere, except within the hub's cache: there the index is a link too, and
@@ -160,23 +172,6 @@ def _joined(path: Path, headers: Mapping[Path, Header], key: str | None) -> Weig
     wanted = set(names.values())
     bare = {name: shapes[full] for name, full in names.items()}
     return Weights(bare, metadata, path, read, notes, stated_in_metadata(metadata))
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    given = read_json(path).get("weight_map")
-    if not isinstance(given, dict) or not given:
-        raise ModelError(f"{path} has no weight_map: not an index of safetensors shards")
-    for name, file in given.items():
-        plain = isinstance(file, str) and Path(file).name == file and file.isprintable()
-        plain = plain and len(file.encode()) <= 255  # what file systems count
-        if not plain or not str(file).lower().endswith(".safetensors") or "\\" in str(file):
-            raise ModelError(
-                f"{path}: tensor {name[:120]!r} is in {str(file)[:120]!r}, which is no "
-                ".safetensors file beside the index"
-            )
-    if len(set(given.values())) > MAX_SHARDS:
-        raise ModelError(f"{path} names more than {MAX_SHARDS} shards")
-    return given
 
 
 def check_name(path: Path, name: str) -> None:

@@ -100,7 +100,6 @@ SUITES = (
     _adapter("watched", "tests/patching/test_own_forward.py", "watched"),
     _adapter("timm_decomposed", "eager", "timm"),
     _adapter("timm_naflex", "naflex"),
-    _adapter("timm_mlp", SCOPE),
     _adapter("timm_blocks", SCOPE),
     _adapter("timm_attention", "timm", "watched", SCOPE),
     _adapter("timm_sharded", "tests/distributed/test_models.py"),
