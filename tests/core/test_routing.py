@@ -105,63 +105,49 @@ def h200(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "held"),
-    [
-        ((1, 8, 16384, 64), torch.float16, True),
-        ((1, 8, 4096, 64), torch.bfloat16, True),
-        ((1, 4, 65536, 64), torch.float16, True),
-        ((4, 16, 1024, 80), torch.float16, True),
-        ((1, 8, 4096, 128), torch.float16, True),
-        ((1, 8, 16384, 64), torch.float32, False),
-        ((1, 12, 4097, 64), torch.float16, False),  # no multiple of 128: ours is faster
-        ((8, 12, 1025, 64), torch.float16, False),
-        ((8, 16, 577, 64), torch.float16, False),
-    ],
-)
-def test_long_rows_of_half_precision(shape, dtype, held, h200) -> None:
-    assert bool(inferred(shape, shape, dtype=dtype)) is held
-    assert not inferred(shape, (*shape[:2], 1, shape[3]), dtype=dtype)
+SINGLE = {"dtype": torch.float32}
 
 
 @pytest.mark.parametrize(
-    ("shape", "mask", "held"),
+    ("shape", "mask", "terms", "held"),
     [
-        ((8, 6, 196, 64), (1, 6, 196, 196), True),
-        ((1, 12, 4097, 64), (1, 1, 4097, 4097), True),
-        ((8, 12, 1024, 128), (8, 12, 1024, 1024), True),
-        ((8, 6, 195, 64), (1, 6, 195, 195), False),
-        ((8, 6, 196, 64), (8, 1, 1, 196), False),  # a mask of one row: ours is faster
-        ((8, 6, 196, 72), (1, 6, 196, 196), False),  # not measured
-        ((1, 1, 4096, 64), (1, 1, 4096, 4096), False),
+        ((1, 8, 16384, 64), None, {}, True),
+        ((1, 8, 4096, 64), None, {"dtype": torch.bfloat16}, True),
+        ((1, 4, 65536, 64), None, {}, True),
+        ((4, 16, 1024, 80), None, {}, True),
+        ((1, 8, 4096, 128), None, {}, True),
+        ((1, 8, 16384, 64), None, SINGLE, False),
+        ((1, 12, 4097, 64), None, {}, False),  # no multiple of 128: ours is faster
+        ((8, 12, 1025, 64), None, {}, False),
+        ((8, 16, 577, 64), None, {}, False),
+        ((8, 6, 196, 64), (1, 6, 196, 196), {}, True),
+        ((1, 12, 4097, 64), (1, 1, 4097, 4097), {}, True),
+        ((8, 12, 1024, 128), (8, 12, 1024, 1024), {}, True),
+        ((8, 6, 195, 64), (1, 6, 195, 195), {}, False),
+        ((8, 6, 196, 64), (8, 1, 1, 196), {}, False),  # a mask of one row: ours is faster
+        ((8, 6, 196, 72), (1, 6, 196, 196), {}, False),  # not measured
+        ((1, 1, 4096, 64), (1, 1, 4096, 4096), {}, False),
+        ((8, 6, 196, 64), (1, 6, 196, 196), SINGLE, False),
+        ((1, 3, 1025, 64), None, SINGLE | {"precision": "ieee"}, False),  # few programs
+        *(((8, 12, 1025, 64), None, SINGLE | {"precision": p}, p == "ieee")
+          for p in ("ieee", "strict")),
+        ((1, 12, 197, 64), None, SINGLE | {"precision": "ieee"}, True),
+        ((4, 16, 2048, 128), None, SINGLE | {"precision": "ieee"}, True),
+        ((4, 16, 2048, 128), (1, 1, 2048, 2048), SINGLE | {"precision": "ieee"}, False),
+        ((1, 40, 32768, 128), None, {"causal": True}, True),  # prefills of 17 to 40 wide heads
+        ((1, 40, 32768, 128), None, {}, False),
     ],
-)
-def test_masks_of_half_precision(shape, mask, held, h200) -> None:
-    found = inferred(shape, shape, mask)
-    assert bool(found) is held
-    assert all(dict(row.ranges)["masked"] == (1, 1) for row in found)
-    assert not inferred(shape, shape, mask, dtype=torch.float32)
-
-
-@pytest.mark.parametrize(("precision", "held"), [("ieee", True), ("strict", False)])
-def test_float32_multiply_adds_are_the_portable_kernels(precision, held, h200) -> None:
-    kind = {"dtype": torch.float32, "precision": precision}
-    assert not inferred((1, 3, 1025, 64), (1, 3, 1025, 64), **kind), "few programs"
-    for shape in ((8, 12, 1025, 64), (1, 12, 197, 64), (4, 16, 2048, 128)):
-        assert bool(inferred(shape, shape, **kind)) is held
-        assert not inferred((*shape[:2], 1, shape[3]), shape, **kind), "one query"
-        assert not inferred(shape, shape, (1, 1, shape[2], shape[2]), **kind)
+)  # fmt: skip
+def test_rows_of_the_gpu_that_was_measured(shape, mask, terms, held, h200) -> None:
+    assert bool(inferred(shape, shape, *([mask] if mask else []), **terms)) is held
+    if mask is None and "causal" not in terms:
+        one = (*shape[:2], 1, shape[3])
+        assert not inferred(shape, one, **terms) and not inferred(one, shape, **terms)
 
 
 def test_another_gpu_has_no_rows(h200, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
     assert not measured.rows("attention", "infer", torch.device("cuda", 0), torch.float16)
-
-
-def test_prefills_of_many_wide_heads(h200) -> None:
-    """Causal ones, as they were measured: 17 to 40 heads of 128."""
-    shape = (1, 40, 32768, 128)
-    assert inferred(shape, shape, causal=True) and not inferred(shape, shape)
 
 
 def test_plain_pytorch_is_named_for_every_operator() -> None:
