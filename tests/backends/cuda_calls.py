@@ -7,7 +7,6 @@ kernels for sm_90; nothing is run, so results are memory that nobody wrote.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from cuda_checks import lines
 from torch import Tensor
+from triton_compile import compiled_as
 
 from elsa_core import dispatch, ops
 from elsa_core.backends import cuda
@@ -45,29 +45,15 @@ MADE: list[Made] = []
 
 def compiled_for(launch: Launch, pointers: tuple[Tensor, ...], arch: int = 90) -> Any:
     """The kernel that Triton's JIT would compile for these tensors, of a GPU that is not here."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    given = iter(pointers)
 
-    signature, constants, attributes, given = {}, {}, {}, iter(pointers)
-    for position, parameter in enumerate(launch.kernel.params):
-        name = parameter.name
-        if parameter.is_constexpr or (name in launch.tail and launch.tail[name] is None):
-            signature[name] = "constexpr"
-            constants[(position,)] = launch.tail[name]
-        elif parameter.annotation_type:
-            signature[name] = parameter.annotation_type
-        else:
-            tensor = next(given)
-            signature[name] = "*" + TYPES[tensor.dtype]
-            if tensor.data_ptr() % 16 == 0:
-                attributes[(position,)] = [["tt.divisibility", 16]]
+    def pointer(_: str) -> tuple[str, bool]:
+        tensor = next(given)
+        return TYPES[tensor.dtype], tensor.data_ptr() % 16 == 0
+
+    made = compiled_as(launch, pointer, ("cuda", arch, 32))
     assert next(given, None) is None
-    written_in = ASTSource
-    if launch.kernel.is_gluon():
-        written_in = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
-    source = written_in(launch.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+    return made
 
 
 def _launch(self: Launch, *pointers: Tensor) -> None:

@@ -305,22 +305,6 @@ def test_the_key_holds_the_flags_of_cxx_and_of_the_link(monkeypatch: pytest.Monk
     assert compiler.library_path(moved) in paths
 
 
-@pytest.mark.parametrize("kept", [63, -1])
-def test_a_damaged_library_is_built_again(
-    kept: int, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = library.read_bytes()
-    monkeypatch.setenv("CXX", stand_in(tmp_path, f'cp "{library}" "$output"'))
-    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
-    path = native.library_path()
-    path.parent.mkdir()
-    path.write_bytes(whole[:kept])
-    assert (native.status()["built"], native.status()["damaged"]) == (False, True)
-    assert native.build() == path
-    assert path.read_bytes() == whole
-    assert native.status()["built"]
-
-
 def test_a_damaged_library_that_cannot_be_built_again(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

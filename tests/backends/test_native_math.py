@@ -96,13 +96,17 @@ def names() -> list[str]:
     return list(compiler.kernels())
 
 
+def skip_what_does_not_run(kernels: str) -> None:
+    order = names()
+    best = next(i for i, n in enumerate(order) if n.lower() == native.isa())
+    if order.index(kernels) > best:
+        pytest.skip(f"this process runs {native.isa()} kernels at most")
+
+
 @pytest.fixture(scope="module", params=names())
 def math(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Math:
     """Compiled with the flags of the library; skipped where this CPU cannot run them."""
-    order = names()
-    best = next(i for i, n in enumerate(order) if n.lower() == native.isa())
-    if order.index(request.param) > best:
-        pytest.skip(f"this process runs {native.isa()} kernels at most")
+    skip_what_does_not_run(request.param)
     directory = tmp_path_factory.mktemp("math")
     (directory / "math.cpp").write_text(PROGRAM)
     library = directory / f"{request.param}.so"
@@ -180,10 +184,7 @@ def test_float_to_half_and_bfloat(math: Math, to_half: int, to_bfloat: int) -> N
 @pytest.mark.parametrize("kernels", names())
 def test_no_undefined_behaviour_for_any_float(kernels: str, tmp_path: Path) -> None:
     """The logarithm of a NaN with a sign once overflowed a signed subtraction."""
-    order = names()
-    best = next(i for i, n in enumerate(order) if n.lower() == native.isa())
-    if order.index(kernels) > best:
-        pytest.skip(f"this process runs {native.isa()} kernels at most")
+    skip_what_does_not_run(kernels)
     (tmp_path / "every.cpp").write_text(SANITIZED)
     command = [
         *compiler.compiler(), "-std=c++20", "-O1", "-w", "-fsanitize=undefined",

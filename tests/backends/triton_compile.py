@@ -5,7 +5,7 @@ compiler.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,17 +23,16 @@ POINTERS = {
 }  # fmt: skip
 
 
-def compile_launch(
-    launch: Launch, dtype: torch.dtype, backend: str, arch: int | str, lse: str = "",
-    kinds: Mapping[str, str] | None = None, **options: Any,
+def compiled_as(
+    launch: Launch, pointer: Callable[[str], tuple[str, bool]], target: tuple[Any, ...],
+    **options: Any,
 ) -> Any:  # fmt: skip
-    """The compiled kernel of one launch; `.asm` holds its code. lse: "fp64" for merged states;
-    kinds: what pointers are of, beside `POINTERS`."""
+    """The compiled kernel of one launch. pointer: by name what it is of, and whether it is aligned
+    to 16 bytes; asked in the order of the arguments."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    pointers = POINTERS | dict(kinds or {})
     signature, constants, attributes = {}, {}, {}
     for position, parameter in enumerate(launch.kernel.params):
         name = parameter.name
@@ -43,18 +42,33 @@ def compile_launch(
         elif parameter.annotation_type:
             signature[name] = parameter.annotation_type
         else:
-            kind = "fp32" if name == "Out" and launch.tail.get("PARTIAL") else NAMES[dtype]
-            if name == "Mask" and not launch.tail.get("MASK", True) and dtype == torch.float32:
-                kind = "i32"  # flags, or not read
-            kind = pointers.get(name, kind)
-            signature[name] = "*" + (lse if lse and name in ("LSE", "PL") else kind)
-            attributes[(position,)] = [["tt.divisibility", 16]]
+            kind, aligned = pointer(name)
+            signature[name] = "*" + kind
+            if aligned:
+                attributes[(position,)] = [["tt.divisibility", 16]]
     written_in = ASTSource
     if launch.kernel.is_gluon():
         written_in = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
     source = written_in(launch.kernel, signature, constants, attributes)
-    target = GPUTarget(backend, arch, 64 if backend == "hip" else 32)
-    return triton.compile(source, target=target, options={**launch.options, **options})
+    return triton.compile(source, target=GPUTarget(*target), options={**launch.options, **options})
+
+
+def compile_launch(
+    launch: Launch, dtype: torch.dtype, backend: str, arch: int | str, lse: str = "",
+    kinds: Mapping[str, str] | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """The compiled kernel of one launch; `.asm` holds its code. lse: "fp64" for merged states;
+    kinds: what pointers are of, beside `POINTERS`."""
+    pointers = POINTERS | dict(kinds or {})
+
+    def pointer(name: str) -> tuple[str, bool]:
+        kind = "fp32" if name == "Out" and launch.tail.get("PARTIAL") else NAMES[dtype]
+        if name == "Mask" and not launch.tail.get("MASK", True) and dtype == torch.float32:
+            kind = "i32"  # flags, or not read
+        kind = pointers.get(name, kind)
+        return lse if lse and name in ("LSE", "PL") else kind, True
+
+    return compiled_as(launch, pointer, (backend, arch, 64 if backend == "hip" else 32), **options)
 
 
 def planned_call(
