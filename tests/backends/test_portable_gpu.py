@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-BAND = 2.5e-7
 
 
 def make(*shape: int, seed: int = 0) -> Tensor:

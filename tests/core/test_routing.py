@@ -27,10 +27,6 @@ def make(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def relative(x: Tensor, reference: Tensor) -> float:
-    return ((x.double() - reference).norm() / reference.norm().clamp_min(1e-300)).item()
-
-
 # Whole calls that PyTorch's kernels train
 
 

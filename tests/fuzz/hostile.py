@@ -11,7 +11,7 @@ import os
 import struct
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -481,25 +481,21 @@ def _mask(call: dict[str, Any], generator: torch.Generator) -> torch.Tensor | No
     return scores > -1 if call["mask"] == "bool" else scores.to(call["dtype"])
 
 
-def _target(name: str, strategy: Any, check: Callable[[Any, Path], None]) -> Target:
-    return Target(name, strategy, check)
-
-
 TARGETS = (
-    _target(
+    Target(
         "safetensors",
         st.builds(lambda changes: changed(SAFETENSORS, changes), CHANGES)
         | st.builds(_safetensors, HEADER, st.binary(max_size=32)),
         check_safetensors,
     ),
-    _target("shard index", INDEXES, check_shards),
-    _target("plan", documents(PLAN), check_plan),
-    _target("manifest", documents(MANIFEST), check_manifest),
-    _target("zip", ZIPS, check_zip),
-    _target("image", IMAGES, check_image),
-    _target("toml", TOMLS, check_toml),
-    _target("environment", VARIABLES, check_environment),
-    _target("operator call", CALLS, check_call),
+    Target("shard index", INDEXES, check_shards),
+    Target("plan", documents(PLAN), check_plan),
+    Target("manifest", documents(MANIFEST), check_manifest),
+    Target("zip", ZIPS, check_zip),
+    Target("image", IMAGES, check_image),
+    Target("toml", TOMLS, check_toml),
+    Target("environment", VARIABLES, check_environment),
+    Target("operator call", CALLS, check_call),
     windows.TARGET,
 )
 # Every strategy holds good inputs: a reader that refuses all of them would pass otherwise.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -171,9 +170,3 @@ def _drawn(batch: int, data: torch.Generator, device: str, exact: bool) -> tuple
     images = torch.randn(batch, 3, SIZE, SIZE, generator=data)
     labels = torch.randint(CLASSES, (batch,), generator=data)
     return images.to(device, torch.float64 if exact else torch.float32), labels.to(device)
-
-
-def twins(model: nn.Module) -> Iterator[nn.Module]:
-    """Copies of one model without end."""
-    while True:
-        yield copy.deepcopy(model)
