@@ -134,7 +134,8 @@ def defaults(
             check_key(f"'{key}'", key.replace("_", "-"), known)
             general[key] = value
     own, result = str(command.name), {}
-    for key, value in (*general.items(), *table.get(own, {}).items()):
+    of_command = {} if own in general else table.get(own, {})  # `check` is an option too
+    for key, value in (*general.items(), *of_command.items()):
         param = keys[own].get(key.replace("_", "-"))
         if param is not None and is_command_line_only(param):
             warn(f"{path}: '{key}' is ignored: give it on the command line")

@@ -157,7 +157,7 @@ def _known_architecture(match: re.Match[str]) -> int:
     return int(match[1])
 
 
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
 _ARCH = ("arch", r"(?:sm_)?(\d{2,3})")
 _NO_ARCH = "is no architecture (like sm_90)"
 IMAGE_SIZE = Parsed("size", r"[+-]?\d{1,20}(x[+-]?\d{1,20})?", _image_size,

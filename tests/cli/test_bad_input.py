@@ -174,6 +174,10 @@ def test_results_that_cannot_be_compared_with(elsa: Elsa, command: str, results:
     elsa("bench", "--compare", "f.json").fails(4, "f.json", "lacks what `elsa bench` writes")
 
 
+def test_a_long_number_is_refused_at_once(elsa: Elsa) -> None:
+    elsa("inspect", "test_vit", "--mean", "1" * 100_000 + "x").fails(2, "is not a list of numbers")
+
+
 def test_a_shard_with_a_name_too_long(elsa: Elsa) -> None:
     weights = {"weight_map": {"a": "n" * 300 + ".safetensors"}}
     Path("model.safetensors.index.json").write_text(json.dumps(weights))

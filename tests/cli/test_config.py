@@ -60,6 +60,12 @@ def test_a_default_for_another_use_of_a_command_is_no_mistake(elsa: Elsa) -> Non
     elsa("inspect", "test_vit", "--check").fails(2, "--check goes with --all")
 
 
+def test_an_option_named_as_a_command_is_no_table(elsa: Elsa) -> None:
+    """`check = true` was an internal error of `elsa check`, whose table it was taken for."""
+    Path("elsa.toml").write_text("check = true\n")
+    elsa("check", "vit_bas_patch16_224").fails(4, "vit_bas_patch16_224")
+
+
 def test_the_nearest_file_upwards(
     elsa: Elsa, seen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
