@@ -251,17 +251,6 @@ def test_a_signal_ends_the_compilers_too(
     assert [path for path in place.iterdir() if path.suffix != ".lock"] == []
 
 
-def test_what_a_killed_build_left_is_removed(place: Path, tmp_path: Path) -> None:
-    place.mkdir(parents=True)
-    left = place / ".build-abcd1234"
-    left.mkdir()
-    (left / "attention.o").write_text("half")
-    other = place / ".build-notes"
-    other.mkdir()
-    native.build()
-    assert not left.exists() and other.exists()
-
-
 def test_waiting_for_another_process_is_said(
     place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
