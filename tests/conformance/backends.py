@@ -50,8 +50,8 @@ def _on_a_gpu(backend: str, case: Case, mode: str) -> bool:
         return False
     if backend != "triton":
         return True
-    if operator == "linear" and precision == "ieee":
-        return False  # it takes tensor cores
+    if operator == "linear":  # it splits float32 into halves for tensor cores
+        return case.dtype == "float32" and precision != "ieee"
     if operator in ("entmax_attention", "entmax_varlen_attention", "sparsity"):
         return _has_kernels(case)
     return True

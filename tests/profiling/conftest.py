@@ -36,14 +36,19 @@ def chromium() -> str:
     return found
 
 
-@pytest.fixture(scope="package")
-def report() -> ProfileReport:
-    """A model of two blocks against itself and its patched self, for tests that run alone."""
+def two_blocks() -> ProfileReport:
+    """A model of two blocks against itself and its patched self."""
     model = small_vit()
     images = torch.randn(1, 3, 96, 96)
     return profile(
         model, images, baselines=["eager", "control", "sdpa"], budget_seconds=4, sites=True
     )
+
+
+@pytest.fixture(scope="package")
+def report() -> ProfileReport:
+    """Of `two_blocks`, for tests that run alone."""
+    return two_blocks()
 
 
 @pytest.fixture(scope="session")

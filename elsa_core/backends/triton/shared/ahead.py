@@ -16,6 +16,7 @@ from elsa_core.backends.triton.shared.device import INTERPRETED
 from elsa_core.backends.triton.shared.launch import Launch, recording
 from elsa_core.base.messages import Progress
 
+_ONE_AT_A_TIME = threading.Lock()  # the recorder is the process's
 _ALIGNMENT = 16  # of an address, which Triton compiles for
 
 
@@ -39,7 +40,7 @@ def compile_kernels(call: Callable[[], Any], tell: Progress | None = None) -> in
         needed.setdefault((launch.kernel, given), (launch, pointers))
         return True
 
-    with recording(note):
+    with _ONE_AT_A_TIME, recording(note):
         try:
             call()
         except Exception:

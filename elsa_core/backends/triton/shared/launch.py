@@ -101,8 +101,9 @@ class Launch:
             else:
                 self.launcher(*self.grid, stream, *self.head, *addresses, *self.values)
             return None
-        if _recorders and _recorders[-1](self, pointers) is not False:
-            return False
+        for recorder in _recorders[-1:]:  # looked up once: another thread may end it
+            if recorder(self, pointers) is not False:
+                return False
         if lookup.wanted() and not INTERPRETED and direct_launch_known():
             found = lookup.find(self.kernel, pointers, self.tail, self.options)
             if found is not None and self._launched(found, pointers):
