@@ -173,6 +173,8 @@ def main() -> int:
         operator, kind = given.operator or r.choice(list(HAS)), r.randrange(1 << 30)
         drawn_mode = Draw(kind).choice(modes)
         for _ in range(ALIKE):
+            if time.monotonic() >= end:
+                break
             case, seed, mode = drawn(operator, kind, r), r.randrange(1 << 30), drawn_mode
             if getattr(case, "data", "normal") not in ("normal", "shifted"):
                 # gradients of saturated rows are what is left of sums that cancel
