@@ -22,7 +22,7 @@ EXAMPLES = {
     "doctor": ("elsa doctor", "elsa doctor --json"),
     "build": ("elsa build", "elsa build --cuda --arch sm_90"),
     "completion": ('eval "$(elsa completion bash)"', "elsa completion fish | source"),
-    "help": ("elsa help patch", "elsa help bench"),
+    "help": ("elsa help patch", "elsa help bench models"),
 }
 
 

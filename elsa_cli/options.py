@@ -31,7 +31,7 @@ Decorator = Callable[[Any], Any]
 
 PRECISIONS = ("strict", "ieee", "turbo", "lean")
 # As `elsa_core.proof.paths.PATHS`, which needs torch; a test compares them.
-PATHS = ("eager", "graph", "compile")
+PATHS = ("eager", "graph", "compile", "compile+graph")
 # Rows of a checked batch: more than one, or nothing is known of the later ones, and an odd number.
 CHECKED_ROWS = 3
 LARGEST_BATCH = 65536
@@ -291,7 +291,8 @@ PROOF = (
     click.option(
         "--path", "paths", type=Listed(click.Choice(PATHS), "|".join(PATHS)),
         help="How the whole patched model runs: as it is, as a CUDA graph, through "
-        "torch.compile.  [default: eager; on CUDA all]",
+        "torch.compile, as a CUDA graph of the compiled model.  [default: eager; on CUDA "
+        "eager,graph,compile]",
     ),
     flag(
         "--grad",

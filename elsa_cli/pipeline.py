@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from contextlib import nullcontext
+import sys
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,18 @@ def import_torch(session: Session) -> None:
     """Import torch where Ctrl-C ends the process at once: it takes seconds, on a cold disk tens."""
     with session.stage("importing torch", imports=True):
         import torch  # noqa: F401
+
+
+def import_ahead(session: Session, *modules: str) -> None:
+    """Import what a later step imports anyway, while Ctrl-C may still end the process at once:
+    nothing where something was written already. What is missing the later step says itself."""
+    missing = [name for name in modules if name not in sys.modules]
+    if session.written or not missing:
+        return
+    with session.stage("importing " + ", ".join(missing), imports=True):
+        for name in missing:
+            with suppress(ImportError):
+                importlib.import_module(name)
 
 
 def open_model(
@@ -191,6 +205,9 @@ def check_model(session: Session, loaded: Loaded, options: Options) -> CheckRepo
     from elsa_core.proof import check
 
     inputs = check_inputs(session, loaded, options)
+    compiles = any(path.startswith("compile") for path in options.paths or ())
+    compiler = ("torch._inductor.compile_fx",) if compiles else ()
+    import_ahead(session, "torch._dynamo", *compiler)
     with session.stage("checking") as update:
         return check(
             loaded.model, inputs, batch_size=options.batch_size, paths=options.paths,

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from elsa_core.exporting.verify import ArtefactReport
     from elsa_core.loading import Loaded
 
+# What writing a format imports, which takes seconds.
+_MODULES = {
+    "torchscript": (), "pt2": ("torch._inductor.utils",),
+    "onnx": ("onnx", "onnxscript", "onnxruntime", "torch.onnx"),
+}  # fmt: skip
+
 
 @elsa_command(
     "export",
@@ -99,6 +105,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     loaded = _opened(session, model, options)
     archs = tuple(f"sm_{arch}" for arch in options.gpu_archs or ())
     _check_gpu(archs, (*formats, *["aoti"] * options.aoti), mode, loaded)
+    pipeline.import_ahead(session, "torch._dynamo", *(m for f in formats for m in _MODULES[f]))
     from elsa_cli import render
     from elsa_core.exporting.bundle import check_output, export
 

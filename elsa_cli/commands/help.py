@@ -14,16 +14,31 @@ from elsa_cli.options import elsa_command
 @elsa_command(
     "help",
     click.argument("name", metavar="[COMMAND]", required=False, shell_complete=completion.commands),
+    click.argument("kind", metavar="[KIND]", required=False),
 )
-def command(session: Session, /, name: str | None, **_: Any) -> None:
-    """Show the help page of COMMAND, as `elsa COMMAND --help` does, or the list of commands."""
+def command(session: Session, /, name: str | None, kind: str | None, **_: Any) -> None:
+    """Show the help page of COMMAND, as `elsa COMMAND --help` does, or the list of commands.
+
+    A command with KINDs (`elsa help bench models`) has one page for all of them.
+    """
     here = click.get_current_context().find_root()
     if name is not None:
         assert isinstance(here.command, click.Group)
         found = here.command.resolve_command(here, [name])[1]
         assert found is not None
+        if kind is not None:
+            _check_kind(found, kind)
         here = click.Context(found, here, info_name=name)
     text = here.get_help()
     session.document("help", {"command": here.command_path, "text": text})
     if not session.json:
         session.text(text)
+
+
+def _check_kind(found: click.Command, kind: str) -> None:
+    """Refuse a second word that is none of the command's own."""
+    types = [param.type for param in found.params if isinstance(param, click.Argument)]
+    kinds = [str(each) for one in types if isinstance(one, click.Choice) for each in one.choices]
+    if kind not in kinds:
+        hint = f"; it takes {', '.join(kinds)}" if kinds else ""
+        raise click.UsageError(f"{found.name} takes no {kind!r}{hint}")

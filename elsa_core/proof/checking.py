@@ -71,9 +71,9 @@ def check(
             site's output is zero and would show nothing).
         batch_size: Rows for one forward. Sites are judged on the first batch of each case.
         paths: How the whole patched model runs: "eager", "graph" (a CUDA graph), "compile"
-            (`torch.compile`), or several of them. The original and the sites run eagerly. Default:
-            "eager", and on CUDA "graph" and "compile" too. One that the original or this machine
-            cannot run is left out, and the report gives the reason.
+            (`torch.compile`), "compile+graph", or several of them. The original and the sites run
+            eagerly. Default: "eager", and on CUDA "graph" and "compile" too. One that the original
+            or this machine cannot run is left out, and the report gives the reason.
         grad: Also the gradients of the first case, by the same rule: of every parameter that wants
             one and of each input, for the model, eagerly and by path "graph", and for each site.
         sparsity_bound: The relative error that is allowed in addition, at least 0, for a model and
@@ -112,7 +112,7 @@ def check(
     dtype, device = _home(model)
     asked = Asked(
         factor, batch_size, stress, grad, run_paths.chosen(paths, device), paths is not None,
-        sparsity_bound, dtype, device,
+        sparsity_bound, fault is not None, dtype, device,
     )  # fmt: skip
     with shown(progress) as told, _undisturbed(model, device):
         with original(model):

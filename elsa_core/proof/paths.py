@@ -1,4 +1,4 @@
-"""The ways to run a patched model that `check` judges: eager, compiled, as a CUDA graph.
+"""The ways to run a patched model that `check` judges: eager, compiled, either as a CUDA graph.
 
 They are made as `elsa_core.profiling.runs.variants` makes what is timed: over the same weights, in
 inference mode, `torch.compile(dynamic=False)`, one graph for each shape. A graph is what
@@ -7,8 +7,8 @@ inference mode, `torch.compile(dynamic=False)`, one graph for each shape. A grap
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.graphs import capture
 from elsa_core.graphs.cache import Graphs
 from elsa_core.graphs.inference import Inference
 from elsa_core.graphs.training import Training
@@ -25,7 +26,9 @@ from elsa_core.proof.sides import Given, Run
 EAGER: Final = "eager"
 GRAPH: Final = "graph"
 COMPILE: Final = "compile"
-PATHS: Final = (EAGER, GRAPH, COMPILE)
+COMPILED_GRAPH: Final = "compile+graph"
+PATHS: Final = (EAGER, GRAPH, COMPILE, COMPILED_GRAPH)
+_GRAPHS: Final = (GRAPH, COMPILED_GRAPH)
 _DEFAULTS: Final = {"cuda": (EAGER, GRAPH, COMPILE)}
 _MOST_PROGRAMS: Final = 1 << 16
 _MOST_GRAPHS: Final = 8  # as many as `elsa_core.graphed` keeps
@@ -53,16 +56,21 @@ def chosen(paths: Sequence[str] | None, device: torch.device) -> tuple[str, ...]
             raise ArgumentError(f"paths: {name!r} is unknown; choose from {', '.join(PATHS)}")
     if not paths:
         raise ArgumentError(f"paths: none is given; choose from {', '.join(PATHS)}")
-    if GRAPH in paths and device.type != "cuda":
-        raise UnavailableError(f"path {GRAPH} needs a CUDA GPU, and this model is on {device.type}")
+    for name in _GRAPHS:
+        if name in paths and device.type != "cuda":
+            raise UnavailableError(
+                f"path {name} needs a CUDA GPU, and this model is on {device.type}"
+            )
     return tuple(name for name in PATHS if name in paths)
 
 
-def runner(name: str, model: nn.Module) -> Run:
-    """What runs a copy of the model by the path `name`, any but "eager"."""
+def runner(name: str, model: nn.Module, *, faulty: bool = False) -> Run:
+    """What runs a copy of the model by the path `name`, any but "eager"; `faulty`: with a
+    deliberate error, which is a hook."""
     copied = shared_copy(model)
-    if name == GRAPH:
-        # What `elsa_core.graphed` replays, and an error where it would make the model's own call.
+    if name == GRAPH and not faulty:
+        # What `elsa_core.graphed` replays, and an error where it would make the model's own call,
+        # as it does for hooks.
         graphs = {
             is_training: Graphs(_MOST_GRAPHS, copy_outputs=True, kind=kind)
             for is_training, kind in ((False, Inference), (True, Training))
@@ -74,14 +82,44 @@ def runner(name: str, model: nn.Module) -> Run:
                 return graphs[trains].answer(copied, *given)
 
         return replayed
-    run = torch.compile(copied, dynamic=False)
+    run = copied if name == GRAPH else torch.compile(copied, dynamic=False)
+    if name != COMPILE:
+        return _graphs(run, nullcontext if name == GRAPH else _compiling)
 
     def compiled(given: Given) -> Any:
-        args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, given)
+        args, kwargs = _copied(given)
         with _compiling(), torch.inference_mode():
-            return pytree.tree_map_only(Tensor, Tensor.clone, run(*args, **kwargs))
+            return _copied(run(*args, **kwargs))
 
     return compiled
+
+
+def _graphs(run: Callable[..., Any], capturing: Callable[[], AbstractContextManager[None]]) -> Run:
+    """A graph for each shape of the arguments, made under `capturing`; its inputs are written
+    before each replay."""
+    graphs: dict[Any, tuple[Given, Callable[[], Any]]] = {}
+
+    def replayed(given: Given) -> Any:
+        leaves, spec = pytree.tree_flatten(given)
+        key = (str(spec), *(
+            (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in leaves
+        ))  # fmt: skip
+        with torch.inference_mode():
+            if key not in graphs:
+                mine: Given = _copied(given)
+                with capturing():
+                    replay = capture.replayed(lambda: run(*mine[0], **mine[1]))
+                graphs[key] = mine, replay
+            held, replay = graphs[key]
+            for place, leaf in zip(pytree.tree_leaves(held), leaves, strict=True):
+                if isinstance(leaf, Tensor):
+                    place.copy_(leaf)
+            result = replay()
+            torch.cuda.synchronize()
+            return _copied(result)
+
+    return replayed
 
 
 def lacks_compiler(error: BaseException | None) -> bool:
@@ -92,6 +130,10 @@ def lacks_compiler(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def _copied(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.clone, value)
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class CheckRun:
 
         def through(path: str) -> Sides:
             # made with the first batch: what it raises is a finding too
-            runner = cache(partial(paths.runner, path, model))
+            runner = cache(partial(paths.runner, path, model, faulty=self.asked.faulty))
 
             def run_patched(given: Given) -> Any:
                 return runner()(given)
@@ -224,7 +224,7 @@ class CheckRun:
     def _refusal(self, path: str, batch: Given) -> str | None:
         """Why the original does not run by a path; None if it does."""
         with original(self.sides.weights):
-            run = paths.runner(path, self.sides.weights)
+            run = paths.runner(path, self.sides.weights, faulty=self.asked.faulty)
         try:
             replace(self.sides, run_patched=run).patched(batch)
         except PatchedError as error:

@@ -34,7 +34,7 @@ class Asked:
 
     `by_name`: the paths were asked for; one that the original cannot take is an error then.
     `bound` is granted to sites patched to leave out weights by a number whose calls reach a sparse
-    operator, and to a model with such sites.
+    operator, and to a model with such sites. `faulty`: with a deliberate error.
     """
 
     factor: float
@@ -44,6 +44,7 @@ class Asked:
     paths: tuple[str, ...]
     by_name: bool
     bound: float
+    faulty: bool
     dtype: torch.dtype
     device: torch.device
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import pytest
 import torch
+from sampling import some
 
 from elsa_cli.commands import inspect
 from elsa_cli.errors import VerdictError, describe
@@ -153,3 +154,49 @@ def test_a_directory_that_is_gone(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (3, "")
     line = "error: the current directory cannot be used: No such file or directory; change into one"
     assert done.stderr == f"{line} that is there\n"
+
+
+SLOW = """
+import importlib.abc, pathlib, sys, time
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            pathlib.Path({begun!r}).touch()
+            time.sleep(60)
+
+sys.meta_path.insert(0, Slow())
+sys.argv = ["elsa", *{words!r}]
+from elsa_cli.main import main
+main()
+"""
+
+
+LATER = [
+    ("export test_vit --formats onnx -o out", "onnxscript"),
+    ("export test_vit --formats pt2 -o out", "torch._inductor.utils"),
+    ("check test_vit", "torch._dynamo"),
+    ("check test_vit --path compile", "torch._inductor.compile_fx"),
+]
+
+
+@pytest.mark.parametrize(("words", "module"), some(LATER, one_in=4))
+def test_a_long_import_of_a_later_step_is_no_reason_to_wait(
+    tmp_path: Path, words: str, module: str
+) -> None:
+    """An interruption waited for the end of these imports, as it did for that of torch."""
+    begun = tmp_path / "begun"
+    child = subprocess.Popen(
+        [sys.executable, "-c", SLOW.format(module=module, begun=str(begun), words=words.split())],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    while not begun.exists():
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.01)
+    start = time.perf_counter()
+    os.kill(child.pid, signal.SIGINT)
+    out, err = child.communicate(timeout=30)
+    assert time.perf_counter() - start < 2
+    assert (child.returncode, out) == (130, "")
+    assert err == "interrupted; nothing was written\n"
+    assert not (tmp_path / "out").exists()

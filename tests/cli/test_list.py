@@ -88,6 +88,10 @@ def test_a_newer_model_has_no_counts(monkeypatch: pytest.MonkeyPatch, elsa: Elsa
 def test_help(elsa: Elsa) -> None:
     assert elsa("help").out == elsa("--help").out
     assert elsa("help", "patch").out == elsa("patch", "--help").out
+    for kind in ("models", "attention"):
+        assert elsa("help", "bench", kind).out == elsa("bench", "--help").out
+    elsa("help", "bench", "modles").fails(2, "modles")
+    elsa("help", "patch", "models").fails(2, "patch takes no 'models'")
     elsa("help", "pach").fails(2, "'pach'", "did you mean 'patch'?")
     assert document(elsa("help", "eval", "--json"))["results"]["command"] == "elsa eval"
 

@@ -87,13 +87,17 @@ def test_what_cannot_be_chosen() -> None:
         checked(model, paths=())
     with pytest.raises(UnavailableError, match="path graph needs a CUDA GPU"):
         checked(model, paths=("eager", "graph"))
+    with pytest.raises(UnavailableError, match=r"path compile\+graph needs a CUDA GPU"):
+        checked(model, paths=("compile+graph",))
 
 
 def test_which_paths_a_device_has() -> None:
     assert paths.chosen(None, torch.device("cpu")) == ("eager",)
     cuda = torch.device("cuda")
     assert paths.chosen(None, cuda) == ("eager", "graph", "compile")
-    assert paths.chosen(("compile", "eager"), cuda) == ("eager", "compile")
+    named = ("compile+graph", "eager")
+    assert paths.chosen(named, cuda) == ("eager", "compile+graph")
+    assert tuple(paths.PATHS) == ("eager", "graph", "compile", "compile+graph")
 
 
 def _refused(*args: Any, **kwargs: Any) -> Any:

@@ -11,11 +11,14 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from elsa_core.errors import ModelError
+from elsa_core.patching import shared_copy, unpatch
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
+from elsa_core.profiling.runs import variants
 from elsa_core.proof.checking import check
-from elsa_core.proof.paths import PATHS
+from elsa_core.proof.paths import PATHS, runner
 
 from .test_blind_spots import checked, vit
+from .test_paths import WrongCompiled
 
 pytestmark = pytest.mark.gpu
 
@@ -91,4 +94,29 @@ def test_a_model_that_no_graph_can_hold() -> None:
 def test_all_paths_on_a_gpu(dtype: torch.dtype) -> None:
     report = checked(vit().to("cuda", dtype), paths=tuple(PATHS))
     assert report.ok, report.failures
-    assert [case.path for case in report.cases] == ["eager", "graph", "compile"]
+    assert [case.path for case in report.cases] == ["eager", "graph", "compile", "compile+graph"]
+
+
+def test_a_graph_of_the_compiled_model() -> None:
+    """A graph for each shape, batches of 3, 3 and 1; a fault of compiled code shows in it."""
+    model = vit().cuda()
+    images = torch.randn(7, 3, 32, 32)
+    report = check(model, images, batch_size=3, paths=("compile+graph",))
+    assert report.ok, report.failures
+    assert [(case.path, case.inputs) for case in report.cases] == [("compile+graph", 7)]
+    model.blocks[1].attn.__class__ = WrongCompiled
+    report = check(model, images, batch_size=3, paths=("eager", "graph", "compile+graph"))
+    assert [case.ok for case in report.cases] == [True, True, False]
+    assert report.failures[0].startswith("model on 'input' by compile+graph: error")
+
+
+def test_a_compiled_graph_is_the_one_that_is_profiled() -> None:
+    """`variants` and `check` replay the same program: their outputs are equal to the last bit."""
+    model, images = vit().cuda(), torch.randn(2, 3, 32, 32, device="cuda")
+    plain = shared_copy(model)
+    unpatch(plain)
+    names = ("eager", "patched", "patched+compile+graph")
+    built = variants.build(plain, model, (images,), names)
+    assert not built.left_out
+    run = runner("compile+graph", model)
+    assert torch.equal(run(((images,), {})), built.contenders[-1].output())

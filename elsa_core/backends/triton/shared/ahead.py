@@ -24,7 +24,9 @@ def compile_kernels(call: Callable[[], Any], tell: Progress | None = None) -> in
     """Compile what `call` would launch and no earlier call did; returns how many kernels.
 
     The call runs without its first launches, on this thread: what it computes is of no use, and it
-    must change nothing that lasts. What it raises leaves all to the call that follows.
+    must change nothing that lasts. Kernels that are here already run on what the others did not
+    write: none reads an index of another's in inference. What the call raises, the one that follows
+    raises again.
     """
     if INTERPRETED or torch.version.hip:
         return 0
