@@ -80,7 +80,9 @@ def _captures(backend: str, case: Case, mode: str) -> bool:
     if case.dtype == "float64" or not case.longest:
         return False
     softmax = operator == "varlen_attention" or case.alpha == 1.0
-    padded = case.dtype == "float32" or case.dim % 8 or case.value_dim not in (None, case.dim)
+    crossed = case.causal and case.key_lengths is not None  # PyTorch aligns to the other end
+    uneven = case.dim % 8 or case.value_dim not in (None, case.dim)
+    padded = case.dtype == "float32" or uneven or crossed
     if softmax and mode == "train graph" and padded:
         # such gradients pad, and read lengths; auto pads ahead, where there are tokens
         return backend == ("auto" if sum(case.lengths) else "triton")

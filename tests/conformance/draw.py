@@ -22,7 +22,7 @@ from .cases import LAYOUTS, MASKS, Case
 from .judge import judge
 
 Draw = random.Random
-ALIKE = 64  # calls in a row for which the same kernels are compiled
+ALIKE = 128  # calls in a row for which the same kernels are compiled
 FAULTS = 20  # of the table, after which the others are not tried
 
 
