@@ -309,7 +309,7 @@ def memory_of(arguments: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
 
 def faults(
     case: Case, found: Results, exact: Results, peers: Results, known: dict[str, float],
-    of_scores: float,
+    of_scores: tuple[float, float],
 ) -> list[str]:  # fmt: skip
     """What is wrong with results, as lines. known, of_scores: losses, as `losses` gives them."""
     dtype, precision, left_out = dtype_of(case), case.precision, 0.0
@@ -339,7 +339,7 @@ def faults(
             continue
         got, other = got.double(), peers[name].double()
         if name == "lse":
-            said += _lse_faults(got, right, other, wanted, precision)
+            said += _lse_faults(got, right, other, case, precision)
             continue
         if not bool(got.isfinite().all()):
             said.append(f"{name}: {int((~got.isfinite()).sum())} of {got.numel()} are not finite")
@@ -347,10 +347,12 @@ def faults(
         size = _norm(right)
         if name != "out" and size < 1e-3 * largest:
             size = largest  # what is left of sums that cancel
-        rounding = ULPS * torch.finfo(dtype).eps + (0.25 if name == "out" else of_scores) * scores
+        rounding = ULPS * torch.finfo(dtype).eps + of_scores[name != "out"] * scores
         rounding = (TURBO if precision == "turbo" else rounding) + left_out
-        if case.operator.startswith("entmax") and case.alpha not in (1.0, 1.01, 1.25, 1.5, 2.0):
-            rounding *= 8  # weights are roots of what may be next to 0
+        if case.operator.startswith("entmax"):
+            shifted = losses.is_random(case) and case.data == "shifted"
+            if shifted or case.alpha not in (1.0, 1.01, 1.25, 1.5, 2.0):
+                rounding *= 8  # weights are powers of score - threshold, which cancel
         error, of_peer = _norm(got - right), _norm(other - right)
         of_peer = of_peer if math.isfinite(of_peer) else 0.0
         if error > times * of_peer + rounding * size:
@@ -367,16 +369,17 @@ def _norm(t: Tensor) -> float:
     return t.double().norm().item()
 
 
-def _lse_faults(
-    got: Tensor, right: Tensor, other: Tensor, dtype: torch.dtype, precision: str
-) -> list[str]:
+def _lse_faults(got: Tensor, right: Tensor, other: Tensor, case: Case, precision: str) -> list[str]:
     if not torch.equal(got == -math.inf, right == -math.inf):
         return ["lse: -inf in other rows than those that see nothing"]
     seen = right.isfinite()
     if not bool(seen.any()):
         return []
     error, of_peer = ((t - right)[seen].abs().max().item() for t in (got, other))
-    band = 2 * ULPS * torch.finfo(dtype).eps if precision != "turbo" else 4 * TURBO
+    dtype = torch.promote_types(dtype_of(case), torch.float32)
+    # a tensor core cuts off each of its sums; the cases of the table do without
+    steps = case.dim / 16 if losses.is_random(case) else 0.0
+    band = (2 * ULPS + steps) * torch.finfo(dtype).eps if precision != "turbo" else 4 * TURBO
     if not error <= 2 * of_peer + band * (1 + right[seen].abs().max().item()):
         return [f"lse: error {error:.2e}, of the definition in {dtype}: {of_peer:.2e}"]
     return []
