@@ -58,14 +58,6 @@ def models(
     return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
 
 
-def commands(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem[str]]:
-    group = ctx.find_root().command
-    assert isinstance(group, click.Group)
-    return among(group.list_commands(ctx), incomplete)
-
-
 def among(names: Iterable[str], incomplete: str) -> list[CompletionItem[str]]:
     """Fixed names that begin so; of several with commas between them, the last one is completed."""
     before, comma, last = incomplete.rpartition(",")
@@ -77,15 +69,12 @@ def among(names: Iterable[str], incomplete: str) -> list[CompletionItem[str]]:
     ]
 
 
-def _sources(library: str, inside: str, kind: str) -> Iterator[Path]:
-    """Files of an installed package, found without importing it."""
+def sources(library: str, inside: str, kind: str) -> Iterator[tuple[str, str]]:
+    """Name and text of the files of an installed package, found without importing it."""
     spec = importlib.util.find_spec(library)
     folders = spec.submodule_search_locations if spec else None
-    yield from Path(folders[0], inside).glob(kind) if folders else ()
-
-
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace")
+    for file in Path(folders[0], inside).glob(kind) if folders else ():
+        yield file.stem, file.read_text(encoding="utf-8", errors="replace")
 
 
 def known(library: str, start: str = "") -> set[str]:
@@ -94,14 +83,6 @@ def known(library: str, start: str = "") -> set[str]:
         # Tags double the list; they matter once somebody has typed the dot.
         pattern = _TAGGED
     names: set[str] = set()
-    for file in _sources(library, folder, kind):
-        names |= {file.stem} if pattern is None else set(pattern.findall(_text(file)))
+    for file, text in sources(library, folder, kind):
+        names |= {file} if pattern is None else set(pattern.findall(text))
     return {name for name in names if name.startswith(start)}
-
-
-def mentions(library: str, name: str) -> bool:
-    """Whether a library's sources have this name as a function or a table's key: not every model
-    is offered for completion, and deprecated names are keys."""
-    word = re.escape(name)
-    held = re.compile(rf"^def {word}\(|^ {{4}}['\"]{word}['\"]\s*:", re.MULTILINE)
-    return any(held.search(_text(file)) for file in _sources(library, "models", "*.py"))

@@ -21,7 +21,7 @@ import os
 import reprlib
 import stat
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +107,6 @@ def defaults(
     `commands` are all commands: a key that none of them knows is an error, and so is a key in a
     command's own table that this command lacks.
     """
-
-    def check_key(what: str, key: str, known: Iterable[str]) -> None:
-        if key not in known:
-            close = difflib.get_close_matches(key, sorted(known), n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise ConfigError(f"{path}: unknown key {what}{hint}")
-
     keys = {
         each: {
             name.lstrip("-"): param
@@ -124,15 +117,21 @@ def defaults(
         }
         for each, one in commands.items()
     }
+    named: list[tuple[str, str, Collection[str]]] = []
     known, general = set().union(*keys.values()), {}
     for key, value in table.items():
         if isinstance(value, dict):
-            check_key(f"[{key}]", key, commands)
-            for inner in value:
-                check_key(f"'{inner}' in [{key}]", inner.replace("_", "-"), keys[key])
+            named.append((f"[{key}]", key, commands))
+            named += [(f"'{inner}' in [{key}]", inner.replace("_", "-"), keys.get(key, {}))
+                      for inner in value]  # fmt: skip
         else:
-            check_key(f"'{key}'", key.replace("_", "-"), known)
+            named.append((f"'{key}'", key.replace("_", "-"), known))
             general[key] = value
+    for what, key, among in named:
+        if key not in among:
+            close = difflib.get_close_matches(key, sorted(among), n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise ConfigError(f"{path}: unknown key {what}{hint}")
     own, result = str(command.name), {}
     of_command = {} if own in general else table.get(own, {})  # `check` is an option too
     for key, value in (*general.items(), *of_command.items()):
@@ -150,21 +149,22 @@ def is_command_line_only(param: click.Parameter) -> bool:
 
 
 def _value(path: Path, key: str, value: Any, param: click.Option) -> Any:
-    def refuse(wanted: str) -> None:
+    items = value if param.multiple and isinstance(value, list) else [value]
+    if param.is_flag:
+        wanted, fits = "true or false", isinstance(value, bool)
+    else:
+        wanted = "a text or a number"
+        fits = all(isinstance(x, str | int | float) and not isinstance(x, bool) for x in items)
+    if not fits:
         try:
             shown = reprlib.repr(value)  # short, however deep or long it is
         except ValueError:
             shown = "a number of thousands of digits"
         raise ConfigError(f"{path}: '{key}' must be {wanted}, not {shown}")
-
     if param.is_flag:
-        if not isinstance(value, bool):
-            refuse("true or false")
         return value
     texts = []
-    for item in value if param.multiple and isinstance(value, list) else [value]:
-        if isinstance(item, bool) or not isinstance(item, str | int | float):
-            refuse("a text or a number")
+    for item in items:
         if isinstance(item, int) and abs(item) >= 1 << 64:  # Python writes none of 5 000 digits
             raise ConfigError(f"{path}: '{key}' is a number beyond 64 bits")
         # A path in a config file is relative to that file, not to where the command runs.

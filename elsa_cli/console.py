@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import io
 import json
 import logging
@@ -45,6 +46,15 @@ _BEAT_SECONDS = 10.0
 
 # Keeps a mark and what follows on one line; no white space to Rich, which breaks at all others.
 _GLUE = "\u2800"
+
+
+def version() -> str:
+    """The text of `elsa_core/base/version.py`, read without importing elsa_core."""
+    package = importlib.util.find_spec("elsa_core")
+    folders = package.submodule_search_locations if package else None
+    if not folders:
+        return "unknown"
+    return Path(folders[0], "base/version.py").read_text(encoding="utf-8").split('"')[-2]
 
 
 def jsonable(value: Any) -> Any:
@@ -102,8 +112,6 @@ class Session:
     def _document(self, content: dict[str, Any]) -> None:
         if not self.json or self._documented:
             return
-        from elsa_cli.version import version
-
         self._documented = True
         document = {"schema_version": SCHEMA_VERSION, "elsa_version": version(), **content}
         self._write(json.dumps(jsonable(document), indent=2, allow_nan=False) + "\n")

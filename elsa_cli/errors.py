@@ -132,7 +132,8 @@ def _usage(error: click.UsageError) -> str:
 def _system(error: BaseException) -> tuple[int, str] | None:
     if out_of_memory(error):
         detail = one_line(error).split(". ")[0][:160]
-        limit = "raise this process's limit (ulimit -v), " * _limited()
+        limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        limit = "raise this process's limit (ulimit -v), " * limited
         line = f"out of memory: {limit}{_MEMORY_HINT}" + (f" ({detail})" if detail else "")
         return ENVIRONMENT, line
     if isinstance(error, ImportError) and not str(error.name).startswith("elsa"):
@@ -153,10 +154,6 @@ def out_of_memory(error: BaseException) -> bool:
     if gpu is not None and isinstance(error, gpu):
         return True
     # without a limit a library is not mapped for other reasons
-    kinds = (RuntimeError, OSError, *[ImportError] * _limited())
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    kinds = (RuntimeError, OSError, *[ImportError] * limited)
     return isinstance(error, kinds) and any(words in str(error) for words in _NO_MEMORY)
-
-
-def _limited() -> bool:
-    """Whether the shell has limited the memory of this process."""
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY

@@ -18,9 +18,8 @@ from typing import NoReturn
 import click
 
 from elsa_cli import signals
-from elsa_cli.console import Session
+from elsa_cli.console import Session, version
 from elsa_cli.errors import describe
-from elsa_cli.version import version
 
 # The order is the order of the help page. The text stands here so that help imports no command.
 COMMANDS = {
@@ -103,7 +102,11 @@ def run(arguments: Sequence[str]) -> int:
             signals.check()
         return 0
     except BaseException as caught:
-        error = signals.cause(caught)
+        error = caught
+        try:
+            signals.check()
+        except BaseException as stop:  # what a signal asked for; `caught` is how it came through
+            error = stop
         if isinstance(error, SystemExit):
             raise error from None
         code, line = describe(error)

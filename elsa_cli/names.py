@@ -65,33 +65,23 @@ def check(text: str) -> None:
     if colon:
         if library in LIBRARIES and not rest.startswith("hf-hub:"):
             _check_name(library, rest, given)
-    elif given.startswith((".", "/", "~")) or given.lower().endswith((*_WEIGHTS, *_OTHERS)):
-        _check_path(given)
-    elif "/" in given:
-        if given.partition("/")[0] not in {one.owner for one in _SPELLINGS}:
-            _check_path(given)
-    elif "\\" not in given and not exists(given):
-        _check_name(_SPELLINGS[0].library, given, given)
-
-
-def _check_path(given: str) -> None:
+        return
+    owner, slash, _ = given.partition("/")
+    is_path = given.startswith((".", "/", "~")) or given.lower().endswith((*_WEIGHTS, *_OTHERS))
     if exists(given):
         return
-    hub = ""
-    if _HUB_ID.fullmatch(given) and not given.startswith(".") and not given.endswith(_WEIGHTS):
-        hub = f"; for a model of the Hugging Face hub write hf-hub:{given}"
-    raise ModelFileError(f"no such file or directory: {given}{hub}")
+    if is_path or (slash and owner not in {one.owner for one in _SPELLINGS}):
+        hub = ""
+        if _HUB_ID.fullmatch(given) and not given.startswith(".") and not given.endswith(_WEIGHTS):
+            hub = f"; for a model of the Hugging Face hub write hf-hub:{given}"
+        raise ModelFileError(f"no such file or directory: {given}{hub}")
+    if not slash and "\\" not in given:
+        _check_name(_SPELLINGS[0].library, given, given)
 
 
 def check_file(path: Path | None, what: str) -> None:
     if path is not None and not exists(path):
         raise ModelFileError(f"{path}: no such {what}")
-
-
-def check_images(folder: Path | None) -> None:
-    if folder is not None and not folder.is_dir():
-        what = "not a folder" if folder.exists() else "no such folder of images"
-        raise ModelFileError(f"{folder}: {what}")
 
 
 def exists(given: str | Path) -> bool:
@@ -111,7 +101,11 @@ def _check_name(library: str, name: str, given: str) -> None:
         bare = (name.rpartition("/")[0] or name).replace("/", "-")
     else:
         bare = name.partition(spelling.tag)[0]
-    if bare in names or completion.mentions(library, bare):
+    # Not every model is offered for completion, and deprecated names are keys of a table.
+    word = re.escape(bare)
+    held = re.compile(rf"^def {word}\(|^ {{4}}['\"]{word}['\"]\s*:", re.MULTILINE)
+    sources = completion.sources(library, "models", "*.py")
+    if bare in names or any(held.search(text) for _, text in sources):
         return
     if spelling.shortened and any(each.startswith(f"{bare.rstrip('_')}_") for each in names):
         return  # an alias
@@ -131,17 +125,15 @@ def close_names(name: str, library: str | None = None) -> list[str]:
         for each in completion.known(source)
     }
     spelt = _SHORT.sub(lambda m: f"vit_{_SIZES[m.group(1)]}_patch{m.group(2)}", name.lower())
-    words = [word for word in re.split(r"[^a-z0-9]+", spelt) if word]
-
-    def squashed(text: str) -> str:
-        return re.sub(r"[^a-z0-9]", "", text.lower())
-
-    plain = squashed(name)
+    words_of = re.compile(r"[a-z0-9]+")
+    words = words_of.findall(spelt)
+    plain = "".join(words_of.findall(name.lower()))
     found = [_ASKED_FOR[plain]] if _ASKED_FOR.get(plain) in shown else []
     # The shortest first: variants have longer names.
     ranked = sorted(shown.items(), key=lambda pair: (len(pair[0]), pair[0]))
-    found += [typed for typed, each in ranked if squashed(each) == plain]
-    found += [typed for typed, each in ranked if squashed(each).startswith(plain)]
+    squashed = [(typed, "".join(words_of.findall(each.lower()))) for typed, each in ranked]
+    found += [typed for typed, each in squashed if each == plain]
+    found += [typed for typed, each in squashed if each.startswith(plain)]
     found += [typed for typed, each in ranked if all(w in each.lower() for w in words)]
     by_name = {each: typed for typed, each in reversed(shown.items())}
     near = difflib.get_close_matches(name, list(by_name), n=_SHOWN, cutoff=0.6)
@@ -149,7 +141,11 @@ def close_names(name: str, library: str | None = None) -> list[str]:
     return list(dict.fromkeys(found))[:_SHOWN]
 
 
-def classes(path: Path) -> tuple[str, ...]:
+def classes(path: Path | None) -> tuple[str, ...]:
+    """The names of classes that the file of --labels holds, one a line; none without it."""
+    if path is None:
+        return ()
+    check_file(path, "file of labels")
     from elsa_core.base.reading import read_text
 
     return tuple(read_text(path, _LONGEST_LABELS).removeprefix("\ufeff").splitlines())

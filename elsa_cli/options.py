@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import click
 
-from elsa_cli import completion, config, examples
+from elsa_cli import completion, config
 from elsa_cli.console import Session
 from elsa_cli.errors import PlaceError
 from elsa_cli.values import (
@@ -41,6 +41,30 @@ MODEL_HELP = """MODEL is a timm name or the beginning of one (the shortest match
 shown), open_clip:NAME[/TAG], torchvision:NAME, hf-hub:OWNER/NAME, a .safetensors file or its index,
 a .pth, .pt, .bin or .ckpt file, or a directory that `elsa patch -o`, `elsa export`
 or transformers' `save_pretrained` wrote."""
+
+# What stands at the end of each command's help page: two command lines that work.
+_MODEL = "vit_base_patch16_224"
+EXAMPLES = {
+    "list": ("elsa list swin", "elsa list 'vit_*' --json"),
+    "inspect": (f"elsa inspect {_MODEL}", "elsa inspect model.safetensors --html sites.html"),
+    "patch": (f"elsa patch {_MODEL} --check", f"elsa patch {_MODEL} --pretrained -o DIR"),
+    "check": (f"elsa check {_MODEL} --images DIR", f"elsa check {_MODEL} --dtype bf16 --grad"),
+    "profile": (f"elsa profile {_MODEL}", f"elsa profile {_MODEL} --img 384 --html report.html"),
+    "eval": (
+        f"elsa eval {_MODEL} --pretrained --images DIR",
+        "elsa eval model.safetensors --images DIR --limit 500",
+    ),
+    "export": (
+        f"elsa export {_MODEL} --pretrained -o DIR",
+        "elsa export model.safetensors --formats onnx --onnx-mode standard",
+    ),
+    "verify": ("elsa verify DIR --files-only", "elsa verify DIR --key key.pub"),
+    "bench": ("elsa bench --quick", "elsa bench attention --dry-run"),
+    "doctor": ("elsa doctor", "elsa doctor --json"),
+    "build": ("elsa build", "elsa build --cuda --arch sm_90"),
+    "completion": ('eval "$(elsa completion bash)"', "elsa completion fish | source"),
+    "help": ("elsa help patch", "elsa help bench models"),
+}
 
 
 class Options(SimpleNamespace):
@@ -77,7 +101,8 @@ class Command(click.Command):
                 flag = max(param.opts, key=len).lstrip("-")
                 param.envvar = f"ELSA_{flag.upper().replace('-', '_')}"
         settings = {"help_option_names": ["-h", "--help"]}
-        super().__init__(name, epilog=examples.of(name), context_settings=settings, **attributes)
+        lines = ["\b", "Examples:", *(f"  {line}" for line in EXAMPLES[name])]
+        super().__init__(name, epilog="\n".join(lines), context_settings=settings, **attributes)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Asking for help must work whatever the config file holds.
@@ -85,7 +110,7 @@ class Command(click.Command):
             return super().parse_args(ctx, args)
         from elsa_cli.main import all_commands
 
-        session = session_of(ctx)
+        session = ctx.ensure_object(Session)
         try:
             here = Path.cwd()
         except OSError as error:
@@ -107,12 +132,8 @@ class Command(click.Command):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with session_of(ctx).guarded():
+        with ctx.ensure_object(Session).guarded():
             return super().invoke(ctx)
-
-
-def session_of(ctx: click.Context) -> Session:
-    return ctx.find_object(Session) or ctx.ensure_object(Session)
 
 
 def elsa_command(name: str, *options: Decorator) -> Callable[[Callable[..., None]], click.Command]:
@@ -162,28 +183,26 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def _session_flag(*names: str, text: str) -> Decorator:
-    def callback(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-        if value:
-            setattr(session_of(ctx), names[0].lstrip("-"), True)
+def _set(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        setattr(ctx.ensure_object(Session), str(param.name), True)
 
-    return click.option(
-        *names, is_flag=True, expose_value=False, callback=callback, help=text, is_eager=True
+
+OUTPUT = tuple(
+    click.option(*names, is_flag=True, expose_value=False, callback=_set, help=text, is_eager=True)
+    for names, text in (
+        (("--json",), "Print one JSON document instead of a table."),
+        (("--quiet", "-q"), "Print the verdict only; no progress."),
+        (("--verbose", "-v"), "Log each step and all warnings."),
+        (("--debug",), "Show the traceback of an error."),
     )
-
-
-OUTPUT = (
-    _session_flag("--json", text="Print one JSON document instead of a table."),
-    _session_flag("--quiet", "-q", text="Print the verdict only; no progress."),
-    _session_flag("--verbose", "-v", text="Log each step and all warnings."),
-    _session_flag("--debug", text="Show the traceback of an error."),
 )
 
 
 def model_options(*, required: bool = True, swept: bool = False) -> tuple[Decorator, ...]:
     """MODEL and how it is built: size, weights, dtype, device, and what a weights file may not say,
     by timm's names. `swept`: several sizes and dtypes."""
-    size, dtype = IMAGE_SIZE, DtypeName()
+    size, dtype = IMAGE_SIZE, DtypeName(DTYPES)
     return (
         click.argument("model", required=required, shell_complete=completion.models),
         click.option(
@@ -203,7 +222,9 @@ def model_options(*, required: bool = True, swept: bool = False) -> tuple[Decora
             "--dtype", type=Listed(dtype, "|".join(DTYPES)) if swept else dtype, default="fp32",
             help="Type of weights and inputs.",
         ),
-        device_option("auto, cpu, cuda, cuda:N or mps."),
+        click.option(
+            "--device", type=DEVICE, default="auto", help="auto, cpu, cuda, cuda:N or mps."
+        ),
         click.option(
             "--model-kwargs", type=KEY_VALUE, multiple=True,
             help="Argument of the library's constructor (repeatable), like window_size=8.",
@@ -230,10 +251,6 @@ def flag(*names: str, text: str) -> Decorator:
     return click.option(*names, is_flag=True, help=text)
 
 
-def device_option(text: str) -> Decorator:
-    return click.option("--device", type=DEVICE, default="auto", help=text)
-
-
 def batch_option(rows: int, text: str) -> Decorator:
     return click.option(
         "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=rows, help=text,
@@ -241,11 +258,13 @@ def batch_option(rows: int, text: str) -> Decorator:
 
 
 def file_option(*names: str, text: str, metavar: str | None = "FILE", **more: Any) -> Decorator:
-    return click.option(*names, type=FilePath(), metavar=metavar, help=text, **more)
+    path = FilePath(path_type=Path, dir_okay=False)
+    return click.option(*names, type=path, metavar=metavar, help=text, **more)
 
 
 def folder_option(*names: str, text: str, **more: Any) -> Decorator:
-    return click.option(*names, type=FilePath(folder=True), metavar="DIR", help=text, **more)
+    path = FilePath(path_type=Path)
+    return click.option(*names, type=path, metavar="DIR", help=text, **more)
 
 
 EXAMPLE = (

@@ -13,6 +13,7 @@ import click
 
 from elsa_cli import names
 from elsa_cli.console import Session
+from elsa_cli.errors import ModelFileError
 from elsa_cli.lazy_imports import import_flop_counter, import_timm
 from elsa_cli.options import Options, resolve_device, typed
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     Routes = dict[int, Route]
 
 _TIMM_NAME = re.compile(r"(timm:)?[\w.-]+")
-_CHOICES = (
+CHOICES = (
     *("precision", "backend", "include", "exclude", "scope", "all_sites", "sparsity", "offload"),
 )
 
@@ -54,7 +55,9 @@ def open_model(
     """Load the model that MODEL and the options name, in evaluation mode on its device. With
     `shapes_alone` random weights are left as their memory was found, which saves their time."""
     names.check(text)
-    names.check_images(options.images)
+    if (folder := options.images) is not None and not folder.is_dir():
+        what = "not a folder" if folder.exists() else "no such folder of images"
+        raise ModelFileError(f"{folder}: {what}")
     import_torch(session)
     # The device is asked for first: a missing one is known before seconds go into loading.
     device = resolve_device(options.device)
@@ -120,7 +123,7 @@ def patch_model(
     typed. Also which backend serves the attention sites, by their head dimensions (64 where it is
     not known before a run). Asking compiles the native library at its first use.
     """
-    if loaded.report is not None and plan is None and not typed(_CHOICES):
+    if loaded.report is not None and plan is None and not typed(CHOICES):
         return loaded.report, _routes(session, loaded, loaded.report)
     with session.stage("patching"):
         from elsa_core.loading import apply_plan, read_plan
@@ -140,16 +143,6 @@ def patch_model(
                 offload=options.offload,
             )  # fmt: skip
     return report, _routes(session, loaded, report)
-
-
-def check_plan_alone(path: Path) -> None:
-    """Refuse a plan that is not there, and options that it has already settled."""
-    names.check_file(path, "plan")
-    if typed(_CHOICES):
-        raise click.UsageError(
-            "--plan names sites and kernels itself: leave --include, --exclude, --scope, "
-            "--precision, --backend, --offload and --all-sites out"
-        )
 
 
 def _routes(session: Session, loaded: Loaded, report: PatchReport) -> Routes:

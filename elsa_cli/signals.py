@@ -28,7 +28,7 @@ class Interrupted(KeyboardInterrupt):
 
 def install() -> None:
     """Handle SIGTERM, and SIGINT and SIGHUP unless the caller had them ignored (a job, `nohup`)."""
-    signal.signal(signal.SIGALRM, _retry)
+    signal.signal(signal.SIGALRM, _handle)
     signal.signal(signal.SIGTERM, _handle)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, _handle)
@@ -55,22 +55,10 @@ def check() -> None:
         raise Interrupted if _requested[0] == signal.SIGINT else SystemExit(128 + _requested[0])
 
 
-def cause(error: BaseException) -> BaseException:
-    """What a signal asked for where there was one: `error` is then only how it came through."""
-    try:
-        check()
-    except BaseException as stop:
-        return stop
-    return error
-
-
 def _handle(number: int, frame: FrameType | None) -> None:
-    _requested.append(number)
-    _retry(number, frame)
-
-
-def _retry(number: int, frame: FrameType | None) -> None:
     """Raise what was asked for, unless this is no moment for it: then look again a little later."""
+    if number != signal.SIGALRM:
+        _requested.append(number)
     importing = False
     while frame is not None and not importing:
         importing = frame.f_code.co_filename == "<frozen importlib._bootstrap>"

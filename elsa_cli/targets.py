@@ -20,9 +20,11 @@ def check_new(path: Path, force: bool, hint: str = "") -> None:
     check_writable(path)
 
 
-def check_folder(output: Path, force: bool, *, zipped: bool = False) -> None:
+def check_folder(output: Path, force: bool, *, zipped: bool = False) -> Path:
     """Refuse a directory that exists, unless `force`, and one that cannot be made; with `zipped` a
-    file."""
+    file, whose name ends in .zip. Returns what is to be written."""
+    if zipped and output.suffix != ".zip":
+        output = Path(f"{output}.zip")
     try:
         str(output.absolute()).encode()
     except UnicodeEncodeError:  # safetensors and TorchScript could not read it
@@ -34,6 +36,7 @@ def check_folder(output: Path, force: bool, *, zipped: bool = False) -> None:
     if output.exists() and not zipped and not output.is_dir():
         raise TargetError(f"{output} is not a directory; --force replaces directories only")
     check_writable(output, next(p for p in output.absolute().parents if os.path.lexists(p)))
+    return output
 
 
 def check_plot(path: Path) -> None:

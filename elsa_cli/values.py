@@ -93,21 +93,12 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
 class DtypeName(click.Choice):  # type: ignore[type-arg]
     """fp32, fp16 or bf16; PyTorch's own names are understood too."""
 
-    def __init__(self) -> None:
-        super().__init__(DTYPES)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(LONG_DTYPES.get(str(value), value), param, ctx)
 
 
 class FilePath(click.Path):
-    """A path with "~" expanded, which can be looked up, whether it exists or not.
-
-    A directory is refused unless `folder`.
-    """
-
-    def __init__(self, *, folder: bool = False) -> None:
-        super().__init__(path_type=Path, dir_okay=folder)
+    """A path with "~" expanded, which can be looked up, whether it exists or not."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path; a usage error for an unknown user's home, a name too long, a loop of links."""

@@ -18,7 +18,7 @@ from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import Options, elsa_command, typed
-from elsa_cli.values import BASELINE_LIST, DTYPES
+from elsa_cli.values import BASELINE_LIST, DEVICE, DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ _NOT_FOR = {
         "kind", type=click.Choice(["attention", "linear", "models", "training"]),
         metavar="[attention|linear|models|training]", required=False,
     ),
-    shared.device_option("auto, cpu, cuda or cuda:N."),
+    click.option("--device", type=DEVICE, default="auto", help="auto, cpu, cuda or cuda:N."),
     click.option("--quick", is_flag=True, help="A few representative cases only."),
     click.option("--dry-run", is_flag=True, help="List the cases; measure nothing."),
     click.option("--trace", is_flag=True, help="Show and prove how calls are cut and merged."),

@@ -57,9 +57,8 @@ def command(session: Session, /, model: str, **values: Any) -> None:
 
     options = Options(**values)
     names.check(model)
-    names.check_file(options.labels, "file of labels")
+    named = names.classes(options.labels)
     names.check_file(options.annotations, "file of annotations")
-    named = () if options.labels is None else names.classes(options.labels)
     loaded = pipeline.open_model(session, model, options)
     from elsa_cli import render
     from elsa_core.base.images import reader

@@ -111,8 +111,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
 
     output = output or Path(f"{loaded.name}{f'-{options.tower}' if options.tower else ''}-elsa")
     # what elsa did not write is refused before minutes go into the check
-    target = _target(output, options)
-    check_folder(target, options.force, zipped=options.zipped)
+    target = check_folder(output, options.force, zipped=options.zipped)
     check_output(target.resolve(), target, options.zipped, options.force)
     if options.quantize:
         exact = _exact(session, loaded, options)
@@ -150,10 +149,6 @@ def _one_form(options: Options, loaded: Loaded) -> tuple[Options, str]:
     )
 
 
-def _target(output: Path, options: Options) -> Path:
-    return Path(f"{output}.zip") if options.zipped and output.suffix != ".zip" else output
-
-
 def _check_early(model: str, options: Options) -> tuple[str, ...]:
     """Refuse what cannot end well before anything heavy is imported; gives the names of classes."""
     if options.dynamic_size and "pt2" not in options.formats:
@@ -161,18 +156,16 @@ def _check_early(model: str, options: Options) -> tuple[str, ...]:
     if options.output is None:  # its name is the model's
         check_writable(Path("bundle"))
     else:
-        target = _target(options.output, options)
-        check_folder(target, options.force, zipped=options.zipped)
+        check_folder(options.output, options.force, zipped=options.zipped)
     if options.quantize and ("onnx" not in options.formats or options.dtype != "fp32"):
         raise click.UsageError(
             "--quantize is made of model.onnx in fp32: name onnx in --formats and leave --dtype out"
         )
     names.check(model)
-    names.check_file(options.labels, "file of labels")
     names.check_file(options.sign, "private key")
     if options.gpu_archs and options.device == "cpu":
         raise click.UsageError("--gpu-archs concerns bundles for a GPU: use --device cuda")
-    return () if options.labels is None else names.classes(options.labels)
+    return names.classes(options.labels)
 
 
 def _check_gpu(

@@ -11,7 +11,7 @@ import click
 
 from elsa_cli import options as shared
 from elsa_cli import targets
-from elsa_cli.console import Session
+from elsa_cli.console import Session, version
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import Options, elsa_command, typed
 
@@ -42,7 +42,6 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
     ('timm:swin*', 'open_clip:*').
     """
     from elsa_cli import pipeline
-    from elsa_cli.version import version
 
     options = Options(**values)
     if options.everything:

@@ -74,13 +74,11 @@ def command(session: Session, /, glob: str | None, everything: bool, **_: Any) -
     """
     wanted = (glob or "").lower()
     pattern = wanted if re.search(r"[*?\[]", wanted) else f"*{wanted}*"
-
-    def matches(model: KnownModel) -> bool:
-        bare = model.name.rpartition(":")[2]
-        spelt = (model.name, f"{model.library}:{model.name}", bare)
-        return any(fnmatchcase(each.lower(), pattern) for each in spelt)
-
-    found = list(filter(matches, installed()))
+    found = []
+    for model in installed():
+        spelt = (model.name, f"{model.library}:{model.name}", model.name.rpartition(":")[2])
+        if any(fnmatchcase(each.lower(), pattern) for each in spelt):
+            found.append(model)
     found.sort(key=lambda model: not model.name.lower().startswith(wanted))  # those come first
     if not found:
         close = names.close_names(glob or "")

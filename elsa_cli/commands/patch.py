@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from elsa_cli import names
 from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError, first_of
-from elsa_cli.options import Options, elsa_command
+from elsa_cli.options import Options, elsa_command, typed
 from elsa_cli.targets import check_folder
 
 if TYPE_CHECKING:
@@ -53,8 +54,12 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     check = options.check or options.images is not None
     if output is not None:
         check_folder(output, options.force)
-    if options.plan is not None:
-        pipeline.check_plan_alone(options.plan)
+    names.check_file(options.plan, "plan")
+    if options.plan is not None and typed(pipeline.CHOICES):
+        raise click.UsageError(
+            "--plan names sites and kernels itself: leave --include, --exclude, --scope, "
+            "--precision, --backend, --offload and --all-sites out"
+        )
     loaded = pipeline.open_model(session, model, options)
     from elsa_cli import render
 

@@ -13,8 +13,8 @@ import click
 import pytest
 
 from elsa_cli.console import Session
-from elsa_cli.examples import EXAMPLES
 from elsa_cli.main import COMMANDS, all_commands
+from elsa_cli.options import EXAMPLES
 
 from .conftest import Elsa, environment
 
