@@ -88,7 +88,7 @@ def test_planners_decide_what_is_compiled() -> None:
     only = "attention/vit_*_patch16_224/*"
     plans = {arch: planned(arch, only) for arch in (80, 90)}
     names = {arch: {job.name for job in plan.jobs.values()} for arch, plan in plans.items()}
-    assert "attention.two_warpgroups:forward" in names[90]
+    assert "attention.one_launch:forward" in names[90]
     assert "attention.backward_kernels:gradients" in names[90]
     assert names[80] == {"attention.forward:forward", "attention.merge:merge_states",
                          "attention.split:split_ahead"}  # fmt: skip

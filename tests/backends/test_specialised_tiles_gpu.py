@@ -4,7 +4,6 @@ error of PyTorch's kernel, with the same bits in every call."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -39,9 +38,9 @@ def tile(block_m: int, block_n: int, warps: int, stages: int, registers: int, di
 # Keys in a loop, the operands split ahead; and all keys on chip.
 LONG = [tile(64, 64, 4, 2, 128, 64), tile(128, 64, 4, 3, 0, 64), tile(128, 64, 4, 2, 0, 128),
         tile(128, 128, 4, 2, 0, 64)]  # fmt: skip
-FEW = [tile(64, 64, 4, 1, 0, 64, True), tile(64, 64, 8, 1, 0, 64, True),
-       tile(128, 64, 8, 1, 0, 64, True), tile(256, 64, 16, 1, 0, 64, True),
-       tile(64, 64, 4, 1, 0, 32, True), tile(256, 64, 16, 1, 0, 32, True)]  # fmt: skip
+FEW = [tile(64, 64, 4, 1, 0, 64, True), tile(128, 64, 8, 1, 0, 64, True),
+       tile(256, 64, 16, 1, 0, 64, True), tile(64, 64, 4, 1, 0, 32, True),
+       tile(256, 64, 16, 1, 0, 32, True)]  # fmt: skip
 IDS = {id(t): f"{t.block_m}x{t.block_n}, {t.warps} warps, {t.dim}" for t in (*LONG, *FEW)}
 
 
@@ -52,11 +51,6 @@ def attention(own: tiling.Tile, q: Tensor, k: Tensor, v: Tensor, parts: int = 1,
     if own.ahead:
         tiles = -(-keys // own.block_n)
         chunk = -(-tiles // parts) * own.block_n
-    shape = tiling.Shape(
-        *q.shape[:2], k.shape[1], q.shape[2], keys, q.shape[3], v.shape[3]
-    )  # fmt: skip
-    if own.two_warpgroups and not own.serves("split", own.dim, shape):
-        own = replace(own, warps=own.block_m // 16)  # what two do not share goes to one
     plan = tiling.Plan(own, max(1, -(-keys // chunk)), chunk)
     scale = given.get("scale", q.shape[3] ** -0.5)
     call = planner.plan_call(q, k, v, None, given.get("causal", False), scale, "strict", tiles=plan)

@@ -159,18 +159,14 @@ def _decode_words(problem: Problem) -> str:
 
 
 def _plan_on_chip(problem: Problem) -> tuple[dict[str, Launch], int]:
-    from elsa_core.backends.triton.attention import one_launch, two_warpgroups
+    from elsa_core.backends.triton.attention import one_launch
 
     q, k, v, shape, t = problem.query, problem.key, problem.value, problem.shape, problem.tile
     factors = layout.score_scale(problem.scale, "split")
     unit, _ = layout.row_unit((q, k, v))
     d0, v0 = tiling.blocks(shape.head_dim)[0], tiling.blocks(shape.value_dim)[0]
-    kernel = two_warpgroups.forward if t.two_warpgroups else one_launch.forward
-    if t.two_warpgroups:
-        keys = next(n for n in tiling.TWO_WARPGROUPS_KEYS if shape.keys <= n)
-    else:
-        # at least eight channels of a row for every lane
-        keys = max(t.block_n, 1 << (shape.keys - 1).bit_length(), t.warps * 256 // min(d0, v0))
+    # at least eight channels of a row for every lane
+    keys = max(t.block_n, 1 << (shape.keys - 1).bit_length(), t.warps * 256 // min(d0, v0))
     tail = _shared(problem, unit) | {
         "scale_exp": factors["scale_exp"], "scale": factors["scale"] * factors["flip"],
         "CAUSAL": problem.causal, "BM": t.block_m, "BN": t.block_n, "KEYS": keys,
@@ -179,13 +175,11 @@ def _plan_on_chip(problem: Problem) -> tuple[dict[str, Launch], int]:
         "D0": d0, "V0": v0,
     }  # fmt: skip
     programs = shape.batch * shape.heads * -(-shape.queries // t.block_m)
-    return {"fold": Launch(kernel, (programs,), tail, {"num_warps": t.warps})}, 0
+    return {"fold": Launch(one_launch.forward, (programs,), tail, {"num_warps": t.warps})}, 0
 
 
 def _on_chip_words(problem: Problem) -> str:
     text = f"one program per {problem.tile.block_m} queries, with all keys on chip"
-    if problem.tile.two_warpgroups:
-        text += ", two warpgroups each"
     if problem.mode == "single":
         text += "; strict's products, faster here in their one launch"
     return text
@@ -318,7 +312,6 @@ def _words(problem: Problem) -> str:
     return f"{parts}; {size}{where}"
 
 
-_ON_CHIP = ("q", "k", "v", "out", "lse")
 _FOLDED = ("q", "k", "v", "mask", "halves", "out", "lse")
 EMPTY = Schedule(
     "empty", lambda p: not (p.query.numel() and p.key.numel() and p.value.numel()),
@@ -328,16 +321,14 @@ DECODE = Schedule(
     "decode", lambda p: p.shape.queries == 1, _plan_decode, ("q", "k", "v", "mask", "out", "lse"),
     _decode_words,
 )  # fmt: skip
-TWO_WARPGROUPS = Schedule(
-    "two_warpgroups", lambda p: p.tile.two_warpgroups, _plan_on_chip, _ON_CHIP, _on_chip_words
-)
 ONE_LAUNCH = Schedule(
-    "one_launch", lambda p: p.tile.one_launch, _plan_on_chip, _ON_CHIP, _on_chip_words
-)
+    "one_launch", lambda p: p.tile.one_launch, _plan_on_chip, ("q", "k", "v", "out", "lse"),
+    _on_chip_words,
+)  # fmt: skip
 HOPPER = Schedule(
     "hopper", lambda p: p.tile.specialized and p.tile.ahead, _plan,
     ("q", "halves", "flags", "out", "lse"), _words,
 )  # fmt: skip
 SPLIT_AHEAD = Schedule("split_ahead", lambda p: p.tile.ahead, _plan, _FOLDED, _words)
 FORWARD = Schedule("forward", lambda p: p.tiles is not None, _plan, _FOLDED, _words)
-SCHEDULES = (EMPTY, DECODE, TWO_WARPGROUPS, ONE_LAUNCH, HOPPER, SPLIT_AHEAD, FORWARD)
+SCHEDULES = (EMPTY, DECODE, ONE_LAUNCH, HOPPER, SPLIT_AHEAD, FORWARD)

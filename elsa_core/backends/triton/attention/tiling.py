@@ -15,13 +15,10 @@ from torch import Tensor
 from elsa_core.backends.triton.shared import layout
 
 TABLES = Path(__file__).parents[1] / "tuning"
-# what `one_launch.py` and `two_warpgroups.py` take: keys, and the widths that a head dimension is
-# padded to
+# what `one_launch.py` takes: keys, and the widths that a head dimension is padded to
 ONE_LAUNCH_KEYS = 256
 ONE_LAUNCH_DIMS = (32, 64)
-TWO_WARPGROUPS_KEYS = (128, 208)
-TWO_WARPGROUPS_DIMS = (64,)
-# up to so many keys, of head dimensions as above, their one launch of three products beats two
+# up to so many keys, of the wider head dimensions, its one launch of three products beats two
 # launches of one (turbo)
 TURBO_KEYS = 208
 PARTITIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
@@ -59,8 +56,7 @@ class Tile:
     for whole tiles and another for the rest: pipelined loads then wait once, not twice.
     specialized: for calls that a kernel of sm_90 serves. With `ahead` that is `hopper.py`: one
     warpgroup copies, the others fold, and `warps` are those of one warpgroup. Without, it is
-    `one_launch.py`, which holds all keys at once: `warps` for all of block_m, 16 queries each; or
-    `two_warpgroups.py`, where twice as many share them.
+    `one_launch.py`, which holds all keys at once: `warps` for all of block_m, 16 queries each.
     masked: for calls with a mask of a row for each query, whose tiles take registers of their own.
     """
 
@@ -81,37 +77,28 @@ class Tile:
 
     @property
     def one_launch(self) -> bool:
-        """Whether it is one of `one_launch.py` or `two_warpgroups.py`: all keys on chip."""
+        """Whether it is one of `one_launch.py`: all keys on chip."""
         return self.specialized and not self.ahead
-
-    @property
-    def two_warpgroups(self) -> bool:
-        """Whether it is one of `two_warpgroups.py`."""
-        return self.one_launch and self.warps * 16 > self.block_m
 
     def serves(self, mode: str, dim: int, shape: Shape) -> bool:
         """Whether calls of this mode, padded head dimension and shape are its own."""
         if mode != self.mode or dim > self.dim or (self.masked and not shape.masked):
             return False
-        if self.one_launch and not self._holds(shape):
-            return False
+        if self.one_launch:
+            dims = blocks(shape.head_dim), blocks(shape.value_dim)
+            fits = all(width in ONE_LAUNCH_DIMS and not rest for width, rest in dims)
+            few_rows = self.block_m > 64 and shape.queries <= self.block_m // 2
+            if not fits or shape.keys > ONE_LAUNCH_KEYS or few_rows:
+                return False
         if self.keys is not None and shape.keys > self.keys:
             return False
         count = shape.batch * shape.heads * -(-shape.queries // self.block_m)
         return self.programs is None or count <= self.programs
 
-    def _holds(self, shape: Shape) -> bool:
-        dims = blocks(shape.head_dim), blocks(shape.value_dim)
-        most, widths = ONE_LAUNCH_KEYS, ONE_LAUNCH_DIMS
-        if self.two_warpgroups:
-            most, widths = TWO_WARPGROUPS_KEYS[-1], TWO_WARPGROUPS_DIMS
-        fits = shape.keys <= most and all(d in widths and not rest for d, rest in dims)
-        return fits and (self.block_m == 64 or shape.queries > self.block_m // 2)
-
     def serves_turbo(self, dim: int, shape: Shape) -> bool:
         """Whether a turbo call takes this tile of strict: its one launch is the faster one."""
         widths = {blocks(shape.head_dim)[0], blocks(shape.value_dim)[0]}
-        fits = self.one_launch and shape.keys <= TURBO_KEYS and widths <= set(TWO_WARPGROUPS_DIMS)
+        fits = self.one_launch and shape.keys <= TURBO_KEYS and widths == {ONE_LAUNCH_DIMS[-1]}
         return fits and self.serves("split", dim, shape)
 
 
@@ -219,7 +206,7 @@ def plan(
     """Tiles and partitions of a forward call.
 
     workspace False: no splitting ahead, no partial states. specialized: `hopper.py` takes the call,
-    and `one_launch.py` or `two_warpgroups.py`, where its keys are few.
+    and `one_launch.py`, where its keys are few.
     """
     dim = padded_dim(shape)
     tile = next(

@@ -94,56 +94,33 @@ def greatest_and_least(a, b, c, d):
 
 
 @gluon.jit
-def measure(x):
-    """Of what each lane holds: the greatest and the least maximum of eight channels of a row, and
-    the sums over rows.
-    """
-    R: gl.constexpr = x.shape[0]
-    C: gl.constexpr = x.shape[1]
-    WARPS: gl.constexpr = gl.num_warps()
-    PASSES: gl.constexpr = R * C // (WARPS * 256)
-    held = gl.reshape(gl.abs(x), [PASSES, WARPS, 256 // C, C // 8, 8])
-    of_rows = gl.max(held, 4)
-    return gl.max(of_rows, 0), gl.min(nonzero(of_rows), 0), gl.sum(held, 0)
-
-
-@gluon.jit
-def judge(top, least, of_channels, PASSES: gl.constexpr):
-    """The exponent of all that was measured, PASSES rows a lane, and whether the guard fails.
+def split(x, factor, high, low):
+    """x, scaled and times `factor` in [1, 2), as hi + lo into shared memory; its exponent, and
+    whether the guard fails.
 
     The guard of `helpers` asks for the maximum of each row and channel. Here every eight channels
     of a row must reach the limit in their maximum, and what one lane holds of a channel in its
     mean, or be zeros: where those pass, so do rows and channels whole, and no lane asks another.
     """
-    LANES: gl.constexpr = 32 * gl.num_warps()
-    of_channels = of_channels * (1.0 / PASSES)
-    top = gl.reshape(top, [LANES])
-    least = gl.reshape(least, [LANES])
+    R: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = 32 * WARPS
+    PASSES: gl.constexpr = R * C // (WARPS * 256)
+    held = gl.reshape(gl.abs(x), [PASSES, WARPS, 256 // C, C // 8, 8])
+    of_rows = gl.max(held, 4)
+    of_channels = gl.sum(held, 0) * (1.0 / PASSES)
+    top = gl.reshape(gl.max(of_rows, 0), [LANES])
+    least = gl.reshape(gl.min(nonzero(of_rows), 0), [LANES])
     least_of_channels = gl.reshape(gl.min(nonzero(of_channels), 3), [LANES])
     least = gl.minimum(least, gl.convert_layout(least_of_channels, least.type.layout))
     top, least = gl.reduce((top, least), 0, greatest_and_least)
     e = exponent(top)
     bad = ((least * power(e) < SPLIT_LIMIT) & (e < 126)) | (e < -114)
-    return e, bad.to(gl.int32)
-
-
-@gluon.jit
-def store_halves(x, factor, high, low):
-    """x * factor as hi + lo into shared memory."""
-    h, lo = halves(x * factor)
+    h, lo = halves(x * (power(e) * factor))
     high.store(h)
     low.store(lo)
-
-
-@gluon.jit
-def split(x, factor, high, low):
-    """x, scaled and times `factor` in [1, 2), as hi + lo into shared memory; its exponent, and
-    whether the guard fails.
-    """
-    top, least, of_channels = measure(x)
-    e, bad = judge(top, least, of_channels, x.shape[0] * x.shape[1] // (gl.num_warps() * 256))
-    store_halves(x, power(e) * factor, high, low)
-    return e, bad
+    return e, bad.to(gl.int32)
 
 
 @gluon.jit

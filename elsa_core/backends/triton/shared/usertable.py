@@ -142,12 +142,11 @@ def _check(tile: UserTile) -> None:
 
 
 def _exists(tile: UserTile) -> bool:
-    """Whether `one_launch.py`, `two_warpgroups.py` or `hopper.py` has this tile."""
+    """Whether `one_launch.py` or `hopper.py` has this tile."""
     if tile.mode != "split" or tile.part != 256:
         return False
     if tile.one_launch:
-        all_rows = tile.warps == tile.block_m // 16 and tile.block_m >= 64
-        return tile.block_n == 64 and (all_rows or (tile.block_m, tile.warps) == (64, 8))
+        return tile.block_n == 64 and tile.warps == tile.block_m // 16 and tile.block_m >= 64
     sizes = tile.block_m in (64, 128) and tile.block_n >= 64
     return sizes and tile.warps == 4 and tile.dim <= 128
 
