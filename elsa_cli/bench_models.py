@@ -3,6 +3,7 @@ layers against every way one would otherwise run them."""
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ def run(session: Session, options: Options, published: Document | None, kind: st
         _list(session, cases, device, bench.command, what)
         return
     from elsa_core.errors import UnavailableError
-    from elsa_core.measuring import documents, environment
+    from elsa_core.measuring import environment
     from elsa_core.profiling.bench import runner
 
     bench_common.check_output(device, options, resumes=True)
@@ -40,21 +41,15 @@ def run(session: Session, options: Options, published: Document | None, kind: st
     if options.resume and target is not None and target.exists():
         document = runner.read(target, document)
 
-    def keep(document: Document) -> None:
-        if target is not None:
-            documents.write(document, target)
-            if target not in session.written:
-                session.written.append(target)
-
     try:
         with session.stage("measuring") as update:
-            bench.run(cases, document, device=device, keep=keep, limit_seconds=options.limit,
-                      progress=update)  # fmt: skip
-    except BaseException:
+            bench.run(
+                cases, document, device=device, keep=partial(session.keep, path=target),
+                limit_seconds=options.limit, progress=update,
+            )  # fmt: skip
+    finally:
         if document["results"]["cases"]:
             _show(session, document, published)
-        raise
-    _show(session, document, published)
     done = document["results"]["cases"]
     if options.backend != "auto" and done and not any(case["measurements"] for case in done):
         reason = next(iter(done[0]["left_out"].values()), "")

@@ -4,7 +4,6 @@ user's GPU, and whether split float32 products gain there."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elsa_cli import bench_common
@@ -45,20 +44,15 @@ def tune_tiles(
     bench_common.require_free(device, options)
     with session.stage("tuning") as update:
         tuned = tune.run(tiled, device=device, settings=settings, progress=update)
-    path, where = _written(session, tune.save(tuned, device))
+    path = tune.save(tuned, device)
+    session.written += [path] if path else []
     found = {"tuned": [each.to_dict() for each in tuned], "table": path}
     session.document("bench attention", found, environment.describe(device))
     for each in tuned:
         _show(session, each)
     better = sum(each.chosen is not None for each in tuned)
-    session.line(f"{better} of {len(tuned)} calls get another tile{where}", even_quiet=True)
-
-
-def _written(session: Session, path: Path | None) -> tuple[str | None, str]:
-    if path is None:
-        return None, "; nothing was written"
-    session.written.append(path)
-    return str(path), f"; written to {path}"
+    where = f"written to {path}" if path else "nothing was written"
+    session.line(f"{better} of {len(tuned)} calls get another tile; {where}", even_quiet=True)
 
 
 def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None:
@@ -144,22 +138,24 @@ def tune_linear(session: Session, options: Options) -> None:
         products = linear.tune(
             device, rounds=options.rounds, budget_seconds=options.budget, progress=update
         )
-    path, where = _written(session, linear.save(products, device))
+    path = linear.save(products, device)
+    session.written += [path] if path else []
     least = linear.least_work(products)
     results = {"products": products, "least_work": least, "table": path}
     session.document("bench linear", results, environment.describe(device))
     rows = [
-        [str(p["rows"]), str(p["channels"]), str(p["columns"]), _ms(p["peer_seconds"]),
-         _ms(p["seconds"]), p["reason"] or f"{p['gain']:.2f}"]
+        [
+            *(str(p[size]) for size in ("rows", "channels", "columns")),
+            *("-" if seconds is None else f"{seconds * 1e3:.3g}"
+              for seconds in (p["peer_seconds"], p["seconds"])),
+            p["reason"] or f"{p['gain']:.2f}",
+        ]
         for p in products
     ]  # fmt: skip
     session.table((*columns, ">PyTorch, ms", ">elsa, ms", ">gain"), rows)
     said = "no product" if least is None else f"products of {least / 1e6:.4g} million multiply-adds"
-    session.line(f"{said} and more gain on this GPU{where}", even_quiet=True)
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.3g}"
+    where = f"written to {path}" if path else "nothing was written"
+    session.line(f"{said} and more gain on this GPU; {where}", even_quiet=True)
 
 
 def trace(

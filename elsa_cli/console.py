@@ -116,6 +116,13 @@ class Session:
         document = {"schema_version": SCHEMA_VERSION, "elsa_version": version(), **content}
         self._write(json.dumps(jsonable(document), indent=2, allow_nan=False) + "\n")
 
+    def keep(self, document: dict[str, Any], path: Path | None) -> None:
+        """Write a document of results into the file that --output names, where it names one."""
+        from elsa_core.measuring import documents
+
+        if path is not None:
+            self.written.append(documents.write(document, path))
+
     def text(self, text: str) -> None:
         self._write(text if text.endswith("\n") else text + "\n")
 
@@ -338,7 +345,7 @@ class Session:
             lines = "".join(traceback.format_exception(error)).splitlines()
             self._stderr.writelines(f"{printable(line)}\n" for line in lines)
         if code == INTERRUPTED:
-            kept = ", ".join(str(path) for path in self.written)
+            kept = ", ".join(dict.fromkeys(map(str, self.written)))
             line = f"interrupted; {kept} is complete" if kept else f"{line}; nothing was written"
             self.log(line)
         elif line:

@@ -14,7 +14,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,6 @@ class Probe:
     value: str
     reason: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def examine(
     progress: Callable[[str], None] = lambda text: None, torch_error: Exception | None = None
@@ -59,7 +56,11 @@ def examine(
     sections: dict[str, Callable[[], Iterator[Probe]]] = {
         "system": _system, "packages": lambda: _packages(torch_error), "gpu": _gpu,
         "native library": _native, "kernel packs": _packs, "backends": _backends,
-        "caches": _caches, "variables": _variables,
+        "caches": _caches, "variables": lambda: (
+            Probe("variables", name, None, value)
+            for name, value in sorted(os.environ.items())
+            if name.startswith("ELSA_") or name in VARIABLES
+        ),
     }  # fmt: skip
     found: list[Probe] = []
     for group, section in sections.items():
@@ -79,18 +80,16 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": platform.machine(),
-        "cpu": _guard(cpu_model),
+        "cpu": _guard(_cpuinfo, "model name", "hardware")
+        or platform.processor()
+        or platform.machine(),
         "isa": _guard(lambda: torch.backends.cpu.get_cpu_capability() if torch else None),
         "threads": _guard(lambda: torch.get_num_threads() if torch else os.cpu_count()),
-        "gpu": _guard(lambda: gpu_name() if torch else None),
-        "packages": {name: _version(name) for name, _, _ in PACKAGES},
+        "gpu": _guard(
+            lambda: torch.cuda.get_device_name(0) if torch and torch.cuda.is_available() else None
+        ),
+        "packages": {name: _guard(importlib.metadata.version, name) for name, _, _ in PACKAGES},
     }
-
-
-def cpu_model() -> str:
-    """The processor's marketing name, or the architecture where the system does not tell."""
-    named = _cpuinfo("model name", "hardware")
-    return platform.processor() or platform.machine() if named is None else named
 
 
 def _cpuinfo(*keys: str) -> str | None:
@@ -101,13 +100,6 @@ def _cpuinfo(*keys: str) -> str | None:
         if line.lower().startswith(keys):
             return line.partition(":")[2].strip()
     return None
-
-
-def gpu_name() -> str | None:
-    """The first GPU that torch sees, None where there is none."""
-    import torch
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
 def size_of(folder: Path) -> tuple[int, bool]:
@@ -134,9 +126,10 @@ def human(size: float) -> str:
 
 
 def _system() -> Iterator[Probe]:
-    yield Probe("system", "python", None, f"{platform.python_version()} ({sys.executable})")
-    yield Probe("system", "platform", None, platform.platform())
-    yield Probe("system", "cpu", None, f"{_guard(cpu_model)}, {os.cpu_count()} logical cores")
+    known = environment()
+    yield Probe("system", "python", None, f"{known['python']} ({sys.executable})")
+    yield Probe("system", "platform", None, known["platform"])
+    yield Probe("system", "cpu", None, f"{known['cpu']}, {os.cpu_count()} logical cores")
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         yield Probe("system", "usable cores", None, str(len(os.sched_getaffinity(0))))
     wanted = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "asimd", "sve")
@@ -147,7 +140,7 @@ def _system() -> Iterator[Probe]:
 
 def _packages(torch_error: Exception | None) -> Iterator[Probe]:
     for distribution, module, use in PACKAGES:
-        version = _version(distribution)
+        version = _guard(importlib.metadata.version, distribution)
         if version is None and importlib.util.find_spec(module) is None:
             required = distribution == "torch"
             reason = f"not installed; {use} need{'s' if required else ''} it"
@@ -265,43 +258,26 @@ def _caches() -> Iterator[Probe]:
 
 
 def cache_folders() -> dict[str, Path]:
-    """Where elsa and the packages it drives keep files, by name."""
+    """Where elsa (its native library) and the packages it drives keep files, by name."""
+    import platformdirs
+
+    own = os.environ.get("ELSA_CACHE_DIR") or platformdirs.user_cache_dir("elsa")
     home = Path.home()
     general = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     hugging = Path(os.environ.get("HF_HOME") or general / "huggingface")
     return {
-        "elsa": elsa_cache(),
+        "elsa": Path(os.path.expanduser(own)),  # noqa: PTH111  # which never raises
         "hugging face": Path(hub) if hub else hugging / "hub",
         "torch hub": Path(os.environ.get("TORCH_HOME") or general / "torch"),
         "triton": Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache"),
     }
 
 
-def elsa_cache() -> Path:
-    """The folder of the native library: ELSA_CACHE_DIR, or the user's cache."""
-    import platformdirs
-
-    own = os.environ.get("ELSA_CACHE_DIR") or platformdirs.user_cache_dir("elsa")
-    return Path(os.path.expanduser(own))  # noqa: PTH111 (never raises)
-
-
-def _variables() -> Iterator[Probe]:
-    for name, value in sorted(os.environ.items()):
-        if name.startswith("ELSA_") or name in VARIABLES:
-            yield Probe("variables", name, None, value)
-
-
-def _version(distribution: str) -> str | None:
+def _guard(probe: Callable[..., Any], *given: Any) -> Any:
+    """What a probe finds; None where it raises."""
     try:
-        return importlib.metadata.version(distribution)
-    except Exception:  # not installed, or its metadata is broken
-        return None
-
-
-def _guard(probe: Callable[[], Any]) -> Any:
-    try:
-        return probe()
+        return probe(*given)
     except Exception:
         return None
 

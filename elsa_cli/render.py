@@ -38,9 +38,9 @@ def header(
         count = torch.get_num_threads()
         place = f"cpu ({count} thread{'s' if count != 1 else ''})"
     elif device.type == "cuda":
-        from elsa_cli.probes import gpu_name
+        import torch
 
-        place = f"{device} ({gpu_name()})"
+        place = f"{device} ({torch.cuda.get_device_name(0)})"
     said = ["x".join(map(str, size)), options.dtype, place]
     if routes:
         backends = "/".join(dict.fromkeys(route.backend for route in routes.values()))

@@ -115,18 +115,16 @@ def _show(session: Session, about: dict[str, Any], found: Scaling) -> None:
     height, width = about["image_size"]
     session.line(f"{about['model']} · {height} x {width} px · batch {about['batch_size']} · "
                  f"{about['dtype']} · {about['device']}", "bold")  # fmt: skip
-
-    def mib(count: int | None) -> str:
-        return "" if count is None else f"{count / 2**20:.1f} MiB"
-
+    counts = (found.memory_one, found.bytes_sent, found.memory)
+    alone, sent, each = ("" if n is None else f"{n / 2**20:.1f} MiB" for n in counts)
     one = found.seconds_one
     rows = [
         ["one rank", "does not fit" if one is None else f"{1e3 * one:.2f} ms", "1.00x", "", "",
-         mib(found.memory_one)],
+         alone],
         [f"{found.ranks} ranks", f"{1e3 * found.seconds:.2f} ms",
          "" if found.speedup is None else f"{found.speedup:.2f}x",
          "" if found.efficiency is None else f"{100 * found.efficiency:.0f} %",
-         mib(found.bytes_sent), mib(found.memory)],
+         sent, each],
     ]  # fmt: skip
     session.table(
         ["", ">time", ">speed-up", ">efficiency", ">sent by a rank", ">memory of a rank"], rows

@@ -47,16 +47,11 @@ _NOT_FOR = {
         metavar="[attention|linear|models|training]", required=False,
     ),
     click.option("--device", type=DEVICE, default="auto", help="auto, cpu, cuda or cuda:N."),
-    click.option("--quick", is_flag=True, help="A few representative cases only."),
-    click.option("--dry-run", is_flag=True, help="List the cases; measure nothing."),
-    click.option("--trace", is_flag=True, help="Show and prove how calls are cut and merged."),
-    click.option(
-        "--tune", is_flag=True, help="Choose GPU tiles for these calls; writes your table."
-    ),
-    click.option(
-        "--table", "tables", multiple=True, metavar="NAME",
-        help="Only these tables.",
-    ),
+    shared.flag("--quick", text="A few representative cases only."),
+    shared.flag("--dry-run", text="List the cases; measure nothing."),
+    shared.flag("--trace", text="Show and prove how calls are cut and merged."),
+    shared.flag("--tune", text="Choose GPU tiles for these calls; writes your table."),
+    click.option("--table", "tables", multiple=True, metavar="NAME", help="Only these tables."),
     click.option(
         "--case", "patterns", multiple=True, metavar="GLOB",
         help="Only cases whose name matches (repeatable), like 'vit/1x12x*'.",
@@ -90,14 +85,12 @@ _NOT_FOR = {
     ),
     click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True),
     shared.BACKEND,
-    click.option("--flex", is_flag=True, help="Compile and measure FlexAttention too (CUDA)."),
+    shared.flag("--flex", text="Compile and measure FlexAttention too (CUDA)."),
     shared.file_option(
         "--output", "-o", text="Write the results (JSON); refused on a busy machine."
     ),
     shared.file_option("--plot", text="Draw time and memory against tokens (.png or .svg)."),
-    click.option(
-        "--resume", is_flag=True, help="Not for attention: go on with what --output holds."
-    ),
+    shared.flag("--resume", text="Not for attention: go on with what --output holds."),
     click.option(
         "--compare", metavar="FILE",
         help="Set this run beside the results in FILE, or a published one (attention_cpu, ...).",
@@ -105,10 +98,8 @@ _NOT_FOR = {
     shared.file_option(
         "--from", "earlier", text="With --compare: an earlier run instead of a new one."
     ),
-    click.option("--force", is_flag=True, help="Replace existing files."),
-    click.option(
-        "--allow-busy", is_flag=True, help="Write results although others use the machine."
-    ),
+    shared.flag("--force", text="Replace existing files."),
+    shared.flag("--allow-busy", text="Write results although others use the machine."),
 )  # fmt: skip
 def command(session: Session, /, kind: str | None, **values: Any) -> None:
     """Time exact attention against every peer that takes the same case, side by side; or whole
@@ -208,7 +199,6 @@ def _measure(
     options: Options, published: Document | None,
 ) -> None:  # fmt: skip
     from elsa_core.errors import UnavailableError
-    from elsa_core.measuring import documents
     from elsa_core.profiling import figures
     from elsa_core.profiling.bench import attention
 
@@ -231,7 +221,7 @@ def _measure(
             raise UnavailableError(
                 f"not written: {busy}; measure again on a free machine, or use --allow-busy"
             )
-        session.written.append(documents.write(document, options.output))
+        session.keep(document, options.output)
         session.line(f"results: {options.output}")
     if published is not None:
         bench_common.judge(session, document, published)
@@ -310,13 +300,10 @@ def _rows(case: Document, common: str) -> list[list[str]]:
             name if m["precision"] == "strict" else f"{name} {m['precision']}",
             milliseconds(m["seconds"]), *peer, "-" if m["ratio"] is None else f"{m['ratio']:.2f}",
             f"{m['flops_per_second'] / 1e9:.4g}",
-            ("FAIL " if who in case["wrong"] else "") + _error(m), _error(best),
+            *(mark + ("-" if error is None else f"{error:.1e}") for mark, error in (
+                ("FAIL " * (who in case["wrong"]), m["error"]), ("", best and best["error"]),
+            )),
         ]
         for who, m in runs.items()
         if m["precision"]
     ]  # fmt: skip
-
-
-def _error(measured: Document | None) -> str:
-    error = None if measured is None else measured["error"]
-    return "-" if error is None else f"{error:.1e}"  # in a document NaN is None

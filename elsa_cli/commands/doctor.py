@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -34,7 +35,7 @@ def command(session: Session, /, **_: Any) -> None:
     wrong = meta.get("elsa.config.error", "")
     used = "" if wrong else meta.get("elsa.config", "none (no elsa.toml, no [tool.elsa])")
     probes.append(Probe("config", "file", False if wrong else None, used, wrong))
-    session.document("doctor", {"probes": [probe.to_dict() for probe in probes]})
+    session.document("doctor", {"probes": [asdict(probe) for probe in probes]})
     marks = {True: "✓", False: "✗", None: ""}
     for group in dict.fromkeys(probe.group for probe in probes):
         rows = []

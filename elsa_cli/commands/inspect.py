@@ -151,8 +151,7 @@ def _show_all(session: Session, match: str | None, options: Options) -> None:
             names, checked=options.checked, state=state, progress=update
         ):
             records.append(record)
-            if state is not None and state not in session.written:
-                session.written.append(state)
+            session.written += [state] if state is not None else []
     total = coverage.summarise(records)
     results = {"summary": total, "architectures": [record.to_dict() for record in records]}
     session.document("inspect --all", results)

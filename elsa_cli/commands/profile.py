@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     names.check(model)
     with session.stage("importing torch", imports=True):
         from elsa_cli import profile_view
-        from elsa_core.measuring import documents, environment
+        from elsa_core.measuring import environment
         from elsa_core.profiling import sweep
 
         plan, points = _planned(session, model, options)
@@ -113,23 +114,14 @@ def command(session: Session, /, model: str, **values: Any) -> None:
         document = sweep.resumed(options.resume, plan, place)
     else:
         document = sweep.started(plan, place)
-    kept: Path | None = options.resume or options.output
-
-    def keep(document: Document) -> None:
-        if kept is not None:
-            documents.write(document, kept)
-            if kept not in session.written:
-                session.written.append(kept)
-
+    keep = partial(session.keep, path=options.resume or options.output)
     try:
         with session.stage("profiling") as update:
             sweep.run(plan, points, document, keep=keep, progress=update)
-    except BaseException:
+    finally:
         # What is finished is a result, whatever ended the sweep.
         if document["results"]["points"]:
             _finish(session, document, files)
-        raise
-    _finish(session, document, files)
     rows = document["results"]["points"]
     if not any(row["status"] == "done" for row in rows):
         raise PlaceError(f"nothing fits in memory: {rows[0]['reason']}")
