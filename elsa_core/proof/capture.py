@@ -179,7 +179,7 @@ def _measure(
             norm, reached = p_exact.norm(), torch.where(p_exact > 0, sizes * p_exact, 0.0).norm()
             weighed = float(reached / norm) if norm > 0 and reached.isfinite() else 0.0
             drift = reference.drift(p, p_exact, y, y_exact)
-            seen.append((drift, _largest(scores), weighed))
+            seen.append((drift, float(scores.nan_to_num(0.0, 0.0, 0.0).abs().max()), weighed))
         of_p = reference.relative_l2(p, p_exact), reference.relative_l2(p_peer, p_exact)
         return of_p, _errors(y, y_peer, y_exact)
 
@@ -188,7 +188,8 @@ def _measure(
         return sample(other, *operator(**(given | {"query": other}))[:2])
 
     first = sample(query, out, lse)
-    band = 2 * ulp * max(1.0, _largest(row_lse), seen[0][2]) + bound
+    largest_lse = float(row_lse.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    band = 2 * ulp * max(1.0, largest_lse, seen[0][2]) + bound
     p_error, p_allowed = _settled(first[0], factor, band, lambda seed: again(seed)[0])
     eps = TURBO_EPS if turbo else torch.finfo(out.dtype).eps
     y_error, y_allowed = _settled(first[1], factor, eps + bound, lambda seed: again(seed)[1])
@@ -277,11 +278,6 @@ def _settled(first: _Pair, factor: float, ulp: float, again: Callable[[int], _Pa
                 break
         error, peer = (math.sqrt(fmean(x * x for x in each)) for each in zip(*samples, strict=True))
     return error, factor * peer + ulp
-
-
-def _largest(values: Tensor) -> float:
-    finite = values[values.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:

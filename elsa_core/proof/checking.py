@@ -24,15 +24,15 @@ from elsa_core.base.processes import environment_kept
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.measuring.timing import synchronize
 from elsa_core.patching import is_layer, original, patched_sites
-from elsa_core.proof import gradients
 from elsa_core.proof import paths as run_paths
 from elsa_core.proof.compare import MODEL_SAMPLES
 from elsa_core.proof.report import NOTHING_TESTED, CheckReport, GradientCheck, gradient_check
 from elsa_core.proof.run import CheckRun
-from elsa_core.proof.sides import Given, faulty, own
+from elsa_core.proof.sides import Given, faulty, judge_gradients, own
 from elsa_core.proof.site_run import Asked, is_inexact
 
 FAULT_SWITCH = "ELSA_FAULT_INJECTION"
+_WHOLE = "model"  # what the whole model's gradients have where a site's have its path
 _RUNS = 5  # timed forwards of original and patched
 _SECONDS = 3.0  # after which no further round of them begins
 
@@ -142,11 +142,11 @@ def _report(
             for path, judged in sites.gradients.items()
             if sites.records[path].calls or any(each.comparisons for _, each in judged)
         ]
-        by_name[gradients.MODEL] = run.sides
+        by_name[_WHOLE] = run.sides
         if run_paths.GRAPH in run.by_path and run.trains(run_paths.GRAPH, batch):
-            by_name[f"{gradients.MODEL} by {run_paths.GRAPH}"] = run.by_path[run_paths.GRAPH]
+            by_name[f"{_WHOLE} by {run_paths.GRAPH}"] = run.by_path[run_paths.GRAPH]
         for title, sides_of in by_name.items():
-            one = gradients.judge(run.judgement(), sides_of, batch, asked.dtype, MODEL_SAMPLES)
+            one = judge_gradients(run.judgement(), sides_of, batch, asked.dtype, MODEL_SAMPLES)
             slopes.append(gradient_check(title, [(name, one)]))
         run.tick("gradients", 1)
     before, after = _seconds(run.model, batch, asked.device)

@@ -135,25 +135,17 @@ class Comparison:
     @property
     def original_error(self) -> float:
         """Relative Euclidean error of the original; inf where it is not finite."""
-        return math.inf if self.original_bad else _ratio(self.original.l2, self.oracle.l2)
+        return math.inf if self.original_bad else ratio(self.original.l2, self.oracle.l2)
 
     @property
     def patched_error(self) -> float:
         """Relative Euclidean error of the patched; inf where it is not finite."""
         bad = self.patched_bad or self.mismatch
-        return math.inf if bad else _ratio(self.patched.l2, self.oracle.l2)
-
-    @property
-    def relative_l2(self) -> float:
-        return _ratio(self.difference.l2, self.oracle.l2)
+        return math.inf if bad else ratio(self.patched.l2, self.oracle.l2)
 
     @property
     def allowed(self) -> float:
-        return self.factor * _ratio(self.original.l2, self.oracle.l2) + self.band
-
-    @property
-    def largest_allowed(self) -> float:
-        return self.factor * self.original.maximum + self.band * self.oracle.maximum
+        return self.factor * ratio(self.original.l2, self.oracle.l2) + self.band
 
     @property
     def excess(self) -> float:
@@ -161,9 +153,8 @@ class Comparison:
         if self.oracle_bad or self.patched_bad or self.mismatch:
             return math.inf
         euclidean = self.factor * self.original.l2 + self.band * self.oracle.l2
-        return max(
-            _ratio(self.patched.l2, euclidean), _ratio(self.patched.maximum, self.largest_allowed)
-        )
+        largest = self.factor * self.original.maximum + self.band * self.oracle.maximum
+        return max(ratio(self.patched.l2, euclidean), ratio(self.patched.maximum, largest))
 
     def reason(self) -> str:
         if self.mismatch:
@@ -180,9 +171,9 @@ class Comparison:
                 f"error {self.patched_error:.2e} against float64, allowed {self.allowed:.2e} "
                 f"({self.factor:g} x the original's {self.original_error:.2e} + {self.band:.1e})"
             )
+        largest = self.factor * self.original.maximum + self.band * self.oracle.maximum
         return (
-            f"largest error {self.patched.maximum:.2e} against float64, allowed "
-            f"{self.largest_allowed:.2e} "
+            f"largest error {self.patched.maximum:.2e} against float64, allowed {largest:.2e} "
             f"({self.factor:g} x the original's {self.original.maximum:.2e} + rounding)"
         )
 
@@ -285,7 +276,7 @@ def settle(judgements: Iterable[Judgement], samples: int, again: Callable[[int],
             break
 
 
-def _ratio(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
     if part == 0.0:
         return 0.0
     return part / whole if whole > 0.0 else math.inf

@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +27,7 @@ from elsa_core.base.messages import Progress, first_line
 from elsa_core.base.reading import RESULT_BYTES, json_problem, read_text
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import meta_model, small_model
+from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.memory_limit import available_bytes
 from elsa_core.patching import computes_otherwise, find_sites, original, patch, patched_sites
 from elsa_core.proof.checking import check
@@ -66,7 +67,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class Coverage(Plain):
     """One architecture: of its `sites`, `patchable` ones and those `kept`, by class and reason;
     `reason` says why for every verdict but "agrees"; `error` is that of the patched output against
     float64, of the worst case."""
@@ -91,9 +92,6 @@ class Coverage:
     def complete(self) -> bool:
         """Whether every softmax attention can be patched; False where there is none."""
         return 0 < self.softmax_sites == self.patchable
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def architectures(match: str = "*") -> list[str]:

@@ -11,7 +11,7 @@ from elsa_core.base.grouping import group
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.measuring.documents import finite
 from elsa_core.proof.capture import OperatorCall, worst
-from elsa_core.proof.compare import Comparison, Judgement
+from elsa_core.proof.compare import Comparison, Judgement, ratio
 from elsa_core.proof.site_cases import FILLED
 from elsa_core.reference import Drift
 
@@ -146,18 +146,18 @@ class CheckReport(Summarised):
 
     def summary(self) -> Summary:
         """The verdict, a row for each group of sites and each input, and every failure."""
-
-        def row(name: str, one: Errors, last: str) -> tuple[str, ...]:
-            values = (one.patched_error, one.original_error, one.allowed)
-            return ("ok" if one.ok else "FAIL", name, *(f"{value:.1e}" for value in values), last)
-
-        rows = []
+        found: list[tuple[str, Errors, str]] = []
         for label, members in group(self.sites, lambda site: site.ok):
             # NaN compares false with everything: nothing is worse.
             one = max(members, key=lambda x: math.inf if math.isnan(x.excess) else x.excess)
             name = label if len(members) == 1 else f"{label} ({len(members)} sites)"
-            rows.append(row(name, one, one.worst_case))
-        rows += [row(f"model: {case.case}", case, classes(case)) for case in self.cases]
+            found.append((name, one, one.worst_case))
+        found += [(f"model: {case.case}", case, classes(case)) for case in self.cases]
+        rows = [
+            ("ok" if one.ok else "FAIL", name,
+             *(f"{x:.1e}" for x in (one.patched_error, one.original_error, one.allowed)), last)
+            for name, one, last in found
+        ]  # fmt: skip
         verdict = "outputs agree" if self.ok else "outputs do NOT agree"
         if not self.tested:
             verdict = "nothing was tested"
@@ -254,15 +254,11 @@ class SiteRecord:
 
 def gradient_check(path: str, judged: Sequence[tuple[str, Judgement]]) -> GradientCheck:
     """The verdict on the gradients of one site, or of the model, over the cases by name."""
-
-    def rank(found: tuple[str, str, Comparison]) -> tuple[bool, bool, float]:
-        """What is shown first: failures, then what is more than rounding, as no gradient of a bias
-        of keys is."""
-        return found[2].excess > 1.0, found[2].original_error < LEGIBLE, found[2].excess
-
     found = [(case, name, c) for case, each in judged for name, c in each.comparisons.items()]
     wrong = tuple(dict.fromkeys(name for _, name, comparison in found if comparison.reason()))
-    case, name, worst = max(found, key=rank, default=("", "", None))
+    # Failures first, then what is more than rounding, as no gradient of a bias of keys is.
+    ranks = [(c.excess > 1.0, c.original_error < LEGIBLE, c.excess) for _, _, c in found]
+    case, name, worst = found[ranks.index(max(ranks))] if found else ("", "", None)
     reason = next((f"{case}: {each.error}" for case, each in judged if each.error), "")
     if not reason and worst is None:
         reason = "no gradient was compared, so nothing is known about them"
@@ -301,11 +297,12 @@ def model_check(
 def _errors(
     comparison: Comparison | None, reason: str, notes: Sequence[str], case: str = ""
 ) -> dict[str, Any]:
-    names = ("relative_l2", "original_error", "patched_error", "allowed", "excess")
-    values = dict.fromkeys(("max_abs", *names), math.nan)
+    names = ("original_error", "patched_error", "allowed", "excess")
+    values = dict.fromkeys(("max_abs", "relative_l2", *names), math.nan)
     if comparison is not None:
         values = {name: float(getattr(comparison, name)) for name in names}
         values["max_abs"] = comparison.difference.maximum
+        values["relative_l2"] = ratio(comparison.difference.l2, comparison.oracle.l2)
         if comparison.samples > 1:
             said = f"errors are those of {comparison.samples} nearby inputs together, since one"
             notes = (*notes, f"{case}: " * bool(case) + f"{said} said too little")

@@ -28,7 +28,7 @@ from elsa_core.proof.compare import (
 )  # fmt: skip
 from elsa_core.proof.report import ModelCheck, model_check
 from elsa_core.proof.samples import jittered, moved, nearby, zeros_filled
-from elsa_core.proof.sides import Given, PatchedError, Sides, of_model, own, watched
+from elsa_core.proof.sides import Given, PatchedError, of_model, own, watched
 from elsa_core.proof.site_cases import FILLED
 from elsa_core.proof.site_run import Asked, SiteRun
 
@@ -50,18 +50,14 @@ def depends(model: nn.Module, sites: Mapping[str, nn.Module], given: Given) -> b
         size = leaf.detach().float().square().mean().sqrt().to(leaf.dtype)
         return leaf + noise.to(leaf) * torch.where(size > 0, size, torch.ones_like(size))
 
-    def run() -> dict[str, Tensor]:
-        args, kwargs = own(given)
-        return floating_outputs(model(*args, **kwargs))
-
     try:
         with original(model), ExitStack() as hooks:
-            before = run()
+            before = floating_outputs(model(*own(given)[0], **given[1]))
             for site in attention or sites.values():
                 hooks.enter_context(
                     watched(site, entry(site), lambda _, __, ___, output: moved(output, 0, noisy))
                 )
-            after = run()
+            after = floating_outputs(model(*own(given)[0], **given[1]))
     except (RuntimeError, TypeError, ValueError, AssertionError, IndexError):
         return True  # the check itself says why
     return any(not torch.equal(value, after[name]) for name, value in before.items())
@@ -90,19 +86,13 @@ class CheckRun:
     def _use(self, model: nn.Module, oracle: nn.Module) -> None:
         """Make `model` the one whose outputs are judged."""
         self.sides = of_model(model, oracle)
-
-        def through(path: str) -> Sides:
-            # made with the first batch: what it raises is a finding too
-            runner = cache(partial(paths.runner, path, model, faulty=self.asked.faulty))
-
-            def run_patched(given: Given) -> Any:
-                return runner()(given)
-
-            return replace(self.sides, run_patched=run_patched)
-
-        self.by_path = {
-            path: self.sides if path == paths.EAGER else through(path) for path in self.asked.paths
-        }
+        self.by_path = dict.fromkeys(self.asked.paths, self.sides)
+        for path in self.asked.paths:
+            if path != paths.EAGER:
+                # made with the first batch: what it raises is a finding too
+                runner = cache(partial(paths.runner, path, model, faulty=self.asked.faulty))
+                run = partial(lambda runner, given: runner()(given), runner)
+                self.by_path[path] = replace(self.sides, run_patched=run)
 
     def tick(self, what: str, steps: int) -> None:
         self.done += steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,12 @@ from torch.utils import _pytree as pytree
 def moved(value: Any, seed: int, move: Callable[[Tensor, Tensor], Tensor], draw: Any = None) -> Any:
     """The same nested value, each floating tensor changed by `move`, which is given random numbers
     of its shape on the CPU: normal ones, or those of `draw`."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def change(leaf: Tensor) -> Tensor:
-        if not leaf.is_floating_point():
-            return leaf
-        return move(leaf, (draw or torch.randn)(leaf.shape, generator=generator))
-
-    return pytree.tree_map_only(Tensor, change, value)
+    draw = partial(draw or torch.randn, generator=torch.Generator().manual_seed(seed))
+    return pytree.tree_map_only(
+        Tensor,
+        lambda leaf: move(leaf, draw(leaf.shape)) if leaf.is_floating_point() else leaf,
+        value,
+    )
 
 
 def nearby(case: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
@@ -39,11 +38,11 @@ def jittered(value: Any, seed: int) -> Any:
 
     Another sample of all roundings: which tokens are large, and what is zero or infinite, stays.
     """
-
-    def move(leaf: Tensor, noise: Tensor) -> Tensor:
-        return (leaf.double() * (1.0 + 2.0**-6 * noise.to(leaf.device))).to(leaf.dtype)
-
-    return moved(value, seed, move)
+    return moved(
+        value,
+        seed,
+        lambda leaf, noise: (leaf.double() * (1 + 2.0**-6 * noise.to(leaf.device))).to(leaf.dtype),
+    )
 
 
 def nudged(value: Any, seed: int) -> Any:

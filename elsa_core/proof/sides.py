@@ -10,7 +10,7 @@ would undo the hard cases.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.patching import entry, original
-from elsa_core.proof.compare import map_floating
+from elsa_core.proof.compare import Judgement, floating_outputs, map_floating, settle
+from elsa_core.proof.samples import jittered
 
 # Positional and named arguments of one call.
 Given = tuple[tuple[Any, ...], dict[str, Any]]
@@ -78,14 +79,15 @@ def watched(module: nn.Module, entry: str, hook: Hook) -> Iterator[None]:
 
 def faulty(site: nn.Module, amount: float) -> AbstractContextManager[None]:
     """A deliberate error: the output of the patched site times 1 + amount, of its copies too."""
-    patched = type(site)
-
-    def disturb(module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any) -> Any:
-        if type(module) is not patched:
-            return None
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf * (1.0 + amount), output)
-
-    return watched(site, entry(site), disturb)
+    patched, factor = type(site), 1.0 + amount
+    return watched(
+        site, entry(site),
+        lambda module, args, kwargs, output: (
+            pytree.tree_map_only(Tensor, lambda leaf: leaf * factor, output)
+            if type(module) is patched
+            else None
+        ),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,9 @@ class Sides:
 
 def of_model(model: nn.Module, oracle: nn.Module) -> Sides:
     """The whole model, which is patched; every run gets tensors of its own to write to."""
-
-    def run_original(given: Given) -> Any:
-        with original(model):
-            return _run(model, "forward", own(given))
-
     return Sides(
-        "the model", model, oracle, run_original,
+        "the model", model, oracle,
+        lambda given: _run(model, "forward", own(given), original(model)),
         lambda given: _run(model, "forward", own(given)),
         lambda given: _run(oracle, "forward", own(given)),
     )  # fmt: skip
@@ -172,9 +170,88 @@ def own(given: Given) -> Given:
     return tuple(x.clone() if isinstance(x, Tensor) else x for x in args), kwargs
 
 
-def _run(module: nn.Module, entry: str, given: Given) -> Any:
+def _run(
+    module: nn.Module, entry: str, given: Given, within: AbstractContextManager[Any] | None = None
+) -> Any:
     args, kwargs = given
-    return (module if entry == "forward" else getattr(module, entry))(*args, **kwargs)
+    with within or nullcontext():
+        return (module if entry == "forward" else getattr(module, entry))(*args, **kwargs)
+
+
+def judge_gradients(
+    judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype, samples: int
+) -> Judgement:
+    """Judges the gradients of one case, of its floating inputs and of every parameter that wants
+    one, by name: for its input, and for `samples` nearby ones and other losses where that one
+    condemns the patched code.
+
+    The loss is the sum of the outputs times random numbers, the same for original, patched and
+    float64: whatever reaches an output reaches the loss. `dtype` is the model's, in which these
+    numbers are representable.
+    """
+
+    def add(given: Given, seed: int) -> None:
+        ends = (given, dtype, seed)
+        one = _gradients(sides.original, sides.weights, *ends)
+        with finding():
+            two = _gradients(sides.run_patched, sides.weights, *ends)
+        exact = _gradients(sides.exact, sides.oracle, *ends, wide=torch.float64)
+        wanted = {name: grad for name, grad in one.items() if name in exact}
+        # A gradient that does not come is one of zeros: the judgement says how wrong that is.
+        found = {name: two.get(name, torch.zeros_like(grad)) for name, grad in wanted.items()}
+        judgement.add_tensors(exact, wanted, found)
+
+    try:
+        add(given, 0)
+        settle([judgement], samples, lambda seed: add(jittered(given, seed), seed))
+    except PatchedError as error:
+        judgement.error = str(error)
+    return judgement
+
+
+def _gradients(
+    run: Run, module: nn.Module, given: Given, dtype: torch.dtype, seed: int,
+    wide: torch.dtype | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """By name: "input[0]", "input['key']" and the parameters' own, where they have influence."""
+    with torch.enable_grad():
+        leaves, arguments = _leaves(given, wide)
+        outputs = {
+            name: out for name, out in floating_outputs(run(arguments)).items() if out.requires_grad
+        }
+        leaves |= {name: w for name, w in module.named_parameters() if w.requires_grad}
+        if not outputs or not leaves:
+            return {}
+        # The loss's derivatives by the outputs: random, and exact in every dtype that takes part.
+        losses = []
+        for place, out in enumerate(outputs.values()):
+            noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed + place))
+            losses.append(noise.to(dtype).to(device=out.device, dtype=out.dtype))
+        grads = torch.autograd.grad(
+            list(outputs.values()), list(leaves.values()), losses, allow_unused=True
+        )
+    return {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
+
+
+def _leaves(given: Given, wide: torch.dtype | None) -> tuple[dict[str, Tensor], Given]:
+    """The floating inputs as leaves, by name, and the arguments made of them.
+
+    One tensor given twice stays one tensor: attention modules ask whether keys are queries.
+    """
+    flat, spec = pytree.tree_flatten_with_path(given)
+    leaves: dict[str, Tensor] = {}
+    made: dict[int, Any] = {}
+    for path, value in flat:
+        if id(value) in made:
+            continue
+        made[id(value)] = value
+        if isinstance(value, Tensor) and value.is_floating_point():
+            leaf = value.detach().to(wide or value.dtype, copy=True).requires_grad_()
+            leaves[f"input{pytree.keystr(path[1:])}"] = leaf
+            # An alias with a history: a module may write to its input, and not to a leaf.
+            made[id(value)] = leaf.clone()
+    arguments: Given = pytree.tree_unflatten([made[id(value)] for _, value in flat], spec)
+    return leaves, arguments
 
 
 def exactly(run: Callable[[], _Result], model: nn.Module) -> _Result:

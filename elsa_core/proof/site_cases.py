@@ -123,10 +123,6 @@ def _hard_changes(channels: int | None, largest_logit: float) -> dict[str, _Chan
     known = 0.0 < largest_logit < math.inf
     ratio = TARGET_LOGIT / largest_logit if known else MAX_GAIN
 
-    def constant(x: Tensor) -> Tensor:
-        mean = x.float().mean(dim=_token_dims(x, channels), keepdim=True)
-        return mean.to(x.dtype).expand_as(x).contiguous()
-
     def dominant(x: Tensor) -> Tensor:
         x = x.clone()
         first: list[Any] = [slice(None)] * x.ndim
@@ -137,7 +133,9 @@ def _hard_changes(channels: int | None, largest_logit: float) -> dict[str, _Chan
 
     return {
         "large logits": lambda x: x * min(max(math.sqrt(ratio), 1.0), MAX_GAIN),
-        "constant rows": constant,
+        "constant rows": lambda x: (
+            x.float().mean(_token_dims(x, channels), True).to(x.dtype).expand_as(x).contiguous()
+        ),
         "dominant token": dominant,
     }
 

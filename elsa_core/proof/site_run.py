@@ -14,12 +14,19 @@ from torch import nn
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError
 from elsa_core.patching import entry, is_layer
-from elsa_core.proof import gradients
 from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.compare import SITE_SAMPLES, TURBO_EPS, Judgement, floating_outputs, settle
 from elsa_core.proof.report import SiteRecord
 from elsa_core.proof.samples import jittered, zeros_filled
-from elsa_core.proof.sides import Given, Hook, PatchedError, Sides, of_site, watched
+from elsa_core.proof.sides import (
+    Given,
+    Hook,
+    PatchedError,
+    Sides,
+    judge_gradients,
+    of_site,
+    watched,
+)
 from elsa_core.proof.site_cases import FILLED, Seen, SiteCase, site_cases
 
 
@@ -178,6 +185,6 @@ class SiteRun:
             )
         if grad and self.asked.grad:
             slopes = Judgement(self.asked.factor, eps)
-            gradients.judge(slopes, sides, given, self.asked.dtype, SITE_SAMPLES)
+            judge_gradients(slopes, sides, given, self.asked.dtype, SITE_SAMPLES)
             self.gradients[path].append((label, slopes))
         return seen
