@@ -105,7 +105,8 @@ class Graphs:
             else:
                 if entry is not None:
                     self._lose(key)
-                    stale = [k for k, e in self.entries.items() if not e.holds()]
+                    guards = {k: e.guards for k, e in self.entries.items()}
+                    stale = [k for k, g in guards.items() if not (g.alive() and g.hold())]
                     self._drop(*stale)  # they would keep what the model no longer has
                 entry = self._captured(key, model, given, device)
                 # PyTorch's first attention on a GPU sets the order of its kernels, which is in it
@@ -137,19 +138,18 @@ class Graphs:
         reason = why_not(model, device, backward=self._kind.backward)
         if reason:
             raise RefusedError(reason)
-        if device != self._device:
-            self._drop(*self.entries)
-        while len(self.entries) >= self._most:
-            self._lose(next(iter(self.entries)))
-        if not self.entries:
-            self._pool, self._device = capture.BACKEND.pool(device), device
-            self._gradients = []
         try:
             if self._lost[key] >= _MOST_LOST:
                 raise RefusedError(
                     f"its graphs were dropped after few replays: more than shapes={self._most} "
                     "take turns, or the model changes between calls"
                 )
+            if device != self._device:
+                self._drop(*self.entries)
+            while len(self.entries) >= self._most:
+                self._lose(next(iter(self.entries)))
+            if not self.entries:
+                self._pool, self._device = capture.BACKEND.pool(device), device
             capture.BACKEND.order(device)
             entry = self._kind(model, given, device, self._pool)
         except RefusedError as refusal:
@@ -174,3 +174,5 @@ class Graphs:
             capture.BACKEND.wait(self._device)
         for key in keys:
             del self.entries[key]
+        if not self.entries:
+            self._gradients = []  # the next pool is another

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -98,13 +98,23 @@ class Cuda:
         """Whether a CUDA graph is being captured on the current stream."""
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
-    def order(self, device: torch.device) -> None:
-        """Let what follows on the current stream begin after the last call, whatever its stream."""
+    def order(self, device: torch.device) -> torch.cuda.Stream:
+        """Let what follows on the current stream, which is returned, begin after the last call,
+        whatever its stream."""
         now = torch.cuda.current_stream(device)
         last = self._last.get(device)
         if last is not None and last != now:
             now.wait_stream(last)
         self._last[device] = now
+        return now
+
+    @contextlib.contextmanager
+    def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """On another stream, which the current one then waits for."""
+        now = torch.cuda.current_stream(stream.device)
+        with torch.cuda.stream(stream):
+            yield
+        now.wait_stream(stream)
 
     def wait(self, device: torch.device) -> None:
         """Wait until the last call has ended, so that its graph may be dropped."""

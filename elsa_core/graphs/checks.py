@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
@@ -29,7 +29,7 @@ from elsa_core.graphs import capture
 CONSTANTS: Final = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device,
 )  # fmt: skip
-_DTYPE = attrgetter("dtype")
+_DTYPE, _WANTS = attrgetter("dtype"), attrgetter("requires_grad")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
@@ -37,6 +37,7 @@ _TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 _BASE = frozenset(nn.Module().__dict__) - {"training"}
 _NESTED = (dict, OrderedDict, defaultdict, list, tuple, deque)
 MOST_NESTED: Final = 16384
+OTHER_LEAF: Final = "it reads a tensor that wants a gradient and is no parameter"
 _ATEN = torch.ops.aten
 _COPIES = {_ATEN.copy_, _ATEN._to_copy, _ATEN.to, _ATEN._copy_from}
 
@@ -157,6 +158,20 @@ def without_cache(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
+@contextmanager
+def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore the buffers and the device's random state, which the runs of a capture change."""
+    state = capture.BACKEND.random_state(device)
+    storages = [each.untyped_storage() for each in model.buffers()]
+    kept = [(each, each.clone()) for each in storages]
+    try:
+        yield
+    finally:
+        for storage, value in kept:
+            storage.copy_(value)  # no write for autograd: nothing has changed
+        capture.BACKEND.restore_random_state(device, state)
+
+
 def storage_of(tensor: Tensor) -> int:
     """The number of a tensor's memory, among all memory alive."""
     return int(tensor.untyped_storage()._cdata)
@@ -235,7 +250,8 @@ class Guards:
 
     def _layout(self) -> list[Any]:
         held = self.tensors
-        return [*map(Tensor.size, held), *map(Tensor.stride, held), *map(_DTYPE, held)]
+        wants = [*map(_WANTS, held)] if torch.is_grad_enabled() else []
+        return [*map(Tensor.size, held), *map(Tensor.stride, held), *map(_DTYPE, held), *wants]
 
     def alive(self) -> bool:
         """Whether every tensor is where it was."""

@@ -11,9 +11,11 @@ from torch.utils import _pytree as pytree
 from elsa_core.base.messages import first_line
 from elsa_core.graphs import capture
 from elsa_core.graphs.checks import (
+    OTHER_LEAF,
     Given,
     Guards,
     RefusedError,
+    as_it_was,
     check_state,
     flat_results,
     watched,
@@ -37,7 +39,7 @@ class Inference:
         def run() -> None:
             result[0] = model(*args, **kwargs)
 
-        with without_cache(device):
+        with as_it_was(model, device), without_cache(device):
             for _ in range(WARM_UPS):
                 run()
             self.guards = Guards(model)  # before other runs: they show what a forward changes
@@ -53,10 +55,8 @@ class Inference:
         if reads.outside(outer):
             raise RefusedError("it reads a tensor that is no attribute of its modules")
         self._results, self._tree = flat_results(result[0], device)
-
-    def holds(self) -> bool:
-        """Whether the model is what it was."""
-        return self.guards.alive() and self.guards.hold()
+        if any(isinstance(each, Tensor) and each.requires_grad for each in self._results):
+            raise RefusedError(OTHER_LEAF)
 
     def answer(self, given: Given, copy_outputs: bool) -> tuple[bool, Any]:
         """Whether the model is what it was, and the result."""

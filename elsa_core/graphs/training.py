@@ -9,9 +9,11 @@ somebody else holds such a gradient the call is the model's own.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -23,9 +25,11 @@ from torch.utils import _pytree as pytree
 from elsa_core.base.messages import first_line
 from elsa_core.graphs import capture
 from elsa_core.graphs.checks import (
+    OTHER_LEAF,
     Given,
     Guards,
     RefusedError,
+    as_it_was,
     check_state,
     flat_results,
     is_plain,
@@ -35,21 +39,21 @@ from elsa_core.graphs.checks import (
 )
 from elsa_core.graphs.inference import WARM_UPS
 
-_WANTS = attrgetter("requires_grad")
 _VERSION = attrgetter("_version")
 
 
 class Ticket:
-    """One forward that a backward may follow."""
+    """One forward that a backward may follow. `done`: other graphs may use its memory again."""
 
-    __slots__ = ("__weakref__", "done", "versions")
+    __slots__ = ("__weakref__", "begun", "done", "versions")
 
     def __init__(self, versions: list[int]) -> None:
-        self.done, self.versions = False, versions
+        self.begun, self.done, self.versions = False, False, versions
 
 
 class GradientMemory:
-    """The memory that a backward's graph writes the gradients of parameters to."""
+    """The memory that a backward's graph writes the gradients of parameters to; `stream`: of the
+    last backward."""
 
     def __init__(self, rows: list[tuple[nn.Parameter, Tensor]]) -> None:
         self._params = [param for param, _ in rows]
@@ -57,20 +61,25 @@ class GradientMemory:
         self._addresses = [grad.data_ptr() for grad in self.grads]
         self._storages = [storage_of(grad) for grad in self.grads]
         self._counts = [*map(torch._C._storage_Use_Count, self._storages)]
+        self.stream: Any = None
 
     def free(self) -> bool:
-        """Give each `grad` that lies there memory of its own; whether nobody holds one now."""
-        if [*map(torch._C._storage_Use_Count, self._storages)] == self._counts:
+        """Give each `grad` that lies there memory of its own; False, and nothing moves, where
+        somebody else holds some of it: a view of a `grad` has to stay one."""
+        counts = [*map(torch._C._storage_Use_Count, self._storages)]
+        if counts == self._counts:
             return True
         rows = zip(self._params, self._addresses, strict=True)
-        held = [p.grad for p, at in rows if p.grad is not None and p.grad.data_ptr() == at]
-        if held:
+        inside = [p.grad is not None and p.grad.data_ptr() == at for p, at in rows]
+        if counts != [*map(operator.add, self._counts, inside)]:
+            return False
+        held = [param.grad for param in compress(self._params, inside) if param.grad is not None]
+        with capture.BACKEND.on(self.stream):
             fresh = [torch.empty_like(each) for each in held]
             torch._foreach_copy_(fresh, held)
-            for old, new in zip(held, fresh, strict=True):
-                old.data = new
-        del held
-        return [*map(torch._C._storage_Use_Count, self._storages)] == self._counts
+        for old, new in zip(held, fresh, strict=True):
+            old.data = new
+        return True
 
 
 class Training:
@@ -86,14 +95,12 @@ class Training:
         self.ticket: weakref.ref[Ticket] | None = None
         self._model, self.device = model, device
         self.targets = self.given.tensors()
-        everything = list(model.parameters())
-        self._everything, self._wanted = everything, [*map(_WANTS, everything)]
-        self._params = [each for each in everything if each.requires_grad]
+        self._params = [each for each in model.parameters() if each.requires_grad]
         self.leaves = list(dict.fromkeys(each for each in self.targets if each.requires_grad))
         self.outputs: list[Any] = []
         self.slopes: list[Tensor] = []  # gradients of the outputs, as they are given
         self.grads: list[Tensor | None] = []  # of the leaves, then of the parameters
-        with _as_it_was(model, device):
+        with as_it_was(model, device):
             self._capture(pool)
         pairs = zip(self._params, self.grads[len(self.leaves) :], strict=True)
         self.memory = GradientMemory([(p, g) for p, g in pairs if g is not None and g.numel()])
@@ -119,9 +126,7 @@ class Training:
                 self._run_forward()
                 known = {id(each) for each in self._inputs}
                 if any(id(leaf) not in known for leaf in _leaves_of(self._learning())):
-                    raise RefusedError(
-                        "it reads a tensor that wants a gradient and is no parameter"
-                    )
+                    raise RefusedError(OTHER_LEAF)
                 self._run_alone()
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -193,14 +198,10 @@ class Training:
             said = first_line(error)
             raise RefusedError(f"its backward cannot be run by itself: {said}") from error
 
-    def holds(self) -> bool:
-        """Whether the model is what it was."""
-        wanted = [*map(_WANTS, self._everything)] == self._wanted
-        return wanted and self.guards.alive() and self.guards.hold()
-
     def answer(self, given: Given, copy_outputs: bool) -> tuple[bool, Any]:
         """Whether the model is what it was, and the result."""
-        return (True, self.run(given, copy_outputs)) if self.holds() else (False, None)
+        holds = self.guards.alive() and self.guards.hold()
+        return holds, self.run(given, copy_outputs) if holds else None
 
     def run(self, given: Given, copy_outputs: bool) -> Any:
         """The results for other arguments of the same kind."""
@@ -234,18 +235,19 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *slopes: Tensor) -> Any:
         """Gradients of every tensor of the arguments, then of the parameters."""
         step, ticket = ctx.step, ctx.ticket
-        if ticket.done:
+        if ticket.begun:
             raise RuntimeError(
                 "graphed: the backward of a graphed forward runs once; for retain_graph=True call "
                 "the model itself (`.model`)"
             )
-        ticket.done = True
-        if [*map(_VERSION, step.saved)] != ticket.versions:
+        ticket.begun = True
+        if [*map(_VERSION, step.saved)] != ticket.versions or not step.guards.alive():
+            ticket.done = True
             raise RuntimeError(
-                "graphed: a parameter that the backward reads was modified in place after the "
-                "forward, by an optimizer's step say"
+                "graphed: a parameter that the backward reads was modified in place or given other "
+                "memory after the forward, by an optimizer's step say"
             )
-        capture.BACKEND.order(step.device)
+        step.memory.stream = capture.BACKEND.order(step.device)
         learnt = [slope for slope, ok in zip(slopes, step.learns, strict=True) if ok]
         for target, slope in zip(step.slopes, learnt, strict=True):
             target.copy_(slope)
@@ -257,6 +259,7 @@ class _Replay(torch.autograd.Function):
         of_arguments = [g if (g := own.pop(each, None)) is None else g.clone()
                         for each in step.targets]  # fmt: skip
         of_parameters = [None if g is None else g.detach() for g in step.grads[count:]]
+        ticket.done = True  # not before: another thread's forward would use the memory
         return (None, None, None, *of_arguments, *of_parameters)
 
 
@@ -275,18 +278,6 @@ def _replaced(model: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[Non
     finally:
         for held, name, own in places:
             held[name] = own
-
-
-@contextmanager
-def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    state = capture.BACKEND.random_state(device)
-    kept = [(each, each.detach().clone()) for each in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in kept:
-            buffer.data.copy_(value)  # no write for autograd: nothing has changed
-        capture.BACKEND.restore_random_state(device, state)
 
 
 def _leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -47,6 +47,8 @@ class Tape:
     Attributes:
         captures, replays: how many there were.
         recording: whether a capture is at work.
+        stream: the current one, a name.
+        moves: the streams that gradients were moved on.
         error: what a capture raises, if set.
     """
 
@@ -56,11 +58,20 @@ class Tape:
         self.captures = self.replays = self.waits = self.pools = 0
         self.error: Exception | None = None
         self.capturing = self.recording = False
+        self.stream, self.moves = "first", []
 
     def is_capturing(self) -> bool:
         return self.capturing
 
-    def order(self, device: torch.device) -> None: ...
+    def order(self, device: torch.device) -> Any:
+        return self.stream
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        self.moves.append(stream)
+        yield
+        self.stream = before
 
     def wait(self, device: torch.device) -> None:
         self.waits += 1

@@ -365,8 +365,8 @@ def test_what_no_graph_may_hold_is_the_models_own_call(
         assert not torch.equal(results[0], results[1])
     if reason == "writes to":
         assert all(result is x for result in results)
-    if reason == "writes to a tensor":  # two warm-ups and one run that was watched are calls too
-        assert [float(r[0, 0] / x[0, 0]) for r in results] == pytest.approx([4, 5, 6])
+    if reason == "writes to a tensor":  # the runs before them are undone
+        assert [float(r[0, 0] / x[0, 0]) for r in results] == pytest.approx([1, 2, 3])
 
 
 def test_a_capture_that_fails(tape: Tape, net: Net, caplog: pytest.LogCaptureFixture) -> None:

@@ -103,6 +103,51 @@ def test_state_that_a_forward_writes_for_its_next_call(
     assert ("keeps an argument" if keeps else "changes what the model holds") in line
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + torch.rand(8) * self.calls
+
+
+def test_a_call_that_no_graph_holds_changes_buffers_and_random_numbers_once(tape: Tape) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        model, twin = Counting().eval(), Counting().eval()
+        held, found = elsa.graphed(model), []
+        for each in (held, twin):
+            torch.manual_seed(0)
+            found.append([each(torch.ones(8)) for _ in range(2)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert held.captures == 0
+
+
+def test_a_result_with_a_gradient_of_an_attribute(
+    tape: Tape, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No parameter wants one, so the call was inference, and its result had the capture's node."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = torch.ones(8, requires_grad=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.gain).exp()
+
+    with torch.inference_mode(False):
+        model = Scaled().eval()
+        held = elsa.graphed(model)
+        for value in (1.0, 2.0):
+            x = torch.full((8,), value)
+            found, expected = (torch.autograd.grad(f(x).sum(), model.gain) for f in (held, model))
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    (line,) = said(caplog)
+    assert "wants a gradient and is no parameter" in line
+
+
 def test_state_that_only_the_capture_writes(tape: Tape) -> None:
     """An attribute would lie in the graph's memory, which every replay overwrites."""
     runs: list[int] = []

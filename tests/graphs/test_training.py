@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
+import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -186,6 +189,53 @@ def test_a_grad_is_not_in_the_pool_when_a_graph_is_replayed(tape: Tape) -> None:
     assert kept is not None
 
 
+def test_a_view_of_a_grad_follows_it(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
+    """A grad moved out of the graph and left its views there: writes to them were lost."""
+    held, twin = pair()
+    x, y = torch.randn(3, 8), torch.randn(3, 8)
+    for each in (held, twin):
+        each(x).sum().backward()
+        view = getattr(each, "model", each).first.weight.grad.view(-1)
+        each(y).square().sum().backward()
+        view.mul_(0.5)
+        del view
+    equal([p.grad for p in held.parameters()], [p.grad for p in twin.parameters()])
+    (line,) = said(caplog)
+    assert "still held" in line
+    held(x)  # the view has gone
+    assert tape.replays == 3 and len(said(caplog)) == 1
+
+
+def test_a_grad_moves_on_the_stream_of_its_backward(tape: Tape) -> None:
+    held, _ = pair()
+    tape.stream = "second"
+    held(torch.randn(3, 8)).sum().backward()
+    tape.stream = "third"
+    held(torch.randn(3, 8))
+    assert tape.moves == ["second"] and tape.stream == "third"
+
+
+def test_another_threads_forward_during_a_backward(tape: Tape) -> None:
+    """It replayed the graph over what the backward was about to read."""
+    held, twin = pair()
+    agree(held, twin)
+    x, y = torch.randn(3, 8), torch.randn(3, 8)
+    loss, order, found = held(x).square().sum(), tape.order, []
+
+    def interrupted(device: torch.device) -> Any:
+        tape.order = order  # type: ignore[method-assign]
+        thread = threading.Thread(target=lambda: found.append(held(y)))
+        thread.start()
+        thread.join()
+        return order(device)
+
+    tape.order = interrupted  # type: ignore[method-assign]
+    loss.backward()
+    twin(x).square().sum().backward()
+    equal([p.grad for p in held.parameters()], [p.grad for p in twin.parameters()])
+    equal(found, [twin(y)])
+
+
 def test_two_forwards_before_a_backward(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
     held, twin = pair()
     agree(held, twin)
@@ -227,6 +277,53 @@ def test_a_parameter_that_changes_before_the_backward(tape: Tape) -> None:
             else:
                 with pytest.raises(RuntimeError, match="modified"):
                     loss.backward()
+
+
+@pytest.mark.parametrize("name", ["first.weight", "count"])
+def test_a_tensor_that_moves_before_the_backward(tape: Tape, name: str) -> None:
+    """The backward would read memory that may be somebody else's by then."""
+    held, twin = pair()
+    for net in (held.model, twin):
+        net.register_buffer("count", torch.ones(8))
+    agree(held, twin)
+    loss = held(torch.randn(3, 8)).sum()
+    tensor = dict(chain(held.model.named_parameters(), held.model.named_buffers()))[name]
+    tensor.data = tensor.data.clone()
+    with pytest.raises(RuntimeError, match="other memory"):
+        loss.backward()
+    agree(held, twin)  # though the loss is alive
+    assert tape.captures == 2 and loss.isfinite()
+
+
+def test_an_attribute_that_wants_a_gradient_later(tape: Tape) -> None:
+    held, twin = pair()
+    for net in (held.model, twin):
+        net.gain = torch.ones(8)
+    agree(held, twin)
+    for net in (held.model, twin):
+        net.gain.requires_grad_()
+    agree(held, twin)
+    equal(held.model.gain.grad, twin.gain.grad)
+
+
+def test_clear_frees_the_gradients(tape: Tape) -> None:
+    held, _ = pair()
+    held(torch.randn(3, 8)).sum().backward()
+    (entry,) = held._steps.entries.values()
+    memory = weakref.ref(entry.memory)
+    del entry
+    held.clear()
+    gc.collect()
+    assert memory() is None and all(p.grad is not None for p in held.parameters())
+
+
+def test_a_buffer_whose_elements_share_memory(tape: Tape) -> None:
+    held, twin = pair()
+    for net in (held.model, twin):
+        del net.gain
+        net.register_buffer("gain", torch.ones(1).expand(8))
+    agree(held, twin)
+    assert tape.captures == 1
 
 
 def test_an_argument_given_twice_has_one_gradient(tape: Tape) -> None:

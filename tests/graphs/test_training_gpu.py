@@ -238,6 +238,26 @@ def test_streams(caplog: pytest.LogCaptureFixture) -> None:
     assert held.captures == 1
 
 
+def test_a_grad_moves_on_the_stream_of_its_backward() -> None:
+    """A forward on another stream copied it before the backward had written it."""
+    model = Net().cuda()
+    held, twin = elsa.graphed(model), copy.deepcopy(model)
+    agree(held, twin)
+    x, y = torch.randn(3, 8, device="cuda"), torch.randn(3, 8, device="cuda")
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        loss = held(x).square().sum()
+        torch.cuda._sleep(400_000_000)
+        loss.backward()
+    held(y)
+    with torch.cuda.stream(side):
+        found = [p.grad.clone() for p in model.parameters()]
+    torch.cuda.synchronize()
+    twin(x).square().sum().backward()
+    torch.testing.assert_close(found, [p.grad for p in twin.parameters()])
+
+
 def test_within_distributed_data_parallel(caplog: pytest.LogCaptureFixture) -> None:
     distributed: Any = torch.distributed
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
