@@ -64,23 +64,21 @@ def make(folder: Path) -> None:
         path.mkdir(mode=0o755, exist_ok=True)
 
 
-def is_sound(path: Path) -> bool:
-    """Whether a library is there, this user's own, with the digest that was stored beside it.
-
-    Raises:
-        UnavailableError: the cache cannot be read.
-    """
-    return read(path) is not None
-
-
 def read(path: Path) -> bytes | None:
-    """What a file of the cache holds; None where `is_sound` says no.
+    """What a file of the cache holds; None where it is not there, not this user's own, or not what
+    the digest that was stored beside it is of.
 
     Raises:
         UnavailableError: the cache cannot be read.
     """
+    found = []
     try:
-        content, stored = _own_bytes(path), _own_bytes(_digest_path(path))
+        for file in (path, Path(f"{path}.sha256")):
+            descriptor = open_own(file)
+            if descriptor is None:
+                return None
+            with open(descriptor, "rb") as opened:  # noqa: PTH123  # of a descriptor
+                found.append(opened.read(_LARGEST_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -88,7 +86,8 @@ def read(path: Path) -> bytes | None:
             f"the cache {path.parent} cannot be read: {error.strerror or error}; "
             "set ELSA_CACHE_DIR to a directory of yours"
         ) from None
-    return content if content is not None and stored == _digest(content) else None
+    content, stored = found
+    return content if stored == f"{hashlib.sha256(content).hexdigest()}\n".encode() else None
 
 
 def put(library: Path, path: Path) -> None:
@@ -99,13 +98,13 @@ def put(library: Path, path: Path) -> None:
     Raises:
         OSError: they cannot be written.
     """
-    digest = _digest_path(library)
-    digest.write_bytes(_digest(library.read_bytes()))
+    digest = Path(f"{library}.sha256")
+    digest.write_bytes(f"{hashlib.sha256(library.read_bytes()).hexdigest()}\n".encode())
     for file, mode in ((library, 0o755), (digest, 0o644)):
         file.chmod(mode & ~umask())
         flush(file)
     # A library with the digest of another is built again; one without any would be as well.
-    digest.replace(_digest_path(path))
+    digest.replace(f"{path}.sha256")
     library.replace(path)
 
 
@@ -170,7 +169,7 @@ def not_own(folder: Path) -> str:
             facts = place.stat()
         except OSError:  # not there yet; other errors are raised where it is read
             continue
-        if not _is_own(facts):
+        if facts.st_uid not in (_user(), 0):
             return f"the cache {place} belongs to another user"
         # In a sticky folder (/tmp) only the owner of a file can move it.
         sticky = place != real and facts.st_mode & stat.S_ISVTX
@@ -196,15 +195,6 @@ def _is_private(group: int) -> bool:
     return group == user.pw_gid and alone
 
 
-def _own_bytes(path: Path) -> bytes | None:
-    """What a file holds; None for a link, a device and a file that is not this user's alone."""
-    descriptor = open_own(path)
-    if descriptor is None:
-        return None
-    with open(descriptor, "rb") as file:  # noqa: PTH123  # of a descriptor
-        return file.read(_LARGEST_BYTES)
-
-
 def open_own(path: Path) -> int | None:
     """A descriptor to read a file with; None for a link, a device and a file that is not this
     user's alone.
@@ -217,26 +207,15 @@ def open_own(path: Path) -> int | None:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     facts = os.fstat(descriptor)
     plain = stat.S_ISREG(facts.st_mode) and facts.st_size <= _LARGEST_BYTES
-    if plain and _is_own(facts) and not facts.st_mode & _WRITABLE_BY_OTHERS:
+    own = facts.st_uid in (_user(), 0) and not facts.st_mode & _WRITABLE_BY_OTHERS
+    if plain and own:
         return descriptor
     os.close(descriptor)
     return None
 
 
-def _is_own(facts: os.stat_result) -> bool:
-    return facts.st_uid in (_user(), 0)
-
-
 def _user() -> int:
     return os.geteuid() if hasattr(os, "geteuid") else 0
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).hexdigest().encode() + b"\n"
-
-
-def _digest_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.sha256")
 
 
 @functools.cache

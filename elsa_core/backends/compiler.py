@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from elsa_core.backends import cache
-from elsa_core.backends.cache import is_sound
 from elsa_core.base.files import scratch
 from elsa_core.base.processes import running
 from elsa_core.errors import UnavailableError
@@ -49,6 +48,9 @@ _KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
 # All units are compiled side by side: seconds on a usual machine.
 BUILD_SECONDS = 600
 VERSION_SECONDS = 60
+_DAMAGED = (
+    "{} is damaged or not your own and was not built again: {}; then run `elsa build --force`"
+)
 _LOG = logging.getLogger("elsa")
 
 
@@ -118,7 +120,7 @@ def build(
     if force:
         compiler_version(tuple(compiler()))  # what was built ahead is no answer here
     path = library_path(recipe)
-    sound = is_sound(path)
+    sound = cache.read(path) is not None
     if sound and not force:
         return path
     damaged = os.path.lexists(path) and not sound
@@ -127,7 +129,7 @@ def build(
         if reason := cache.not_own(path.parent):  # in /tmp another user may have been faster
             raise UnavailableError(f"{reason}; set ELSA_CACHE_DIR to a directory of yours")
         with cache.locked(path, recipe.title, say):
-            if force or not is_sound(path):  # another process may have built it meanwhile
+            if force or cache.read(path) is None:  # another process may have built it meanwhile
                 _compile(recipe, path, say)
     except (UnavailableError, OSError) as error:
         if isinstance(error, OSError):
@@ -135,15 +137,10 @@ def build(
                 f"the {recipe.title} cannot be written to {path.parent}: "
                 f"{error.strerror or error}; set ELSA_CACHE_DIR to a directory that can be written"
             )
-        raise (_cannot_mend(path, error) if damaged else error) from None
+        if damaged:
+            error = UnavailableError(_DAMAGED.format(path, error))
+        raise error from None
     return path
-
-
-def _cannot_mend(path: Path, error: UnavailableError) -> UnavailableError:
-    return UnavailableError(
-        f"{path} is damaged or not your own and was not built again: {error}; "
-        "then run `elsa build --force`"
-    )
 
 
 def library_path(recipe: Recipe) -> Path:
@@ -159,16 +156,26 @@ def library_path(recipe: Recipe) -> Path:
     try:
         version = compiler_version(tuple(compiler()))
     except UnavailableError as error:
-        return _built_ahead(start, error)
+        found = list(start.parent.glob(f"{start.name}-*.so"))
+        sound = [path for path in found if cache.read(path) is not None]
+        if sound:
+            return max(sound, key=lambda path: path.stat().st_mtime)
+        if found:
+            raise UnavailableError(_DAMAGED.format(found[0], error)) from None
+        raise
     path = start.with_name(f"{start.name}-{hashlib.sha256(version.encode()).hexdigest()[:8]}.so")
-    is_sound(path)  # raises where the cache cannot be read
+    cache.read(path)  # raises where the cache cannot be read
     return path
 
 
 def _facts_key(recipe: Recipe) -> str:
     """The key of all that a library is made of, except for the compiler itself."""
     digest = hashlib.sha256()
-    for source in _sources(recipe):
+    folders = {recipe.folder, *(["elsa"] if recipe.kernels else [])}
+    folders |= {Path(file).parent.name for _, file, _ in recipe.units} - {""}
+    root = source_directory()
+    found = [p for folder in folders for p in (root / folder).iterdir()]
+    for source in sorted(p for p in found if p.suffix in (".cpp", ".h")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     flags = [flag for *_, flags in recipe.units for flag in flags]
     # Where torch lies decides nothing, and differs between the stages of an image.
@@ -176,15 +183,6 @@ def _facts_key(recipe: Recipe) -> str:
     facts = (_named_compiler()[1:], FLAGS, flags, kernels(), *recipe.facts)
     digest.update(repr((*facts, sys.platform, platform.machine())).encode())
     return digest.hexdigest()[:16]
-
-
-def _built_ahead(start: Path, error: UnavailableError) -> Path:
-    """The newest sound library whose name begins like `start`; `error` says why none is built."""
-    found = list(start.parent.glob(f"{start.name}-*.so"))
-    sound = [path for path in found if is_sound(path)]
-    if sound:
-        return max(sound, key=lambda path: path.stat().st_mtime)
-    raise _cannot_mend(found[0], error) if found else error
 
 
 def status(recipe: Recipe) -> dict[str, Any]:
@@ -205,7 +203,7 @@ def status(recipe: Recipe) -> dict[str, Any]:
     try:
         facts["cache"] = str(cache.directory())
         path = library_path(recipe)
-        built = is_sound(path)
+        built = cache.read(path) is not None
         damaged = not built and os.path.lexists(path)
         facts |= {"path": str(path), "built": built, "damaged": damaged}
     except (UnavailableError, OSError) as error:
@@ -286,14 +284,6 @@ def source_directory() -> Path:
     raise UnavailableError(
         f"the C++ sources are missing beside {package}; reinstall elsa-attention"
     )
-
-
-def _sources(recipe: Recipe) -> list[Path]:
-    root = source_directory()
-    folders = {recipe.folder, *(["elsa"] if recipe.kernels else [])}
-    folders |= {Path(file).parent.name for _, file, _ in recipe.units} - {""}
-    found = [p for folder in folders for p in (root / folder).iterdir()]
-    return sorted(p for p in found if p.suffix in (".cpp", ".h"))
 
 
 def _compile(recipe: Recipe, path: Path, say: Callable[[str], None]) -> None:

@@ -52,21 +52,15 @@ def support(request: Request) -> Support:
     return load()
 
 
-def schedule(*arguments: Any) -> str:
+def schedule(operator: str, *arguments: Any) -> str:
     """Name the kernels and how work is cut."""
-    return f"{isa()} kernels, tiles of query rows over {torch.get_num_threads()} threads"
-
-
-def varlen_schedule(*arguments: Any) -> str:
-    """As `schedule`, of packed sequences."""
-    cut = "each sequence by itself, long ones first, their heads over"
-    return f"{isa()} kernels, {cut} {torch.get_num_threads()} threads"
-
-
-def entmax_schedule(*arguments: Any) -> str:
-    """As `schedule`, of alpha-entmax, and which keys are left out."""
-    listed = "thresholds and values of listed keys alone"
-    return f"{isa()} kernels over {torch.get_num_threads()} threads; {listed}"
+    words = {
+        "varlen_attention": "{} kernels, each sequence by itself, long ones first, their heads "
+        "over {} threads",
+        "entmax_attention": "{} kernels over {} threads; thresholds and values of listed keys "
+        "alone",
+    }.get(operator, "{} kernels, tiles of query rows over {} threads")
+    return words.format(isa(), torch.get_num_threads())
 
 
 def attention_state(
@@ -102,7 +96,7 @@ def partition(
     )  # fmt: skip
     tile, whole = min(rows, block_rows), key_block * key_blocks
     return Partition(
-        "native", schedule(), f"{isa()}, {threads} threads", queries, keys, tile,
+        "native", schedule("attention"), f"{isa()}, {threads} threads", queries, keys, tile,
         ranges * -(-rows // tile), key_block, key_blocks, 1, whole, whole,
         batch * heads * ranges, 0, states,
     )  # fmt: skip
@@ -120,7 +114,7 @@ def load() -> Support:
         with _LOADING:  # what two threads define at once is refused, and the library off for both
             native_backward.define()
             library = _opened(build())
-            _isa_of(library)
+            isa(library)
             _LIBRARY.append(library)
     except Exception as error:  # whatever is wrong with this machine, plain PyTorch goes on
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -146,13 +140,21 @@ def _opened(path: Path) -> ctypes.CDLL:
         os.environ.pop(_SCHEMA_OWNER, None)
 
 
-def isa() -> str:
+def isa(library: ctypes.CDLL | None = None) -> str:
     """The instruction set whose kernels run here: "avx512", "avx2", "baseline" or "neon".
 
     Raises:
         UnavailableError: the library is not loaded, and why.
     """
-    return _isa_of(_loaded())
+    function = (library or _loaded()).elsa_cpu_isa
+    function.restype = ctypes.c_char_p
+    name: bytes | None = function()
+    if name is None:
+        raise UnavailableError(
+            f"ELSA_CPU_ISA={os.environ.get('ELSA_CPU_ISA')!r} is unknown, or this CPU lacks it; "
+            "unset it for the best kernels"
+        )
+    return name.decode()
 
 
 def build(*, force: bool = False, progress: Callable[[str], None] | None = None) -> Path:
@@ -196,15 +198,3 @@ def _loaded() -> ctypes.CDLL:
     if not answer.ok:
         raise UnavailableError(answer.reason)
     return _LIBRARY[0]
-
-
-def _isa_of(library: ctypes.CDLL) -> str:
-    function = library.elsa_cpu_isa
-    function.restype = ctypes.c_char_p
-    name: bytes | None = function()
-    if name is None:
-        raise UnavailableError(
-            f"ELSA_CPU_ISA={os.environ.get('ELSA_CPU_ISA')!r} is unknown, or this CPU lacks it; "
-            "unset it for the best kernels"
-        )
-    return name.decode()

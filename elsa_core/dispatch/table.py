@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -118,8 +119,9 @@ def _gated_linear_by_triton(*arguments: Any) -> Tensor | None:
     return gate.serve_gated(*arguments)
 
 
-def _native(record: ops.Operator, schedule: str = "schedule", **more: Any) -> Implementation:
-    words = _whole_windows if record.kind == "window" else _late("native", schedule)
+def _native(record: ops.Operator, **more: Any) -> Implementation:
+    named = partial(_late("native", "schedule"), record.name)
+    words = _whole_windows if record.kind == "window" else named
     if record.backward:
         backward = _late("native_backward", f"{record.name}_backward")
         more = {"gradient": _on("native", "native_backward"), "backward": backward} | more
@@ -132,11 +134,11 @@ _NATIVE = {
         state=_late("native", "attention_state"),
     ),
     "attention_dropout": _native(ops.ATTENTION_DROPOUT),
-    "varlen_attention": _native(ops.VARLEN_ATTENTION, "varlen_schedule"),
+    "varlen_attention": _native(ops.VARLEN_ATTENTION),
     "window_attention": _native(ops.WINDOW_ATTENTION),
     "sparse_attention": _native(ops.SPARSE_ATTENTION),
     "entmax_attention": _native(
-        ops.ENTMAX_ATTENTION, "entmax_schedule", gradient=_late("native", "support")
+        ops.ENTMAX_ATTENTION, gradient=_late("native", "support")
     ),
 }  # fmt: skip
 # What computes an operator on CUDA devices: modules that are imported at the first call.
