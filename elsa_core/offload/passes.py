@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,23 +58,22 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     mask gives all keys of a row so large a number that lse holds nothing of their count."""
     batch, heads, length, _ = call.query.shape
     width, wide = call.value.shape[3], state_dtype(call.query.dtype)
-    with _on(call.device):
+    with torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext():
         pass_ = _Pass(call, backward=False)
         at_once = streaming.stays(call.query, call.device) and len(pass_.query_bounds) == 1
         out = lse = call.query.new_empty(0)
         if not at_once:
             out = call.query.new_zeros((batch, length, heads, width)).transpose(1, 2)
             lse = call.query.new_full((batch, heads, length), -math.inf, dtype=wide)
-        for bounds, (query,) in pass_.queries(call.query):
+        for rows, own, _ in pass_.queries(call.query):
             total = None
-            for rows, run, _ in pass_.keys(query, bounds):
-                total = shards.state(rows, run, total)
-            found, of_rows = shards.finished(total, pass_.rows(query, bounds), width)
+            for seen, run, _ in pass_.keys(rows):
+                total = shards.state(seen, run, total)
+            found, of_rows = shards.finished(total, rows, width)
             of_rows = of_rows.to(wide)
             _require_count(of_rows, call.attn_mask)
             if at_once:
                 return found, of_rows
-            own = slice(*bounds)
             pass_.put((found, out[:, :, own]), (of_rows, lse[:, :, own]))
         pass_.writer.finish()
         return out, lse
@@ -85,7 +84,7 @@ def backward(call: Call, saved: Saved, wanted: Wanted) -> tuple[Tensor | None, .
 
     saved: where the query is.
     """
-    with _on(call.device):
+    with torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext():
         pass_ = _Pass(call, backward=True)
         # a block of keys is met once
         alone = len(pass_.query_bounds) == 1 and not call.is_causal
@@ -97,29 +96,27 @@ def backward(call: Call, saved: Saved, wanted: Wanted) -> tuple[Tensor | None, .
             for t, needed in zip(call[:3], wanted[:3], strict=True)
         ]
         given = [t for t in (saved.grad_out, saved.out, saved.lse, saved.grad_lse) if t is not None]
-        for bounds, (query, *parts) in pass_.queries(call.query, *given):
+        for rows, own, parts in pass_.queries(call.query, *given):
             of_rows, double = Saved(*parts), loses_digits(parts[2])
             if double:  # what the gradients read, in float64: the keys come once more
-                total, wide = None, query.double()
-                for rows, run, _ in pass_.keys(wide, bounds):
-                    total = shards.state(rows.doubled(), run.doubled(), total)
-                whole = pass_.rows(wide, bounds).doubled()
-                out, lse = shards.finished(total, whole, call.value.shape[3])
+                total, rows = None, rows.doubled()  # noqa: PLW2901
+                for seen, run, _ in pass_.keys(rows):
+                    total = shards.state(seen.doubled(), run.doubled(), total)
+                out, lse = shards.finished(total, rows, call.value.shape[3])
                 of_rows = of_rows._replace(grad_out=of_rows.grad_out.double(), out=out, lse=lse)
-                query = wide  # noqa: PLW2901
-            own = Sums.zeros(pass_.rows(query, bounds), wanted)
-            for rows, run, columns in pass_.keys(query, bounds):
+            sums = Sums.zeros(rows, wanted)
+            for seen, run, columns in pass_.keys(rows):
                 if double:
-                    rows, run = rows.doubled(), run.doubled()  # noqa: PLW2901
-                grads = shards.gradients(rows, run, of_rows, own, wanted)
+                    seen, run = seen.doubled(), run.doubled()  # noqa: PLW2901
+                grads = shards.gradients(seen, run, of_rows, sums, wanted)
                 pairs = [
                     (grad.to(total.dtype), total[:, :, columns])
                     for grad, total, needed in zip(grads, totals[1:], wanted[1:3], strict=True)
                     if needed
                 ]
                 pass_.put(*pairs, add=not alone)
-            if own.query is not None:
-                pass_.put((own.query.to(call.query.dtype), totals[0][:, :, slice(*bounds)]))
+            if sums.query is not None:
+                pass_.put((sums.query.to(call.query.dtype), totals[0][:, :, own]))
         pass_.writer.finish()
         return tuple(
             total.to(t.dtype) if needed else None
@@ -154,19 +151,25 @@ class _Pass:
         rows, self._block = sizes(call, backward=backward)
         self.query_bounds = _bounds(call.query.shape[2], rows)
 
-    def queries(self, *tensors: Tensor) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:
-        """Blocks of queries and of what belongs to them, along dim 2, with their rows."""
+    def queries(self, *tensors: Tensor) -> Iterator[tuple[Rows, slice, list[Tensor]]]:
+        """Blocks of queries, the first tensor, as rows without a mask, their place, and what else
+        belongs to them, along dim 2."""
+        call = self.call
         blocks = self._queries.blocks(tensors, [2] * len(tensors), self.query_bounds)
-        return zip(self.query_bounds, blocks, strict=True)
+        for (start, stop), (query, *parts) in zip(self.query_bounds, blocks, strict=True):
+            rows = Rows(
+                query, None, start, call.is_causal, call.scale, call.precision, call.backend
+            )
+            yield rows, slice(start, stop), parts
 
-    def keys(self, query: Tensor, bounds: tuple[int, int]) -> Iterator[tuple[Rows, Run, slice]]:
+    def keys(self, rows: Rows) -> Iterator[tuple[Rows, Run, slice]]:
         """The blocks of keys and values that a block of queries sees, in their order: the rows with
         the mask of the block's columns, the block, and the columns."""
-        call, rows, mask = self.call, self.rows(query, bounds), self.call.attn_mask
-        seen = min(call.key.shape[2], bounds[1]) if call.is_causal else call.key.shape[2]
+        call, mask, end = self.call, self.call.attn_mask, rows.start + rows.query.shape[2]
+        seen = min(call.key.shape[2], end) if call.is_causal else call.key.shape[2]
         tensors, dims = [call.key, call.value], [2, 2]
         if mask is not None and mask.shape[2] > 1:
-            mask = mask[:, :, slice(*bounds)]
+            mask = mask[:, :, rows.start : end]
         if mask is not None and mask.shape[3] > 1:
             tensors, dims = [*tensors, mask], [2, 2, 3]
         elif mask is not None:
@@ -178,13 +181,6 @@ class _Pass:
             # a mask of the block's columns alone; without one, rows and columns have their places
             place = (start, stop) if part is None else (0, stop - start)
             yield replace(rows, attn_mask=part), Run(*place, key, value), slice(start, stop)
-
-    def rows(self, query: Tensor, bounds: tuple[int, int]) -> Rows:
-        """A block of queries as the rows that start at its first."""
-        call = self.call
-        return Rows(
-            query, None, bounds[0], call.is_causal, call.scale, call.precision, call.backend
-        )
 
     def put(self, *pairs: tuple[Tensor, Tensor], add: bool = False) -> None:
         """Put results where they belong: in place on the device, by the writer on the host."""
@@ -210,14 +206,13 @@ def sizes(call: Call, *, backward: bool) -> tuple[int, int]:
     batch, heads, length, head_dim = call.query.shape
     kv_heads, keys, width = call.key.shape[1], call.key.shape[2], call.value.shape[3]
     size, wide = call.query.element_size(), state_dtype(call.query.dtype).itemsize
-    here = streaming.stays(call.query, call.device)
     rows, block = length, _CPU_BLOCK
     if call.device.type == "cuda":
         row = batch * heads * (2 * head_dim * size + 3 * width * wide)
         row += batch * heads * (2 * head_dim + 2 * width) * wide * backward
         key = batch * kv_heads * (head_dim + width) * size
         free = int(_SHARE * _free(call.device))
-        if not here:
+        if not streaming.stays(call.query, call.device):
             rows = max(_SMALLEST, free // 2 // max(1, row))
         rows = max(1, min(call.query_block or rows, length))
         left = max(free // 2, free - rows * row) // 2
@@ -246,7 +241,3 @@ def _free(device: torch.device) -> int:
 
 def _bounds(length: int, block: int) -> list[tuple[int, int]]:
     return [(start, min(start + block, length)) for start in range(0, length, block)]
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,19 +147,25 @@ class Loader:
         """
         if not bounds:
             return
-        longest, new = max(bounds, key=lambda pair: pair[1] - pair[0]), False
-        for i, part in enumerate(_cut(tensors, dims, longest)):
+        operands = list(zip(tensors, dims, strict=True))
+        longest, new = max(stop - start for start, stop in bounds), False
+        for i, (tensor, dim) in enumerate(operands):
+            part = tensor.narrow(dim, 0, longest)
             for slot in self._slots if not stays(part, self._device) else ():
                 new |= _reserve(slot.memory, (i, False), part, device=self._device)
-                if not _direct(part):
+                if not _layout(part).direct:
                     pinned = self._device.type == "cuda"
                     new |= _reserve(slot.memory, (i, True), part, device="cpu", pin_memory=pinned)
         if new and self._stream is not None:
             # memory of the device that is new here may still be read by earlier work
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        slot, coming = self._load(_cut(tensors, dims, bounds[0]))
+        slices = (
+            [tensor.narrow(dim, start, stop - start) for tensor, dim in operands]
+            for start, stop in bounds
+        )
+        slot, coming = self._load(next(slices))
         try:
-            for following in (*bounds[1:], None):
+            for _ in bounds:
                 if self._stream is not None and slot.copied is not None:
                     torch.cuda.current_stream(self._device).wait_event(slot.copied)
                 begun = self.timeline.mark() if self._folds else None
@@ -168,8 +174,9 @@ class Loader:
                     self.timeline.folds.append((begun, self.timeline.mark()))
                 if self._stream is not None:
                     slot.freed = torch.cuda.current_stream(self._device).record_event()
+                following = next(slices, None)
                 if following is not None:  # after the work was launched, so that it runs meanwhile
-                    slot, coming = self._load(_cut(tensors, dims, following))
+                    slot, coming = self._load(following)
         finally:
             if self._stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -182,7 +189,7 @@ class Loader:
             if stays(part, self._device):
                 continue
             source = part
-            if not _direct(part):
+            if not _layout(part).direct:
                 if self._stream is not None and slot.copied is not None:
                     slot.copied.synchronize()  # the last copy out of this pinned memory
                 source = in_order_of(part, slot.memory[i, True])
@@ -255,30 +262,35 @@ def stays(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device == device
 
 
-def _cut(tensors: Sequence[Tensor], dims: Sequence[int], bounds: tuple[int, int]) -> list[Tensor]:
-    start, stop = bounds
-    return [t.narrow(dim, start, stop - start) for t, dim in zip(tensors, dims, strict=True)]
+class _Layout(NamedTuple):
+    """How a tensor lies in memory.
+
+    order: its dims, outermost first, where broadcast ones are. leading: the sizes of those below
+    which memory is contiguous. direct: whether it can be copied as it is, run by run.
+    """
+
+    order: list[int]
+    leading: torch.Size
+    direct: bool
 
 
-def _outermost_first(tensor: Tensor) -> list[int]:
-    """The dims in the order of memory; broadcast ones are outermost."""
+def _layout(tensor: Tensor) -> _Layout:
     strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda d: -(strides[d] or 2**62))
+    order = sorted(range(tensor.dim()), key=lambda d: -(strides[d] or 2**62))
+    ordered = part = tensor.permute(order)
+    depth = 0
+    while not part.is_contiguous() and part.dim() > 1:
+        depth, part = depth + 1, part[0]
+    leading = ordered.shape[:depth]
+    few = part.is_contiguous() and leading.numel() <= _MOST_COPIES
+    return _Layout(order, leading, few and tensor.is_pinned())
 
 
 def in_order_of(like: Tensor, memory: Tensor) -> Tensor:
     """Flat memory as a dense tensor of the shape of `like`, its dims in the same order."""
-    order = _outermost_first(like)
+    order = _layout(like).order
     dense = memory[: like.numel()].view([like.shape[d] for d in order])
     return dense.permute([order.index(d) for d in range(like.dim())])
-
-
-def _leading(ordered: Tensor) -> tuple[torch.Size, bool]:
-    """The leading dims below which memory is contiguous, and whether it is below the last one."""
-    depth, part = 0, ordered
-    while not part.is_contiguous() and part.dim() > 1:
-        depth, part = depth + 1, part[0]
-    return ordered.shape[:depth], part.is_contiguous()
 
 
 def runs(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -286,12 +298,7 @@ def runs(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
     `target` is dense, in the order of `source`.
     """
-    order = _outermost_first(source)
+    order, leading, _ = _layout(source)
     target, source = target.permute(order), source.permute(order)
-    for place in product(*map(range, _leading(source)[0])):
+    for place in product(*map(range, leading)):
         yield target[place], source[place]
-
-
-def _direct(part: Tensor) -> bool:
-    leading, contiguous = _leading(part.permute(_outermost_first(part)))
-    return contiguous and leading.numel() <= _MOST_COPIES and part.is_pinned()
