@@ -53,18 +53,20 @@ def define_attention(
 
     results: names of what it gives, out and lse first. backward: takes the gradients of these two
     (that of lse is [0] where nothing depends on it), the operands, the results, the terms and which
-    operands want a gradient; gives those of the operands. refusal: the error of second derivatives.
+    operands want a gradient; gives those of the operands. fake: gives fake results but for out,
+    whose memory is [B, Nq, Hq, Dv]. refusal: the error of second derivatives.
     """
     saved = results.split()
     operands = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
 
-    def run(*arguments: Any) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return forward(*arguments)
+    def forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        batch, heads, length, _ = query.shape
+        out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+        return out, *fake(query, *rest)
 
+    @torch.no_grad()
     def run_backward(*arguments: Any) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            grads = backward(*arguments)
+        grads = backward(*arguments)
         return tuple(
             arguments[0].new_empty(0) if grad is None or t is None else grad.to(t.dtype)
             for grad, t in zip(grads, arguments[2:6], strict=True)
@@ -97,7 +99,13 @@ def define_attention(
         raise ArgumentError(refusal)
 
     several = ", ".join("Tensor" for _ in saved)
-    define(f"{name}({operands}, {terms}) -> ({several})", run, fake, formula, context)
+    define(
+        f"{name}({operands}, {terms}) -> ({several})",
+        torch.no_grad()(forward),
+        forward_fake,
+        formula,
+        context,
+    )
     define(
         f"{name}_backward(Tensor grad_out, Tensor grad_lse, {operands}, "
         f"{', '.join(f'Tensor {each}' for each in saved)}, {terms}, bool[] needs) "
@@ -134,14 +142,6 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     return out, lse.double(), torch.tensor([how.queries, how.keys])
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor, *terms: Any) -> tuple[Tensor, ...]:
-    batch, heads, length, _ = query.shape
-    out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
-    world = groups.by_name(terms[-1]).size()
-    tokens = torch.empty((2, world), dtype=torch.int64, device="cpu")
-    return out, query.new_empty((batch, heads, length), dtype=torch.float64), tokens
-
-
 def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor | None]:
     *inputs, out, lse, tokens = arguments[:7]
     *terms, needs = arguments[7:]
@@ -155,7 +155,12 @@ define_attention(
     "distributed_attention",
     "bool is_causal, float scale, str precision, str backend, str method, str gradients, "
     "int[] lengths, str group",
-    _forward, _backward, _fake, results="out lse tokens",
+    _forward, _backward,
+    lambda query, *terms: (
+        query.new_empty(query.shape[:3], dtype=torch.float64),
+        torch.empty((2, groups.by_name(terms[-1]).size()), dtype=torch.int64, device="cpu"),
+    ),
+    results="out lse tokens",
     refusal="elsa.distributed.attention is differentiable once",
 )  # fmt: skip
 

@@ -35,11 +35,6 @@ class Call(NamedTuple):
     agreed: Agreement
     group: dist.ProcessGroup
 
-    def doubled(self) -> Call:
-        """In float64."""
-        key, value = self.key.double(), self.value.double()
-        return self._replace(rows=self.rows.doubled(), key=key, value=value)
-
     def shapes(self, rank: int, wanted: Wanted | None = None) -> list[torch.Size]:
         """Of the keys and values of a rank's shard, or of those of their gradients that are
         wanted."""
@@ -91,14 +86,13 @@ def backward(call: Call, method: str, saved: Saved, wanted: Wanted) -> Gradients
         of_key, of_value = shards.gradients(rows, run, saved, sums, wanted)
         own = _summed_at_home(call, of_key.to(moved), of_value.to(moved), wanted)
     else:
-        group = call.group
-
-        def of_all(found: Tensor) -> Tensor:
-            doing = "asking whether scores are large"
-            return groups.all_gather(group, found.to(torch.uint8), doing)
-
-        if loses_digits(saved.lse, of_all if group.size() > 1 else None):
-            call = call.doubled()
+        group, doing = call.group, "asking whether scores are large"
+        alone = group.size() == 1
+        of_all = None if alone else lambda x: groups.all_gather(group, x.to(torch.uint8), doing)
+        if loses_digits(saved.lse, of_all):
+            call = call._replace(
+                rows=call.rows.doubled(), key=call.key.double(), value=call.value.double()
+            )
             saved = Saved(grad_out.double(), *forward(call, "ring"))
         sums = Sums.zeros(call.rows, wanted)
         own = _ring_backward(call, saved, sums, wanted)

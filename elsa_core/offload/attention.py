@@ -189,16 +189,12 @@ def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tens
     return *passes.backward(_call(*inputs, *terms), saved, Wanted(*needs)), None
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, length, _ = query.shape
-    out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
-    return out, query.new_empty((batch, heads, length), dtype=state_dtype(query.dtype))
-
-
 define_attention(
     "offloaded_attention",
     "bool is_causal, float scale, str precision, str backend, str device, int block, "
     "int query_block",
-    lambda *arguments: passes.forward(_call(*arguments)), _backward, _fake, results="out lse",
+    lambda *arguments: passes.forward(_call(*arguments)), _backward,
+    lambda query, *_: (query.new_empty(query.shape[:3], dtype=state_dtype(query.dtype)),),
+    results="out lse",
     refusal="attention with offload='host' is differentiable once",
 )  # fmt: skip
