@@ -32,11 +32,16 @@ def run(session: Session, options: Options, published: Document | None, kind: st
         return
     from elsa_core.errors import UnavailableError
     from elsa_core.measuring import environment
-    from elsa_core.profiling.bench import runner
+    from elsa_core.profiling.bench import families, models, runner
 
     bench_common.check_output(device, options, resumes=True)
     target = options.output
-    settings = _settings(bench, cases, device, options)
+    named = {"rounds": "rounds", "budget": "budget_seconds", "baselines": "baselines"}
+    how = {key: getattr(options, name) for name, key in named.items()}
+    if bench is models.RUNNER:
+        plain = [key for name, key in named.items() if not typed((name,))]
+        how |= families.protocol(device, cases, how | dict.fromkeys(plain))
+    settings = bench.settings(device, **how, seed=options.seed, backend=options.backend)
     document = bench.started(settings, environment.describe(device))
     if options.resume and target is not None and target.exists():
         document = runner.read(target, document)
@@ -63,18 +68,6 @@ def run(session: Session, options: Options, published: Document | None, kind: st
         raise VerdictError(f"wrong results: {', '.join(wrong)}")
     if published is not None:
         bench_common.judge(session, document, published)
-
-
-def _settings(bench: Any, cases: Any, device: torch.device, options: Options) -> Document:
-    from elsa_core.profiling.bench import families, models
-
-    named = {"rounds": "rounds", "budget": "budget_seconds", "baselines": "baselines"}
-    how = {key: getattr(options, name) for name, key in named.items()}
-    if bench is models.RUNNER:
-        plain = [key for name, key in named.items() if not typed((name,))]
-        how |= families.protocol(device, cases, how | dict.fromkeys(plain))
-    found: Document = bench.settings(device, **how, seed=options.seed, backend=options.backend)
-    return found
 
 
 def _list(

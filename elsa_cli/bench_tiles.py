@@ -32,7 +32,6 @@ def tune_tiles(
     from elsa_core.measuring import environment
     from elsa_core.profiling.bench import tune
 
-    tune.check_device(device)
     # Chosen by name or by default, a table also holds calls of one query, which have no tiles.
     tiled = [case for case in cases if case.queries > 1 and case.dtype != "fp64"]
     if not tiled:

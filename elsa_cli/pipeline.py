@@ -123,29 +123,25 @@ def patch_model(
     typed. Also which backend serves the attention sites, by their head dimensions (64 where it is
     not known before a run). Asking compiles the native library at its first use.
     """
-    if loaded.report is not None and plan is None and not typed(CHOICES):
-        return loaded.report, _routes(session, loaded, loaded.report)
-    with session.stage("patching"):
-        from elsa_core.loading import apply_plan, read_plan
-        from elsa_core.patching import patch, unpatch
+    report = loaded.report
+    if report is None or plan is not None or typed(CHOICES):
+        with session.stage("patching"):
+            from elsa_core.loading import apply_plan, read_plan
+            from elsa_core.patching import patch, unpatch
 
-        given = None if plan is None else read_plan(plan)
-        # The options describe the whole result, not what is added to an earlier plan.
-        unpatch(loaded.model)
-        example = loaded.example_inputs() if loaded.is_watched else None
-        if plan is not None and given is not None:
-            report = apply_plan(loaded.model, given, plan, example)
-        else:
-            report = patch(
-                loaded.model, example, precision=options.precision, backend=options.backend,
-                include=list(options.include) or None, exclude=list(options.exclude) or None,
-                strict=strict, scope=options.scope, sparsity=options.sparsity,
-                offload=options.offload,
-            )  # fmt: skip
-    return report, _routes(session, loaded, report)
-
-
-def _routes(session: Session, loaded: Loaded, report: PatchReport) -> Routes:
+            given = None if plan is None else read_plan(plan)
+            # The options describe the whole result, not what is added to an earlier plan.
+            unpatch(loaded.model)
+            example = loaded.example_inputs() if loaded.is_watched else None
+            if plan is not None and given is not None:
+                report = apply_plan(loaded.model, given, plan, example)
+            else:
+                report = patch(
+                    loaded.model, example, precision=options.precision, backend=options.backend,
+                    include=list(options.include) or None, exclude=list(options.exclude) or None,
+                    strict=strict, scope=options.scope, sparsity=options.sparsity,
+                    offload=options.offload,
+                )  # fmt: skip
     with session.stage("preparing the kernels (compiled at their first use)"):
         import torch
 
@@ -165,7 +161,7 @@ def _routes(session: Session, loaded: Loaded, report: PatchReport) -> Routes:
     if slow and report.backend == "auto" and not said:
         dims = ", ".join(map(str, slow))
         session.warn(f"head_dim {dims} runs on plain PyTorch, which is slower: {reasons}")
-    return found
+    return report, found
 
 
 def check_inputs(session: Session, loaded: Loaded, options: Options) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,20 +101,6 @@ def _cpuinfo(*keys: str) -> str | None:
         if line.lower().startswith(keys):
             return line.partition(":")[2].strip()
     return None
-
-
-def size_of(folder: Path) -> tuple[int, bool]:
-    """Bytes of all files below `folder`, and whether all were counted in time."""
-    total, deadline = 0, time.monotonic() + SIZE_BUDGET_S
-    for here, _, files in os.walk(folder, onerror=None):
-        for name in files:
-            try:
-                total += (Path(here) / name).lstat().st_size
-            except OSError:
-                continue
-        if time.monotonic() > deadline:
-            return total, False
-    return total, True
 
 
 def human(size: float) -> str:
@@ -242,7 +229,21 @@ def _backends() -> Iterator[Probe]:
 
 
 def _caches() -> Iterator[Probe]:
-    for name, folder in cache_folders().items():
+    """Where elsa (its native library) and the packages it drives keep files."""
+    import platformdirs
+
+    own = os.environ.get("ELSA_CACHE_DIR") or platformdirs.user_cache_dir("elsa")
+    home = Path.home()
+    general = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    hugging = Path(os.environ.get("HF_HOME") or general / "huggingface")
+    folders = {
+        "elsa": Path(os.path.expanduser(own)),  # noqa: PTH111  # which never raises
+        "hugging face": Path(hub) if hub else hugging / "hub",
+        "torch hub": Path(os.environ.get("TORCH_HOME") or general / "torch"),
+        "triton": Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache"),
+    }
+    for name, folder in folders.items():
         try:
             there = folder.is_dir()
         except OSError as error:  # the others' lines are still wanted
@@ -251,27 +252,16 @@ def _caches() -> Iterator[Probe]:
         if not there:
             yield Probe("caches", name, None, f"{folder} (empty)")
             continue
-        size, whole = size_of(folder)
-        text = f"{folder} ({'' if whole else 'more than '}{human(size)})"
+        size, late, deadline = 0, False, time.monotonic() + SIZE_BUDGET_S
+        for here, _, files in os.walk(folder, onerror=None):
+            for file in files:
+                with suppress(OSError):
+                    size += (Path(here) / file).lstat().st_size
+            if late := time.monotonic() > deadline:
+                break
+        text = f"{folder} ({'more than ' if late else ''}{human(size)})"
         bad = "" if os.access(folder, os.W_OK) else "not writable"
         yield Probe("caches", name, False if bad else None, text, bad)
-
-
-def cache_folders() -> dict[str, Path]:
-    """Where elsa (its native library) and the packages it drives keep files, by name."""
-    import platformdirs
-
-    own = os.environ.get("ELSA_CACHE_DIR") or platformdirs.user_cache_dir("elsa")
-    home = Path.home()
-    general = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    hugging = Path(os.environ.get("HF_HOME") or general / "huggingface")
-    return {
-        "elsa": Path(os.path.expanduser(own)),  # noqa: PTH111  # which never raises
-        "hugging face": Path(hub) if hub else hugging / "hub",
-        "torch hub": Path(os.environ.get("TORCH_HOME") or general / "torch"),
-        "triton": Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache"),
-    }
 
 
 def _guard(probe: Callable[..., Any], *given: Any) -> Any:

@@ -42,8 +42,21 @@ def show(session: Session, document: Document) -> None:
 def next_steps(session: Session, document: Document, options: Options) -> None:
     model = document["results"]["model"]["given"]
     if options.policy is not None:
-        line = [model, *_as_loaded(options), "--plan", str(options.plan), "-o", "DIR"]
-        session.line(f"Next: {shlex.join(['elsa', 'patch', *line])}", "dim")
+        # What loads the profiled model again, where there was one size and dtype, on the device
+        # whose times the plan rests on.
+        line = ["elsa", "patch", model]
+        if options.img_size is not None and len(options.img_size) == 1:
+            line += ["--img", side(options.img_size[0])]
+        if options.seed:
+            line += ["--seed", str(options.seed)]
+        if len(options.dtype) == 1 and options.dtype[0] != "fp32":
+            line += ["--dtype", options.dtype[0]]
+        if options.arch is not None:
+            line += ["--arch", options.arch]
+        if options.device != "auto":
+            line += ["--device", options.device]
+        line += [*["--pretrained"] * options.pretrained, "--plan", str(options.plan), "-o", "DIR"]
+        session.line(f"Next: {shlex.join(line)}", "dim")
     elif options.html is None and options.plot is None:
         # --output becomes the --resume that reads what it wrote
         again = (re.sub("^(-o|--output)$", "--resume", word) for word in session.arguments[1:])
@@ -57,23 +70,6 @@ def next_steps(session: Session, document: Document, options: Options) -> None:
         best = min(runs, key=lambda run: float(run["seconds"]))
         time = f"{best['name']}, {words.duration(best['seconds'])}"
         session.line(f"Fastest: {time}: {variants.how_to(best['name'])}", "bold")
-
-
-def _as_loaded(options: Options) -> list[str]:
-    """The options that load the profiled model again, where there was one size and dtype, on the
-    device whose times the plan rests on."""
-    said = []
-    if options.img_size is not None and len(options.img_size) == 1:
-        said += ["--img", side(options.img_size[0])]
-    if options.seed:
-        said += ["--seed", str(options.seed)]
-    if len(options.dtype) == 1 and options.dtype[0] != "fp32":
-        said += ["--dtype", options.dtype[0]]
-    if options.arch is not None:
-        said += ["--arch", options.arch]
-    if options.device != "auto":
-        said += ["--device", options.device]
-    return [*said, "--pretrained"] if options.pretrained else said
 
 
 def _one(session: Session, row: Document) -> None:

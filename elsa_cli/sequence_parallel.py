@@ -10,7 +10,7 @@ import click
 
 from elsa_cli import names, pipeline
 from elsa_cli.console import Session
-from elsa_cli.errors import describe
+from elsa_cli.errors import PlaceError, describe
 from elsa_cli.options import Options, resolve_device
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ _OTHERS = (
     *("train", "baselines", "policy", "output", "resume", "html", "plot", "include", "exclude"),
     *("inputs", "input_size"),
 )
+_ONE_OF = {
+    "img_size": "--img", "batch_size": "--batch-size", "dtype": "--dtype",
+    "precision": "--precision",
+}  # fmt: skip
 
 
 def profile(session: Session, model: str, options: Options) -> None:
@@ -30,7 +34,15 @@ def profile(session: Session, model: str, options: Options) -> None:
     rank = int(os.environ.get("RANK") or 0)
     session.quiet |= rank > 0  # rank 0 alone writes
     try:
-        _check(options)
+        for name in _OTHERS:
+            if getattr(options, name):
+                raise click.UsageError(f"--{name.replace('_', '-')} is not for --sequence-parallel")
+        for name, flag in _ONE_OF.items():
+            if len(getattr(options, name) or ()) > 1:
+                raise click.UsageError(f"--sequence-parallel takes one {flag}")
+        if not os.environ.get("RANK") or not os.environ.get("WORLD_SIZE"):
+            raise PlaceError("--sequence-parallel needs ranks: "
+                             "torchrun --nproc-per-node 2 -m elsa_cli profile ...")  # fmt: skip
         names.check(model)
         with session.stage("importing torch", imports=True):
             from elsa_core.measuring import environment
@@ -64,22 +76,6 @@ def profile(session: Session, model: str, options: Options) -> None:
         if rank and code in (2, 4):  # usage, a model: all ranks have it, and one says it
             raise click.exceptions.Exit(code) from None
         raise
-
-
-def _check(options: Options) -> None:
-    from elsa_core.errors import UnavailableError
-
-    for name in _OTHERS:
-        if getattr(options, name):
-            raise click.UsageError(f"--{name.replace('_', '-')} is not for --sequence-parallel")
-    for name, flag in (("img_size", "--img"), ("batch_size", "--batch-size"),
-                       ("dtype", "--dtype"), ("precision", "--precision")):  # fmt: skip
-        if len(getattr(options, name) or ()) > 1:
-            raise click.UsageError(f"--sequence-parallel takes one {flag}")
-    if not os.environ.get("RANK") or not os.environ.get("WORLD_SIZE"):
-        raise UnavailableError(
-            "--sequence-parallel needs ranks: torchrun --nproc-per-node 2 -m elsa_cli profile ..."
-        )
 
 
 def _measured(

@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import (
-    bench_common,
-    bench_models,
-    bench_tiles,
-    pipeline,
-    targets,
-)
+from elsa_cli import bench_common, bench_models, bench_tiles, pipeline, targets
 from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
@@ -173,10 +167,23 @@ def _check(kind: str | None, options: Options) -> None:
 
 
 def _attention(session: Session, options: Options, published: Document | None) -> None:
+    from elsa_core.profiling.bench import cases
     from elsa_core.profiling.bench.attention import Settings
 
     device = bench_common.device_of(options, plans=options.trace or options.tune)
-    chosen = _chosen(device, options)
+    if options.tune:
+        from elsa_core.profiling.bench import tune
+
+        tune.check_device(device)
+    if options.shapes:
+        how = {"dtype": options.dtype or "fp32", "precision": options.precision or "strict"}
+        chosen = tuple(dict.fromkeys(cases.from_shape(text, **how) for text in options.shapes))
+    else:  # --trace and --tune take few where none is named
+        few = (options.trace or options.tune) and not (options.tables or options.patterns)
+        chosen = cases.select(
+            device.type, options.precision, tables=options.tables, patterns=options.patterns,
+            quick=options.quick or few, dtype=options.dtype,
+        )  # fmt: skip
     settings = Settings(
         rounds=options.rounds, budget_seconds=options.budget, seed=options.seed,
         backend=options.backend, flex=options.flex,
@@ -225,25 +232,6 @@ def _measure(
         session.line(f"results: {options.output}")
     if published is not None:
         bench_common.judge(session, document, published)
-
-
-def _chosen(device: torch.device, options: Options) -> tuple[Case, ...]:
-    """The calls that the options name. --trace and --tune take few where none is named."""
-    from elsa_core.profiling.bench import cases
-
-    if options.tune:
-        from elsa_core.profiling.bench import tune
-
-        tune.check_device(device)
-    precision, dtype = options.precision, options.dtype
-    if options.shapes:
-        how = {"dtype": dtype or "fp32", "precision": precision or "strict"}
-        return tuple(dict.fromkeys(cases.from_shape(text, **how) for text in options.shapes))
-    few = (options.trace or options.tune) and not (options.tables or options.patterns)
-    return cases.select(
-        device.type, precision, tables=options.tables, patterns=options.patterns,
-        quick=options.quick or few, dtype=dtype,
-    )  # fmt: skip
 
 
 def _list(session: Session, chosen: tuple[Case, ...], device: torch.device) -> None:

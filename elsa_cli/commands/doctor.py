@@ -57,16 +57,12 @@ def _verdict(probes: list[Probe]) -> str:
             return "No backend is ready: install torch again first."
         return f"No backend is ready: {off.get('eager') or off.get('backends', 'see above')}"
     if {"sdpa", "eager"}.issuperset(ready):
-        return f"Ready: {', '.join(ready)} only. {_next_step(off)}"
+        named = os.environ.get("CXX")
+        step = f"correct or unset CXX={named!r}" if named else "install a C++ compiler"
+        step = f"Next: {step}, then run `elsa build`."
+        if "library" not in off:
+            step = "Next: run `elsa build`."
+        elif "compiler" not in off:
+            step = f"The native library is off: {off['library']}"
+        return f"Ready: {', '.join(ready)} only. {step}"
     return f"Ready: {', '.join(ready)}. Next: elsa patch vit_base_patch16_224 --check"
-
-
-def _next_step(off: dict[str, str]) -> str:
-    """What makes the native library ready, by the reasons of the probes that are off."""
-    if "library" not in off:
-        return "Next: run `elsa build`."
-    if "compiler" not in off:
-        return f"The native library is off: {off['library']}"
-    named = os.environ.get("CXX")
-    step = f"correct or unset CXX={named!r}" if named else "install a C++ compiler"
-    return f"Next: {step}, then run `elsa build`."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -14,9 +14,6 @@ from elsa_cli import targets
 from elsa_cli.console import Session, version
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import Options, elsa_command, typed
-
-if TYPE_CHECKING:
-    from elsa_core.proof.coverage import Coverage
 
 
 @elsa_command(
@@ -155,24 +152,8 @@ def _show_all(session: Session, match: str | None, options: Options) -> None:
     total = coverage.summarise(records)
     results = {"summary": total, "architectures": [record.to_dict() for record in records]}
     session.document("inspect --all", results)
-    _table(session, coverage.by_family(records))
-    bad = [record for record in records if record.verdict in (coverage.DIFFERS, coverage.FAILED)]
-    for record in records:
-        if record.reason and record.verdict not in (coverage.AGREES, coverage.NOT_CHECKED):
-            session.line(f"{record.name}: {record.verdict}: {record.reason}", "yellow")
-    said = ", ".join(f"{n} {verdict}" for verdict, n in sorted(total["verdicts"].items()))
-    session.verdict(
-        f"{total['complete']} of {total['attentive']} architectures with softmax attention are "
-        f"patched whole ({total['share']:.1%}) · {said}",
-        good=not bad,
-    )  # fmt: skip
-    if bad:
-        raise VerdictError(f"{len(bad)} architectures differ or fail, {bad[0].name} first")
-
-
-def _table(session: Session, families: dict[str, list[Coverage]]) -> None:
     rows = []
-    for family, members in families.items():
+    for family, members in coverage.by_family(records).items():
         kept: Counter[str] = Counter()
         for record in members:
             for one in record.kept:
@@ -187,3 +168,15 @@ def _table(session: Session, families: dict[str, list[Coverage]]) -> None:
     titles = ["family", ">models", ">sites", ">patched", "verdicts", "kept"]
     session.table(titles, rows, wrap=5)
     session.line()
+    bad = [record for record in records if record.verdict in (coverage.DIFFERS, coverage.FAILED)]
+    for record in records:
+        if record.reason and record.verdict not in (coverage.AGREES, coverage.NOT_CHECKED):
+            session.line(f"{record.name}: {record.verdict}: {record.reason}", "yellow")
+    said = ", ".join(f"{n} {verdict}" for verdict, n in sorted(total["verdicts"].items()))
+    session.verdict(
+        f"{total['complete']} of {total['attentive']} architectures with softmax attention are "
+        f"patched whole ({total['share']:.1%}) · {said}",
+        good=not bad,
+    )  # fmt: skip
+    if bad:
+        raise VerdictError(f"{len(bad)} architectures differ or fail, {bad[0].name} first")
