@@ -21,23 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elsa_core.backends.sdpa_cudnn import takes as _cudnn_takes
-from elsa_core.backends.sdpa_layout import (
-    aligned,
-    bias_of,
-    laid_out_as,
-    padded_bias,
-    rows_of,
-    step_of,
-    written,
-)
 from elsa_core.backends.support import Request, Support, loses_digits
 from elsa_core.base import calls
 
+_WIDTH = 16  # bytes that the CUDA kernels load at once
+_BIAS_KEYS = 16  # the rows of a bias are padded to a multiple of this
 _LSE_ROWS = 32  # the rows of lse are padded to a multiple of this
 # Multiply-adds of query key^T from which cuDNN's gradients take less time than flash by more than a
 # copy and, after some hundred calls, the making of a plan: rows of 8192 tokens of 8 heads of 64.
 _LONG = 1 << 35
+_FLASH_DIM = 256  # the most channels of a head
+_SEQUENCES = 65535  # the most programs along the second axis of a CUDA grid, one for each sequence
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -83,7 +77,7 @@ def attention(
     if query.is_cuda:
         # of rows that do not start at 16 bytes cuDNN gives wrong results and the memory-efficient
         # kernel raises (seen in torch 2.11)
-        query, key, value = (aligned(t) for t in (query, key, value))
+        query, key, value = (_aligned(t) for t in (query, key, value))
         # the memory-efficient kernel reads any mask as one of the query's dtype
         if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
             attn_mask = attn_mask.to(query.dtype)
@@ -171,7 +165,9 @@ def backward(
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     lse_of_rows = lse.masked_fill(lse.isneginf(), torch.inf)  # exp(-inf - inf) = 0
-    bias = None if attn_mask is None else bias_of(attn_mask, query.dtype)
+    bias = None if attn_mask is None else attn_mask.detach()
+    if bias is not None and bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(~bias, -math.inf)
     given = grad_out, query, key, value, out, lse_of_rows
     found: tuple[Tensor | None, ...]
     if query.is_cuda:
@@ -184,7 +180,7 @@ def backward(
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         found = (*flash(*given, 0.0, is_causal, attn_mask=bias, scale=scale), None)
     grad_query, grad_key, grad_value = (
-        laid_out_as(grad, t) if needed and grad is not None else query.new_empty(0)
+        _laid_out_as(grad, t) if needed and grad is not None else query.new_empty(0)
         for grad, t, needed in zip(found[:3], inputs, needs, strict=False)
     )
     grad_mask = query.new_empty(0)
@@ -197,21 +193,27 @@ def _on_cuda(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
     bias: Tensor | None, is_causal: bool, scale: float, *, bias_needed: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    query, key, value = (aligned(t) for t in (query, key, value))
+    query, key, value = (_aligned(t) for t in (query, key, value))
+    # the rows of channels side by side, as a forward of these kernels gives it
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     no_seed = torch.empty(0, dtype=torch.int64, device=query.device)  # nothing is dropped
     plain = query.dtype != torch.float32 and bias is None
     if plain and not torch.are_deterministic_algorithms_enabled():
-        operands = [written(t) for t in (grad_out, query, key, value, rows_of(out), lse)]
+        operands = [_written(t) for t in (grad_out, query, key, value, out, lse)]
         for kernel in (_by_cudnn, _by_flash):
             found = kernel(operands, no_seed, is_causal=is_causal, scale=scale)
             if found is not None:
                 return *found, None
     if bias is not None:
-        bias = padded_bias(bias, key.shape[2]).expand(*query.shape[:3], key.shape[2])
+        keys = key.shape[2]
+        bias = bias.expand(*bias.shape[:-1], keys)
+        if keys % _BIAS_KEYS:
+            bias = F.pad(bias, (0, -keys % _BIAS_KEYS))[..., :keys]
+        bias = _aligned(bias).expand(*query.shape[:3], keys)
     lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ROWS), value=torch.inf)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
     grads: tuple[Tensor | None, ...] = efficient(
-        grad_out, query, key, value, bias, rows_of(out), lse,
+        grad_out, query, key, value, bias, out, lse,
         no_seed, no_seed, 0.0, [True, True, True, bias_needed], is_causal, scale=scale,
     )  # fmt: skip
     return grads
@@ -235,7 +237,7 @@ def _by_cudnn(
     if not 64 <= width <= 128 or value.shape[3] != width:
         return None
     major, _ = torch.cuda.get_device_capability(query.device)
-    if major < 9 or not _cudnn_takes(query, key, value):
+    if major < 9 or not cudnn_takes(query, key, value):
         return None
     step = queries * width + step_of(query.dtype)
     apart = query.new_empty(batch * heads * step)
@@ -263,3 +265,107 @@ def _by_flash(
         *operands, None, None, queries, keys, 0.0, is_causal, no_seed, no_seed, scale=scale
     )
     return found
+
+
+def cudnn_takes(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> bool:  # fmt: skip
+    cuda = torch.backends.cuda
+    if not cuda.cudnn_sdp_enabled():
+        return False
+    params = cuda.SDPAParams(query, key, value, attn_mask, 0.0, is_causal, False)
+    return bool(cuda.can_use_cudnn_attention(params))
+
+
+def varlen_gradient(request: Request) -> Support:
+    """Whether `varlen_backward` takes gradients of packed sequences like these."""
+    reason = ""
+    if request.device_type != "cuda" or torch.version.hip is not None:
+        reason = "PyTorch's kernels of packed sequences are for NVIDIA GPUs"
+    elif request.dtype not in (torch.float16, torch.bfloat16):
+        reason = "PyTorch's kernels of packed sequences take float16 and bfloat16"
+    elif request.head_dim != request.value_dim or not 0 < request.head_dim <= _FLASH_DIM:
+        reason = f"wants values as wide as keys, {_FLASH_DIM} channels at most"
+    elif request.head_dim % step_of(request.dtype):
+        reason = f"wants multiples of {step_of(request.dtype)} channels"
+    elif request.mask == "crossed":
+        reason = "aligns causal limits to the bottom right"
+    elif torch.backends.cuda.is_built() and not torch.backends.cuda.is_flash_attention_available():
+        reason = "this PyTorch was built without flash attention"
+    elif not torch.backends.cuda.flash_sdp_enabled():
+        reason = "flash attention is switched off"
+    return Support(not reason, reason)
+
+
+def varlen_backward(
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, is_causal: bool,
+    scale: float, precision: str, needs: Sequence[bool],
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """The gradients of `elsa::varlen_attention` by PyTorch's flash kernel; None where it does not
+    serve: it gives none of lse, and aligns causal limits to the bottom right.
+
+    The longest lengths that the kernel asks for bound its grid: the number of tokens is one that
+    the host knows without waiting for the device; programs beyond a sequence end at once.
+    """
+    if grad_lse.numel() or not (query.numel() and key.numel()):
+        return None
+    if cu_seqlens_q.shape[0] - 1 > _SEQUENCES:
+        return None
+    if is_causal and not _is_same(cu_seqlens_q, cu_seqlens_k):
+        return None
+    lse = lse.masked_fill(lse.isneginf(), torch.inf)  # exp(-inf - inf) = 0
+    no_seed = torch.empty(0, dtype=torch.int64, device=query.device)  # nothing is dropped
+    operands = [_aligned(t) for t in (grad_out, query, key, value, out)]
+    starts, others = (t.int().contiguous() for t in (cu_seqlens_q, cu_seqlens_k))
+    grads = torch.ops.aten._flash_attention_backward.default(
+        *operands, lse.contiguous(), starts, others, query.shape[0], key.shape[0], 0.0, is_causal,
+        no_seed, no_seed, scale=scale,
+    )  # fmt: skip
+    return tuple(
+        _laid_out_as(g, t) if needed else t.new_empty(0)
+        for t, g, needed in zip((query, key, value), grads, needs, strict=True)
+    )
+
+
+def _is_same(starts: Tensor, others: Tensor) -> bool:
+    """Whether two operands are one tensor, which a dispatcher may have wrapped anew."""
+    return starts is others or (
+        starts.shape == others.shape
+        and starts.stride() == others.stride()
+        and starts.dtype == others.dtype
+        and starts.data_ptr() == others.data_ptr()
+    )
+
+
+def _written(t: Tensor) -> Tensor:
+    """t, each element in a place of its own, and rows along the last dim aligned."""
+    apart = all(stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1)
+    return _aligned(t) if apart else t.clone(memory_format=torch.contiguous_format)
+
+
+def step_of(dtype: torch.dtype) -> int:
+    return _WIDTH // dtype.itemsize
+
+
+def starts_aligned(t: Tensor) -> bool:
+    """Whether each row along the last dim starts at a multiple of 16 bytes."""
+    step = step_of(t.dtype)
+    # A compiler cannot read where a tensor begins; what it makes of a packed projection begins at a
+    # multiple of its strides, and it copies inputs that begin elsewhere.
+    begins = torch.compiler.is_compiling() or t.storage_offset() % step == 0
+    return bool(begins and all(n % step == 0 for n in t.stride()[:-1]))
+
+
+def _aligned(t: Tensor) -> Tensor:
+    ready = t.stride(-1) == 1 and starts_aligned(t)
+    return t if ready else t.clone(memory_format=torch.contiguous_format)
+
+
+def _laid_out_as(grad: Tensor, like: Tensor) -> Tensor:
+    """A gradient in the shape and layout of query, key or value; heads of a group are summed."""
+    if grad.shape[1] != like.shape[1]:
+        grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
+    wanted = torch.empty_like(like)
+    return grad if grad.stride() == wanted.stride() else wanted.copy_(grad)

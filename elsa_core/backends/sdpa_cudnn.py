@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from elsa_core.backends.sdpa_layout import starts_aligned, step_of
+from elsa_core.backends.sdpa import cudnn_takes, starts_aligned, step_of
 from elsa_core.base import calls
 
 
@@ -25,7 +25,7 @@ def measured_attention(
     if torch.compiler.is_compiling():
         if not _compiles(calls.place(query), query.dtype, query.shape[-1], masked, is_causal):
             return None
-    elif not takes(query, key, value, attn_mask, is_causal) or (
+    elif not cudnn_takes(query, key, value, attn_mask, is_causal) or (
         masked and not _gives_zeros(calls.place(query))
     ):
         return None
@@ -55,7 +55,7 @@ def serves(
         return False
     if not torch.cuda.is_available():  # a call is described
         return True
-    taken = takes(query, key, value, attn_mask, is_causal)
+    taken = cudnn_takes(query, key, value, attn_mask, is_causal)
     return taken and (attn_mask is None or _gives_zeros(calls.place(query)))
 
 
@@ -87,26 +87,15 @@ def _looked_at(place: str) -> bool:
     return torch.equal(out, wanted)
 
 
-def takes(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-) -> bool:  # fmt: skip
-    cuda = torch.backends.cuda
-    if not cuda.cudnn_sdp_enabled():
-        return False
-    params = cuda.SDPAParams(query, key, value, attn_mask, 0.0, is_causal, False)
-    return bool(cuda.can_use_cudnn_attention(params))
-
-
 def _compiles(
     place: str, dtype: torch.dtype, head_dim: int, masked: bool, is_causal: bool = False
 ) -> bool:
-    """`takes` of a short row: a constant for compilers, who have no tensors to ask by."""
+    """`cudnn_takes` of a short row: a constant for compilers, who have no tensors to ask by."""
     row = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=place)
     if not masked:
-        return takes(row, row, row, None, is_causal)
+        return cudnn_takes(row, row, row, None, is_causal)
     mask = torch.empty(1, 1, 128, 128, dtype=dtype, device=place)
-    return takes(row, row, row, mask) and _gives_zeros(place)
+    return cudnn_takes(row, row, row, mask) and _gives_zeros(place)
 
 
 _compiles._dynamo_marked_constant = True  # type: ignore[attr-defined]

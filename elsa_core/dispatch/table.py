@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elsa_core import ops
 from elsa_core import precision as precisions
-from elsa_core.backends import cuda, onednn, portable, sdpa, sdpa_cudnn, sdpa_varlen
+from elsa_core.backends import cuda, onednn, portable, sdpa, sdpa_cudnn
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.base import calls
 from elsa_core.dispatch import measured
@@ -210,7 +210,7 @@ _TRITON = {
 _PORTABLE = {
     "attention": Implementation(
         portable.support,
-        variant(ops.ATTENTION, "attention_portable", portable.attention_forward, "CUDA"),
+        variant(ops.ATTENTION, "attention_portable", portable.attention.attention, "CUDA"),
         portable.schedule, _fma, by_row=portable.measured_attention,
         gradient=_late("eager", "support"),  # by `elsa::attention_backward`, as all are
         asked=True,
@@ -232,8 +232,9 @@ _SDPA = {
         takes=sdpa.takes, whole=True,
     ),
     "varlen_attention": Implementation(
-        sdpa_varlen.support, None, _as_written, _of_pytorch, gradient=sdpa_varlen.gradient,
-        backward=sdpa_varlen.backward,
+        # its forward would ask the host for the longest sequence
+        lambda _: Support(False, "has kernels of the gradients alone"), None, _as_written,
+        _of_pytorch, gradient=sdpa.varlen_gradient, backward=sdpa.varlen_backward,
     ),
 }  # fmt: skip
 _EAGER = {record.name: reference(record) for record in ops.records()}

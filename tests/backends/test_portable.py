@@ -16,7 +16,7 @@ from conformance.portable_cpu import AT_START, AT_WAIT, PLAIN
 from torch import Tensor
 
 from elsa_core import reference
-from elsa_core.backends.portable import attention, driver, nvrtc, tiling
+from elsa_core.backends.portable import attention, nvrtc, tiling
 from elsa_core.errors import UnavailableError
 from elsa_core.precision import theorem1_bound
 
@@ -225,7 +225,7 @@ class Fake:
 @pytest.mark.parametrize("failing", ["cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"])
 def test_errors_of_the_driver_are_one_line(failing: str) -> None:
     fake = Fake(failing)
-    cuda = driver.Driver(fake)  # type: ignore[arg-type]
+    cuda = attention.Driver(fake)  # type: ignore[arg-type]
     with pytest.raises(UnavailableError, match=f"^{failing} failed: unknown$"):
         cuda.launch(0, cuda.function(0, b"", b"", 0), 1, 32, 0, 0, attention.Arguments())
     names = [name for name, _ in fake.said]
@@ -249,6 +249,13 @@ def test_sizes_that_no_launch_has() -> None:
 def test_wide_loads_need_aligned_rows_of_one_token_too() -> None:
     """A tile's other rows are not read, but their addresses are formed."""
     wide = torch.randn(2, 3, 4, 64)
-    assert attention.load_of(wide) == max(tiling.LOADS)
-    assert attention.load_of(torch.randn(2, 3, 4, 65)[:, :, :1, :64]) == 1
-    assert attention.load_of(wide[:1].as_strided((1, 3, 4, 64), (7, 256, 64, 1))) > 1
+    odd, apart = torch.randn(2, 3, 4, 65)[:, :, :1, :64], wide.transpose(2, 3)[..., :4, :4]
+    one = wide[:1].as_strided((1, 3, 4, 64), (7, 256, 64, 1))
+
+    def load(*operands: torch.Tensor) -> int:
+        return attention.instance_of(*operands, None, False, limit=HOPPER).load
+
+    assert load(wide, wide, wide) == max(tiling.LOADS)
+    assert load(wide, odd, wide) == load(wide, wide, odd) == load(odd, wide, wide) == 1
+    assert load(apart, apart, apart) == 1
+    assert load(one, one, one) > 1

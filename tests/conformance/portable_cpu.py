@@ -11,12 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from elsa_core.backends import compiler
 from elsa_core.backends.portable import attention as portable
-from elsa_core.backends.portable import tiling
 from elsa_core.backends.portable.tiling import Instance
 
 HERE = Path(__file__).parent
@@ -57,9 +55,7 @@ def attention(
     out.fill_(math.nan)
     lse.fill_(math.nan)
     query, scale = portable._positive(query, scale)
-    kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
-    load = portable.load_of(query, key, value)
-    found = tiling.instance(query.shape[3], value.shape[3], load, kind, causal, limit)
+    found = portable.instance_of(query, key, value, mask, causal, limit=limit)
     arguments = portable.arguments_of(query, key, value, mask, scale, out, lse)
     library(found, copies).run_grid(
         ctypes.byref(arguments), portable.blocks_of(found, arguments), ctypes.c_bool(backwards)

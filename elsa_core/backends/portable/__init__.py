@@ -63,35 +63,10 @@ def schedule(*arguments: Any) -> str:
     """The tile that would serve the call, in words."""
     found = attention.instance_of(*arguments[:5])
     return (
-        f"float32 FMA, no tensor core: tiles of {found.tile_rows} queries and {found.tile_keys} "
-        f"keys, {found.threads} threads, {found.shared_bytes >> 10} KiB of shared memory"
+        f"float32 FMA, no tensor core: tiles of {found.tile_rows} queries and "
+        f"{found.lanes * found.keys} keys, {found.threads} threads, "
+        f"{found.shared_bytes >> 10} KiB of shared memory"
     )
-
-
-def attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
-    scale: float, precision: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Exact attention in float32 FMA on a CUDA device, the kernel of `elsa::attention_portable`.
-
-    Args:
-        query, key, value: [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv], float32, any strides;
-            Hq is a multiple of Hkv; D and Dv up to 256.
-        attn_mask: 4-D, each dimension full or 1; boolean (True takes part) or float32. is_causal:
-            top-left.
-        scale: the factor of the scores. precision: any; every one is computed in float32 FMA.
-
-    Returns:
-        out [B, Hq, Nq, Dv] in the memory of [B, Nq, Hq, Dv]; lse [B, Hq, Nq], natural logarithm.
-        Rows that see no key: zeros and -inf.
-
-    Raises:
-        UnavailableError: the kernel cannot be compiled, loaded or launched, or the call is too
-            large for a grid.
-
-    Source: ELSA, Eq. 4 (the merge of partial states).
-    """
-    return attention.attention(query, key, value, attn_mask, is_causal, scale)
 
 
 def measured_attention(*arguments: Any) -> Tensor | None:

@@ -1,17 +1,19 @@
-"""A call of the portable kernel: its instance, its arguments, its launch."""
+"""A call of the portable kernel: its instance, its arguments, its launch by the CUDA driver."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from elsa_core.backends.portable import nvrtc, tiling
-from elsa_core.backends.portable.driver import LARGEST_GRID, driver
 from elsa_core.backends.portable.tiling import FLOAT_BYTES, Instance, Tile
 from elsa_core.errors import UnavailableError
 
@@ -19,6 +21,12 @@ _LOG2_E = math.log2(math.e)
 # A factor outside of this range goes into the query; the kernel's is positive and normal.
 _LEAST_FACTOR, _LARGEST_FACTOR = 2.0**-126, 2.0**127
 _LARGEST_INT = (1 << 31) - 1
+# Of cuda.h.
+_MAX_DYNAMIC_SHARED = 8
+_PREFER_SHARED = 1
+# Above it a kernel must ask for its shared memory.
+PLAIN_SHARED = 48 << 10
+LARGEST_GRID = (1 << 31) - 1
 # Handles of instances on devices, by `function_of`; None: it could not be had. None can be loaded
 # while a graph is recorded.
 FUNCTIONS: dict[tuple[Instance, int], int | None] = {}
@@ -40,9 +48,28 @@ class Arguments(ctypes.Structure):
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
-    scale: float, tiles: Sequence[Tile] = tiling.TILES,
+    scale: float, precision: str = "strict", tiles: Sequence[Tile] = tiling.TILES,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Out and lse; see `elsa_core.backends.portable.attention_forward`."""
+    """Exact attention in float32 FMA on a CUDA device, the kernel of `elsa::attention_portable`.
+
+    Args:
+        query, key, value: [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv], float32, any strides;
+            Hq is a multiple of Hkv; D and Dv up to 256.
+        attn_mask: 4-D, each dimension full or 1; boolean (True takes part) or float32. is_causal:
+            top-left.
+        scale: the factor of the scores. precision: any; every one is computed in float32 FMA.
+        tiles: to choose from, in this order.
+
+    Returns:
+        out [B, Hq, Nq, Dv] in the memory of [B, Nq, Hq, Dv]; lse [B, Hq, Nq], natural logarithm.
+        Rows that see no key: zeros and -inf.
+
+    Raises:
+        UnavailableError: the kernel cannot be compiled, loaded or launched, or the call is too
+            large for a grid.
+
+    Source: ELSA, Eq. 4 (the merge of partial states).
+    """
     out, lse = empty(query, value)
     if not lse.numel():
         return out, lse
@@ -67,20 +94,15 @@ def prepare(head_dim: int, value_dim: int, device: int) -> None:
     """
     load = next(n for n in tiling.LOADS if head_dim % n == 0 and value_dim % n == 0)
     driver()
-    tiling.instance(head_dim, value_dim, load, "none", False, _shared_limit(device))
-    nvrtc.target(_arch(device))
+    arch, limit = _facts(device)
+    tiling.instance(head_dim, value_dim, load, "none", False, limit)
+    nvrtc.target(arch)
 
 
-def _arch(device: int) -> int:
-    """90 for sm_90."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-def _shared_limit(device: int) -> int:
-    """Bytes of shared memory that a block of threads may have."""
+def _facts(device: int) -> tuple[int, int]:
+    """90 for sm_90, and the bytes of shared memory that a block of threads may have."""
     facts: Any = torch.cuda.get_device_properties(device)
-    return int(facts.shared_memory_per_block_optin)
+    return 10 * facts.major + facts.minor, facts.shared_memory_per_block_optin
 
 
 def empty(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,9 +121,10 @@ def _positive(query: Tensor, scale: float) -> tuple[Tensor, float]:
 
 def instance_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
-    tiles: Sequence[Tile] = tiling.TILES,
+    tiles: Sequence[Tile] = tiling.TILES, limit: int | None = None,
 ) -> Instance:  # fmt: skip
-    """The instance that serves a call on its device.
+    """The instance that serves a call on its device, or on one whose blocks may have `limit` bytes
+    of shared memory.
 
     Raises:
         UnavailableError: no tile fits into the device's shared memory.
@@ -109,23 +132,18 @@ def instance_of(
     mask = "none"
     if attn_mask is not None:
         mask = "bool" if attn_mask.dtype == torch.bool else "additive"
-    load = load_of(query, key, value)
-    limit = _shared_limit(query.get_device())
+    if limit is None:
+        limit = _facts(query.get_device())[1]
+    operands, load = (query, key, value), 1
+    if all(t.stride(3) == 1 for t in operands):
+        counts = [n for t in operands for n in (t.shape[3], t.data_ptr() // FLOAT_BYTES)]
+        # the row's stride also of one token alone: a tile's other rows have addresses, but are not
+        # read
+        counts += [
+            t.stride(i) for t in operands for i in range(3) if i == 2 or t.shape[i] > 1
+        ]  # fmt: skip
+        load = next(floats for floats in tiling.LOADS if all(n % floats == 0 for n in counts))
     return tiling.instance(query.shape[3], value.shape[3], load, mask, is_causal, limit, tiles)
-
-
-def load_of(*tensors: Tensor) -> int:
-    """The floats that every load may take: those of aligned rows with dense dims."""
-    return next(n for n in tiling.LOADS if n == 1 or all(_is_aligned(t, n) for t in tensors))
-
-
-def _is_aligned(tensor: Tensor, floats: int) -> bool:
-    # the row's stride also of one token alone: a tile's other rows have addresses, but are not read
-    strides = [
-        s for i, s in enumerate(tensor.stride()[:3]) if i == 2 or tensor.shape[i] > 1
-    ]  # fmt: skip
-    counts = (tensor.shape[3], *strides, tensor.data_ptr() // FLOAT_BYTES)
-    return tensor.stride(3) == 1 and all(n % floats == 0 for n in counts)
 
 
 def arguments_of(
@@ -178,7 +196,85 @@ def function_of(instance: Instance, device: int) -> int:
     """
     function = FUNCTIONS.get((instance, device))
     if function is None:
-        code = nvrtc.compiled(instance, _arch(device))
+        code = nvrtc.compiled(instance, _facts(device)[0])
         function = driver().function(device, code, nvrtc.SYMBOL, instance.shared_bytes)
         FUNCTIONS[instance, device] = function
     return function
+
+
+class Driver:
+    """One driver library. Methods raise UnavailableError with the function and the error's name."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._calls = library
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._lock = threading.Lock()
+        self._ask("cuInit", 0)
+
+    def function(self, device: int, code: bytes, symbol: bytes, shared_bytes: int) -> int:
+        """The handle of a kernel on a device; the code stays loaded."""
+        with self._current(device):
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            self._ask("cuModuleLoadData", ctypes.byref(module), code)
+            try:
+                self._ask("cuModuleGetFunction", ctypes.byref(function), module, symbol)
+                if shared_bytes > PLAIN_SHARED:
+                    self._ask("cuFuncSetCacheConfig", function, _PREFER_SHARED)
+                    self._ask("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared_bytes)
+            except UnavailableError:
+                self._calls.cuModuleUnload(module)
+                raise
+        return int(function.value or 0)
+
+    def launch(
+        self, device: int, function: int, grid: int, threads: int, shared_bytes: int, stream: int,
+        arguments: ctypes.Structure,
+    ) -> None:  # fmt: skip
+        """Launch a kernel that takes one structure by value."""
+        params = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        with self._current(device):
+            self._ask(
+                "cuLaunchKernel", ctypes.c_void_p(function), grid, 1, 1, threads, 1, 1,
+                shared_bytes, ctypes.c_void_p(stream), params, None,
+            )  # fmt: skip
+
+    @contextmanager
+    def _current(self, device: int) -> Iterator[None]:
+        """Make the primary context of a device, which is PyTorch's, the current one."""
+        self._ask("cuCtxPushCurrent_v2", self._context(device))
+        try:
+            yield
+        finally:
+            self._ask("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _context(self, device: int) -> ctypes.c_void_p:
+        with self._lock:
+            if device not in self._contexts:
+                handle, context = ctypes.c_int(), ctypes.c_void_p()
+                self._ask("cuDeviceGet", ctypes.byref(handle), device)
+                self._ask("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+                self._contexts[device] = context
+            return self._contexts[device]
+
+    def _ask(self, function: str, *arguments: object) -> None:
+        try:
+            result = getattr(self._calls, function)(*arguments)
+        except AttributeError:
+            raise UnavailableError(f"the CUDA driver has no {function}: it is too old") from None
+        if result:
+            name = ctypes.c_char_p()
+            self._calls.cuGetErrorName(result, ctypes.byref(name))
+            raise UnavailableError(f"{function} failed: {(name.value or b'unknown').decode()}")
+
+
+@functools.cache
+def driver() -> Driver:
+    """The driver of this machine.
+
+    Raises:
+        UnavailableError: there is none, or it does not start.
+    """
+    try:
+        return Driver(ctypes.CDLL("libcuda.so.1"))
+    except OSError as error:
+        raise UnavailableError(f"no CUDA driver: {error}") from None

@@ -74,15 +74,10 @@ class Instance(NamedTuple):
         return self.threads // self.lanes * self.rows
 
     @property
-    def tile_keys(self) -> int:
-        """Keys that a block folds at a time."""
-        return self.lanes * self.keys
-
-    @property
     def shared_bytes(self) -> int:
         """Of a block: queries, keys, values and weights, in the kernel's strides."""
         stride = self.head if self.head % 8 == 4 else self.head + 4
-        rows, keys = self.tile_rows, self.tile_keys
+        rows, keys = self.tile_rows, self.lanes * self.keys  # of a block
         floats = (rows + keys) * stride + keys * self.value + rows * (keys + self.lanes)
         return FLOAT_BYTES * floats
 
