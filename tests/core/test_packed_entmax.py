@@ -66,6 +66,36 @@ def test_alpha_of_half_precision_is_summed_in_float32() -> None:
     torch.testing.assert_close(found[1], found[0].bfloat16(), rtol=2.0**-7, atol=0)
 
 
+@pytest.mark.parametrize("heads", [(), (1, 2, 1, 1), (0, 2, 1, 1)])
+def test_no_sequence_has_gradients(heads: tuple[int, ...]) -> None:
+    """The output did not depend on the operands, so that `backward` raised."""
+    q, k, v = (torch.zeros(0, 2, dim, requires_grad=True) for dim in (8, 8, 4))
+    alpha = torch.full(heads, 1.5, requires_grad=True)
+    out = entmax_varlen.entmax_varlen_attention(q, k, v, bounds([]), alpha=alpha)
+    assert out.shape == (0, 2, 4)
+    grads = torch.autograd.grad(out.sum(), (q, k, v, alpha))
+    assert [g.shape for g in grads] == [t.shape for t in (q, k, v, alpha)]
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 8), (2, 3, 4, 5, 8), (5, 8)])
+@pytest.mark.parametrize("merged", [True, False])
+def test_alpha_of_a_head_whatever_the_rank(shape: tuple[int, ...], merged: bool) -> None:
+    """The operator has other batch dims than the call: alpha [B, Hq, 1, 1] was refused."""
+    *batch, heads = (1, 1, *shape[:-2])[-3 if len(shape) > 4 else -2 :]
+    sizes = torch.Size(batch).numel(), heads
+    whole = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    if not merged and len(shape) > 4:  # batch and heads that no view joins
+        whole = whole.transpose(0, 1).contiguous().transpose(0, 1)
+    alpha = 1.1 + torch.arange(sizes[0] * heads).reshape(*sizes, 1, 1) / 16
+    alpha.requires_grad_()
+    found = entmax_varlen.entmax_attention(whole, whole, whole, alpha=alpha)
+    q = whole.reshape(*sizes, *shape[-2:])
+    wanted = entmax_varlen.entmax_attention(q, q, q, alpha=alpha)
+    torch.testing.assert_close(found.reshape(wanted.shape), wanted)
+    grads = [torch.autograd.grad(out.square().sum(), alpha)[0] for out in (found, wanted)]
+    torch.testing.assert_close(*grads)
+
+
 def test_longest_lengths_in_a_compiled_program() -> None:
     """Given as constants or symbols, shorter than the tokens or not."""
 

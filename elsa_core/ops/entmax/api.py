@@ -3,6 +3,8 @@ sequences of different length, packed."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from numbers import Real
@@ -15,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from elsa_core import dispatch, ops
 from elsa_core.base import calls, packing
-from elsa_core.base.operands import autocast, operands, require_tensor
+from elsa_core.base.operands import autocast, leading_dims, operands, require_tensor
 from elsa_core.dispatch import Route
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.ops.arguments import (
@@ -118,7 +120,7 @@ def attention(
             precision=precision, backend=backend,
         )  # fmt: skip
     q, k, v, mask = prepared(query, key, value, attn_mask, is_causal, enable_gqa)
-    number, head_alpha = of_heads(alpha, q)
+    number, head_alpha = of_heads(alpha, q, leading_dims(query, key, value))
     name = dispatch.choose("entmax_attention", *kind_of(q, v, precision), backend)
     run = dispatch.RUNS["entmax_attention", name]
     if calls.exporting_onnx() or dispatch.plain_alone(backend):
@@ -141,8 +143,9 @@ def explain_entmax_attention(
             precision=precision, backend=backend,
         )  # fmt: skip
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
+    _, head_alpha = of_heads(alpha, q, leading_dims(query, key, value))
     gradient = calls.wanted(
-        query=query, key=key, value=value, attn_mask=attn_mask, head_alpha=of_heads(alpha, q)[1]
+        query=query, key=key, value=value, attn_mask=attn_mask, head_alpha=head_alpha
     )
     of_mask = dispatch.mask_kind(mask, is_causal)
     request = request_of("entmax_attention", (q, k, v), precision, of_mask, gradient)
@@ -165,26 +168,35 @@ def is_softmax(alpha: float | Tensor) -> bool:
     return alpha == LEAST_ALPHA
 
 
-def of_heads(alpha: float | Tensor, query: Tensor) -> tuple[float, Tensor | None]:
-    """The number that `is_softmax` took, or 0 and the tensor as [B or 1, Hq or 1, 1, 1]."""
+def of_heads(
+    alpha: float | Tensor, query: Tensor, leading: Sequence[int]
+) -> tuple[float, Tensor | None]:
+    """The number that `is_softmax` took, or 0 and the tensor as [B or 1, Hq or 1, 1, 1], B and Hq
+    of the query as the operator gets it. leading: batch dims and heads of the call, which may have
+    been merged in another way."""
     if not isinstance(alpha, Tensor):
         return float(alpha), None
     if not alpha.dtype.is_floating_point:
         raise ArgumentError(f"alpha must be floating, not {alpha.dtype}")
     if alpha.device != query.device:
         raise ArgumentError(f"alpha is on {alpha.device}, query on {query.device}")
-    shape, full = tuple(alpha.shape), (*query.shape[:2], 1, 1)
-    sizes = (1,) * (4 - len(shape)) + shape
-    fits = len(sizes) == 4 and all(
-        size in (1, wanted) for size, wanted in zip(sizes, full, strict=True)
-    )
-    if not fits:
-        raise ArgumentError(f"alpha of shape {list(shape)} does not broadcast to {list(full)}")
+    sizes = (1,) * (4 - alpha.dim()) + tuple(alpha.shape)
+    served = (*query.shape[:2], 1, 1)
+    given = (math.prod(leading[:-1]), leading[-1] if leading else 1, 1, 1)
+    fitting = [
+        full for full in (served, given)
+        if len(sizes) == 4 and all(n in (1, most) for n, most in zip(sizes, full, strict=True))
+    ]  # fmt: skip
+    if not fitting:
+        raise ArgumentError(
+            f"alpha of shape {list(alpha.shape)} does not broadcast to {list(given)}"
+        )
     if alpha.device.type == "cpu" and alpha.numel() and not calls.traced():
         low, high = (float(end) for end in alpha.detach().aminmax())
         if not LEAST_ALPHA <= low <= high <= MOST_ALPHA:
             raise ArgumentError(f"alpha has entries from {low} to {high}, which must lie in [1, 4]")
-    return 0.0, alpha.reshape(sizes)
+    alpha = alpha.reshape(sizes)
+    return 0.0, alpha if fitting[0] is served else alpha.expand(given).reshape(served)
 
 
 def entmax_varlen_attention(
@@ -257,7 +269,7 @@ def entmax_varlen_attention(
                 query, key, value, cu_seqlens_q, cu_seqlens_k, *told, **terms
             )
         given = varlen.checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
-        heads = _of_heads(alpha, given)
+        number, head_alpha = _of_sequences(alpha, given)
         if query.device.type == "meta":
             return query.new_empty((*query.shape[:2], value.shape[2]))
         if is_cast(query):
@@ -265,17 +277,17 @@ def entmax_varlen_attention(
             given = given._replace(query=q, key=k, value=v)
         name = _served_by(*kind_of(given.query, given.value, precision), backend)
         if name and not (calls.exporting_onnx() or dispatch.plain_alone(backend)):
-            number, head_alpha = (0.0, heads) if isinstance(heads, Tensor) else (heads, None)
-            factor = default_scale(given.query) if scale is None else scale
-            bounds = _bounded(given, *told)
-            found: Tensor = dispatch.RUNS[_OPERATOR, name](
-                *given, head_alpha, *bounds, number, is_causal, factor, precision
-            )[0]
-            return found
-        if not _reads(query):
-            return _by_padding(given, told, heads, terms)
-        varlen.longest_of(given, *told)
-        return _by_sequence(given, heads, terms)
+            run, bounds = dispatch.RUNS[_OPERATOR, name], _bounded(given, *told)
+        elif not _reads(query):
+            return _by_padding(given, told, number if head_alpha is None else head_alpha, terms)
+        else:
+            varlen.longest_of(given, *told)
+            if len(given.cu_seqlens_q) > 1:
+                return _by_sequence(given, number if head_alpha is None else head_alpha, terms)
+            run, bounds = ops.ENTMAX_VARLEN_ATTENTION.eager, (0, 0)  # no sequence
+        factor = default_scale(given.query) if scale is None else scale
+        found: Tensor = run(*given, head_alpha, *bounds, number, is_causal, factor, precision)[0]
+        return found
     except (AttributeError, RuntimeError, TypeError) as error:
         explain_types(error, locals())
         raise
@@ -299,18 +311,18 @@ def explain_entmax_varlen_attention(
             query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **terms
         )
     given = varlen.checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
-    heads = _of_heads(alpha, given)
+    number, head_alpha = _of_sequences(alpha, given)
     q, k, v = given[:3]
     if _served_by(*kind_of(q, v, precision), backend) and not dispatch.plain_alone(backend):
-        head_alpha = heads if isinstance(heads, Tensor) else None
         gradient = calls.wanted(query=q, key=k, value=v, head_alpha=head_alpha)
         mask = dispatch.mask_kind(None, is_causal)
         request = request_of(_OPERATOR, (q, k, v), precision, mask, gradient)
         found = dispatch.route(request, backend, schedule=(q, k))
         return replace(found, schedule=f"all sequences in one launch; {found.schedule}")
     varlen.longest_of(given, max_seqlen_q, max_seqlen_k)
-    alone = heads[:1] if isinstance(heads, Tensor) else heads
-    found = explain_entmax_attention(*_batched(q, k, v), alpha=alone, **terms)
+    alone = number if head_alpha is None else head_alpha[:1]
+    batch = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
+    found = explain_entmax_attention(*batch, alpha=alone, **terms)
     return replace(found, schedule=f"one sequence after another; {found.schedule}")
 
 
@@ -324,12 +336,10 @@ def of_nested(
     return nested.jagged(out.transpose(0, 1), query)
 
 
-def _of_heads(alpha: float | Tensor, given: Packed) -> float | Tensor:
-    """alpha as a number, or a tensor [S or 1, Hq or 1, 1, 1]."""
-    sequences = given.cu_seqlens_q.shape[0] - 1
-    batch = given.query.new_empty((sequences, given.query.shape[1]))
-    number, heads = of_heads(alpha, batch)
-    return number if heads is None else heads
+def _of_sequences(alpha: float | Tensor, given: Packed) -> tuple[float, Tensor | None]:
+    """`of_heads` with a sequence for each batch index: [S or 1, Hq or 1, 1, 1]."""
+    sizes = len(given.cu_seqlens_q) - 1, given.query.shape[1]
+    return of_heads(alpha, given.query.new_empty(sizes), sizes)
 
 
 def _served_by(
@@ -394,14 +404,15 @@ def _by_sequence(given: Packed, alpha: float | Tensor, terms: dict[str, Any]) ->
     starts = packing.checked_bounds("cu_seqlens_q", given.cu_seqlens_q, given.query.shape[0])
     others = packing.checked_bounds("cu_seqlens_k", given.cu_seqlens_k, given.key.shape[0])
     queries, keys = ([b - a for a, b in pairwise(ends)] for ends in (starts, others))
-    outputs = [given.query.new_empty((0, given.query.shape[1], given.value.shape[2]))]
+    outputs = []
     # one split, whose gradient is one concatenation
     parts = zip(
         given.query.split(queries), given.key.split(keys), given.value.split(keys), strict=True
     )
-    for i, part in enumerate(parts if queries else ()):
+    for i, part in enumerate(parts):
         own = alpha[i : i + 1] if isinstance(alpha, Tensor) and alpha.shape[0] > 1 else alpha
-        out = attention(*_batched(*part), alpha=own, **terms)
+        q, k, v = (t.transpose(0, 1)[None] for t in part)  # [1, H, n, D]
+        out = attention(q, k, v, alpha=own, **terms)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
@@ -420,9 +431,3 @@ def _by_padding(
     q, k, v, mask, causal = varlen.padded(given, (most_q, most_k), terms["is_causal"])
     out = attention(q, k, v, mask, alpha=alpha, **terms | {"is_causal": causal})
     return packing.packed(out.transpose(1, 2), given.cu_seqlens_q, given.query.shape[0])
-
-
-def _batched(*packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[n, H, D] as a batch of one, [1, H, n, D]."""
-    query, key, value = (t.transpose(0, 1)[None] for t in packed)
-    return query, key, value
