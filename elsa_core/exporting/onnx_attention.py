@@ -88,32 +88,31 @@ def _name(node: Node) -> str:
 
 def _packed_base(query: Any, key: Any, value: Any) -> Node | None:
     """The dense [B, N, 3 * H * D] of which query, key and value are the three parts, if any."""
-    base, *others = (_base(node) for node in (query, key, value))
-    if base is None or any(other is not base for other in others):
+    bases: set[Node] = set()
+    for part in (query, key, value):
+        base = part
+        while base.target is operator.getitem or _name(base) in _VIEWS:
+            if _name(base) in _JOINS and not value_of(base.args[0]).is_contiguous():
+                return None  # may copy
+            base = base.args[0]
+        bases.add(base)
+    if len(bases) > 1:
         return None
+    base = bases.pop()
     whole = value_of(base)
     batch, heads, tokens, head_dim = value_of(query).shape
     width = heads * head_dim
     if not whole.is_contiguous() or not _same(whole.shape, (batch, tokens, 3 * width)):
         return None
-    for part, node in enumerate((query, key, value)):
+    for index, node in enumerate((query, key, value)):
         view = value_of(node)
         wanted = (tokens * 3 * width, head_dim, 3 * width, 1)
         offset = view.storage_offset() - whole.storage_offset()
         found = (*view.shape, *view.stride(), offset)
-        places = (batch, heads, tokens, head_dim, *wanted, part * width)
+        places = (batch, heads, tokens, head_dim, *wanted, index * width)
         if view.dtype != whole.dtype or not _same(found, places):
             return None
     return base
-
-
-def _base(node: Any) -> Node | None:
-    while node.target is operator.getitem or _name(node) in _VIEWS:
-        if _name(node) in _JOINS and not value_of(node.args[0]).is_contiguous():
-            return None  # may copy
-        node = node.args[0]
-    found: Node = node
-    return found
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -176,12 +175,10 @@ def _attention_body(op: Writer, query: Value, key: Value, value: Value, mask: Va
 
 def _visible(op: Writer, scores: Value) -> Value:
     """[Nq, Nk]: key j <= query i, or everything where the node is not causal."""
-    sizes, zero = op.Shape(scores), op.scalar(0)
-    row, column = (
-        op.Range(zero, op.Gather(sizes, op.scalar(axis)), op.scalar(1)) for axis in (2, 3)
-    )
+    sizes = op.Shape(scores)
+    row, column = (op.Range(0, op.Gather(sizes, axis), 1) for axis in (2, 3))
     past = op.GreaterOrEqual(op.Unsqueeze(row, [1]), column)
-    return op.Or(past, op.Equal(op.attribute("is_causal"), zero))
+    return op.Or(past, op.Equal(op.attribute("is_causal"), 0))
 
 
 def _repeat_heads(op: Writer, x: Value, query: Value) -> Value:

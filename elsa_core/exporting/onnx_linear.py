@@ -80,25 +80,16 @@ def _body(op: Writer, x: Value, weight: Value, bias: Value, residual: Value, sca
     return op.Add(out, residual) if residual else out
 
 
-def _gelu(op: Any, x: Value) -> Value:
-    """In the order that ONNX Runtime fuses, as the next one's."""
-    shifted = op.Add(op.Erf(op.Div(x, math.sqrt(2.0))), 1.0)
-    return op.Mul(op.Mul(x, shifted), 0.5)
-
-
-def _gelu_tanh(op: Any, x: Value) -> Value:
-    inner = op.Add(x, op.Mul(op.Pow(x, 3.0), 0.044715))
-    shifted = op.Add(op.Tanh(op.Mul(inner, math.sqrt(2.0 / math.pi))), 1.0)
-    return op.Mul(op.Mul(x, shifted), 0.5)
-
-
 ACTIVATIONS: dict[str, Callable[[Any, Value], Value]] = {
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
+    # in the order that ONNX Runtime fuses
+    "gelu": lambda op, x: op.Mul(op.Mul(x, op.Add(op.Erf(op.Div(x, math.sqrt(2.0))), 1.0)), 0.5),
+    "gelu_tanh": lambda op, x: op.Mul(op.Mul(x, op.Add(op.Tanh(op.Mul(
+        op.Add(x, op.Mul(op.Pow(x, 3.0), 0.044715)), math.sqrt(2.0 / math.pi)
+    )), 1.0)), 0.5),
     "quick_gelu": lambda op, x: op.Mul(x, op.Sigmoid(op.Mul(x, 1.702))),
     "silu": lambda op, x: op.Mul(x, op.Sigmoid(x)),
     "relu": lambda op, x: op.Relu(x),
-}
+}  # fmt: skip
 
 LINEAR = OnnxOperator(
     name="Linear",
@@ -121,14 +112,13 @@ def translations(opset: int) -> dict[Any, Callable[..., Any]]:
         import onnx_ir as ir
         from onnxscript import opset18
 
-        def typed(given: Any) -> Any:
-            return ir.tensor(given, dtype=self.dtype) if isinstance(given, float) else given
-
         class Typed:
             """Operators whose numbers have the input's type: that of a step is not known here."""
 
-            def __getattr__(self, op_type: str) -> Callable[..., Any]:
-                return lambda *given: getattr(opset18, op_type)(*map(typed, given))
+            def __getattr__(_, op_type: str) -> Callable[..., Any]:  # noqa: N805
+                return lambda *given: getattr(opset18, op_type)(
+                    *(ir.tensor(x, dtype=self.dtype) if isinstance(x, float) else x for x in given)
+                )
 
         return ACTIVATIONS["gelu_tanh" if approximate == "tanh" else "gelu"](Typed(), self)
 

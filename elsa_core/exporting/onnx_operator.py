@@ -48,7 +48,7 @@ class Body(NamedTuple):
 class Writer:
     """Writes a body: `op.Add(x, y)` appends a node and returns the name of its output.
 
-    A list of integers in the place of a value is a constant of one axis, a float a number.
+    In the place of a value a list of integers is a constant of one axis, a number one without axes.
     """
 
     def __init__(self, body: Body, attributes: dict[str, str]) -> None:
@@ -67,10 +67,6 @@ class Writer:
         kind = self._attributes[name].lower()
         return self._once(("attribute", name), **{f"value_{kind}": f"@{name}"})
 
-    def scalar(self, value: int) -> str:
-        """An integer without axes."""
-        return self._once(("scalar", value), value_int=value)
-
     def _once(self, key: Any, **value: Any) -> str:
         if key not in self._known:
             self._known[key] = self._append("Constant", **value)
@@ -82,6 +78,7 @@ class Writer:
         given = [
             self._once(tuple(each), value_ints=each) if isinstance(each, list)
             else self._once(each, value_float=each) if isinstance(each, float)
+            else self._once(("scalar", each), value_int=each) if isinstance(each, int)
             else each
             for each in inputs
         ]  # fmt: skip
@@ -161,33 +158,29 @@ class OnnxExport:
     rewrite: Callable[[Graph, Node], None]  # replaces a call in the graph of an exported program
 
 
-def _exports() -> dict[str, OnnxExport]:
-    parts = ((record.names, record.part("onnx")) for record in ops.records())
-    return {name: export for names, export in parts if export is not None for name in names}
-
-
 def onnx_operators() -> dict[str, OnnxOperator]:
     """Every operator of the ONNX domain `elsa`, by its name."""
-    return {each.name: each for export in _exports().values() for each in export.operators}
+    exports = (record.part("onnx") for record in ops.records())
+    return {each.name: each for export in exports if export for each in export.operators}
 
 
 def rewrite(program: torch.export.ExportedProgram) -> int:
     """Replace elsa's operators in place by calls that become nodes, and count them, without
     projections of which there is no node. An operator whose record says nothing of ONNX stays:
     torch.onnx writes its portable form."""
-    graph, known = program.graph_module.graph, _exports()
+    graph = program.graph_module.graph
     graph.eliminate_dead_code()  # an lse that is reshaped and not used is no lse that is used
     count = 0
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
-        name = node.target._schema.name
-        record = ops.of(name)
-        if record is None or (record.kind == "linear" and name not in known):
+        record = ops.of(node.target._schema.name)
+        export = None if record is None else record.part("onnx")
+        if record is None or (record.kind == "linear" and export is None):
             continue
         count += 1
-        if name in known:
-            known[name].rewrite(graph, node)
+        if export is not None:
+            export.rewrite(graph, node)
     graph.eliminate_dead_code()
     program.graph_module.recompile()
     return count

@@ -81,10 +81,8 @@ def _body(op: Writer, qkv: Value, bias: Value, pad: Value, logit: Value) -> Valu
             ones = op.Expand(1.0, op.Concat([1], sizes, [1], axis=0))
             image = op.Where(op.Cast(op.Pad(ones, pads), to=9), image, pad)
     cut = _cut(op, image, counts, window, tokens, op.Shape(qkv, start=4))
-    front, heads = (
-        op.Concat([0], windows, tokens, axis=0),
-        op.Reshape(op.attribute("num_heads"), [-1]),
-    )
+    front = op.Concat([0], windows, tokens, axis=0)
+    heads = op.Reshape(op.attribute("num_heads"), [-1])
     order = (heads, [3]) if "head_first" in op else ([3], heads)
     perm = [4, 0, 1, 3, 2, 5] if "head_first" in op else [3, 0, 1, 4, 2, 5]
     six = op.Transpose(op.Reshape(cut, op.Concat(front, *order, [-1], axis=0)), perm=perm)
@@ -138,7 +136,7 @@ def _region_mask(op: Writer, counts: Value, window: Value, padded: Value, tokens
     edges = op.Sub(padded, window), op.Sub(padded, op.attribute("shift_size"))
     label = ""
     for axis in range(3):
-        position = op.Range(op.scalar(0), op.Gather(padded, op.scalar(axis)), op.scalar(1))
+        position = op.Range(0, op.Gather(padded, axis), 1)
         past = (op.GreaterOrEqual(position, op.Gather(edge, [axis])) for edge in edges)
         region = op.Add(*(op.Cast(each, to=7) for each in past))
         region = op.Unsqueeze(region, [each for each in range(3) if each != axis])
