@@ -56,7 +56,8 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
     if num_classes is not None and (type(num_classes) is not int or not 0 <= num_classes < 2**31):
         raise ModelError(f"{where}: num_classes must be a whole number >= 0")
     args = checked_args(config.get("model_args", {}), where)
-    preprocess = replace(preprocess_of(cfg, where), assumed=_assumed(extension, cfg, where))
+    assumed, unsaid = _noted(extension, cfg, where)
+    preprocess = replace(preprocess_of(cfg, where), assumed=assumed)
     args = {**implied(cfg, preprocess), **args}
     # An image size among the arguments describes the weights better than the published one.
     size = args.get("img_size", args.get("image_size"))
@@ -69,7 +70,7 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
         args,
         num_classes,
         preprocess,
-        unsaid=_unsaid(extension, where),
+        unsaid=unsaid,
         labels=names_of(config.get("label_names") or cfg.get("label_names")),
     )
 
@@ -88,8 +89,7 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
         raise ModelError(f"{where}: preprocess_cfg must be an object")
     if given.get("interpolation") == "random":  # of training; open_clip evaluates with this one
         given = {**given, "interpolation": "bicubic"}
-    extension = config.get("elsa", {})
-    assumed = _assumed(extension, {**given, "crop_pct": 1.0}, where)
+    assumed, unsaid = _noted(config.get("elsa", {}), {**given, "crop_pct": 1.0}, where)
     modes = {word: mode for mode, word in RESIZE_MODES.items()}
     mode = given.get("resize_mode") or "shortest"
     if mode not in modes:
@@ -103,7 +103,6 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
     for each in (name, model_cfg["vision_cfg"].get("timm_model_name") or name):
         _check_name(each, where)
     preprocess = replace(preprocess_of(said, where), assumed=assumed)
-    unsaid = _unsaid(extension, where)
     return Recipe("open_clip", name, {}, 0, preprocess, None, dict(model_cfg), unsaid)
 
 
@@ -128,19 +127,19 @@ def _check_name(name: Any, where: str) -> None:
         )
 
 
-def _assumed(extension: Any, cfg: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    noted = extension.get("assumed", []) if isinstance(extension, Mapping) else []
+def _noted(
+    extension: Any, cfg: Mapping[str, Any], where: str
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """What elsa's extension notes: the fields that are assumed, and what a name alone says."""
+    extension = extension if isinstance(extension, Mapping) else {}
+    noted, unsaid = extension.get("assumed", []), extension.get("unsaid", {})
     if not isinstance(noted, list) or not all(key in ASSUMABLE for key in noted):
         raise ModelError(f"{where}: assumed must list some of {', '.join(ASSUMABLE)}")
-    return tuple(key for key in ASSUMABLE if key in noted or cfg.get(key) is None)
-
-
-def _unsaid(extension: Any, where: str) -> dict[str, Any]:
-    noted = extension.get("unsaid", {}) if isinstance(extension, Mapping) else {}
-    if isinstance(noted, Mapping) and len(noted) <= _MAX_UNSAID:
-        counts = [v if isinstance(v, list) else [v] for v in noted.values()]
+    assumed = tuple(key for key in ASSUMABLE if key in noted or cfg.get(key) is None)
+    if isinstance(unsaid, Mapping) and len(unsaid) <= _MAX_UNSAID:
+        counts = [v if isinstance(v, list) else [v] for v in unsaid.values()]
         if all(type(n) is int and 0 < n < 2**31 for each in counts for n in each) and all(
-            isinstance(key, str) and _UNSAID.fullmatch(key) for key in noted
+            isinstance(key, str) and _UNSAID.fullmatch(key) for key in unsaid
         ):
-            return dict(noted)
+            return assumed, dict(unsaid)
     raise ModelError(f"{where}: unsaid must give numbers by the names of arguments")

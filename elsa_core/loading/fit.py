@@ -22,13 +22,13 @@ from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe, required_pair
 
 # Buffers that older releases stored and that are computed from window and image size.
-_COMPUTED = re.compile(
+is_computed = re.compile(
     r"(.*\.)?(relative_position_index|attn_mask|relative_coords_table|position_ids"
     r"|relative_coordinates_log|freqs_cos|freqs_sin)"
-)
+).fullmatch
 # Read in pre-training alone, in the original files of DINOv2 and DINOv3; the periods of rotary
 # positions and the mask of the key's bias are constants.
-_UNUSED = re.compile(r"mask_token|local_cls_norm\..*|(.*\.)?(periods|bias_mask)")
+is_unused = re.compile(r"mask_token|local_cls_norm\..*|(.*\.)?(periods|bias_mask)").fullmatch
 _CLASS_OFFSETS = 3  # BEiT's table: token to class, class to token, class to class
 
 
@@ -100,16 +100,6 @@ def differences(model: nn.Module, shapes: Shapes) -> tuple[set[str], set[str], s
     there = own | computed
     wrong = {name for name, shape in there.items() if name in shapes and shapes[name] != shape}
     return missing, unexpected, wrong
-
-
-def is_computed(name: str) -> bool:
-    """True for the name of a buffer that is computed from window and image size."""
-    return _COMPUTED.fullmatch(name) is not None
-
-
-def is_unused(name: str) -> bool:
-    """True for the name of a tensor that no model reads once it is trained."""
-    return _UNUSED.fullmatch(name) is not None
 
 
 def explain_misfit(recipe: Recipe, shapes: Shapes) -> str:

@@ -18,23 +18,16 @@ from elsa_core.base.messages import first_line, listed, quiet, side
 from elsa_core.base.reading import parse_json, read_json
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.loading import libraries
-from elsa_core.loading.checkpoint import read_checkpoint
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.fit import changed, differences, explain_misfit, with_given
 from elsa_core.loading.imagesize import with_image_size
-from elsa_core.loading.libraries import build, build_meta, default_recipe, label
+from elsa_core.loading.libraries import build, build_meta, label
 from elsa_core.loading.library import BUILD_ERRORS
 from elsa_core.loading.plan import PLAN_NAME
 from elsa_core.loading.recipe import Recipe, checked_args
 from elsa_core.loading.recognise import fit_named, recognise
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
-from elsa_core.loading.weights import (
-    INDEX_SUFFIX,
-    Weights,
-    is_index,
-    read_safetensors,
-    read_sharded,
-)
+from elsa_core.loading.weights import INDEX_SUFFIX, Weights
 
 CONFIG_METADATA = "elsa_config"
 _WEIGHTS_NAMES = (
@@ -50,14 +43,6 @@ _ADVICE = "name the architecture it was made for (--arch, --model-kwargs KEY=VAL
 _RESAMPLING = frozenset(("img_size", "window_size", "patch_size"))
 
 Size = tuple[int, int] | None
-
-
-def read_weights(path: Path, key: str | None = None) -> Weights:
-    """Read a weights file; `key` says which of several weights to take (--weights)."""
-    if is_index(path):
-        return read_sharded(path, key)
-    safe = path.suffix.lower() == ".safetensors"
-    return read_safetensors(path, key) if safe else read_checkpoint(path, key)
 
 
 def weights_in(directory: Path) -> Path:
@@ -78,7 +63,8 @@ def files_of(spec: ModelSpec) -> list[Path]:
     if spec.path is None:
         return []
     weights = weights_in(spec.path) if spec.source == "directory" else spec.path
-    shards = sorted(weights.parent.glob("*.safetensors")) if is_index(weights) else []
+    indexed = weights.name.lower().endswith(INDEX_SUFFIX)
+    shards = sorted(weights.parent.glob("*.safetensors")) if indexed else []
     beside = [weights.parent / name for name in (*CONFIG_NAMES, PLAN_NAME)]
     return [weights, *shards, *(path for path in beside if path.is_file())]
 
@@ -162,7 +148,7 @@ def _told(recipe: Recipe, given: Mapping[str, Any], source: str = "") -> str:
     args = ", ".join(f"{key}={value}" for key, value in recipe.args.items() if key not in apart)
     pixels = ""
     if not recipe.two_towers and not _SIZES & set(given):
-        usual = default_recipe(ModelSpec(recipe.library, recipe.name, recipe.name, recipe.tag))
+        usual = libraries.of(recipe.library).recipe(recipe.name, recipe.tag)
         pixels = "" if recipe.size == usual.size else f" at {side(recipe.size)} pixels"
     comma = "," if source and pixels else ""
     return f" with {args}{source}{comma}{pixels}" if args else pixels

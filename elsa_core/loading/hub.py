@@ -53,11 +53,13 @@ def fetch(repository: str, names: Sequence[str], *, need: str) -> Path:
     raise ModelError(f"hub repository {repository} has none of {', '.join(names)}")
 
 
-def in_torch_cache(url: str) -> bool:
-    """True where torch.hub has downloaded the file of this address."""
+def require_file(url: str, *, need: str, folder: Path | None = None) -> None:
+    """`require_network`, unless `folder`, or torch.hub's, has the file of this address."""
     from torch.hub import get_dir
 
-    return (Path(get_dir()) / "checkpoints" / url.rpartition("/")[2]).is_file()
+    folder = Path(get_dir()) / "checkpoints" if folder is None else folder
+    if not (folder / url.rpartition("/")[2]).is_file():
+        require_network(url, need=need)
 
 
 def require_network(url: str, *, need: str) -> None:

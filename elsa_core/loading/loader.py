@@ -27,7 +27,6 @@ from elsa_core.loading.fromfile import (
     apply,
     choose_recipe,
     drops_classifier,
-    read_weights,
     weights_in,
 )
 from elsa_core.loading.imagesize import checked_size, with_image_size
@@ -52,6 +51,7 @@ from elsa_core.loading.transformers_models import (
     is_transformers,
     open_folder,
 )
+from elsa_core.loading.weights import read_weights
 
 if TYPE_CHECKING:
     from elsa_core.patching import PatchReport

@@ -14,11 +14,10 @@ from torch import nn
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import hub, timm_models
-from elsa_core.loading.checkpoint import check_file
 from elsa_core.loading.library import Library, Size, built, check_tag, imported, unknown
 from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, RESIZE_MODES, Preprocess, Recipe
-from elsa_core.loading.weights import Weights, one_file
+from elsa_core.loading.weights import Weights, check_file, one_file
 
 
 def _names() -> list[str]:
@@ -36,14 +35,9 @@ def _lookup(text: str) -> tuple[str, str | None]:
     if name not in names:
         raise unknown("open_clip", name, names)
     if tag:
-        check_tag("open_clip", name, tag, _tags(name))
+        tags = imported("open_clip", "open_clip_torch").list_pretrained_tags_by_model(name)
+        check_tag("open_clip", name, tag, tags)
     return name, tag or None
-
-
-def _tags(name: str) -> list[str]:
-    import open_clip
-
-    return list(open_clip.list_pretrained_tags_by_model(name))
 
 
 def _recipe(name: str, tag: str | None = None) -> Recipe:
@@ -129,8 +123,8 @@ def _core(recipe: Recipe) -> tuple[str, Recipe]:
 def _published(recipe: Recipe) -> tuple[nn.Module, str]:
     import open_clip
 
-    tags = _tags(recipe.name)
     if recipe.tag is None:
+        tags = open_clip.list_pretrained_tags_by_model(recipe.name)
         some = ", ".join(f"open_clip:{recipe.name}/{tag}" for tag in tags[:4])
         raise ModelError(f"name the weights of open_clip:{recipe.name}: {some or 'none exist'}")
     cfg = open_clip.get_pretrained_cfg(recipe.name, recipe.tag)
@@ -149,10 +143,7 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
         safe = tuple(Path(name).with_suffix(".safetensors").name for name in wanted)
         path = hub.fetch(repository, tuple(dict.fromkeys((*safe, *wanted))), need=need)
     else:
-        url = cfg.get("url", "")
-        cached = Path.home() / ".cache" / "clip" / url.rpartition("/")[2]
-        if not cached.is_file():
-            hub.require_network(url, need=need)
+        hub.require_file(cfg.get("url", ""), need=need, folder=Path.home() / ".cache" / "clip")
         path = Path(open_clip.download_pretrained(cfg))
     check_file(path)
     usual = _recipe(recipe.name, recipe.tag)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -62,7 +62,7 @@ def recognise(
     near: list[tuple[int, int, str]] = []  # how many tensors of a block differ, and the name
     for args in library.variants(shapes):
         for name in names:
-            usual = library.as_in(default_recipe(ModelSpec(library.name, name, name)), shapes)
+            usual = library.as_in(library.recipe(name, None), shapes)
             recipe = with_given(usual.with_args(args), given)
             count = _misfits(library, recipe, shapes)
             fit = None if count else fitted(recipe, shapes, image_size)
@@ -81,13 +81,11 @@ def recognise(
             f"{where} fits architectures that compute differently: {listed};"
             " choose with arch (--arch)"
         )
-    best = sorted(same[0], key=_preference)
+    resized = {each.name: each.size != library.recipe(each.name, None).size for each in found}
+    best = sorted(
+        same[0], key=lambda each: (len(each.args), resized[each.name], len(each.name), each.name)
+    )
     return best[0], tuple(best[1:])
-
-
-def _preference(recipe: Recipe) -> tuple[int, bool, int, str]:
-    usual = default_recipe(ModelSpec(recipe.library, recipe.name, recipe.name))
-    return len(recipe.args), usual.size != recipe.size, len(recipe.name), recipe.name
 
 
 def _misfits(library: Library, recipe: Recipe, shapes: Shapes) -> int | None:
@@ -126,8 +124,7 @@ def _unknown(
     near = sorted(set(near))
     found: list[tuple[int, Recipe]] = []
     for name in [name for count, _, name in near if count == near[0][0]][:_COMPARED]:
-        spec = ModelSpec(library.name, name, name)
-        recipe = with_given(library.as_in(default_recipe(spec), shapes), given)
+        recipe = with_given(library.as_in(library.recipe(name, None), shapes), given)
         with suppress(ElsaError):
             found.append((sum(map(len, differences(build_meta(recipe), shapes))), recipe))
     closest = ""
@@ -254,23 +251,21 @@ def with_unsaid(recipe: Recipe, shapes: Shapes, given: _Args) -> Recipe:
     found, usual = {}, differences(model, shapes)
     # As the modules hold them, since some constructors derive them: the heads in order, each once
     # where it repeats; of windows the largest, since a stage smaller than it has a smaller one.
-    heads = [n for n in _held(model, "num_heads") if type(n) is int]
+    modules = [*model.modules()]
+    heads = [n for each in modules if type(n := getattr(each, "num_heads", None)) is int]
     heads = [n for i, n in enumerate(heads) if i == 0 or heads[i - 1] != n]
     if heads and not _HEADS & set(given):
         value = heads if heads[1:] else heads[0]
         # What its constructor does not take cannot be compared, and counts as not shown.
         if _others_fit(recipe, "num_heads", value, usual, shapes) is not False:
             found["heads"] = value
-    sides = [s if isinstance(s, (list, tuple)) else (s,) for s in _held(model, "window_size")]
+    held = [getattr(each, "window_size", None) for each in modules]
+    sides = [s if isinstance(s, (list, tuple)) else (s,) for s in held]
     window = max((n for each in sides for n in each if type(n) is int), default=0)
     said = not window or "window_size" in given
     if not said and _others_fit(recipe, "window_size", window, usual, shapes):
         found["window"] = window
     return dataclasses.replace(recipe, unsaid=found)
-
-
-def _held(model: nn.Module, name: str) -> Iterable[Any]:
-    return (getattr(module, name, None) for module in model.modules())
 
 
 def _others_fit(

@@ -62,12 +62,17 @@ def save(
 
 def write_model(directory: Path, model: nn.Module, plan: Plan, loaded: Loaded | None) -> None:
     """Write weights and plan, and where elsa has loaded the model its configuration."""
+    tensors = model.state_dict()
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ModelError(
+                f"tensor {name!r} holds NaN or infinity: not saved, it would not load again"
+            )
     files.write_json(directory / PLAN_NAME, plan.to_dict())
     if loaded is None or loaded.recipe.library == "python":
-        _write_tensors(model.state_dict(), directory / WEIGHTS_NAME, {"format": "pt"})
+        _write_tensors(tensors, directory / WEIGHTS_NAME, {"format": "pt"})
         return
     if loaded.recipe.library == LIBRARY:
-        _check_finite(model.state_dict())
         write_folder(loaded.model, directory, loaded.spec.path)
         return
     config = loaded.recipe.to_config()
@@ -78,7 +83,7 @@ def write_model(directory: Path, model: nn.Module, plan: Plan, loaded: Loaded | 
         config["pretrained_cfg"].update({key: known.get(key) for key in keys})
     said = {"elsa_weights": loaded.weights, CONFIG_METADATA: json.dumps(config)}
     metadata = {"format": "pt", **said}
-    _write_tensors(model.state_dict(), directory / WEIGHTS_NAME, metadata)
+    _write_tensors(tensors, directory / WEIGHTS_NAME, metadata)
     files.write_json(directory / CONFIG_NAME, config)
     if loaded.recipe.two_towers:
         files.write_json(directory / OPEN_CLIP_CONFIG_NAME, loaded.recipe.to_open_clip_config())
@@ -88,7 +93,6 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, s
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    _check_finite(tensors)
     try:
         save_file(separate(tensors), path, metadata=metadata)
     except SafetensorError as error:
@@ -98,14 +102,6 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, s
     # safetensors makes files that only their owner may read.
     path.chmod(0o666 & ~files.umask())
     files.flush(path)
-
-
-def _check_finite(tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ModelError(
-                f"tensor {name!r} holds NaN or infinity: not saved, it would not load again"
-            )
 
 
 def check_target(target: Path, given: Path, force: bool) -> None:

@@ -72,11 +72,6 @@ def stated(content: Any) -> Stated:
     return Stated(found, args, Given(mean, std, crop, method), labels)
 
 
-def stated_in_metadata(metadata: Mapping[str, str]) -> Stated:
-    """Return what the metadata of a .safetensors file says: text, JSON or Python's literals."""
-    return stated({key: _parsed(text) for key, text in metadata.items()})
-
-
 def names_of(value: Any) -> tuple[str, ...]:
     """Return names of classes in order, of a list, `id2label` or `class_to_idx`; () for others."""
     if isinstance(value, Mapping):
@@ -153,7 +148,8 @@ def _numbers(value: Any) -> tuple[float, ...] | None:
     return tuple(float(n) for n in value) if good else None
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """What a text in the metadata of a .safetensors file says: JSON, a literal, numbers, itself."""
     if len(text) > _LONGEST:
         return text
     try:

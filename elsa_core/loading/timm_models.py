@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from elsa_core.errors import ModelError
 from elsa_core.loading import hub
-from elsa_core.loading.checkpoint import check_file
 from elsa_core.loading.library import Library, Size, check_tag, imported
 from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import Preprocess, Recipe
-from elsa_core.loading.weights import Weights
+from elsa_core.loading.weights import Weights, check_file
 
 # timm modules of plain transformers; a part of a tensor name that only theirs have, or none.
 _VIT_MODULES = {
@@ -36,6 +34,7 @@ PLAIN = {
     "maxvit_tiny": "maxvit_tiny_tf_224",
 }
 _PATCH = re.compile(r"_patch(\d+)")
+_STAGE = re.compile(r"(layers|stages)\.\d")
 _SWIN_MODULES = {
     "relative_position_bias_table": "swin_transformer",
     "cpb_mlp.0.weight": "swin_transformer_v2",
@@ -55,14 +54,9 @@ def _lookup(text: str) -> tuple[str, str | None] | None:
     if name is None and imported("timm", "timm").is_model(arch):
         name = arch
     if name is not None and tag:
-        check_tag("timm", name, tag, _tags(name))
+        published = imported("timm", "timm").list_pretrained(f"{name}.*")
+        check_tag("timm", name, tag, [full.partition(".")[2] for full in published])
     return None if name is None else (name, tag or None)
-
-
-def _tags(name: str) -> list[str]:
-    import timm
-
-    return [full.partition(".")[2] for full in timm.list_pretrained(f"{name}.*")]
 
 
 def recipe(name: str, tag: str | None = None) -> Recipe:
@@ -127,7 +121,7 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
     name = f"{recipe.name}.{recipe.tag}" if recipe.tag else recipe.name
     cfg = get_pretrained_cfg(name)
     if cfg is None or not cfg.has_weights:
-        tags = _tags(recipe.name)
+        tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{recipe.name}.*")]
         known = f"; it has weights named {', '.join(tags)}" if tags else ""
         raise ModelError(f"no weights are published for {name}: leave out --pretrained{known}")
     need = f"the weights of {name}"
@@ -138,18 +132,12 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
         path = hub.fetch(cfg.hf_hub_id, wanted, need=need)
         check_file(path)
         overlay = {"file": str(path), "custom_load": bool(cfg.custom_load)}
-    elif not hub.in_torch_cache(cfg.url):
-        hub.require_network(cfg.url, need=need)
+    else:
+        hub.require_file(cfg.url, need=need)
     model: nn.Module = timm.create_model(
         name, pretrained=True, pretrained_cfg_overlay=overlay, **_args(recipe)
     )
     return model, str(origin)
-
-
-def _config_args(cfg: Mapping[str, Any], preprocess: Preprocess) -> dict[str, Any]:
-    channels, *size = preprocess.input_size
-    args = {"img_size": size} if cfg.get("fixed_input_size") is True else {}
-    return {**args, **({"in_chans": channels} if channels != 3 else {})}
 
 
 def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
@@ -211,10 +199,6 @@ def _names_like(shapes: Shapes) -> list[str]:
     return [n for n, p in zip(names, said, strict=True) if p is None or int(p[1]) in sides]
 
 
-def _stages(shapes: Shapes) -> set[str]:
-    return {key.split(".")[1] for key in shapes if re.match(r"(layers|stages)\.\d", key)}
-
-
 TIMM = Library(
     name="timm",
     names=lambda: list(imported("timm", "timm").list_models()),
@@ -229,13 +213,18 @@ TIMM = Library(
     shallow=_shallow,
     published=_published,
     hub_files=hub.TIMM_WEIGHTS,
-    config_args=_config_args,
+    config_args=lambda cfg, seen: {
+        **({"img_size": [*seen.input_size[1:]]} if cfg.get("fixed_input_size") is True else {}),
+        **({"in_chans": seen.input_size[0]} if seen.input_size[0] != 3 else {}),
+    },
     config_keys=("classifier", "first_conv"),
     converted=_converted,
     as_in=_as_in,
     names_like=_names_like,
     variants=_variants,
     one_block=lambda recipe, shapes: recipe.with_args(
-        {"depths": [1] * len(stages)} if (stages := _stages(shapes)) else {"depth": 1}
+        {"depths": [1] * len(stages)}
+        if (stages := {key.split(".")[1] for key in shapes if _STAGE.match(key)})
+        else {"depth": 1}
     ),
 )

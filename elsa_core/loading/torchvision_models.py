@@ -13,7 +13,6 @@ from torch import nn
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading import hub
 from elsa_core.loading.library import Library, Size, built, imported, unknown
-from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import Preprocess, Recipe
 
 # Of names of tensors: how the names of the models with such begin.
@@ -116,8 +115,7 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
     from torchvision.models import get_model_weights
 
     weights = get_model_weights(recipe.name).DEFAULT
-    if not hub.in_torch_cache(weights.url):
-        hub.require_network(weights.url, need=f"the weights of torchvision:{recipe.name}")
+    hub.require_file(weights.url, need=f"the weights of torchvision:{recipe.name}")
     state = weights.get_state_dict(progress=False, check_hash=True)
     return _filled(recipe, state), f"torchvision {weights.name}"
 
@@ -133,12 +131,6 @@ def _filled(recipe: Recipe, state: Any) -> nn.Module:
     return filled
 
 
-def _prefixes(shapes: Shapes) -> tuple[str, ...]:
-    return tuple(
-        prefix for key, prefix in _PREFIXES.items() if any(n.startswith(key) for n in shapes)
-    )
-
-
 TORCHVISION = Library(
     name="torchvision",
     names=_names,
@@ -152,6 +144,12 @@ TORCHVISION = Library(
     as_in=lambda recipe, shapes: dataclasses.replace(
         recipe, num_classes=next((shapes[name][0] for name in _CLASSIFIERS if name in shapes), None)
     ),
-    marks=lambda shapes: bool(_prefixes(shapes)),
-    names_like=lambda shapes: [n for n in _names() if n.startswith(_prefixes(shapes))],
+    marks=lambda shapes: any(name.startswith(tuple(_PREFIXES)) for name in shapes),
+    names_like=lambda shapes: [
+        name
+        for key, prefix in _PREFIXES.items()
+        if any(tensor.startswith(key) for tensor in shapes)
+        for name in _names()
+        if name.startswith(prefix)
+    ],
 )

@@ -18,11 +18,11 @@ from elsa_core.base.messages import first_line, listed, quiet
 from elsa_core.base.reading import read_json
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading.configuration import preprocess_of
-from elsa_core.loading.fromfile import read_weights, weights_in
+from elsa_core.loading.fromfile import weights_in
 from elsa_core.loading.library import BUILD_ERRORS, UninitialisedParameters, imported
 from elsa_core.loading.recipe import ASSUMABLE, Preprocess, Recipe, check_blocks, pair_of
 from elsa_core.loading.stated import names_of
-from elsa_core.loading.weights import check_numbers
+from elsa_core.loading.weights import check_numbers, read_weights
 
 LIBRARY = "transformers"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")

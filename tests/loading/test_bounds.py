@@ -17,10 +17,9 @@ from safetensors.torch import save_file
 
 from elsa_core.base.reading import parse_json, read_json
 from elsa_core.errors import ModelError
-from elsa_core.loading.checkpoint import read_checkpoint
 from elsa_core.loading.loader import load_model
 from elsa_core.loading.plan import read_plan
-from elsa_core.loading.weights import read_header, read_safetensors, read_sharded
+from elsa_core.loading.weights import read_checkpoint, read_header, read_safetensors
 
 READERS = [read_header, read_safetensors, read_checkpoint, read_json, read_plan]
 
@@ -174,7 +173,7 @@ def test_a_link_in_a_shard_set_is_refused(tmp_path: Path) -> None:
     shard.rename(tmp_path / "elsewhere.safetensors")
     shard.symlink_to(tmp_path / "elsewhere.safetensors")
     with pytest.raises(ModelError, match="which is a link: refused"):
-        read_sharded(index)
+        read_safetensors(index)
 
 
 def test_links_of_the_hubs_cache_are_read(tmp_path: Path) -> None:
@@ -184,7 +183,7 @@ def test_links_of_the_hubs_cache_are_read(tmp_path: Path) -> None:
     snapshot.mkdir()
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(file)
-    assert read_sharded(snapshot / "model.safetensors.index.json").shapes == {"w": (2,)}
+    assert read_safetensors(snapshot / "model.safetensors.index.json").shapes == {"w": (2,)}
 
 
 def test_a_link_in_a_bundle_is_refused(tmp_path: Path) -> None:

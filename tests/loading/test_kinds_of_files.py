@@ -23,7 +23,7 @@ import elsa_core as elsa
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading.loader import Loaded, load_model
 from elsa_core.loading.names import bare_names
-from elsa_core.loading.stated import names_of, stated, stated_in_metadata
+from elsa_core.loading.stated import names_of, parsed, stated
 
 NAME = "test_vit"
 STATED: dict[str, Any] = {
@@ -295,11 +295,13 @@ def test_what_is_read_of_it(said: dict[str, Any], mean: Any, std: Any) -> None:
 
 
 def test_metadata_is_text() -> None:
-    found = stated_in_metadata({"mean": "(0.1, 0.2, 0.3)", "std": "0.5 0.5,0.5", "crop_pct": "0.9",
-                                "args": '{"model": "x"}', "deep": "[" * 5000})  # fmt: skip
+    texts = {"mean": "(0.1, 0.2, 0.3)", "std": "0.5 0.5,0.5", "crop_pct": "0.9",
+             "args": '{"model": "x"}', "deep": "[" * 5000}  # fmt: skip
+    found = stated({key: parsed(text) for key, text in texts.items()})
     assert found.preprocess.mean == (0.1, 0.2, 0.3) and found.preprocess.std == (0.5,) * 3
     assert found.preprocess.crop_pct == 0.9 and found.architectures == ("x",)
-    found = stated_in_metadata({"config": "{'mean': (0.1, 0.2, 0.3)}", "classes": "['a', 'b']"})
+    texts = {"config": "{'mean': (0.1, 0.2, 0.3)}", "classes": "['a', 'b']"}
+    found = stated({key: parsed(text) for key, text in texts.items()})
     assert found.preprocess.mean == (0.1, 0.2, 0.3) and found.labels == ("a", "b")
 
 

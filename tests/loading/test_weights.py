@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from elsa_core.errors import ModelError
-from elsa_core.loading.checkpoint import read_checkpoint
-from elsa_core.loading.weights import read_header, read_safetensors
+from elsa_core.loading.weights import read_checkpoint, read_header, read_safetensors
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
