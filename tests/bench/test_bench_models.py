@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import timm
 import torch
 
 from benchmarks import tables
@@ -74,6 +75,8 @@ def test_every_model_can_be_built(case: ModelCase) -> None:
         recipe = with_image_size(default_recipe(parse(case.model)), case.image_size)
         assert recipe.size == (case.image_size, case.image_size)
         return
+    if not hasattr(timm.layers, "calculate_drop_path_rates"):
+        pytest.skip("this timm reads numbers of tensors on the meta device")
     with torch.device("meta"):
         model = models.build(case, torch.device("meta"), 0)
     windows = {m.window_size for m in model.modules() if hasattr(m, "window_size")}

@@ -66,7 +66,8 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(_DYING)
     given = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports(1)[0]), "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
     }  # fmt: skip
     command = [sys.executable, "-m", "elsa_cli", *_SMALL, "--rounds", "3", "--json"]
     ranks = [
