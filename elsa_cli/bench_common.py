@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elsa_cli.console import Session
-from elsa_cli.errors import TargetError, VerdictError
+from elsa_cli.errors import PlaceError, TargetError, VerdictError
 from elsa_cli.options import Options, resolve_device
 
 if TYPE_CHECKING:
@@ -40,12 +40,11 @@ def described(device: torch.device) -> dict[str, Any]:
 
 def require_free(device: torch.device, options: Options) -> None:
     """Refuse to keep what is measured on a machine that others use, unless --allow-busy."""
-    from elsa_core.errors import UnavailableError
     from elsa_core.measuring import busy
 
     why = busy.reason(device)
     if why and not options.allow_busy:
-        raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
+        raise PlaceError(f"{why}: wait until the machine is free, or use --allow-busy")
 
 
 def check_output(device: torch.device, options: Options, *, resumes: bool) -> None:

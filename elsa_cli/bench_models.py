@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from elsa_cli import bench_common
 from elsa_cli.console import Session
-from elsa_cli.errors import VerdictError
+from elsa_cli.errors import PlaceError, VerdictError
 from elsa_cli.options import Options, typed
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ def run(session: Session, options: Options, published: Document | None, kind: st
     if options.dry_run:
         _list(session, cases, device, bench.command, what)
         return
-    from elsa_core.errors import UnavailableError
     from elsa_core.measuring import environment
     from elsa_core.profiling.bench import families, models, runner
 
@@ -58,7 +57,7 @@ def run(session: Session, options: Options, published: Document | None, kind: st
     done = document["results"]["cases"]
     if options.backend != "auto" and done and not any(case["measurements"] for case in done):
         reason = next(iter(done[0]["left_out"].values()), "")
-        raise UnavailableError(f"--backend {options.backend} served no {what[:-1]}: {reason}")
+        raise PlaceError(f"--backend {options.backend} served no {what[:-1]}: {reason}")
     left = runner.left(cases, document)
     if left:
         hint = f"; --resume -o {target} goes on" if target is not None else ""

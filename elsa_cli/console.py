@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA_VERSION = 1
-Update = Callable[[str, int, int], None]
+Update = Callable[..., None]  # (text, steps done, steps in all), the numbers where they are known
 
 # For terminals and files whose encoding lacks a character that elsa's own texts use.
 _ASCII = {"·": "-", "→": "->", "…": "...", "✓": "ok", "✗": "no", "≤": "<=", "—": "-"}
@@ -264,13 +264,13 @@ class Session:
                 stack.enter_context(signals.importing(self._leave))
                 stack.enter_context(uncollected())
             if self.quiet or not drawn or (imports and not interactive):
-                yield lambda label, done, total: None
+                yield lambda label, done=0, total=0: None
             else:
                 bar = self._bar() if interactive else self._beating(text, start)
                 show = stack.enter_context(bar)
                 show(text, 0, 0)
 
-                def update(label: str, done: int, total: int) -> None:
+                def update(label: str, done: int = 0, total: int = 0) -> None:
                     said = f"{text} {done}/{total} {label}" if total else f"{text}: {label}"
                     show(said, done, total)
 

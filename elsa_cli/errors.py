@@ -107,10 +107,22 @@ def describe(error: BaseException) -> tuple[int, str]:
         found = USAGE, _usage(error)
     elif isinstance(error, CommandError):
         found = error.exit_code, one_line(error)
+    elif out_of_memory(error):
+        limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        limit = "raise this process's limit (ulimit -v), " * limited
+        detail = one_line(error).split(". ")[0][:160]
+        line = f"out of memory: {limit}{_MEMORY_HINT}" + (f" ({detail})" if detail else "")
+        found = ENVIRONMENT, line
+    elif isinstance(error, ImportError) and not str(error.name).startswith("elsa"):
+        hint = "install it again; `elsa doctor` shows what is there"
+        line = f"{error.name or 'a package'} cannot be imported: {error}; {hint}"
+        found = ENVIRONMENT, line
+    elif isinstance(error, OSError) and error.errno in _NO_ROOM:
+        where = one_line(error.filename) if error.filename else "the file system"
+        found = ENVIRONMENT, f"cannot use {where}: {error.strerror}"
     else:
         what = f"{type(error).__name__}: {one_line(error)[:300]}"
-        internal = f"internal error: {what} (run with --debug for the traceback)"
-        found = _system(error) or (FAILED, internal)
+        found = FAILED, f"internal error: {what} (run with --debug for the traceback)"
     return found[0], cut(found[1])
 
 
@@ -127,22 +139,6 @@ def _usage(error: click.UsageError) -> str:
         if origin is click.core.ParameterSource.DEFAULT_MAP:
             return f"{message} (from {ctx.meta.get('elsa.config', 'the config file')})"
     return message + (f" (see {ctx.command_path} --help)" if ctx else "")
-
-
-def _system(error: BaseException) -> tuple[int, str] | None:
-    if out_of_memory(error):
-        detail = one_line(error).split(". ")[0][:160]
-        limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-        limit = "raise this process's limit (ulimit -v), " * limited
-        line = f"out of memory: {limit}{_MEMORY_HINT}" + (f" ({detail})" if detail else "")
-        return ENVIRONMENT, line
-    if isinstance(error, ImportError) and not str(error.name).startswith("elsa"):
-        hint = "install it again; `elsa doctor` shows what is there"
-        return ENVIRONMENT, f"{error.name or 'a package'} cannot be imported: {error}; {hint}"
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        where = one_line(error.filename) if error.filename else "the file system"
-        return ENVIRONMENT, f"cannot use {where}: {error.strerror}"
-    return None
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -1,17 +1,21 @@
-"""A misspelt MODEL answered from the libraries' files: importing torch and timm takes seconds.
+"""What a command line names, looked at before seconds go into imports and minutes into work: MODEL,
+files to read, files to write.
 
-Only what is certainly wrong is refused here; everything else is for the loader to decide.
+A misspelt MODEL is answered from the libraries' files. Only what is certainly wrong is refused
+here; everything else is for the loader to decide.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import os
 import re
-from dataclasses import dataclass
+import tempfile
 from pathlib import Path
 
 from elsa_cli import completion
-from elsa_cli.errors import ModelFileError
+from elsa_cli.errors import ModelFileError, PlaceError, TargetError
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 # What can only be meant as a file, as the loader sees it, though it is none of a model.
@@ -25,31 +29,17 @@ _SIZES = {"ti": "tiny", "t": "tiny", "s": "small", "b": "base", "l": "large", "h
 _SHORT = re.compile(r"vit[-_]?(ti|t|s|b|l|h|g)[-_/]?(\d+)")
 _ASKED_FOR = {"clip": "open_clip:ViT-B-32", "openclip": "open_clip:ViT-B-32"}
 _SHOWN = 4
+_PLOTS = (".png", ".svg")
 _LONGEST_LABELS = 16 * 2**20
 
 
-@dataclass(frozen=True)
-class _Spelling:
-    """How MODEL spells a library's names: the prefix, and what is cut off a name as its tag, from
-    there on. `shortened`: a name may end at an underscore. `owner`: of its repositories on the
-    hub."""
-
-    library: str
-    prefix: str
-    tag: str = "."
-    shortened: bool = False
-    owner: str = ""
-
-
-# As `elsa_core.loading.libraries.LIBRARIES`, which imports torch. A test compares them.
-_SPELLINGS = (
-    _Spelling("timm", "", shortened=True, owner="timm"),
-    _Spelling("open_clip", "open_clip:", tag="/"),
-    _Spelling("torchvision", "torchvision:"),
-)
+# How MODEL spells a library's names: with a prefix, or as they are. The libraries and the owners of
+# their repositories on the hub are those of `elsa_core.loading.libraries.LIBRARIES`, which imports
+# torch. A test compares them.
+PREFIXES = {"timm": "", "open_clip": "open_clip:", "torchvision": "torchvision:"}
+OWNERS = ("timm",)
 # What a colon may follow beside a library's name.
 _PLACES = ("hf-hub", "local-dir", "python")
-LIBRARIES = {spelling.library: spelling for spelling in _SPELLINGS}
 
 
 def check(text: str) -> None:
@@ -59,24 +49,24 @@ def check(text: str) -> None:
         return
     prefix, colon, rest = given.partition(":")
     library = prefix.replace("-", "_")
-    if colon and (library in LIBRARIES or prefix in _PLACES) and not rest:
-        hint = f"; `elsa list '{library}:*'` names them" if library in LIBRARIES else ""
+    if colon and (library in PREFIXES or prefix in _PLACES) and not rest:
+        hint = f"; `elsa list '{library}:*'` names them" if library in PREFIXES else ""
         raise ModelFileError(f"{given!r} names no model after the colon{hint}")
     if colon:
-        if library in LIBRARIES and not rest.startswith("hf-hub:"):
+        if library in PREFIXES and not rest.startswith("hf-hub:"):
             _check_name(library, rest, given)
         return
     owner, slash, _ = given.partition("/")
     is_path = given.startswith((".", "/", "~")) or given.lower().endswith((*_WEIGHTS, *_OTHERS))
     if exists(given):
         return
-    if is_path or (slash and owner not in {one.owner for one in _SPELLINGS}):
+    if is_path or (slash and owner not in OWNERS):
         hub = ""
         if _HUB_ID.fullmatch(given) and not given.startswith(".") and not given.endswith(_WEIGHTS):
             hub = f"; for a model of the Hugging Face hub write hf-hub:{given}"
         raise ModelFileError(f"no such file or directory: {given}{hub}")
     if not slash and "\\" not in given:
-        _check_name(_SPELLINGS[0].library, given, given)
+        _check_name("timm", given, given)
 
 
 def check_file(path: Path | None, what: str) -> None:
@@ -94,20 +84,19 @@ def exists(given: str | Path) -> bool:
 
 
 def _check_name(library: str, name: str, given: str) -> None:
-    names, spelling = completion.known(library), LIBRARIES[library]
+    names = completion.known(library)
     if not names or name.replace("/", "-") in names:
         return  # not installed, or right
-    if spelling.tag == "/":
+    bare = name.partition(".")[0]
+    if library == "open_clip":  # whose tags follow a slash
         bare = (name.rpartition("/")[0] or name).replace("/", "-")
-    else:
-        bare = name.partition(spelling.tag)[0]
     # Not every model is offered for completion, and deprecated names are keys of a table.
     word = re.escape(bare)
     held = re.compile(rf"^def {word}\(|^ {{4}}['\"]{word}['\"]\s*:", re.MULTILINE)
     sources = completion.sources(library, "models", "*.py")
     if bare in names or any(held.search(text) for _, text in sources):
         return
-    if spelling.shortened and any(each.startswith(f"{bare.rstrip('_')}_") for each in names):
+    if library == "timm" and any(each.startswith(f"{bare.rstrip('_')}_") for each in names):
         return  # an alias
     what = f"no file and no {library}" if given == name else f"no {library}"
     close = ", ".join(close_names(bare, library if given != name else None))
@@ -120,8 +109,8 @@ def _check_name(library: str, name: str, given: str) -> None:
 def close_names(name: str, library: str | None = None) -> list[str]:
     """Names that a user may have meant, the likeliest first, as they are typed for MODEL."""
     shown = {
-        f"{LIBRARIES[source].prefix}{each}": each
-        for source in ([library] if library else LIBRARIES)
+        f"{PREFIXES[source]}{each}": each
+        for source in ([library] if library else PREFIXES)
         for each in completion.known(source)
     }
     spelt = _SHORT.sub(lambda m: f"vit_{_SIZES[m.group(1)]}_patch{m.group(2)}", name.lower())
@@ -149,3 +138,46 @@ def classes(path: Path | None) -> tuple[str, ...]:
     from elsa_core.base.reading import read_text
 
     return tuple(read_text(path, _LONGEST_LABELS).removeprefix("\ufeff").splitlines())
+
+
+def check_new(path: Path, force: bool, hint: str = "") -> None:
+    """Refuse a file that exists, unless `force`, and one that cannot be written; `hint` is another
+    way out."""
+    if path.exists() and not force:
+        raise TargetError(f"{path} exists; use --force to replace it{hint}")
+    check_writable(path)
+
+
+def check_folder(output: Path, force: bool, *, zipped: bool = False) -> Path:
+    """Refuse a directory that exists, unless `force`, and one that cannot be made; with `zipped` a
+    file, whose name ends in .zip. Returns what is to be written."""
+    if zipped and output.suffix != ".zip":
+        output = Path(f"{output}.zip")
+    try:
+        str(output.absolute()).encode()
+    except UnicodeEncodeError:  # safetensors and TorchScript could not read it
+        raise TargetError(f"{output}: this name is no UTF-8 text; give another -o") from None
+    if zipped and output.is_dir():
+        raise TargetError(f"{output} is a directory; with --zip, -o names a file")
+    if output.exists() and not force:
+        raise TargetError(f"{output} exists; give another -o, or --force to replace it")
+    if output.exists() and not zipped and not output.is_dir():
+        raise TargetError(f"{output} is not a directory; --force replaces directories only")
+    check_writable(output, next(p for p in output.absolute().parents if os.path.lexists(p)))
+    return output
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before anything heavy is imported."""
+    if path.suffix.lower() not in _PLOTS:
+        raise TargetError(f"{path}: a plot is a {' or '.join(_PLOTS)} file")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PlaceError("plots need matplotlib: pip install 'elsa-attention[plot]'")
+
+
+def check_writable(path: Path, folder: Path | None = None) -> None:
+    try:
+        with tempfile.TemporaryDirectory(prefix=".elsa-", dir=folder or path.parent):
+            pass
+    except OSError as error:
+        raise TargetError(f"{path} cannot be written: {error.strerror}") from None

@@ -163,8 +163,6 @@ def resolve_device(name: str) -> str:
     """The device that --device names, `auto` settled (CUDA where there is one, else the CPU)."""
     import torch
 
-    from elsa_core.errors import UnavailableError
-
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda"):
@@ -172,14 +170,14 @@ def resolve_device(name: str) -> str:
         index = int(name.partition(":")[2] or 0)
         if count == 0:
             build = "sees no GPU" if torch.version.cuda else "was built without CUDA"
-            raise UnavailableError(
+            raise PlaceError(
                 f"--device {name}: torch {torch.__version__} {build}; use --device cpu, "
                 "or see `elsa doctor`"
             )
         if index >= count:
-            raise UnavailableError(f"--device {name}: there are only cuda:0 to cuda:{count - 1}")
+            raise PlaceError(f"--device {name}: there are only cuda:0 to cuda:{count - 1}")
     if name == "mps" and not torch.backends.mps.is_available():
-        raise UnavailableError("--device mps: this machine has none; use --device cpu")
+        raise PlaceError("--device mps: this machine has none; use --device cpu")
     return name
 
 

@@ -98,9 +98,8 @@ def _measured(
         shape = (options.batch_size[0], *loaded.input_size)
         images = torch.randn(shape, generator=generator).to(device=device, dtype=DTYPES[dtype])
         found = scaling(
-            subject, images, rounds=options.rounds, budget_seconds=options.budget,
-            progress=lambda what: update(what, 0, 0),
-        )  # fmt: skip
+            subject, images, rounds=options.rounds, budget_seconds=options.budget, progress=update
+        )
     return found, {
         "model": loaded.name, "image_size": list(shape[2:]), "batch_size": shape[0],
         "dtype": dtype, "device": device.type,

@@ -33,7 +33,16 @@ BACKENDS = {
 LARGEST_SIDE = 32768
 
 
-class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in new Clicks only
+class _Shown(click.ParamType):  # type: ignore[type-arg]  # generic in new Clicks only
+    """A type that help pages show as its `metavar`; None: by its name."""
+
+    metavar: str | None = None
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str | None:
+        return self.metavar
+
+
+class Parsed(_Shown):
     """What `read` makes of the match of a pattern with a text. A text that does not match, or of
     which it makes None, is a usage error that ends in `refusal`; its ValueError is one too."""
 
@@ -43,9 +52,6 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in new Click
     ) -> None:  # fmt: skip
         self.name, self.pattern, self.read, self.refusal = name, pattern, read, refusal
         self.metavar, self.offered = metavar, offered
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str | None:
-        return self.metavar
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
@@ -65,16 +71,13 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in new Click
         return completion.among(self.offered, incomplete)
 
 
-class Listed(click.ParamType):  # type: ignore[type-arg]
+class Listed(_Shown):
     """Several values of one type with commas between them: `224,384`. Gives a tuple without
     repetitions."""
 
     def __init__(self, each: click.ParamType, shown: str = "") -> None:  # type: ignore[type-arg]
         self.each, self.name = each, f"{each.name} list"
-        self.shown = shown or each.name.upper()
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return f"{self.shown}[,...]"
+        self.metavar = f"{shown or each.name.upper()}[,...]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, tuple):

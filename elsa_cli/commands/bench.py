@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import bench_common, bench_models, bench_tiles, pipeline, targets
+from elsa_cli import bench_common, bench_models, bench_tiles, names, pipeline
 from elsa_cli import options as shared
 from elsa_cli.console import Session
-from elsa_cli.errors import VerdictError
+from elsa_cli.errors import PlaceError, VerdictError
 from elsa_cli.options import Options, elsa_command, typed
 from elsa_cli.values import BASELINE_LIST, DEVICE, DTYPES
 
@@ -132,10 +132,12 @@ def command(session: Session, /, kind: str | None, **values: Any) -> None:
         bench_common.files(session, options.earlier, published)
         return
     if published is not None and not (options.tables or options.patterns or options.quick):
-        names = (case["case"]["name"] for case in published["results"]["cases"])
-        options.patterns = tuple(re.sub(r"([*?[])", r"[\1]", name) for name in names)
+        options.patterns = tuple(
+            re.sub(r"([*?[])", r"[\1]", case["case"]["name"])
+            for case in published["results"]["cases"]
+        )
     if options.plot is not None:
-        targets.check_plot(options.plot)
+        names.check_plot(options.plot)
     pipeline.import_torch(session)
     if kind == "attention":
         _attention(session, options, published)
@@ -191,12 +193,23 @@ def _attention(session: Session, options: Options, published: Document | None) -
     if options.tune:
         bench_tiles.tune_tiles(session, chosen, device, settings, options)
     elif options.dry_run:
-        _list(session, chosen, device)
+        results = {"dry_run": True, "cases": [case.to_dict() for case in chosen]}
+        session.document("bench attention", results, bench_common.described(device))
+        rows = [
+            [
+                case.name, " ".join(case.precisions),
+                "-" if case.goal is None else f"{case.goal:g}",
+                f"{case.flops / 1e9:.3g}", f"{case.score_bytes / 2**20:.3g}",
+            ]
+            for case in chosen
+        ]  # fmt: skip
+        session.table(("case", "precisions", ">goal", ">GFLOP", ">scores MiB"), rows)
+        session.line(f"{len(chosen)} cases on {device}; nothing was measured", even_quiet=True)
     elif options.trace:
         bench_tiles.trace(session, chosen, device, backend=options.backend, seed=options.seed)
     else:
         if options.plot is not None:
-            targets.check_new(options.plot, options.force)
+            names.check_new(options.plot, options.force)
         bench_common.check_output(device, options, resumes=False)
         _measure(session, chosen, settings, device, options, published)
 
@@ -205,7 +218,6 @@ def _measure(
     session: Session, chosen: tuple[Case, ...], settings: Settings, device: torch.device,
     options: Options, published: Document | None,
 ) -> None:  # fmt: skip
-    from elsa_core.errors import UnavailableError
     from elsa_core.profiling import figures
     from elsa_core.profiling.bench import attention
 
@@ -216,7 +228,7 @@ def _measure(
     own = {m["contender"] for case in cases for m in case["measurements"] if m["precision"]}
     if options.backend != "auto" and not own:
         reason = next((why for case in cases for why in case["left_out"].values()), "no case")
-        raise UnavailableError(f"--backend {options.backend} served no case: {reason}")
+        raise PlaceError(f"--backend {options.backend} served no case: {reason}")
     wrong = [f"{c['case']['name']}: {name}" for c in cases for name in c["wrong"] if name in own]
     if wrong:
         raise VerdictError(f"wrong results, nothing was written: {', '.join(wrong)}")
@@ -225,27 +237,13 @@ def _measure(
         session.line(f"plot: {options.plot}")
     if options.output is not None:
         if busy and not options.allow_busy:
-            raise UnavailableError(
+            raise PlaceError(
                 f"not written: {busy}; measure again on a free machine, or use --allow-busy"
             )
         session.keep(document, options.output)
         session.line(f"results: {options.output}")
     if published is not None:
         bench_common.judge(session, document, published)
-
-
-def _list(session: Session, chosen: tuple[Case, ...], device: torch.device) -> None:
-    results = {"dry_run": True, "cases": [case.to_dict() for case in chosen]}
-    session.document("bench attention", results, bench_common.described(device))
-    rows = [
-        [
-            case.name, " ".join(case.precisions), "-" if case.goal is None else f"{case.goal:g}",
-            f"{case.flops / 1e9:.3g}", f"{case.score_bytes / 2**20:.3g}",
-        ]
-        for case in chosen
-    ]  # fmt: skip
-    session.table(("case", "precisions", ">goal", ">GFLOP", ">scores MiB"), rows)
-    session.line(f"{len(chosen)} cases on {device}; nothing was measured", even_quiet=True)
 
 
 def _show(session: Session, document: Document, published: Document | None) -> None:

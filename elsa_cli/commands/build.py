@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from elsa_cli.console import Session
+from elsa_cli.errors import PlaceError
 from elsa_cli.options import Options, elsa_command, flag, folder_option
 from elsa_cli.probes import human
 from elsa_cli.values import ARCHITECTURE, Listed
@@ -52,7 +53,6 @@ def _native(session: Session, force: bool) -> None:
     import torch
 
     from elsa_core.backends import cuda, native
-    from elsa_core.errors import UnavailableError
 
     steps: list[str] = []
     start = time.perf_counter()
@@ -60,7 +60,7 @@ def _native(session: Session, force: bool) -> None:
 
         def step(text: str) -> None:
             steps.append(text)
-            update(text, 0, 0)
+            update(text)
 
         path = native.build(force=force, progress=step)
     seconds = time.perf_counter() - start
@@ -86,7 +86,7 @@ def _native(session: Session, force: bool) -> None:
     if library is not None:
         session.line(f"CUDA library: {library['reason']}", even_quiet=True)
     if not answer.ok:
-        raise UnavailableError(f"the native library was built but cannot be used: {answer.reason}")
+        raise PlaceError(f"the native library was built but cannot be used: {answer.reason}")
 
 
 def _packs(session: Session, options: Options) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elsa_cli import options as shared
+from elsa_cli import pipeline
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError, first_of
 from elsa_cli.options import Options, elsa_command
@@ -26,8 +27,6 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     every site, for the model's output by every --path, and for gradients with --grad. Exit code 1
     when it is not so.
     """
-    from elsa_cli import pipeline
-
     options = Options(**values)
     loaded = pipeline.open_model(session, model, options)
     from elsa_cli import render

@@ -30,7 +30,7 @@ def command(session: Session, /, **_: Any) -> None:
             raise
         torch_error = error
     with session.stage("looking around") as update:
-        probes = examine(lambda group: update(group, 0, 0), torch_error)
+        probes = examine(update, torch_error)
     meta = click.get_current_context().meta
     wrong = meta.get("elsa.config.error", "")
     used = "" if wrong else meta.get("elsa.config", "none (no elsa.toml, no [tool.elsa])")
@@ -46,17 +46,13 @@ def command(session: Session, /, **_: Any) -> None:
                 rows.append([f"{probe.name:<16}", marks[probe.ok], words])
         session.table((group, "", ""), rows, wrap=2)
         session.line()
-    session.line(_verdict(probes), even_quiet=True)
-
-
-def _verdict(probes: list[Probe]) -> str:
     ready = [probe.name for probe in probes if probe.group == "backends" and probe.ok]
     off = {probe.name: probe.reason for probe in probes if probe.ok is False}
+    said = f"Ready: {', '.join(ready)}. Next: elsa patch vit_base_patch16_224 --check"
     if not ready:
-        if "torch" in off:
-            return "No backend is ready: install torch again first."
-        return f"No backend is ready: {off.get('eager') or off.get('backends', 'see above')}"
-    if {"sdpa", "eager"}.issuperset(ready):
+        why = off.get("eager") or off.get("backends", "see above")
+        said = f"No backend is ready: {'install torch again first.' if 'torch' in off else why}"
+    elif {"sdpa", "eager"}.issuperset(ready):
         named = os.environ.get("CXX")
         step = f"correct or unset CXX={named!r}" if named else "install a C++ compiler"
         step = f"Next: {step}, then run `elsa build`."
@@ -64,5 +60,5 @@ def _verdict(probes: list[Probe]) -> str:
             step = "Next: run `elsa build`."
         elif "compiler" not in off:
             step = f"The native library is off: {off['library']}"
-        return f"Ready: {', '.join(ready)} only. {step}"
-    return f"Ready: {', '.join(ready)}. Next: elsa patch vit_base_patch16_224 --check"
+        said = f"Ready: {', '.join(ready)} only. {step}"
+    session.line(said, even_quiet=True)

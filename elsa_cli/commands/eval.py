@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import names
+from elsa_cli import names, pipeline
 from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.options import Options, elsa_command
@@ -53,8 +53,6 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     a model without names of classes, in sorted order. Reading and preparing images takes no part in
     the throughput.
     """
-    from elsa_cli import pipeline
-
     options = Options(**values)
     names.check(model)
     named = names.classes(options.labels)

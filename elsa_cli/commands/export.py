@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import names
+from elsa_cli import names, pipeline
 from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.options import Options, elsa_command
-from elsa_cli.targets import check_folder, check_writable
 from elsa_cli.values import FORMAT_LIST, KNOWN_ARCHITECTURE, Listed
 
 if TYPE_CHECKING:
@@ -89,8 +88,6 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     --dtype fp16 or bf16 and with --quantize, what the rounding costs against float64 of the fp32
     model is measured on the check's inputs, and on --images, and shown.
     """
-    from elsa_cli import pipeline
-
     options = Options(**values)
     formats, mode, output = options.formats, options.onnx_mode, options.output
     labels = _check_early(model, options)
@@ -111,7 +108,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
 
     output = output or Path(f"{loaded.name}{f'-{options.tower}' if options.tower else ''}-elsa")
     # what elsa did not write is refused before minutes go into the check
-    target = check_folder(output, options.force, zipped=options.zipped)
+    target = names.check_folder(output, options.force, zipped=options.zipped)
     check_output(target.resolve(), target, options.zipped, options.force)
     if options.quantize:
         exact = _exact(session, loaded, options)
@@ -125,7 +122,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
             dynamic_size=options.dynamic_size, aoti=options.aoti, quantize=options.quantize,
             batches=options.batches, gpu_archs=archs, exact=exact, zip=options.zipped,
             force=options.force, key=key, labels=labels, loaded=loaded, check=outcome,
-            seed=options.seed, progress=lambda text: update(text, 0, 0),
+            seed=options.seed, progress=update,
         )  # fmt: skip
         session.written.append(bundle.path)
     session.document("export", bundle.to_dict())
@@ -154,9 +151,9 @@ def _check_early(model: str, options: Options) -> tuple[str, ...]:
     if options.dynamic_size and "pt2" not in options.formats:
         raise click.UsageError("--dynamic-size concerns model.pt2: name pt2 in --formats")
     if options.output is None:  # its name is the model's
-        check_writable(Path("bundle"))
+        names.check_writable(Path("bundle"))
     else:
-        check_folder(options.output, options.force, zipped=options.zipped)
+        names.check_folder(options.output, options.force, zipped=options.zipped)
     if options.quantize and ("onnx" not in options.formats or options.dtype != "fp32"):
         raise click.UsageError(
             "--quantize is made of model.onnx in fp32: name onnx in --formats and leave --dtype out"
@@ -186,8 +183,6 @@ def _check_gpu(
 
 def _opened(session: Session, model: str, options: Options) -> Loaded:
     """The model; of a CLIP the tower that --tower names in its place."""
-    from elsa_cli import pipeline
-
     loaded, tower = pipeline.open_model(session, model, options), options.tower
     from elsa_core.exporting.export_target import TOWERS, tower_of
 
@@ -205,7 +200,6 @@ def _opened(session: Session, model: str, options: Options) -> Loaded:
 
 def _exact(session: Session, loaded: Loaded, options: Options) -> Exact:
     """What float64 makes of the model before its weights are rounded."""
-    from elsa_cli import pipeline
     from elsa_core.exporting.reference import exact_outputs
 
     cases = pipeline.check_inputs(session, loaded, options)

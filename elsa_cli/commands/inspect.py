@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
+from elsa_cli import names, pipeline
 from elsa_cli import options as shared
-from elsa_cli import targets
 from elsa_cli.console import Session, version
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import Options, elsa_command, typed
@@ -38,8 +38,6 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
     timm, open_clip and torchvision is examined, or those whose name a glob selects
     ('timm:swin*', 'open_clip:*').
     """
-    from elsa_cli import pipeline
-
     options = Options(**values)
     if options.everything:
         if alone := typed((*Options.SHARED, "html", "force")):
@@ -52,7 +50,7 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
     if model is None:
         raise click.UsageError("missing MODEL; --all inspects every architecture")
     if options.html is not None:
-        targets.check_new(options.html, options.force)
+        names.check_new(options.html, options.force)
     elif typed(("force",)):
         raise click.UsageError("--force goes with --html")
     # Whatever MODEL is, these never raise; what it is otherwise is said where it is loaded.
@@ -91,8 +89,6 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
 
 def _show_bundle(session: Session, path: Path) -> None:
     """What a bundle says of itself; nothing of it is run."""
-    from elsa_cli import pipeline
-
     pipeline.import_torch(session)
     from elsa_core.exporting.archive import unpacked
     from elsa_core.exporting.manifest import read_manifest
@@ -133,19 +129,19 @@ def _show_all(session: Session, match: str | None, options: Options) -> None:
     """
     state = options.state
     if state is not None:
-        targets.check_writable(state)
+        names.check_writable(state)
     with session.stage("listing architectures"):
         from elsa_core.proof import coverage
 
-        names = coverage.architectures(match or "*")
-    if not names:
+        known = coverage.architectures(match or "*")
+    if not known:
         raise click.UsageError(
             f"no architecture matches {match!r}: with --all, MODEL is a glob like 'timm:swin*'"
         )
     with session.stage("examining") as update:
         records = []
         for record in coverage.examine_all(
-            names, checked=options.checked, state=state, progress=update
+            known, checked=options.checked, state=state, progress=update
         ):
             records.append(record)
             session.written += [state] if state is not None else []

@@ -41,8 +41,8 @@ def installed() -> list[KnownModel]:
     """Every model of the libraries that are installed, without importing one."""
     counted = {model.name: model for model in read(TABLE)[1]}
     found = []
-    for library, spelling in names.LIBRARIES.items():
-        named = {f"{spelling.prefix}{name}" for name in completion.known(library)}
+    for library, prefix in names.PREFIXES.items():
+        named = {f"{prefix}{name}" for name in completion.known(library)}
         if named:  # the library is here: so are its models that its sources name in another way
             named |= {name for name, model in counted.items() if model.library == library}
         found += [counted.get(name, KnownModel(name, library)) for name in sorted(named)]

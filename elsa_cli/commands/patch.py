@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import names
+from elsa_cli import names, pipeline
 from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError, first_of
 from elsa_cli.options import Options, elsa_command, typed
-from elsa_cli.targets import check_folder
 
 if TYPE_CHECKING:
     from elsa_core.loading import Loaded
@@ -46,14 +45,12 @@ if TYPE_CHECKING:
 )  # fmt: skip
 def command(session: Session, /, model: str, **values: Any) -> None:
     """Replace the attention of MODEL by ELSA kernels, which compute the same numbers."""
-    from elsa_cli import pipeline
-
     options = Options(**values)
     output: Path | None = options.output
     # Images are read by the check alone: whoever names some wants one.
     check = options.check or options.images is not None
     if output is not None:
-        check_folder(output, options.force)
+        names.check_folder(output, options.force)
     names.check_file(options.plan, "plan")
     if options.plan is not None and typed(pipeline.CHOICES):
         raise click.UsageError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import names, pipeline, targets
+from elsa_cli import names, pipeline
 from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import PlaceError, VerdictError
@@ -152,13 +152,13 @@ def _targets(options: Options) -> dict[str, Path]:
         named["plan"] = options.plan
     for name, path in named.items():
         hint = f", or --resume {path} to go on with it" if name == "output" else ""
-        targets.check_new(path, options.force, hint)
+        names.check_new(path, options.force, hint)
     if options.resume is not None:
-        targets.check_writable(options.resume)
+        names.check_writable(options.resume)
     if len({path.resolve() for path in named.values()}) < len(named):
         raise click.UsageError("two of the files to write are the same")
     if "plot" in named:
-        targets.check_plot(named["plot"])
+        names.check_plot(named["plot"])
     return named
 
 
@@ -169,7 +169,7 @@ def _planned(
     import torch
 
     device = torch.device(resolve_device(options.device))
-    from elsa_core.loading import Loaded, check_sizes, parse
+    from elsa_core.loading import check_sizes, parse
     from elsa_core.profiling import sweep
     from elsa_core.profiling.runs import training, variants
 
@@ -181,9 +181,7 @@ def _planned(
     if options.inputs is not None and typed(("batch_size",)):
         raise click.UsageError("--inputs has a batch of its own: leave --batch-size out")
 
-    def load(size: tuple[int, int] | None, dtype: str) -> Loaded:
-        return pipeline.load(session, spec, options, device, size, dtype)
-
+    load = partial(pipeline.load, session, spec, options, device)
     about = {
         "given": spec.given, "name": spec.name, "source": spec.source, "alias": spec.alias or "",
         "pretrained": options.pretrained, "seed": options.seed, "arch": options.arch or "",

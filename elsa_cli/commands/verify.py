@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from elsa_cli import names
+from elsa_cli import names, pipeline
 from elsa_cli.commands.export import artefact_row
 from elsa_cli.console import Session
 from elsa_cli.errors import ModelFileError, VerdictError, first_of
@@ -34,8 +34,6 @@ def command(
     can do anything that you can: it needs --trust, a signature (--key), or a yes on a terminal. Use
     --files-only for a bundle that you do not trust.
     """
-    from elsa_cli import pipeline
-
     if not names.exists(bundle):
         raise ModelFileError(f"no such bundle: {bundle}")
     names.check_file(key, "public key")
@@ -48,7 +46,7 @@ def command(
         report = verify(
             bundle, run=not files_only, key=None if key is None else read_key(key, "public"),
             before_run=lambda signed: _ask(session, bundle, trust or signed),
-            progress=lambda text: update(text, 0, 0),
+            progress=update,
         )  # fmt: skip
     session.document("verify", report.to_dict())
     model = report.manifest["model"]

@@ -134,5 +134,6 @@ def test_every_deprecated_name_is_found() -> None:
 def test_libraries_are_spelt_as_the_loader_spells_them() -> None:
     from elsa_core.loading import libraries
 
-    spelt = {one.library: one.owner or None for one in names.LIBRARIES.values()}
-    assert spelt == {library.name: library.hub_owner for library in libraries.LIBRARIES}
+    assert tuple(names.PREFIXES) == libraries.names()
+    owners = {library.hub_owner for library in libraries.LIBRARIES}
+    assert {None, *names.OWNERS} == owners
