@@ -1,10 +1,21 @@
-"""Which processes run, as Linux tells it."""
+"""Processes and threads that tests start, and which processes run, as Linux tells it."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 seen_from_proc = pytest.mark.skipif(
     not Path("/proc/self/cmdline").exists(), reason="sees from /proc what runs"
@@ -21,3 +32,66 @@ def alive(word: str) -> list[int]:
         except OSError:  # it has ended since
             continue
     return found
+
+
+def gone(word: str) -> bool:
+    """No such process is alive; what was killed takes a moment to go."""
+    end = time.monotonic() + 5
+    while alive(word) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not alive(word)
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment, with the source tree importable."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    return os.environ | own | extra
+
+
+def python(
+    *words: object, env: dict[str, str] | None = None, timeout: float = 300, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words: its exit code and what it wrote."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, check=False,
+        env=environment() if env is None else env, timeout=timeout, **options,
+    )  # fmt: skip
+
+
+def started(*words: object, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Python with these words, which goes on beside the test."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=environment() if env is None else env,
+    )  # fmt: skip
+
+
+def signalled(
+    child: subprocess.Popen[str], ready: Callable[[], object], number: int = signal.SIGINT,
+    within: float = 60,
+) -> tuple[int, str, str]:  # fmt: skip
+    """Send a signal once `ready()`: exit code, stdout and stderr of what ends within seconds."""
+    deadline = time.monotonic() + 300
+    try:
+        while not ready():
+            assert child.poll() is None and time.monotonic() < deadline, child.communicate()
+            time.sleep(0.01)
+        child.send_signal(number)
+        out, err = child.communicate(timeout=within)
+    finally:
+        child.kill()
+    return child.returncode, out, err
+
+
+def at_once(work: Callable[[Any], Any], arguments: Iterable[Any]) -> list[Any]:
+    """Call `work` with each argument in a thread of its own, all of them begun together."""
+    given = list(arguments)
+    barrier = threading.Barrier(len(given))
+
+    def begin(argument: Any) -> Any:
+        barrier.wait()
+        return work(argument)
+
+    with ThreadPoolExecutor(len(given)) as pool:
+        return list(pool.map(begin, given))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import filelock
 import pytest
-from processes import alive
+from processes import alive, python, signalled, started
 
 from elsa_core.backends import cache, compiler, native
 from elsa_core.errors import UnavailableError
@@ -81,10 +79,7 @@ def test_doctor_and_build_survive_a_damaged_library(place: Path, tmp_path: Path)
     content[8192 : len(content) - 8192] = bytes(len(content) - 16384)
     path.write_bytes(content)
     for command, word in (("doctor", "is damaged"), ("build", '"compiled": true')):
-        done = subprocess.run(
-            [sys.executable, "-m", "elsa_cli", command, "--json"], capture_output=True, text=True,
-            timeout=120, check=False,
-        )  # fmt: skip
+        done = python("-m", "elsa_cli", command, "--json")
         assert done.returncode == 0, (command, done.returncode, done.stderr)
         assert word in done.stdout
 
@@ -236,16 +231,8 @@ def test_a_signal_ends_the_compilers_too(
     hangs: str, place: Path, tmp_path: Path, number: int
 ) -> None:
     """`cc1plus` went on for minutes after `elsa build` had ended, and left its files in TMPDIR."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "elsa_cli", "build"], stdout=-1, stderr=-1, text=True
-    )
-    end = time.monotonic() + 60
-    while not (tmp_path / "started").exists():
-        assert child.poll() is None and time.monotonic() < end
-        time.sleep(0.02)
-    child.send_signal(number)
-    out, err = child.communicate(timeout=60)
-    assert (child.returncode, out, err) == (128 + number, "", "")
+    child = started("-m", "elsa_cli", "build")
+    assert signalled(child, (tmp_path / "started").exists, number) == (128 + number, "", "")
     assert (tmp_path / "asked").exists(), "killed before it was asked to end"
     assert list((tmp_path / "scratch").iterdir()) == []
     assert [path for path in place.iterdir() if path.suffix != ".lock"] == []

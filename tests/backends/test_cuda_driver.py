@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import environment, python
 
 pytest.importorskip("triton")
 
@@ -53,14 +53,9 @@ def driver(folder: Path, *without: str) -> Path:
 
 def program(code: str, *folders: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Code in a process that looks for drivers in folders, the first one first."""
-    environment = {
-        **os.environ, "LD_LIBRARY_PATH": os.pathsep.join(map(str, folders)),
-        "PYTHONPATH": str(HERE.parents[1]), "ELSA_NATIVE": "0", **variables,
-    }  # fmt: skip
-    return subprocess.run(
-        [sys.executable, "-c", code, str(compiler.build(library.recipe()))], capture_output=True,
-        text=True, check=False, env=environment, timeout=300,
-    )  # fmt: skip
+    places = os.pathsep.join(map(str, folders))
+    env = environment(LD_LIBRARY_PATH=places, ELSA_NATIVE="0", **variables)
+    return python("-c", code, compiler.build(library.recipe()), env=env)
 
 
 @pytest.mark.parametrize("missing", ["cuLaunchKernelEx", "cuCtxPushCurrent_v2"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from processes import environment, python
 from warm import Warm
 
 triton = pytest.importorskip("triton")
@@ -91,11 +91,8 @@ def test_over_a_stub_driver(stub: Path, tmp_path: Path) -> None:
     in a file; `cuda_short`: functions that pass by the dispatcher; `cuda_first`: a first call.
     """
     modules = [f"cuda_{name}" for name in ("first", "calls", "plans", "planfile", "short")]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "cuda_checks.py"), str(stub), *modules],
-        capture_output=True, text=True, check=False, timeout=900,
-        env={**os.environ, "STUB_LOG": str(tmp_path / "log"), "ELSA_NATIVE": "0"},
-    )  # fmt: skip
+    env = environment(STUB_LOG=str(tmp_path / "log"), ELSA_NATIVE="0")
+    done = python(HERE / "cuda_checks.py", stub, *modules, timeout=900, env=env)
     assert done.stdout == "27 done\n", done.stdout + done.stderr
 
 

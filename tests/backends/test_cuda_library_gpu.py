@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import environment, python
 
 from benchmarks import host
 
@@ -22,15 +21,8 @@ HERE = Path(__file__).parent
 
 
 def run(*command: str, asked: bool = True) -> subprocess.CompletedProcess[str]:
-    paths = (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))
-    variables = {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "ELSA_CUDA_LIBRARY": "1" if asked else "0",
-    }
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=False,
-        env={**os.environ, **variables}, timeout=1800,
-    )  # fmt: skip
+    env = environment(ELSA_CUDA_LIBRARY="1" if asked else "0")
+    return python(*command, env=env, timeout=1800)
 
 
 def test_equal_to_triton() -> None:

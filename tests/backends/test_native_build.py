@@ -7,13 +7,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import at_once, environment, signalled, started
 from quick_compiler import QuickCompiler
 from warm import Warm
 
@@ -96,15 +95,7 @@ def test_two_processes_build_at_once(
     """One of them compiles, each unit once; the other waits for its library."""
     monkeypatch.setenv("CXX", quick_compiler.command)
     monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
-    environment = dict(os.environ)
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOAD], env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    for process in both:
+    for process in [started("-c", LOAD) for _ in range(2)]:
         out, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         assert out.startswith("native")
@@ -151,16 +142,14 @@ def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
     )
     slow.chmod(0o755)
     program = "from elsa_core.backends import native\nnative.build()"
-    environment = {**os.environ, "CXX": str(slow), "ELSA_CACHE_DIR": str(tmp_path / "cache")}
-    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=-3)
+    env = environment(CXX=str(slow), ELSA_CACHE_DIR=str(tmp_path / "cache"))
     cache = tmp_path / "cache" / "native"
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("started-*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert list(cache.glob(".build-*"))
-    time.sleep(0.5)
-    process.send_signal(2)
-    assert process.wait(timeout=30) != 0
+
+    def compiles() -> bool:
+        begun = [path.stat().st_mtime for path in tmp_path.glob("started-*")]
+        return len(begun) > 1 and time.time() > max(begun) + 0.5 and any(cache.glob(".build-*"))
+
+    assert signalled(started("-c", program, env=env), compiles, within=30)[0] != 0
     assert not [p for p in cache.iterdir() if p.suffix != ".lock"]
 
 
@@ -254,11 +243,7 @@ def test_threads_load_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(native.native_backward, "define", define)
     monkeypatch.setattr(native, "build", broken)
     monkeypatch.delenv("ELSA_NATIVE", raising=False)
-    threads = [threading.Thread(target=native.load.__wrapped__) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(lambda _: native.load.__wrapped__(), range(3))
     assert most == [1, 1, 1]
 
 

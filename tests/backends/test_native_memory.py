@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import environment, python
 
 from elsa_core.backends import native
 
@@ -90,10 +90,8 @@ def test_memory_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
     subprocess.run(
         ["g++", "-shared", "-fPIC", str(tmp_path / "refuses.cpp"), "-o", str(library)], check=True
     )
-    done = subprocess.run(
-        [sys.executable, "-c", CALLS], capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"LD_PRELOAD": library.name, "LD_LIBRARY_PATH": str(tmp_path)},
-    )  # fmt: skip
+    env = environment(LD_PRELOAD=library.name, LD_LIBRARY_PATH=str(tmp_path))
+    done = python("-c", CALLS, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.split("|") for line in done.stdout.splitlines()]
     calls = dict.fromkeys(row[0] for row in rows)
@@ -145,8 +143,6 @@ print(resident() - before)
 def test_nothing_is_lost_in_thousands_of_forwards() -> None:
     """Of 1200 forwards and 240 steps: less than a tensor of a hundred numbers each."""
     native.build()
-    done = subprocess.run(
-        [sys.executable, "-c", FORWARDS], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = python("-c", FORWARDS)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) < 1200 * 400

@@ -8,13 +8,13 @@ import math
 import re
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from processes import at_once
 
 import elsa_core  # noqa: F401  (defines the operator)
 from elsa_core.backends import native
@@ -102,19 +102,12 @@ def test_two_threads_share_a_session(library: str) -> None:
         [rng.standard_normal((2, 3, n, 32), np.float32) for n in (m, 77, 77)] for m in (50, 90)
     ]
     alone = [run(on, *arrays) for arrays in given]
-    wrong = []
 
     def work(index: int) -> None:
         for _ in range(30):
-            if not np.array_equal(run(on, *given[index]), alone[index]):
-                wrong.append(index)
+            assert np.array_equal(run(on, *given[index]), alone[index])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    at_once(work, (0, 1))
 
 
 def test_sessions_come_and_go(library: str) -> None:

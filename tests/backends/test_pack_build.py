@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
 import struct
 import subprocess
 import sys
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import environment, python, signalled, started
 
 pytest.importorskip("triton")
 
@@ -54,10 +53,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def elsa(*arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "elsa_cli", *map(str, arguments)], capture_output=True, text=True,
-        timeout=300, check=False, env={**os.environ, "PYTHONPATH": str(ROOT), **extra},
-    )  # fmt: skip
+    return python("-m", "elsa_cli", *arguments, env=environment(**extra))
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -242,19 +238,13 @@ def test_the_command_and_doctor_say_what_is_there(packs: Path, capsys, monkeypat
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     """The pack that was there stays, no process goes on, no folder is left."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "elsa_cli", "build", "--cuda", "--arch", "sm_90", "-o", "packs",
-         "--jobs", "2", "--only", "window_attention/swin_tiny*"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("packs/.elsa-pack-*/stderr")):
-        assert child.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(1.0)
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (130, "")
+    words = "build --cuda --arch sm_90 -o packs --jobs 2 --only window_attention/swin_tiny*"
+
+    def compiles() -> bool:
+        begun = list(tmp_path.glob("packs/.elsa-pack-*/stderr"))
+        return bool(begun) and time.time() > begun[0].stat().st_mtime + 1
+
+    code, out, err = signalled(started("-m", "elsa_cli", *words.split()), compiles)
+    assert (code, out) == (130, "")
     assert err.splitlines()[-1] == "interrupted; nothing was written"
     assert not list((tmp_path / "packs").iterdir())

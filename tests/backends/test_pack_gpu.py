@@ -6,13 +6,12 @@ import csv
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 
 pytest.importorskip("triton")
 
@@ -83,10 +82,7 @@ def fresh(pack: Path | str, cache: Path, what: str = "training") -> tuple[dict[s
         **os.environ, "PYTHONPATH": PATHS, "ELSA_PACK": str(pack),
         "TRITON_CACHE_DIR": str(cache),
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, what], capture_output=True, text=True, timeout=600,
-        check=False, env=environ,
-    )  # fmt: skip
+    done = python("-c", SCRIPT, what, timeout=600, env=environ)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 
@@ -140,10 +136,7 @@ def test_a_flipped_byte_is_never_run(packs: Path, arch: int, tmp_path: Path) -> 
 
 @pytest.mark.alone
 def test_the_first_call_compiles_nothing(packs: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.first_call", "--pack", str(packs)],
-        capture_output=True, text=True, timeout=600, check=False, cwd=ROOT,
-    )  # fmt: skip
+    done = python("-m", "benchmarks.first_call", "--pack", packs, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = {row["contender"]: row for row in csv.DictReader(done.stdout.splitlines())}
     kept = found["pack, cache kept"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import at_once
 
 from elsa_core.backends.triton.pack import store
 from elsa_core.errors import UnavailableError
@@ -192,23 +192,11 @@ def test_an_interrupted_writer_leaves_the_old_pack(
 def test_writers_and_readers_side_by_side(folder: Path) -> None:
     """Every reader finds a whole pack, of one writer or of another."""
     written(folder, "one")
-    failures: list[BaseException] = []
 
-    def guarded(*names: str) -> None:
-        try:
-            for _ in range(15):
-                if names:
-                    written(folder, *names)
-                found = code_of(folder).keys()
-                assert found in ({"one"}, {"two", "three"}, {"four"})
-        except BaseException as error:
-            failures.append(error)
+    def work(names: tuple[str, ...]) -> None:
+        for _ in range(15):
+            if names:
+                written(folder, *names)
+            assert code_of(folder).keys() in ({"one"}, {"two", "three"}, {"four"})
 
-    threads = [
-        threading.Thread(target=guarded, args=names) for names in (("two", "three"), ("four",), ())
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once(work, (("two", "three"), ("four",), ()))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import environment, python
 
 from elsa_cli import console
 from elsa_cli.main import run
@@ -73,13 +72,6 @@ def elsa(capsys: pytest.CaptureFixture[str]) -> Elsa:
     return call
 
 
-def environment(**extra: str) -> dict[str, str]:
-    """This process's environment, with the source tree importable."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    return os.environ | own | extra
-
-
 def without_beats(text: str) -> str:
     """What a process wrote on stderr, without the lines of progress of a slow machine."""
     lines = text.splitlines(keepends=True)
@@ -91,15 +83,7 @@ def process() -> Elsa:
     """Run the command in a process of its own, as a user does."""
 
     def call(*arguments: object, env: dict[str, str] | None = None, **options: Any) -> Answer:
-        done = subprocess.run(
-            [sys.executable, "-m", "elsa_cli", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env=environment(**(env or {})),
-            **options,
-        )
+        done = python("-m", "elsa_cli", *arguments, env=environment(**(env or {})), **options)
         return Answer(done.returncode, done.stdout, without_beats(done.stderr))
 
     return call

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from processes import signalled, started
 from safetensors.torch import save_file
 
-from .conftest import TINY, Elsa, environment
+from .conftest import TINY, Elsa
 
 
 @pytest.fixture(autouse=True)
@@ -296,42 +294,25 @@ def test_ctrl_c_in_the_middle_of_writing(tmp_path: Path) -> None:
         "import sys, time, pathlib, safetensors.torch as st\n"
         "def slow(tensors, filename, metadata=None):\n"
         "    pathlib.Path(filename).write_bytes(b'half')\n"
-        "    print('writing', file=sys.stderr, flush=True)\n"
+        "    pathlib.Path('writing').touch()\n"
         "    time.sleep(60)\n"
         "st.save_file = slow\n"
         f"sys.argv = ['elsa', 'patch', *{TINY!r}, '-o', 'target']\n"
         "from elsa_cli.main import main\n"
         "main()\n"
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env=environment(),
-    )  # fmt: skip
-    assert child.stderr is not None
-    for line in child.stderr:
-        if line == "writing\n":
-            break
-    assert list(tmp_path.iterdir()), "the weights are written beside the target"
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (130, "")
-    assert err == "interrupted; nothing was written\n"
-    assert list(tmp_path.iterdir()) == []
+    ended = signalled(started("-c", program), Path("writing").exists)
+    assert ended == (130, "", "interrupted; nothing was written\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["writing"]
 
 
 def test_ctrl_c_while_checking(tmp_path: Path) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-m", "elsa_cli", "check", *TINY, "-b", "64", "--verbose"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
+    child = started("-m", "elsa_cli", "check", *TINY, "-b", "64", "--verbose")
     assert child.stderr is not None
-    seen = []
     for line in child.stderr:
-        seen.append(line)
         if line.startswith("preparing inputs"):
             break
     time.sleep(0.3)
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (130, ""), (seen, err)
+    code, out, err = signalled(child, lambda: True)
+    assert (code, out) == (130, ""), err
     assert err.splitlines()[-1] == "interrupted; nothing was written"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
 from click.shell_completion import BashComplete
+from processes import environment, python
 
 from elsa_cli.main import cli
 
-from .conftest import Elsa, environment
+from .conftest import Elsa
 from .test_commands import document
 
 
@@ -86,10 +86,7 @@ def test_is_fast_enough_for_a_key_press() -> None:
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-m", "elsa_cli"], capture_output=True, text=True, timeout=60,
-            check=False, env=environment(_ELSA_COMPLETE="bash_complete", **words),
-        )  # fmt: skip
+        done = python("-m", "elsa_cli", env=environment(_ELSA_COMPLETE="bash_complete", **words))
         times.append(time.perf_counter() - start)
         assert "plain,vit_tiny_patch16_224" in done.stdout.splitlines() and done.stderr == ""
     assert min(times) < 0.6, times

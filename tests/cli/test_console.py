@@ -15,13 +15,14 @@ import warnings
 from pathlib import Path
 
 import pytest
+from processes import environment
 from sampling import some
 
 from elsa_cli import console
 from elsa_cli.console import Session, jsonable
 from elsa_cli.main import run
 
-from .conftest import Elsa, environment, without_beats
+from .conftest import Elsa, without_beats
 
 
 class Sink(io.TextIOWrapper):

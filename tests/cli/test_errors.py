@@ -7,19 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
 import pytest
 import torch
+from processes import environment, python, signalled, started
 from sampling import some
 
 from elsa_cli.commands import inspect
 from elsa_cli.errors import VerdictError, describe
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 
-from .conftest import Elsa, environment
+from .conftest import Elsa
 
 
 @pytest.mark.parametrize(
@@ -103,20 +103,10 @@ def test_a_long_import_is_no_reason_to_wait(
         f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)\n"
     )
     places = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    child = subprocess.Popen(
-        [sys.executable, "-m", "elsa_cli", *words.split()],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(PYTHONPATH=places),
-    )  # fmt: skip
-    while not begun.exists():
-        assert child.poll() is None, child.communicate()
-        time.sleep(0.01)
-    start = time.perf_counter()
-    os.kill(child.pid, number)
-    out, err = child.communicate(timeout=30)
-    assert time.perf_counter() - start < 2  # 0.1 s on an idle machine, 60 s before
-    assert (child.returncode, out) == (code, "")
-    assert err == ("interrupted; nothing was written\n" if number == signal.SIGINT else "")
+    child = started("-m", "elsa_cli", *words.split(), env=environment(PYTHONPATH=places))
+    ended = signalled(child, begun.exists, number, within=2)  # 0.1 s when idle, 60 s before
+    line = "interrupted; nothing was written\n" if number == signal.SIGINT else ""
+    assert ended == (code, "", line)
 
 
 @pytest.mark.parametrize("words", ["inspect test_vit", "doctor"])
@@ -127,10 +117,7 @@ def test_a_limit_of_memory_is_no_broken_package(words: str) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 
-    done = subprocess.run(
-        [sys.executable, "-m", "elsa_cli", *words.split()], capture_output=True, text=True,
-        timeout=60, check=False, env=environment(), preexec_fn=limit,
-    )  # fmt: skip
+    done = python("-m", "elsa_cli", *words.split(), preexec_fn=limit)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.startswith("error: out of memory: raise this process's limit (ulimit -v)")
     assert len(done.stderr.splitlines()) == 1 and "repair" not in done.stderr
@@ -186,17 +173,7 @@ def test_a_long_import_of_a_later_step_is_no_reason_to_wait(
 ) -> None:
     """An interruption waited for the end of these imports, as it did for that of torch."""
     begun = tmp_path / "begun"
-    child = subprocess.Popen(
-        [sys.executable, "-c", SLOW.format(module=module, begun=str(begun), words=words.split())],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
-    while not begun.exists():
-        assert child.poll() is None, child.communicate()
-        time.sleep(0.01)
-    start = time.perf_counter()
-    os.kill(child.pid, signal.SIGINT)
-    out, err = child.communicate(timeout=30)
-    assert time.perf_counter() - start < 2
-    assert (child.returncode, out) == (130, "")
-    assert err == "interrupted; nothing was written\n"
+    child = started("-c", SLOW.format(module=module, begun=str(begun), words=words.split()))
+    ended = signalled(child, begun.exists, within=2)
+    assert ended == (130, "", "interrupted; nothing was written\n")
     assert not (tmp_path / "out").exists()

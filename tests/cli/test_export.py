@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +13,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from processes import alive, seen_from_proc
+from processes import alive, environment, gone, python, seen_from_proc, signalled, started
 from safetensors.torch import save_file
 from sampling import some
 
@@ -25,7 +22,7 @@ from elsa_core.backends import cuda
 from elsa_core.backends.support import Support
 from elsa_core.errors import UnavailableError
 
-from .conftest import Elsa, environment
+from .conftest import Elsa
 from .test_commands import document
 
 TINY = ("test_vit", "--img", "32")
@@ -68,11 +65,8 @@ def test_a_bundle_says_what_was_assumed(elsa: Elsa, tmp_path: Path) -> None:
     assert {"mean", "std"} <= set(manifest["preprocess"]["assumed"])
     assert manifest["model"]["assumed"] == {"heads": 3}
     Image.new("RGB", (40, 32), (200, 30, 90)).save(tmp_path / "a.png")
-    ran = subprocess.run(
-        [sys.executable, "-B", str(bundle / "load.py"), str(tmp_path / "a.png")],
-        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
-        env={key: value for key, value in environment().items() if key != "PYTHONPATH"},
-    )  # fmt: skip
+    alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    ran = python("-B", bundle / "load.py", tmp_path / "a.png", cwd=tmp_path, env=alone)
     assert ran.returncode == 0, ran.stderr
     assert "mean [0.5, 0.5, 0.5]" in ran.stderr and "assumed" in ran.stderr
     image, *classes = ran.stdout.splitlines()
@@ -156,18 +150,11 @@ def test_a_signal_leaves_nothing_half_written(
     """Ctrl-C, `kill` and a closed terminal while the artefacts are being written."""
     target = "out.zip" if zip else "out"
     words = ["export", "test_vit", "--img", "32", "--formats", "torchscript", "-o", target, *zip]
-    command = [sys.executable, "-m", "elsa_cli", *words]
-    process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    child = started("-m", "elsa_cli", *words)
+    ended, out, err = signalled(
+        child, lambda: list(tmp_path.rglob("model.safetensors")), number, within=300
     )
-    deadline = time.monotonic() + 300
-    while not list(tmp_path.rglob("model.safetensors")):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.005)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=300)
-    assert (process.returncode, out) == (code, "")
-    assert "Traceback" not in err
+    assert (ended, out) == (code, "") and "Traceback" not in err
     assert ("interrupted; nothing was written" in err) is (number == signal.SIGINT)
     assert list(tmp_path.iterdir()) == []
 
@@ -184,20 +171,9 @@ def test_a_signal_ends_what_an_export_has_started(
     (place / "slow").chmod(0o755)
 
     words = ["export", "test_vit", "--img", "32", "--formats", "torchscript", "--zip"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "elsa_cli", *words, "-o", "out.zip"],
-        env=environment(CXX=str(place / "slow"), ELSA_CACHE_DIR=str(place / "cache")),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 300
-    while not alive(word):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=300)
-    assert (process.returncode, out) == (143, "") and "Traceback" not in err
-    end = time.monotonic() + 5  # what was killed takes a moment to go
-    while alive(word) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not alive(word) and list(tmp_path.iterdir()) == []
+    env = environment(CXX=str(place / "slow"), ELSA_CACHE_DIR=str(place / "cache"))
+    child = started("-m", "elsa_cli", *words, "-o", "out.zip", env=env)
+    code, out, err = signalled(child, lambda: alive(word), signal.SIGTERM, within=300)
+    assert (code, out) == (143, "") and "Traceback" not in err
+    assert gone(word) and list(tmp_path.iterdir()) == []
     assert not [each for each in (place / "cache").rglob("*") if ".build-" in each.name]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
+
+from processes import signalled, started
 
 from elsa_core.proof import coverage
 from elsa_core.proof.coverage import Coverage, Kept
 
-from .conftest import Elsa, environment
+from .conftest import Elsa
 from .test_commands import document
 
 TWO = "timm:test_vit[23]"
@@ -49,18 +47,11 @@ def test_a_target_that_cannot_be_written_is_known_at_once(elsa: Elsa) -> None:
 
 def test_an_interrupt_names_the_state_that_was_kept() -> None:
     state = Path("state.jsonl")
-    child = subprocess.Popen(
-        [sys.executable, "-m", "elsa_cli", "inspect", "--all", "timm:vit_*", "--state", str(state)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not (state.exists() and state.read_text(encoding="utf-8").endswith("\n")):
-        assert child.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=60)
-    assert child.returncode == 130
+    child = started("-m", "elsa_cli", "inspect", "--all", "timm:vit_*", "--state", state)
+    code, _, err = signalled(
+        child, lambda: state.exists() and state.read_text(encoding="utf-8").endswith("\n")
+    )
+    assert code == 130
     assert err.splitlines()[-1] == "interrupted; state.jsonl is complete"
     assert coverage.read_state(state)
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 from sampling import some
 from timm.models._hub import has_hf_hub
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core import inspect, load
 
-from .conftest import Elsa, environment
+from .conftest import Elsa
 from .test_start import WATCH
 
 
 def _modules(code: str) -> tuple[str, set[str]]:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True,
-        env=environment(),
-    )  # fmt: skip
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
     return done.stdout, set(json.loads(done.stderr.splitlines()[-1]))
 
 
@@ -124,9 +121,6 @@ def test_the_process_ends_without_taking_torch_apart(words: str, code: int, tmp_
         "from elsa_cli.main import main\n"
         "main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False,
-        env=environment(), cwd=tmp_path,
-    )  # fmt: skip
+    done = python("-c", program, cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert done.stdout.endswith("registered\n") and "taken apart" not in done.stdout

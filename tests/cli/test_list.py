@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from elsa_cli import completion
 from elsa_cli.commands import list as listing
 
-from .conftest import Elsa, environment
+from .conftest import Elsa
 from .test_commands import document
 from .test_start import WATCH
 
@@ -22,10 +21,7 @@ DEVICES = ROOT / "elsa_core/backends/triton/pack/devices.json"
 
 @pytest.mark.parametrize("arguments", [["list", "swin*"], ["help"], ["help", "patch"]], ids=str)
 def test_answers_without_heavy_imports(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WATCH.format(arguments=arguments)],
-        capture_output=True, text=True, timeout=60, check=False, env=environment(),
-    )  # fmt: skip
+    done = python("-c", WATCH.format(arguments=arguments))
     modules = json.loads(done.stderr.splitlines()[-1])
     heavy = ("torch", "timm", "open_clip", "triton", "numpy", "onnx", "elsa_core")
     assert done.returncode == 0

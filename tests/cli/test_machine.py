@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from processes import environment, python, signalled, started
 from quick_compiler import QuickCompiler
 
 from elsa_cli import probes
 from elsa_cli.options import BACKENDS
 from elsa_core.backends import native
 
-from .conftest import TINY, Elsa, environment
+from .conftest import TINY, Elsa
 from .test_commands import document
 
 GROUPS = [
@@ -85,10 +82,7 @@ main()
 
 @pytest.mark.parametrize("names", [["torch"], ["timm", "open_clip", "triton", "torchvision"]])
 def test_doctor_without_packages(names: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCK.format(names=names, arguments=["doctor", "--json"])],
-        capture_output=True, text=True, timeout=120, check=False, env=environment(),
-    )  # fmt: skip
+    done = python("-c", BLOCK.format(names=names, arguments=["doctor", "--json"]))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["results"]["probes"]
     reasons = {probe["name"]: probe["reason"] for probe in found if probe["group"] == "packages"}
@@ -103,10 +97,7 @@ def test_doctor_says_why_torch_failed_at_first(tmp_path: Path) -> None:
         "raise ImportError('is broken here' if first else 'once per process')\n"
     )
     places = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, "-m", "elsa_cli", "doctor", "--json"], capture_output=True, text=True,
-        timeout=120, check=False, env=environment(PYTHONPATH=places),
-    )  # fmt: skip
+    done = python("-m", "elsa_cli", "doctor", "--json", env=environment(PYTHONPATH=places))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["results"]["probes"]
     (torch,) = (probe for probe in found if probe["name"] == "torch")
@@ -114,10 +105,7 @@ def test_doctor_says_why_torch_failed_at_first(tmp_path: Path) -> None:
 
 
 def test_a_missing_torch_is_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCK.format(names=["torch"], arguments=["inspect", "vit"])],
-        capture_output=True, text=True, timeout=60, check=False, env=environment(),
-    )  # fmt: skip
+    done = python("-c", BLOCK.format(names=["torch"], arguments=["inspect", "vit"]))
     assert (done.returncode, done.stdout) == (3, "")
     assert len(done.stderr.splitlines()) == 1
     assert "torch is broken here" in done.stderr
@@ -132,14 +120,8 @@ def test_sizes_for_people() -> None:
 @pytest.mark.compiler
 def test_build_twice_at_once(tmp_path: Path, quick_compiler: QuickCompiler) -> None:
     """One process compiles, the other waits and takes its library."""
-    command = [sys.executable, "-m", "elsa_cli", "build", "--json"]
     env = environment(ELSA_CACHE_DIR=str(tmp_path / "cache"), CXX=quick_compiler.command)
-    children = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-        )
-        for _ in range(2)
-    ]
+    children = [started("-m", "elsa_cli", "build", "--json", env=env) for _ in range(2)]
     answers = [child.communicate(timeout=300) for child in children]
     assert [child.returncode for child in children] == [0, 0], answers
     results = [json.loads(out)["results"] for out, _ in answers]
@@ -218,17 +200,8 @@ def test_a_read_only_cache(elsa: Elsa, cache: Path) -> None:
 
 def test_ctrl_c_while_compiling(cache: Path) -> None:
     slow = compiler("touch started; sleep 60")
-    child = subprocess.Popen(
-        [sys.executable, "-m", "elsa_cli", "build"], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=environment(CXX=slow),
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not Path("started").exists():
-        assert child.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=60)
-    assert (child.returncode, out, err) == (130, "", "interrupted; nothing was written\n")
+    child = started("-m", "elsa_cli", "build", env=environment(CXX=slow))
+    ended = signalled(child, Path("started").exists)
+    assert ended == (130, "", "interrupted; nothing was written\n")
     assert not list(cache.rglob("*.so"))
     assert not list(cache.rglob(".build-*"))

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from processes import environment
 from sampling import some
 
-from .conftest import TINY, Answer, environment, without_beats
+from .conftest import TINY, Answer, without_beats
 
 # A command that imports torch and timm takes 0.5 to 0.6 GiB; the smallest of these files took 7.8.
 MOST = 1.5 * 2**30

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import click
 import pytest
+from processes import python
 
 from elsa_cli.console import Session
 from elsa_cli.main import COMMANDS, all_commands
 from elsa_cli.options import EXAMPLES
 
-from .conftest import Elsa, environment
+from .conftest import Elsa
 
 HEAVY = ("torch", "timm", "open_clip", "triton", "numpy", "rich", "onnx", "elsa_core")
 WATCH = """
@@ -34,10 +33,7 @@ main()
     ids=str,
 )
 def test_imports_nothing_heavy(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WATCH.format(arguments=arguments)],
-        capture_output=True, text=True, timeout=60, check=False, env=environment(),
-    )  # fmt: skip
+    done = python("-c", WATCH.format(arguments=arguments))
     modules = json.loads(done.stderr.splitlines()[-1])
     assert "elsa_cli.main" in modules
     assert not [name for name in modules if name.split(".")[0] in HEAVY]
@@ -78,10 +74,7 @@ def test_a_plot_without_matplotlib_fails_at_once(command: tuple[str, ...], tmp_p
     hidden = "import sys; sys.modules['matplotlib'] = None\n" + WATCH.format(
         arguments=[*command, "--plot", str(tmp_path / "a.png")]
     )
-    done = subprocess.run(
-        [sys.executable, "-c", hidden], capture_output=True, text=True, timeout=60, check=False,
-        env=environment(),
-    )  # fmt: skip
+    done = python("-c", hidden)
     line, modules = done.stderr.splitlines()[0], json.loads(done.stderr.splitlines()[-1])
     assert done.returncode == 3 and "pip install 'elsa-attention[plot]'" in line
     assert not [name for name in modules if name.split(".")[0] in ("torch", "elsa_core")]

@@ -6,12 +6,12 @@ import math
 import os
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 from torch import Tensor
 
 import elsa_core
@@ -212,10 +212,7 @@ def test_portable_kernels_as_cpp() -> None:
 
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=500,
-        check=False, env=os.environ | variables,
-    )  # fmt: skip
+    return python(*words, cwd=ROOT, timeout=500, env=os.environ | variables)
 
 
 @pytest.mark.gpu

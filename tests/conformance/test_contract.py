@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from processes import environment, python
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -544,10 +542,7 @@ print((peak() - before) / 1024)
 @pytest.mark.parametrize("mode", ["infer", "train", "entmax"])
 def test_native_memory_is_linear_in_tokens(mode: str) -> None:
     """The scores would take 256 MiB."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, mode], capture_output=True, text=True, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
+    done = python("-c", MEMORY, mode, env=environment(OMP_NUM_THREADS="2"))
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 64  # MiB: operands, output and two workspaces of a few
 

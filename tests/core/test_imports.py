@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from processes import python
 
 # A blocked package looks as if it were not installed: no finder finds it.
 _BLOCK = """
@@ -42,9 +41,7 @@ print("patch works")
 
 def run(program: str, blocked: set[str]) -> str:
     code = _BLOCK.format(blocked=blocked) + program
-    done = subprocess.run(  # noqa: PLW1510
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
-    )
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

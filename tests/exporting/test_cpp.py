@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from processes import environment, python
 
 from elsa_core.exporting.bundle import Bundle, export
 from elsa_core.loading.loader import Loaded, load_model
@@ -170,12 +171,8 @@ def test_a_device_that_the_bundle_is_not_for(program: Path, bundle: Bundle, tmp_
 def test_a_vit_runs_on_a_gpu(program: Path, tmp_path: Path, dtype: str, format: str) -> None:
     """In a process that has neither Python nor Triton; another batch size is one line, of a
     compiled package among those that PyTorch writes."""
-    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-c", ON_GPU, str(tmp_path / "bundle"), dtype, format],
-        capture_output=True, text=True, check=False, timeout=300,
-        env={**os.environ, "ELSA_CUDA_LIBRARY": "1", "PYTHONPATH": places},
-    )  # fmt: skip
+    env = environment(ELSA_CUDA_LIBRARY="1")
+    done = python("-c", ON_GPU, tmp_path / "bundle", dtype, format, env=env)
     if format == "aoti" and "links its standard library statically" in done.stderr:
         pytest.skip("the C++ compiler (CXX) links its standard library statically")
     assert done.returncode == 0, done.stderr

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from layouts import layout
+from processes import environment, python
 
 from elsa_core.backends import compiler
 from elsa_core.backends.cuda import library, planfile
@@ -74,10 +73,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def loaded(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", LOADED, str(folder)], capture_output=True, text=True, check=False,
-        env={**os.environ, **variables}, cwd=folder,
-    )  # fmt: skip
+    return python("-c", LOADED, folder, env=environment(**variables), cwd=folder)
 
 
 def test_operators_come_from_the_bundles_library(folder: Path, driver: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import environment, python
 
 from elsa_core.exporting import gpu_library
 
@@ -52,19 +53,9 @@ except RuntimeError as error:  # of a compiled package PyTorch itself says why o
 """
 
 
-def with_package() -> dict[str, str]:
-    """The environment of a process that imports this checkout, and what this one imports."""
-    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": places}
-
-
 def exported(folder: Path, dtype: str, *archs: str, **variables: str) -> str:
     """What a process that exports a model says."""
-    done = subprocess.run(
-        [sys.executable, "-c", EXPORTED, str(folder), dtype, *archs],
-        capture_output=True, text=True, check=False, timeout=600,
-        env={**with_package(), **variables},
-    )  # fmt: skip
+    done = python("-c", EXPORTED, folder, dtype, *archs, timeout=600, env=environment(**variables))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -72,11 +63,9 @@ def exported(folder: Path, dtype: str, *archs: str, **variables: str) -> str:
 def ran(folder: Path, format: str) -> list[str]:
     """What a process without the package says of two images, and of five."""
     hidden = ("PYTHONPATH", "ELSA_CUDA_LIBRARY")
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", RUN, str(folder), format],  # verify refuses a __pycache__
-        capture_output=True, text=True, check=False, timeout=300,
-        env={name: value for name, value in os.environ.items() if name not in hidden},
-    )  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    # verify refuses a __pycache__
+    done = python("-B", "-c", RUN, folder, format, env=env)
     assert done.returncode == 0, done.stderr
     result, line = done.stdout.splitlines()
     said = [each for each in done.stderr.splitlines() if "no kernel is here" in each]
@@ -188,9 +177,6 @@ def test_a_bundle_of_two_architectures_runs_by_its_own(tmp_path: Path, dtype: st
     name = torch.cuda.get_device_name()
     if not any(gpu.facts.name == name for gpu in cases.gpus(int(own[3:]))):
         pytest.skip(f"{name} is not described")
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(bundle), dtype], capture_output=True, text=True,
-        check=False, timeout=600, env=with_package(),
-    )  # fmt: skip
+    done = python("-c", ELSEWHERE, bundle, dtype, timeout=600)
     assert done.returncode == 0, done.stderr
     assert ran(bundle, "torchscript")[0] == result

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import pytest
 import torch
 from fake_ort import OUT, STREAM
 from layouts import layout
+from processes import environment, python
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core  # noqa: F401  (defines the operators)
@@ -148,11 +146,8 @@ class NodeBundle:
             "path": str(self.library), "version": version, "device": device, "stream": stream,
             "out": out, "memory": memory, "calls": calls,
         }  # fmt: skip
-        environment = {"STUB_LOG": str(log), "LD_LIBRARY_PATH": self.driver, **variables}
-        done = subprocess.run(
-            [sys.executable, str(HERE / "fake_ort.py")], input=json.dumps(asked), text=True,
-            capture_output=True, check=False, env={**os.environ, **environment},
-        )  # fmt: skip
+        env = environment(STUB_LOG=str(log), LD_LIBRARY_PATH=self.driver, **variables)
+        done = python(HERE / "fake_ort.py", input=json.dumps(asked), env=env)
         assert done.returncode == 0, done.stderr
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer

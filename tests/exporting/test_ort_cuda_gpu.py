@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import at_once, python
 
 import elsa_core  # noqa: F401  (defines the operators)
 from elsa_core.backends import cuda, eager_window
@@ -175,19 +174,12 @@ def test_threads_share_a_session(tmp_path: Path) -> None:
     run, arrays = session(folder), inputs_of("packed", "float16")[0]
     given = [arrays * np.float16(factor) for factor in (1, 0.5, 2)]
     alone = [run(each) for each in given]
-    wrong: list[int] = []
 
     def work(index: int) -> None:
         for _ in range(100):
-            if not np.array_equal(run(given[index]), alone[index]):
-                wrong.append(index)
+            assert np.array_equal(run(given[index]), alone[index])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    at_once(work, range(3))
 
 
 def test_a_batch_without_a_plan_is_one_error(tmp_path: Path) -> None:
@@ -232,11 +224,7 @@ def test_a_bundle_runs_without_torch(tmp_path: Path, dtype: str) -> None:
     pytest.importorskip("timm")
     pytest.importorskip("onnxscript")
     folder = tmp_path / "bundle"
-    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-c", EXPORTED, str(folder), dtype], capture_output=True, text=True,
-        check=False, timeout=600, env={**os.environ, "PYTHONPATH": places},
-    )  # fmt: skip
+    done = python("-c", EXPORTED, folder, dtype, timeout=600)
     assert done.returncode == 0, done.stderr
     facts = json.loads((folder / "manifest.json").read_text())
     assert facts["artefacts"]["onnx"]["runtime"] == {"onnxruntime": ">=1.18"}

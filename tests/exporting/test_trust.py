@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from processes import alive, seen_from_proc
+from processes import alive, environment, gone, seen_from_proc, signalled, started
 from sampling import some
 
 from elsa_cli.main import run
@@ -128,24 +127,11 @@ def test_a_signal_ends_what_a_verification_has_started(
     begun = slow / "begun"
     (slow / "onnxruntime.py").write_text(SLOW.format(word=word, begun=str(begun)))
     places = [str(slow), str(Path(files.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "elsa_cli", "verify", str(copy), "--trust"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(filter(None, places)), "TMPDIR": str(scratch)},
-    )  # fmt: skip
-    deadline = time.monotonic() + 300
-    while not begun.exists():
-        assert child.poll() is None and time.monotonic() < deadline, child.communicate()
-        time.sleep(0.02)
-    assert alive(word)
-    child.send_signal(number)
-    out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (128 + number, "") and "Traceback" not in err
-    end = time.monotonic() + 5  # what was killed takes a moment to go
-    while alive(word) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not alive(word) and list(scratch.iterdir()) == []
+    env = environment(PYTHONPATH=os.pathsep.join(filter(None, places)), TMPDIR=str(scratch))
+    child = started("-m", "elsa_cli", "verify", copy, "--trust", env=env)
+    code, out, err = signalled(child, lambda: begun.exists() and alive(word), number)
+    assert (code, out) == (128 + number, "") and "Traceback" not in err
+    assert gone(word) and list(scratch.iterdir()) == []
 
 
 def test_what_runs_is_what_was_compared(copy: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from processes import at_once
 from torch import Tensor, nn
 
 import elsa_core as elsa
@@ -527,23 +527,13 @@ def test_threads(tape: Tape) -> None:
     with torch.inference_mode(False):
         net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).eval()
     held = elsa.graphed(net, shapes=2)
-    wrong: list[Any] = []
 
     def work(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.inference_mode():
             for i in range(30):
                 x = torch.randn(1 + (seed + i) % 2, 8, generator=generator)
-                try:
-                    if not torch.equal(held(x), net(x)):
-                        wrong.append((seed, i))
-                except Exception as error:
-                    wrong.append(error)
+                assert torch.equal(held(x), net(x))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    at_once(work, range(4))
     assert tape.captures == 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from processes import at_once
 from torch import Tensor, nn
 
 import elsa_core as elsa
@@ -143,27 +144,16 @@ def test_workspaces_that_others_free() -> None:
 def test_streams_and_threads() -> None:
     model = mlp()
     held = elsa.graphed(model, shapes=3)
-    wrong: list[Any] = []
 
     def work(seed: int) -> None:
         stream = torch.cuda.Stream()
         generator = torch.Generator("cuda").manual_seed(seed)
-        try:
-            with torch.inference_mode(), torch.cuda.stream(stream):
-                for i in range(40):
-                    x = torch.randn(1 + (seed + i) % 3, 256, device="cuda", generator=generator)
-                    found = held(x)
-                    if not torch.allclose(found, model(x), rtol=1e-5, atol=1e-5):
-                        wrong.append((seed, i))
-        except Exception as error:
-            wrong.append(error)
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            for i in range(40):
+                x = torch.randn(1 + (seed + i) % 3, 256, device="cuda", generator=generator)
+                assert torch.allclose(held(x), model(x), rtol=1e-5, atol=1e-5)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    at_once(work, range(4))
     assert held.captures == 3
 
 

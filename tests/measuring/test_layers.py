@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import elsa_core
 from elsa_core.dispatch import BACKENDS
@@ -211,10 +212,7 @@ def test_an_installed_wheel_says_where_the_results_are(wheel: Path, tmp_path: Pa
     """`explain` works from a wheel; what needs the results ends with one line and exit code 2."""
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    done = subprocess.run(
-        [sys.executable, "-c", INSTALLED], cwd=tmp_path, capture_output=True, text=True,
-        timeout=300, check=False, env={**os.environ, "PYTHONPATH": str(site)},
-    )  # fmt: skip
+    done = python("-c", INSTALLED, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)})
     assert done.returncode == 2, done.stderr
     assert done.stdout.strip() in ("native", "eager")
     assert "from a checkout" in done.stderr

@@ -6,12 +6,13 @@ import copy
 import io
 import json
 import pickle
-import threading
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from originals import of_original
+from processes import at_once
 from sampling import thinned
 from torch import nn
 from torch.nn.utils import parametrize
@@ -443,17 +444,8 @@ def test_a_compiled_model_is_patched_inside() -> None:
 
 def test_threads_get_one_class() -> None:
     """Two classes of one name would break pickle: it looks the class up again."""
-    models, barrier = [unwritten() for _ in range(4)], threading.Barrier(4)
-
-    def work(model: nn.Module) -> None:
-        barrier.wait()
-        patch(model, precision="lean", backend="eager")
-
-    threads = [threading.Thread(target=work, args=(m,)) for m in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    models = [unwritten() for _ in range(4)]
+    at_once(partial(patch, precision="lean", backend="eager"), models)
     assert len({type(m) for model in models for m in patched_sites(model).values()}) == 1
 
 

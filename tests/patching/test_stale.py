@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 import weakref
 from operator import is_
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from processes import at_once
 from torch import Tensor, nn
 
 import elsa_core as elsa
@@ -276,23 +276,13 @@ def test_threads_share_a_model() -> None:
     model, x = make("swin-v2"), images("swin-v2")
     patch(model)
     expected = model(x)
-    failures: list[str] = []
 
-    def work() -> None:
-        try:
-            for _ in range(10):
-                elsa.freeze(model)
-                if not torch.allclose(model(x), expected, rtol=1e-4, atol=1e-5):
-                    failures.append("another result")
-        except Exception as error:
-            failures.append(repr(error))
+    def work(_: int) -> None:
+        for _ in range(10):
+            elsa.freeze(model)
+            torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once(work, range(4))
 
 
 @torch.inference_mode()

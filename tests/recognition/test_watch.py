@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from processes import at_once
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -225,13 +225,8 @@ def test_watched_forwards_nest_recompute_and_run_in_threads() -> None:
         nested = outer.close(twin(x))
     assert seen.count == 1
     judged(nested.detach(), site(x).detach(), oracle(x.double()).detach(), "nested")
-    results: list[Tensor] = []
-    threads = [threading.Thread(target=lambda: results.append(twin(x).detach())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 3 and all(torch.equal(r, twin(x).detach()) for r in results)
+    results = at_once(lambda _: twin(x).detach(), range(3))
+    assert all(torch.equal(r, twin(x).detach()) for r in results)
 
 
 def test_transforms_and_second_derivatives_are_the_originals() -> None:
