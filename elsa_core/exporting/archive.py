@@ -20,6 +20,7 @@ from elsa_core.exporting.manifest import (
     MANIFEST_NAME,
     MAX_BYTES,
     MAX_FILES,
+    FileEntry,
     files_in,
     inside,
     parse_manifest,
@@ -86,20 +87,17 @@ def unpacked(path: Path) -> Iterator[Path]:
 
 
 def _extract(archive: zipfile.ZipFile, target: Path, path: Path, size: int) -> None:
-    entries = _checked(archive, path, size)
-
-    def small(name: str, limit: int) -> bytes:
+    entries, wanted = _checked(archive, path, size), dict[str, FileEntry]()
+    for name, limit in ((MANIFEST_NAME, MAX_BYTES), (SIGNATURE_NAME, SIGNATURE_BYTES)):
+        if name not in entries:  # it is not signed
+            continue
         with archive.open(entries.pop(name)) as file:
             content = file.read(limit + 1)
         if len(content) > limit:
             raise ModelError(f"{path}: {name} is larger than {limit} bytes")
         (target / name).write_bytes(content)
-        return content
-
-    raw = small(MANIFEST_NAME, MAX_BYTES)
-    wanted = parse_manifest(raw, f"{path}/{MANIFEST_NAME}").files
-    if SIGNATURE_NAME in entries:
-        small(SIGNATURE_NAME, SIGNATURE_BYTES)
+        if name == MANIFEST_NAME:
+            wanted = parse_manifest(content, f"{path}/{name}").files
     total = sum(entry.file_size for entry in entries.values())
     free = shutil.disk_usage(target).free
     if total > free:

@@ -29,7 +29,7 @@ from elsa_core.exporting import gpu_library, ort_library
 from elsa_core.exporting.export_target import ExportTarget, attempt
 from elsa_core.exporting.manifest import PLATFORM
 from elsa_core.exporting.onnx import export_onnx, quantise
-from elsa_core.exporting.reference import BATCH_SIZES, flat, judge, make_reference
+from elsa_core.exporting.reference import flat, judge, make_reference
 from elsa_core.exporting.replay import PROVIDER
 from elsa_core.patching import patched_sites
 from elsa_core.precision import dtype_name
@@ -60,14 +60,10 @@ class Choices:
     onnx_mode: str
     opset: int
     dynamic_size: bool
-    batches: tuple[int, ...] = BATCH_SIZES
-    labels: tuple[str, ...] = ()
-    gpu_archs: tuple[str, ...] = ()
-
-    @property
-    def nodes(self) -> bool:
-        """Whether model.onnx has elsa's nodes."""
-        return "onnx" in self.formats and self.onnx_mode != "standard"
+    batches: tuple[int, ...]
+    labels: tuple[str, ...]
+    gpu_archs: tuple[str, ...]
+    nodes: bool  # whether model.onnx has elsa's nodes
 
 
 def require_onnx(device: str) -> None:
@@ -102,11 +98,8 @@ def write_artefacts(
         try:
             if name == "torchscript":
                 used[name] = _write_torchscript(exported, path)
-            elif name == "onnx":
+            elif name.startswith("onnx"):
                 used[name] = _write_onnx(exported, chosen, path, programs.get("pt2"))
-            elif name == "onnx-int8":
-                quantise(staging / FILES["onnx"], path)
-                used[name] = _elsa_nodes(path)
             else:
                 used[name] = _write_program(exported, chosen, path, programs)
         except (ElsaError, OSError):
@@ -206,27 +199,27 @@ def _write_onnx(
     exported: ExportTarget, chosen: Choices, path: Path,
     program: torch.export.ExportedProgram | None,
 ) -> tuple[str, ...]:  # fmt: skip
-    model, inputs = exported.model, exported.first
-    if exported.device != "cpu":  # the CPU's graph is traced
-        program, inputs = None, tuple(tensor.cpu() for tensor in inputs)
-        model = copy.deepcopy(model).cpu()
-        for site in patched_sites(model).values():
-            vars(site)["elsa_backend"] = "auto"  # one named may serve GPUs alone
-    export_onnx(
-        model, inputs, path, mode=chosen.onnx_mode, opset=chosen.opset, program=program,
-        input_names=exported.input_names, output_names=exported.output_names,
-    )  # fmt: skip
-    names = _elsa_nodes(path)
-    if not names and chosen.nodes:
-        raise ExportError("model.onnx calls none of elsa's operators: no patched site was reached")
-    return names
-
-
-def _elsa_nodes(path: Path) -> tuple[str, ...]:
+    """model.onnx or, from it, model.int8.onnx."""
     import onnx
 
+    if path.name != FILES["onnx"]:
+        quantise(path.with_name(FILES["onnx"]), path)
+    else:
+        model, inputs = exported.model, exported.first
+        if exported.device != "cpu":  # the CPU's graph is traced
+            program, inputs = None, tuple(tensor.cpu() for tensor in inputs)
+            model = copy.deepcopy(model).cpu()
+            for site in patched_sites(model).values():
+                vars(site)["elsa_backend"] = "auto"  # one named may serve GPUs alone
+        export_onnx(
+            model, inputs, path, mode=chosen.onnx_mode, opset=chosen.opset, program=program,
+            input_names=exported.input_names, output_names=exported.output_names,
+        )  # fmt: skip
     graph = onnx.load(str(path), load_external_data=False).graph
-    return tuple(sorted({node.op_type for node in graph.node if node.domain == "elsa"}))
+    names = tuple(sorted({node.op_type for node in graph.node if node.domain == "elsa"}))
+    if not names and chosen.nodes and path.name == FILES["onnx"]:
+        raise ExportError("model.onnx calls none of elsa's operators: no patched site was reached")
+    return names
 
 
 def _prove_other_sizes(

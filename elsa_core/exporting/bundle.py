@@ -278,7 +278,8 @@ def _choices(
         raise ArgumentError(f"batches: name sizes from 1 to {LARGEST_BATCH}, not {sizes}")
     names += ("aoti",) * aoti + (INT8,) * bool(quantize)
     names = tuple(name for name in FORMATS if name in names)
-    return Choices(names, onnx_mode, opset, dynamic_size, tuple(sizes), tuple(labels), archs)
+    nodes = "onnx" in names and onnx_mode != "standard"
+    return Choices(names, onnx_mode, opset, dynamic_size, tuple(sizes), tuple(labels), archs, nodes)
 
 
 def check_output(target: Path, given: Path, zip: bool, force: bool) -> None:

@@ -118,6 +118,10 @@ def describe(
             if (step := size_step(exported)) > 1:
                 entry["multiple_in_pt2"] = step
         inputs.append(entry)
+    packages = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = version(name)
     given = {} if exported.preprocess is None else asdict(exported.preprocess)
     called = {name for format, names in used.items() if "onnx" not in format for name in names}
     return {
@@ -165,18 +169,10 @@ def describe(
         "provenance": {
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "packages": _packages(),
+            "packages": packages,
         },
         "files": {},
     }
-
-
-def _packages() -> dict[str, str]:
-    packages = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            packages[name] = version(name)
-    return packages
 
 
 def _artefact(name: str, chosen: Choices, used: tuple[str, ...], device: str) -> dict[str, Any]:

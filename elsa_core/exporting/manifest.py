@@ -43,18 +43,14 @@ class FileEntry:
 class Manifest:
     """A manifest whose paths, files and artefacts have been checked; `content` is all of it.
 
-    `raw` are the bytes that were read, which a signature is about.
+    `artefacts` are those of each format: its file, operators and notes. `raw` are the bytes that
+    were read, which a signature is about.
     """
 
     content: dict[str, Any]
     files: dict[str, FileEntry]
-    raw: bytes = b""
-
-    @property
-    def artefacts(self) -> dict[str, dict[str, Any]]:
-        """The artefact of each format: its file, operators and notes."""
-        found: dict[str, dict[str, Any]] = self.content["artefacts"]
-        return found
+    artefacts: dict[str, dict[str, Any]]
+    raw: bytes
 
 
 def hashed(path: Path, limit: int | None = None, copy: Path | None = None) -> FileEntry:
@@ -163,7 +159,7 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
     good = _fits(content, _FACTS) and content["reference"]["batch_sizes"]
     good = good and all(0 < len(content[key]) <= 64 for key in ("inputs", "outputs"))
     require(good, ": model, inputs, outputs, operators or reference is malformed")
-    return Manifest(content, files, raw)
+    return Manifest(content, files, artefacts, raw)
 
 
 def _is_text(value: Any) -> bool:

@@ -9,21 +9,13 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 MISSING_RUNTIME = 77
 PROVIDER = "CUDAExecutionProvider"  # the name of the ImportError of an ONNX Runtime without it
-
-
-class _Block:
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name.partition(".")[0] in self._names:
-            raise ImportError(f"{name} is blocked: the bundle must run without it")
 
 
 def _replay(
@@ -55,7 +47,13 @@ def main(blocked: list[str], script: str, runtime: str, **how: Any) -> int:
 
     Standard error ends with the missing module or provider, or with "failed: " and a line.
     """
-    sys.meta_path.insert(0, _Block(blocked))  # type: ignore[arg-type]
+
+    def refuse(name: str, *_: Any) -> None:
+        if name.partition(".")[0] in blocked:
+            raise ImportError(f"{name} is blocked: the bundle must run without it")
+
+    finder: Any = SimpleNamespace(find_spec=refuse)
+    sys.meta_path.insert(0, finder)
     code = runpy.run_path(script, run_name="load")
     try:
         __import__(runtime)
