@@ -29,6 +29,7 @@ LOCK_SECONDS = 660
 _LARGEST_BYTES = 1 << 28
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _LOG = logging.getLogger("elsa")
+_warn_once = functools.cache(_LOG.warning)
 
 
 def directory() -> Path:
@@ -48,7 +49,7 @@ def directory() -> Path:
     private = Path(tempfile.gettempdir()) / f"elsa-{_user()}" / "native"
     for place in (_default(), private):
         if place is not None and place != wanted and not not_own(place):
-            _warn_once(f"{reason}: {place} is used instead")
+            _warn_once("%s: %s is used instead", reason, place)
             return Path(os.path.realpath(place))
     raise UnavailableError(f"{reason}; set ELSA_CACHE_DIR to a directory of yours")
 
@@ -216,8 +217,3 @@ def open_own(path: Path) -> int | None:
 
 def _user() -> int:
     return os.geteuid() if hasattr(os, "geteuid") else 0
-
-
-@functools.cache
-def _warn_once(line: str) -> None:
-    _LOG.warning("%s", line)

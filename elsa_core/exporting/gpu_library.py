@@ -128,7 +128,7 @@ def write(
 def planned(recorded: Any, arch: int, say: Callable[[str], None]) -> tuple[Any, str]:
     """Recorded calls for an architecture of `pack/devices.json`, and its GPU that is planned for:
     the first. Raises ExportError where a call is not by kernels alone there."""
-    from elsa_core.backends.cuda import other_gpus
+    from elsa_core.backends.cuda import planfile
     from elsa_core.backends.triton.pack import cases
 
     def progress(done: int, total: int) -> None:
@@ -137,7 +137,7 @@ def planned(recorded: Any, arch: int, say: Callable[[str], None]) -> tuple[Any, 
 
     gpu = cases.gpus(arch)[0]
     try:
-        found = other_gpus.planned(recorded, gpu, cuda.offered(), progress)
+        found = planfile.planned(recorded, gpu, cuda.OFFERED, progress)
     except UnavailableError as error:
         raise ExportError(f"{error}; leave sm_{arch} out of gpu_archs") from error
     return found, gpu.facts.name

@@ -73,9 +73,9 @@ def as_stub(kernel: Kernel, compiled: Any) -> Kernel:
 
 def started(stub: str, overlap: bool = False) -> library.Library:
     """The library with the stub driver, serving all operators on the CPU."""
-    from elsa_core.backends.cuda import kernels
+    from elsa_core.backends.cuda import plan
 
-    plain = kernels.kernel_of
+    plain = plan.kernel_of
     library.kernel_of = lambda compiled: as_stub(plain(compiled), compiled)
     Launch.__call__ = _launch
     if overlap:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import struct
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from elsa_core import ops
 from elsa_core.backends import compiler
-from elsa_core.backends.cuda import library, other_gpus, plan
+from elsa_core.backends.cuda import library, plan, planfile
 from elsa_core.backends.cuda.planfile import Recorded, joined, recorded, write
 from elsa_core.backends.triton.pack.cases import Gpu
 from elsa_core.backends.triton.shared.device import Described
@@ -188,7 +189,7 @@ def refuses(stub: str) -> None:
         (write(dict.fromkeys(range(100, 165), Recorded((), {})), SERVED), "number is too large"),
     ):  # fmt: skip
         try:
-            loaded.serve_file(bytes_of, "CPU")
+            loaded._ask("elsa_cuda_serve_file", bytes_of, ctypes.c_uint64(len(bytes_of)), b"CPU")
         except UnavailableError as error:
             assert str(error).startswith("no plan file: ") and why in str(error), error
             assert "\n" not in str(error)
@@ -230,7 +231,7 @@ def planned_elsewhere(stub: str) -> None:
     Launch.__call__ = _LAUNCH
     told: list[tuple[int, int]] = []
     kernels = table.KERNELS_ON_CUDA
-    again = other_gpus.planned(found, PLAIN_H200, kernels, lambda *given: told.append(given))
+    again = planfile.planned(found, PLAIN_H200, kernels, lambda *given: told.append(given))
     total = len(again.kernels)
     assert told == [(done, total) for done in range(total + 1)]
     for ours, theirs in zip(again.layouts, found.layouts, strict=True):
@@ -248,7 +249,7 @@ def planned_elsewhere(stub: str) -> None:
          lost + r"PyTorch serves it \(division by zero\)$"),
     ):  # fmt: skip
         try:
-            other_gpus.planned(found, gpu, given)
+            planfile.planned(found, gpu, given)
         except UnavailableError as error:
             assert re.search(said, str(error)) and "\n" not in str(error), error
         else:

@@ -313,8 +313,11 @@ def python(stub: str) -> None:
         lambda q: record.heard(Launched(values=(7,)), (q, q)),
         lambda q: record.heard(Launched(values=(1 << 40, 64)), (q, q)),
         lambda q: record.heard(Launched(values=(7.5, 64)), (q, q)),
+        lambda q: record.heard(Launched(grid=(1 << 32, 1, 1)), (q, q)),
+        lambda q: record.heard(KERNELS.launch, (q.as_strided((4,), (1,), 0), q)),  # ahead of q
     )  # fmt: skip
     constant = torch.empty(4)
+    tensors[0] = torch.empty(16 + tensors[0].numel())[16:].view(tensors[0].shape)
     for number, extra in enumerate(left):
         KERNELS.extra, before = extra, KERNELS.count
         attend(*tensors, scale=float(number))

@@ -212,7 +212,7 @@ try:
     cuda.ready()
 except KeyboardInterrupt:
     print(len(cuda._SERVED))
-print(cuda.ready(), len(cuda._SERVED) == len(cuda._OFFERED), cuda._FAILED)
+print(cuda.ready(), len(cuda._SERVED) == len(cuda.OFFERED), cuda._FAILED)
 """
 
 

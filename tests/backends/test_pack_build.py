@@ -105,7 +105,7 @@ def test_code_is_what_the_jit_compiles(packs: Path) -> None:
 
     Packs left lines of sources out from the start, and kernels came out with other registers.
     """
-    from elsa_core.backends.cuda.kernels import kernel_of
+    from elsa_core.backends.cuda.plan import kernel_of
 
     pack = store.read(packs / "sm_80")
     jobs = Planner(80).add(cases.expanded(ONLY)).jobs

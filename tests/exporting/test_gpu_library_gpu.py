@@ -137,7 +137,7 @@ from pathlib import Path
 import torch
 import elsa_core
 from elsa_core.backends import cuda
-from elsa_core.backends.cuda import library, other_gpus, planfile
+from elsa_core.backends.cuda import library, planfile
 from elsa_core.backends.triton.pack import cases
 assert cuda.status().ok, cuda.status().reason
 major, minor = torch.cuda.get_device_capability()
@@ -148,7 +148,7 @@ with torch.no_grad():
     found = planfile.joined([planfile.recorded(library.load(), lambda: model(x))])
 name = torch.cuda.get_device_name()
 gpu = next(each for each in cases.gpus(arch) if each.facts.name == name)
-planned = other_gpus.planned(found, gpu, cuda.offered())
+planned = planfile.planned(found, gpu, cuda.OFFERED)
 facts = lambda each: sorted((k.symbol, k.threads, k.shared, k.code)
                             for k in each.kernels.values())
 assert facts(planned) == facts(found)

@@ -28,7 +28,9 @@ from elsa_core.base.calls import below_autograd
 
 VARIABLE: Final = "ELSA_CUDA_LIBRARY"
 _LOG = logging.getLogger("elsa")
-_OFFERED: dict[str, Callable[..., Any]] = {}
+_warn_once = functools.cache(_LOG.warning)
+# What computes each operator in Python that the library serves, or would.
+OFFERED: dict[str, Callable[..., Any]] = {}
 _SERVED: set[str] = set()
 _FAILED: list[str] = []
 _LOCK = threading.RLock()
@@ -48,23 +50,13 @@ def offer(kernels: Mapping[str, Callable[..., Any]]) -> None:
 
     kernels: what computes each operator in Python, with all its arguments.
     """
-    _OFFERED.update(kernels)
+    OFFERED.update(kernels)
     given = os.environ.get(VARIABLE, "")
     if given not in ("", "0", "1"):
-        _warn_once(f"{VARIABLE}={given!r} is neither 0 nor 1: ignored")
+        _warn_once("%s=%r is neither 0 nor 1: ignored", VARIABLE, given)
     if is_asked_for():
         _State.decided = True
         _activate()
-
-
-@functools.cache
-def _warn_once(said: str) -> None:
-    _LOG.warning("%s", said)
-
-
-def offered() -> Mapping[str, Callable[..., Any]]:
-    """What computes each operator in Python that the library serves, or would."""
-    return _OFFERED
 
 
 def ready() -> bool:
@@ -94,7 +86,7 @@ def _activate() -> None:
         loaded = library.load()
         if torch.cuda.is_initialized():  # else the first call opens the driver
             loaded.open_driver()
-        for operator, kernel in _OFFERED.items():
+        for operator, kernel in OFFERED.items():
             if operator not in _SERVED:  # a first try may have been interrupted
                 serve(loaded, operator, kernel, "CUDA", level)
                 _SERVED.add(operator)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends.cuda import plan as plans
-from elsa_core.backends.cuda.kernels import PlanError, arguments_of
 from elsa_core.backends.cuda.library import Library
+from elsa_core.backends.cuda.plan import PlanError, arguments_of
 from elsa_core.errors import UnavailableError
 
 _LOG = logging.getLogger("elsa")
+_log_once = functools.cache(_LOG.log)
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
 _DEFAULT = re.compile(r"=[^,)]+")
 # Calls whose plans the driver refused; a driver that always does is asked no more.
@@ -78,7 +80,7 @@ def _planned(
         one is to be asked about again (a CUDA graph is recorded, kernels are compiled ahead, a
         launch hook is set, or the driver refused).
     """
-    from elsa_core.backends.cuda.record import recorder_of
+    from elsa_core.backends.cuda.record import Apart, Recorder
     from elsa_core.backends.triton.shared.launch import is_recording
 
     _listen(library)
@@ -87,7 +89,8 @@ def _planned(
         return _tuple(kernel(*arguments)), b""
     # objects of their own: two arguments may be one tensor in this call, and not in the next
     own = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
-    recorder = recorder_of([a for a in own if a is None or isinstance(a, Tensor)])
+    kind = Apart if "torch._dynamo" in sys.modules else Recorder
+    recorder = kind([a for a in own if a is None or isinstance(a, Tensor)])
     with recorder:
         results = _tuple(kernel(*own))
     plan, said = None, b"" if recorder.hooked else b"N"
@@ -100,11 +103,11 @@ def _planned(
         _LOG.debug("a call that the CUDA library leaves to Python: %s", reason)
     except UnavailableError as error:  # it may pass, as want of memory does
         plan, said = None, b"" if next(_REFUSALS) < _MOST_REFUSALS else b"N"
-        _say_once(
-            level, f"the CUDA library does not take such calls; Triton launches them: {error}"
-        )
-    if library.noted is not None:
-        library.noted.append((f"elsa::{operator}", own, plan))
+        said_once = "the CUDA library does not take such calls; Triton launches them: %s"
+        _log_once(level, said_once, str(error))
+    noted = library.noted  # once: another thread may end what is recorded
+    if noted is not None:
+        noted.append((f"elsa::{operator}", own, plan))
     return results, said
 
 
@@ -148,8 +151,3 @@ def _launched(
 
 def _tuple(results: Any) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
-
-
-@functools.cache
-def _say_once(level: int, line: str) -> None:
-    _LOG.log(level, "%s", line)

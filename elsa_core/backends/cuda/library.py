@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from elsa_core.backends import compiler
-from elsa_core.backends.cuda.kernels import kernel_of
-from elsa_core.backends.cuda.plan import Kernel, Plan
+from elsa_core.backends.cuda.plan import Kernel, Plan, kernel_of
 from elsa_core.errors import UnavailableError
 
 _UNITS = ("driver", "plan", "planfile", "operators", "python")
@@ -110,11 +109,6 @@ class Library:
     def clear(self) -> None:
         """Forget every plan."""
         self._calls.elsa_cuda_clear()
-
-    def serve_file(self, content: bytes, key: str) -> None:
-        """Define the operators of a file of `planfile.write` and serve them for a dispatch key."""
-        size = ctypes.c_uint64(len(content))
-        self._ask("elsa_cuda_serve_file", content, size, key.encode())
 
     def counts(self) -> tuple[int, int]:
         """Layouts that are kept, and calls that ran without Python."""

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from elsa_core.backends.cuda import plan as plans
 from elsa_core.backends.cuda.library import Library
-from elsa_core.backends.cuda.plan import Kernel
-from elsa_core.backends.cuda.record import DTYPES
+from elsa_core.backends.cuda.plan import Kernel, PlanError, kernel_of
+from elsa_core.backends.cuda.record import DTYPES, Recorder
+from elsa_core.base.messages import first_line
 from elsa_core.errors import UnavailableError
 
 MAGIC = 0x534E414C50414C45
 VERSION = 4
+_NOT_ALONE = "a call of {} is not by kernels of this package alone: {}"
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,8 @@ def recorded(library: Library, run: Callable[[], object]) -> Recorded:
     layouts, kernels, calls = {}, dict[int, Kernel](), {}
     for name, arguments, plan in noted:
         if plan is None:
-            raise UnavailableError(
-                f"a call of {name} is not by kernels of this package alone: PyTorch serves it, as "
-                "it does where rows or channels are few"
-            )
+            why = "PyTorch serves it, as it does where rows or channels are few"
+            raise UnavailableError(_NOT_ALONE.format(name, why))
         key = name, words_of(arguments)
         layouts[key], calls[key] = plans.write(plan), list(map(_without_memory, arguments))
         numbers = {step.kernel for step in plan.steps if isinstance(step, plans.Launch)}
@@ -104,6 +104,87 @@ def _without_memory(given: Any) -> Any:
     first = given.data_ptr() % 16 // given.itemsize
     memory = torch.empty(first + max(0, last) + 1, dtype=given.dtype, device="meta")
     return memory.as_strided(given.shape, given.stride(), first)
+
+
+def planned(
+    found: Recorded,
+    gpu: Any,
+    kernels: Mapping[str, Callable[..., Any]],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Recorded:
+    """The same calls as they are to be launched on another GPU that is not here: planned under its
+    description, compiled, and never run.
+
+    A layout says all that a call's plan depends on but the GPU: the call is made again, on tensors
+    without memory, with the planners told of another GPU.
+
+    gpu: a `pack.cases.Gpu`. kernels: what computes each operator in Python, by its name. progress:
+    called with kernels compiled and in all.
+
+    Raises:
+        UnavailableError: a call would do more there than launch kernels, or a kernel cannot be
+            compiled or is too large for it.
+    """
+    from elsa_core.backends.triton.pack.cases import Planner
+
+    planner, launches = Planner(gpu.arch), list[tuple[Any, str]]()
+    calls = [
+        _called(name, found.calls[name, words], gpu, kernels, planner, launches)
+        for name, words, _ in found.layouts
+    ]
+    compiled = dict[str, Any]()
+    numbers, held = dict[int, int](), dict[int, Kernel]()
+    for key, job in planner.jobs.items():
+        progress(len(compiled), len(planner.jobs))
+        where = f"kernel {job.kernel.__name__} for sm_{gpu.arch}"
+        try:
+            compiled[key] = job.compile()
+            kernel = kernel_of(compiled[key])
+        except Exception as error:  # a compiler may raise anything
+            raise UnavailableError(f"{where} cannot be compiled: {first_line(error)}") from error
+        if kernel.shared > gpu.shared_memory:
+            raise UnavailableError(
+                f"{where} takes {kernel.shared} bytes of shared memory, {gpu.facts.name} has "
+                f"{gpu.shared_memory}"
+            )
+        numbers[id(compiled[key])] = len(numbers)
+        held[len(held)] = kernel
+    progress(len(compiled), len(planner.jobs))
+    for launch, key in launches:
+        launch.compiled = compiled[key]
+    layouts = []
+    for (name, words, _), (recorder, results) in zip(found.layouts, calls, strict=True):
+        try:
+            plan = plans.write(recorder.plan(results, lambda one: numbers[id(one)]))
+        except PlanError as error:
+            raise UnavailableError(_NOT_ALONE.format(f"{name} on sm_{gpu.arch}", error)) from None
+        layouts.append((name, words, plan))
+    return Recorded(tuple(layouts), held)
+
+
+def _called(
+    name: str, given: list[Any], gpu: Any, kernels: Mapping[str, Callable[..., Any]], planner: Any,
+    launches: list[tuple[Any, str]],
+) -> tuple[Recorder, tuple[Tensor, ...]]:  # fmt: skip
+    """Make a call as on that GPU, without its launches, which join `launches` with their keys."""
+    from elsa_core.backends.triton.shared.device import describing
+    from elsa_core.backends.triton.shared.launch import recording
+
+    # objects of their own, as in `calls`
+    given = [a.detach() if isinstance(a, Tensor) else a for a in given]
+    recorder = Recorder([a for a in given if a is None or isinstance(a, Tensor)])
+
+    def note(launch: Any, tensors: tuple[Any, ...]) -> None:
+        launches.append((launch, planner.key(launch, tensors)))
+        recorder.launched(launch, tensors)
+
+    with describing(gpu.facts), recording(note), torch.no_grad(), recorder:
+        try:
+            results = kernels[name.removeprefix("elsa::")](*given)
+        except Exception as error:  # PyTorch's own functions may refuse tensors without memory
+            why = f"PyTorch serves it ({first_line(error)})"
+            raise UnavailableError(_NOT_ALONE.format(f"{name} on sm_{gpu.arch}", why)) from error
+    return recorder, results if isinstance(results, tuple) else (results,)
 
 
 def write(archs: Mapping[int, Recorded], served: str) -> bytes:

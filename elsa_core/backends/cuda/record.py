@@ -8,17 +8,22 @@ never by its address, since two arguments may be the same memory in one call and
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from elsa_core.backends.cuda.kernels import PlanError, arguments_of
-from elsa_core.backends.cuda.plan import Launch, Output, Plan, Pointer, Zero
+from elsa_core.backends.cuda.plan import (
+    Launch,
+    Output,
+    Plan,
+    PlanError,
+    Pointer,
+    Zero,
+    arguments_of,
+)
 
 _ATEN = torch.ops.aten
 _ALLOCATIONS = {
@@ -35,7 +40,6 @@ DTYPES = {
 _ALIGNMENT = 512
 
 
-@dataclass(eq=False)
 class Recorder(TorchDispatchMode):
     """Notes what is done while it is active in this thread.
 
@@ -44,19 +48,16 @@ class Recorder(TorchDispatchMode):
     made with Triton's launch hooks set, so that the next call may be another matter.
     """
 
-    inputs: Sequence[Tensor | None]
-    reason: str = ""
-    hooked: bool = False
-    # of a tensor: an input's number or what was allocated, and the address that offsets count from
-    _places: dict[int, tuple[int | Tensor, int]] = field(default_factory=dict)
-    _kept: list[Tensor] = field(default_factory=list)  # so that no object takes another's place
-    _steps: list[tuple[Any, tuple[Tensor, ...]] | Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, inputs: Sequence[Tensor | None]):
         super().__init__()  # type: ignore[no-untyped-call]
-        for number, tensor in enumerate(self.inputs):
+        self.inputs, self.reason, self.hooked = inputs, "", False
+        # by the id of a tensor: itself, so that no object takes another's place; an input's number
+        # or what was allocated; the address that offsets count from
+        self._places: dict[int, tuple[Tensor, int | Tensor, int]] = {}
+        self._steps: list[tuple[Any, tuple[Tensor, ...]] | Tensor] = []
+        for number, tensor in enumerate(inputs):
             if tensor is not None:
-                self._know(tensor, (number, tensor.data_ptr()))
+                self._places[id(tensor)] = tensor, number, tensor.data_ptr()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -65,7 +66,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS or func in _ZEROED:
-            self._know(result, (result, result.untyped_storage().data_ptr()))
+            self._places[id(result)] = result, result, result.untyped_storage().data_ptr()
             if func in _ZEROED:
                 self._steps.append(result)
         elif func is _ATEN.zero_.default:
@@ -83,17 +84,12 @@ class Recorder(TorchDispatchMode):
         for part in parts:
             if not isinstance(part, Tensor) or _storage(part) != _storage(args[0]):
                 return False
-            self._know(part, place)
+            self._places[id(part)] = part, *place[1:]
         return True
-
-    def _know(self, tensor: Tensor, place: tuple[int | Tensor, int]) -> None:
-        self._kept.append(tensor)
-        self._places[id(tensor)] = place
 
     def launched(self, launch: Any, pointers: tuple[Tensor, ...]) -> None:
         """Note one launch of `elsa_core.backends.triton.shared.launch.Launch`."""
         self._steps.append((launch, pointers))
-        self._kept += pointers
         self.hooked = self.hooked or launch.hooked()
 
     def plan(self, results: Sequence[Tensor], number: Callable[[Any], int]) -> Plan:
@@ -112,7 +108,9 @@ class Recorder(TorchDispatchMode):
 
         def pointer(tensor: Tensor) -> Pointer:
             nonlocal workspace
-            source, start = self._place_of(tensor)
+            if id(tensor) not in self._places:
+                raise PlanError("it reads a tensor that is neither given nor allocated by it")
+            _, source, start = self._places[id(tensor)]
             offset = tensor.data_ptr() - start if tensor.numel() else 0
             if not isinstance(source, Tensor):
                 return Pointer(source, offset)
@@ -146,8 +144,10 @@ class Recorder(TorchDispatchMode):
         """The slots of results by their storages: each must be one that the call allocated."""
         slots: dict[int, int] = {}
         for slot, result in enumerate(results, len(self.inputs)):
-            if not isinstance(self._place_of(result)[0], Tensor):
-                raise PlanError("it returns a tensor that it was given")
+            if not isinstance(self._places.get(id(result), (result, 0, 0))[1], Tensor):
+                raise PlanError("it returns a tensor that it did not allocate")
+            if result.dtype not in DTYPES:
+                raise PlanError(f"it returns {result.dtype}")
             storage = result.untyped_storage()
             steps = zip(result.shape, result.stride(), strict=True)
             size = sum((n - 1) * s for n, s in steps) + 1 if result.numel() else 0
@@ -159,14 +159,8 @@ class Recorder(TorchDispatchMode):
             slots[_storage(result)] = slot
         return slots
 
-    def _place_of(self, tensor: Tensor) -> tuple[int | Tensor, int]:
-        place = self._places.get(id(tensor))
-        if place is None:
-            raise PlanError("it reads a tensor that is neither given nor allocated by it")
-        return place
 
-
-class _Apart(Recorder):
+class Apart(Recorder):
     """Where PyTorch's compiler is loaded already: it leaves alone what is noted."""
 
     __torch_dispatch__ = Recorder.__torch_dispatch__
@@ -174,11 +168,6 @@ class _Apart(Recorder):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return True
-
-
-def recorder_of(inputs: Sequence[Tensor | None]) -> Recorder:
-    """A `Recorder` of a call with these tensors."""
-    return (_Apart if "torch._dynamo" in sys.modules else Recorder)(inputs)
 
 
 def _storage(tensor: Tensor) -> int:
