@@ -84,7 +84,7 @@ def lift(scores: Tensor, value: Tensor) -> State:
         rows = (scores.sum(-1) + value.sum((-1, -2))).shape
         return State.identity(rows, value.shape[-1], dtype=wide, device=scores.device)
     m = scores.detach().amax(-1)
-    weights = torch.exp(scores - _finite_anchor(m).unsqueeze(-1))
+    weights = torch.exp(scores - m.masked_fill(m == _NEGATIVE_INFINITY, 0.0).unsqueeze(-1))
     if shared:
         weighted = weights @ value.squeeze(-3)
     else:
@@ -105,8 +105,7 @@ def merge(a: State, b: State) -> State:
 
     Reference: ELSA, Eq. 4 in its symmetric form.
     """
-    _require_wide(a)
-    _require_wide(b)
+    _check(a, b, wide=True)
     m = torch.maximum(a.m, b.m)
     factor_a = _factor(a.m, m)
     factor_b = _factor(b.m, m)
@@ -121,8 +120,7 @@ def merge_(total: State, other: State) -> State:
     """As `merge`, in the memory of `total`, which it returns; `other` is used up. No gradients. For
     states of long sequences that share no memory with others. m and S may be float64 beside a
     float32 W: a normalised state, (lse, 1, out), loses no digits of its sum then."""
-    _require_wide(total)
-    _require_wide(other)
+    _check(total, other, wide=True)
     m = torch.maximum(total.m, other.m)
     factor, factor_other = _factor(total.m, m), _factor(other.m, m)
     total.S.mul_(factor).add_(other.S.mul_(factor_other))
@@ -154,8 +152,7 @@ def tree(states: State | Iterable[State]) -> State:
             raise ArgumentError(
                 "states: no state to merge; pass at least one, or State.identity(...)"
             )
-        for state in listed:
-            _require_tensors(state)
+        _check(*listed)
         level = State(*(torch.stack(parts) for parts in zip(*listed, strict=True)))
     if level.S.shape[0] == 0:
         return State.identity(
@@ -174,7 +171,7 @@ def tree(states: State | Iterable[State]) -> State:
 def finalize(state: State) -> tuple[Tensor, Tensor]:
     """Leave the monoid: output = W / S [..., dv] and lse = m + ln S [...] (natural logarithm).
     Where no key took part (S = 0) the output is zeros and lse is -inf. NaN stays NaN."""
-    _require_tensors(state)
+    _check(state)
     empty = state.S == 0
     safe = torch.where(empty, torch.ones_like(state.S), state.S)
     output = torch.where(
@@ -192,30 +189,23 @@ def finalize_(state: State) -> tuple[Tensor, Tensor]:
     return state.W.div_(safe.to(state.W.dtype).unsqueeze(-1)), lse
 
 
-def _finite_anchor(m: Tensor) -> Tensor:
-    """m with -inf replaced by 0: an anchor that can be subtracted from -inf."""
-    return torch.where(m == _NEGATIVE_INFINITY, torch.zeros_like(m), m)
-
-
 def _factor(m_own: Tensor, m: Tensor) -> Tensor:
     nothing = m == _NEGATIVE_INFINITY
-    # The subtrahend is made finite before the subtraction, so that the branch that `where` drops
-    # holds no NaN either: its gradient would be 0 * NaN.
-    delta = m_own - _finite_anchor(m)
-    return torch.exp(torch.where(nothing, torch.zeros_like(delta), delta))
+    # The subtrahend is made finite before the subtraction, so that what is filled over holds no NaN
+    # either: its gradient would be 0 * NaN.
+    delta = m_own - m.masked_fill(nothing, 0.0)
+    return torch.exp(delta.masked_fill(nothing, 0.0))
 
 
-def _require_tensors(state: State) -> None:
-    if not isinstance(state, State):
-        raise TypeError(f"states must be of elsa_core.State, not {type(state).__name__}")
-    for name, part in zip(State._fields, state, strict=True):
-        if not isinstance(part, Tensor):
-            raise TypeError(f"{name} of a State must be a tensor, not {type(part).__name__}")
-
-
-def _require_wide(state: State) -> None:
-    _require_tensors(state)
-    if state.S.dtype not in _WIDE or state.W.dtype not in _WIDE:
-        raise ArgumentError(
-            f"state: {state.S.dtype}/{state.W.dtype} sums lose keys; convert the state to float32"
-        )
+def _check(*states: State, wide: bool = False) -> None:
+    for state in states:
+        if not isinstance(state, State):
+            raise TypeError(f"states must be of elsa_core.State, not {type(state).__name__}")
+        for name, part in zip(State._fields, state, strict=True):
+            if not isinstance(part, Tensor):
+                raise TypeError(f"{name} of a State must be a tensor, not {type(part).__name__}")
+        if wide and not (state.S.dtype in _WIDE and state.W.dtype in _WIDE):
+            raise ArgumentError(
+                f"state: {state.S.dtype}/{state.W.dtype} sums lose keys; convert the state to "
+                "float32"
+            )

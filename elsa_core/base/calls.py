@@ -123,7 +123,7 @@ def keeps_products() -> bool:
     """Whether the program that is recorded now holds a call of `elsa.linear` as its operator: not
     within a transform, whose derivatives and batches are of PyTorch's operators."""
     block = _PRODUCTS.get()
-    if block is None or _transforms() is not None or forward_ad._current_level >= 0:
+    if block is None or transformed():
         return False
     block.asked = True
     return block.kept
@@ -156,8 +156,8 @@ def differentiates_otherwise() -> bool:
 
 
 def transformed() -> bool:
-    """Whether a transform of `torch.func` is at work, vmap included."""
-    return _transforms() is not None
+    """Whether forward-mode AD or a transform of `torch.func` is at work, vmap included."""
+    return _transforms() is not None or forward_ad._current_level >= 0
 
 
 def below_autograd(operator: Any, *arguments: Any) -> Any:
@@ -170,7 +170,9 @@ def below_autograd(operator: Any, *arguments: Any) -> Any:
 
 # Constants for the compiler, which writes no ONNX, records no such program, and guards its graphs
 # on the transforms at work.
-for _constant in (exporting_onnx, is_exporting, keeps_products, differentiates_otherwise):
+for _constant in (
+    exporting_onnx, is_exporting, keeps_products, differentiates_otherwise, transformed,
+):  # fmt: skip
     _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

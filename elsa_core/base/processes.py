@@ -61,18 +61,14 @@ def _uninterrupted() -> Iterator[None]:
 def _end(process: subprocess.Popen[str]) -> None:
     with _uninterrupted():
         if process.poll() is None:
-            _signal(process, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-            _signal(process, signal.SIGKILL)  # what is left of the group
-            process.wait()
+            # SIGKILL is for what is left of the group
+            for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, None)):
+                try:
+                    os.killpg(process.pid, number)
+                except (AttributeError, ProcessLookupError, PermissionError):  # has no groups
+                    process.send_signal(number)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()
-
-
-def _signal(process: subprocess.Popen[str], number: int) -> None:
-    try:
-        os.killpg(process.pid, number)
-    except (AttributeError, ProcessLookupError, PermissionError):  # a system without groups
-        process.send_signal(number)

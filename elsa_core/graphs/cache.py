@@ -14,8 +14,7 @@ from torch import nn
 
 from elsa_core.graphs import capture
 from elsa_core.graphs.checks import Given, RefusedError, saved_tensor_hooks, why_not
-from elsa_core.graphs.inference import Inference
-from elsa_core.graphs.training import GradientMemory, Training
+from elsa_core.graphs.entries import GradientMemory, Inference, Training
 
 _LOG = logging.getLogger("elsa")
 _FEW_REPLAYS: Final = 4

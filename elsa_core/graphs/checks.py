@@ -343,10 +343,10 @@ class Reads(TorchDispatchMode):
         self._outer: dict[int, Tensor] = {}
         self._hooks = saved_tensor_hooks()
 
-    def outside(self, held: Iterable[Tensor]) -> bool:
-        """Whether something was read that is in the memory of none of the tensors `held`."""
-        known = {storage_of(tensor) for tensor in held}
-        return not self._outer.keys() <= known
+    def check(self, *held: Tensor) -> None:
+        """RefusedError: something was read that is in the memory of none of the tensors `held`."""
+        if not self._outer.keys() <= {storage_of(tensor) for tensor in held}:
+            raise RefusedError("it reads a tensor that is no attribute of its modules")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

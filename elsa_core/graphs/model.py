@@ -13,8 +13,7 @@ from elsa_core.base import calls
 from elsa_core.errors import ArgumentError
 from elsa_core.graphs import capture
 from elsa_core.graphs.cache import Graphs
-from elsa_core.graphs.inference import Inference
-from elsa_core.graphs.training import Training
+from elsa_core.graphs.entries import Inference, Training
 
 _PARALLEL: Final = ("DistributedDataParallel", "DataParallel")
 _SHARDED: Final = ("FullyShardedDataParallel", "FSDPModule")

@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.graphs import capture
 from elsa_core.graphs.cache import Graphs
-from elsa_core.graphs.inference import Inference
-from elsa_core.graphs.training import Training
+from elsa_core.graphs.entries import Inference, Training
 from elsa_core.patching import shared_copy
 from elsa_core.proof.sides import Given, Run
 

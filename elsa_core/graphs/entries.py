@@ -1,10 +1,11 @@
-"""A call whose gradients are wanted as two CUDA graphs: its forward and its backward.
+"""A captured call: one CUDA graph in inference, two where gradients are wanted, of its forward and
+its backward.
 
-Autograd sees one function of the arguments and the parameters. The backward's graph writes the
-gradients into the graphs' pool, where `AccumulateGrad` makes them a parameter's `grad` if there is
-none yet. Other graphs of the pool use that memory too, this one's forward among them. So before any
-of them is replayed, a `grad` that still lies there moves out (it is accumulated to), and where
-somebody else holds such a gradient the call is the model's own.
+In training autograd sees one function of the arguments and the parameters. The backward's graph
+writes the gradients into the graphs' pool, where `AccumulateGrad` makes them a parameter's `grad`
+if there is none yet. Other graphs of the pool use that memory too, this one's forward among them.
+So before any of them is replayed, a `grad` that still lies there moves out (it is accumulated to),
+and where somebody else holds such a gradient the call is the model's own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +38,60 @@ from elsa_core.graphs.checks import (
     watched,
     without_cache,
 )
-from elsa_core.graphs.inference import WARM_UPS
 
+WARM_UPS: Final = 2  # besides the one that is watched and the one of the capture
 _VERSION = attrgetter("_version")
+
+
+class Inference:
+    """A captured call: its arguments' memory, its replay, its results, the model as it was."""
+
+    backward = False
+
+    def __init__(self, model: nn.Module, given: Given, device: torch.device, pool: Any) -> None:
+        self.given, self.replays = given.copied(), 0
+        self._device, self._targets = device, self.given.tensors()
+        args, kwargs = given.arguments(self.given.leaves)
+        result: list[Any] = [None]
+
+        def run() -> None:
+            result[0] = model(*args, **kwargs)
+
+        with as_it_was(model, device), without_cache(device):
+            for _ in range(WARM_UPS):
+                run()
+            self.guards = Guards(model)  # before other runs: they show what a forward changes
+            reads = watched(run, device)
+            check_state(self.guards, self._targets)
+            try:
+                (self.replay,) = capture.BACKEND.captured([run], pool, device)
+            except RuntimeError as error:
+                raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
+        # also what only the capture changes: its memory is the graph's
+        check_state(self.guards, self._targets)
+        reads.check(*self._targets, *self.guards.tensors)
+        self._results, self._tree = flat_results(result[0], device)
+        if any(isinstance(each, Tensor) and each.requires_grad for each in self._results):
+            raise RefusedError(OTHER_LEAF)
+
+    def answer(self, given: Given, copy_outputs: bool) -> tuple[bool, Any]:
+        """Whether the model is what it was, and the result."""
+        if not self.guards.alive():
+            return False, None
+        result = self.run(given, copy_outputs)
+        return self.guards.hold(), result  # asked while the GPU is at work
+
+    def run(self, given: Given, copy_outputs: bool) -> Any:
+        """The results for other arguments of the same kind."""
+        self.replays += 1
+        capture.BACKEND.order(self._device)
+        for target, leaf in zip(self._targets, given.tensors(), strict=True):
+            target.copy_(leaf)
+        self.replay()
+        found = self._results
+        if copy_outputs:
+            found = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in found]
+        return pytree.tree_unflatten(list(found), self._tree)
 
 
 class Ticket:
@@ -142,9 +194,7 @@ class Training:
             except RuntimeError as error:
                 raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
         check_state(self.guards, self.targets)
-        held = (*self.targets, *self.slopes, *self.guards.tensors)
-        if reads.outside(held):
-            raise RefusedError("it reads a tensor that is no attribute of its modules")
+        reads.check(*self.targets, *self.slopes, *self.guards.tensors)
         self.saved = [each for each in self._params if storage_of(each) in saved]
         leaves, self._tree = flat_results(self._result, device)
         self.learns = [each.requires_grad for each in leaves if isinstance(each, Tensor)]
