@@ -84,12 +84,9 @@ class Formulas:
             terms[i] = tensor
         return tensors[:count], terms
 
-    def formula(self, operator: Any, ctx: Any, *grads: Tensor | None) -> Grads:
-        return self._gradients(operator, ctx, ctx.needs_input_grad, grads)
-
-    def _gradients(
-        self, operator: Any, ctx: Any, wanted: Sequence[bool], grads: Sequence[Tensor | None]
-    ) -> Grads:
+    def formula(self, operator: Any, ctx: Any, *grads: Tensor | None, first: int = 0) -> Grads:
+        """The gradients of a call, whose arguments are those of the context from `first` on."""
+        wanted = ctx.needs_input_grad[first:]
         saved, terms = self._kept(ctx, self.leading + self.saved)
         slopes: Sequence[Tensor | None] = grads[:1]
         if self.with_lse:
@@ -147,8 +144,7 @@ class Formulas:
                 if calls.by_operator(*grads):
                     # of a second derivative, which the operator has a formula for
                     compute = getattr(torch.ops.elsa, f"{formulas.name}_backward").default
-                wanted = ctx.needs_input_grad[2:]
-                return None, None, *formulas._gradients(compute, ctx, wanted, grads)
+                return None, None, *formulas.formula(compute, ctx, *grads, first=2)
 
         return Eager
 

@@ -11,10 +11,6 @@ from elsa_core.patching.sites import Inspection, reasons, sites_of, sites_table
 
 def write_page(name: str, about: str, found: Inspection, path: Path) -> Path:
     """Write the page of `found`, whole or not at all; `about` is a line below the model's name."""
-    return pages.write(page(name, about, found), path)
-
-
-def page(name: str, about: str, found: Inspection) -> str:
     good = [site for site in found.sites if site.patchable]
     stay = [site for site in found.sites if not site.patchable]
     share = sum(site.flops_share or 0.0 for site in good)
@@ -45,4 +41,4 @@ def page(name: str, about: str, found: Inspection) -> str:
         parts.append(
             f'<p class="dim">One image of {size}: {found.total_flops / 1e9:.2f} GFLOPs.</p>'
         )
-    return pages.document(f"elsa inspect: {name}", parts)
+    return pages.write(pages.document(f"elsa inspect: {name}", parts), path)

@@ -61,21 +61,26 @@ def varlen_attention(
     The mask is [T, Tk], and every pair of tokens is computed: what packing saves is lost, and a
     graph holds no loop over lengths.
     """
-    rows, row = places(cu_seqlens_q, query.shape[0])
-    columns, column = places(cu_seqlens_k, key.shape[0])
-    seen = rows.unsqueeze(1) == columns.unsqueeze(0)
-    if is_causal:
-        seen = seen & (row.unsqueeze(1) >= column.unsqueeze(0))
+    seen, _ = within(cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0], is_causal)
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-    out, lse = attention(q, k, v, seen.unsqueeze(0).unsqueeze(0), False, scale)
+    out, lse = attention(q, k, v, seen, False, scale)
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
 
 
-def places(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Of each token its sequence and its place in it."""
-    token = torch.arange(tokens, device=ends.device)
-    sequence = (token.unsqueeze(1) >= ends[1:].unsqueeze(0)).sum(1)
-    return sequence, token - ends[sequence]
+def within(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, queries: int, keys: int, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Which of all tokens see each other, bool [1, 1, T, Tk], and the sequence of each query."""
+    found = []
+    for ends, tokens in ((cu_seqlens_q, queries), (cu_seqlens_k, keys)):
+        token = torch.arange(tokens, device=ends.device)
+        sequence = (token.unsqueeze(1) >= ends[1:].unsqueeze(0)).sum(1)
+        found.append((sequence, token - ends[sequence]))
+    (rows, row), (columns, column) = found
+    seen = rows.unsqueeze(1) == columns.unsqueeze(0)
+    if is_causal:
+        seen = seen & (row.unsqueeze(1) >= column.unsqueeze(0))
+    return seen.unsqueeze(0).unsqueeze(0), rows
 
 
 def window_attention(*arguments: Any) -> Tensor:

@@ -65,10 +65,6 @@ ATTENTION, _FORMULAS = differentiable(
 Eager = _FORMULAS.recorded()
 
 
-def _dropped(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return eager.attention(*arguments[:7], dropout=Dropout(*arguments[7:]))
-
-
 def _dropped_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *terms, dropout_p, seed, needs = arguments
     return eager.backward(*terms, needs, dropout=Dropout(dropout_p, seed))
@@ -76,6 +72,7 @@ def _dropped_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 ATTENTION_DROPOUT, _ = differentiable(
     "attention_dropout", _SCHEMA.replace(")", ", float dropout_p, Tensor seed)", 1), _TERMS,
-    _dropped, lambda *arguments: fake(*arguments[:7]), _dropped_backward, saved=("out", "lse"),
-    like=3, again=_dropped_backward,
+    lambda *given: eager.attention(*given[:7], dropout=Dropout(*given[7:])),
+    lambda *given: fake(*given[:7]), _dropped_backward, saved=("out", "lse"), like=3,
+    again=_dropped_backward,
 )  # fmt: skip

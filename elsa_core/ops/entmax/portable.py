@@ -36,11 +36,13 @@ def entmax_attention(
     if not key.shape[2]:
         # zeros that depend on the operands, as autograd has to find them
         return (scores @ value.to(wide)).to(query.dtype), query.new_empty(0), query.new_empty(0)
-    hidden = _hidden(scores, attn_mask, is_causal)
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    elif attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
         scores = scores + attn_mask.to(wide)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -math.inf)
     a: Tensor | float = max(alpha - 1.0, eager_entmax._LEAST)
     if head_alpha is not None:
         a = eager_entmax._checked(head_alpha.to(wide))
@@ -62,27 +64,13 @@ def entmax_varlen_attention(
     Returns:
         out, and rows and tiles as empty tensors [0].
     """
-    rows, row = portable.places(cu_seqlens_q, query.shape[0])
-    columns, column = portable.places(cu_seqlens_k, key.shape[0])
-    seen = rows.unsqueeze(1) == columns.unsqueeze(0)
-    if is_causal:
-        seen = seen & (row.unsqueeze(1) >= column.unsqueeze(0))
+    tokens = query.shape[0], key.shape[0]
+    seen, rows = portable.within(cu_seqlens_q, cu_seqlens_k, *tokens, is_causal)
     if head_alpha is not None and head_alpha.shape[0] > 1:
         head_alpha = head_alpha[rows, :, :, 0].permute(2, 1, 0).unsqueeze(-1)  # [1, H, T, 1]
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-    out, *_ = entmax_attention(
-        q, k, v, seen.unsqueeze(0).unsqueeze(0), head_alpha, alpha, False, scale, precision
-    )
+    out, *_ = entmax_attention(q, k, v, seen, head_alpha, alpha, False, scale, precision)
     return out.squeeze(0).transpose(0, 1), query.new_empty(0), query.new_empty(0)
-
-
-def _hidden(scores: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
-    if is_causal:
-        rows, columns = scores.shape[-2:]
-        return ~torch.ones(rows, columns, dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        return ~attn_mask
-    return None
 
 
 def _weights(scores: Tensor, found: Solved, a: Tensor | float) -> Tensor:

@@ -121,9 +121,16 @@ def _computed(given: tuple[Any, ...], backend: str) -> Tensor:
     for serve in serving:
         out: Tensor | None = serve(*given)
         if out is not None:
-            # a backend ahead of it may have declined this call alone
-            if backend == "auto" and serve is serving[0] and device_type == "cuda":
-                _admit(given)
+            if (
+                backend == "auto"
+                and serve is serving[0]  # one ahead of it may have declined this call alone
+                and device_type == "cuda"
+                and not is_compiling()
+                and input.dtype == torch.float32
+                and weight.dim() == 2
+                and not (calls.traced() or calls.differentiates(*given))
+            ):
+                launches.LINEAR.admit(given, given)
             return out
     if input.dtype == torch.bfloat16 and not calls.recorded():
         input = dispatch.without_gaps(input)
@@ -152,14 +159,6 @@ def _is_left_to_pytorch(input: Tensor, weight: Tensor, bias: Tensor | None) -> b
         or calls.differentiates(input, weight, bias)
         or not launches.LINEAR.works()
     )
-
-
-def _admit(given: tuple[Any, ...]) -> None:
-    input, weight = given[:2]
-    if is_compiling() or input.dtype != torch.float32 or weight.dim() != 2 or calls.traced():
-        return
-    if not calls.differentiates(*given):
-        launches.LINEAR.admit(given, given)
 
 
 def served_gated(

@@ -207,13 +207,9 @@ class Eager(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _twice_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.terms = inputs[3:]
-
-
-def _twice(ctx: Any, *grads: Tensor) -> Grads:
-    return second(plain_backward, ctx.saved_tensors, ctx.terms, ctx.needs_input_grad, grads)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any, *, tensors: int) -> None:
+    ctx.save_for_backward(*inputs[:tensors])
+    ctx.terms = inputs[tensors:]
 
 
 LINEAR = register(
@@ -225,7 +221,13 @@ LINEAR = register(
         setup_context=_setup_context,
         formula=_backward,
         backward=Backward(
-            _BACKWARD_SCHEMA, _backward_fake, plain_backward, _twice, _twice_setup_context
+            _BACKWARD_SCHEMA,
+            _backward_fake,
+            plain_backward,
+            lambda ctx, *grads: second(
+                plain_backward, ctx.saved_tensors, ctx.terms, ctx.needs_input_grad, grads
+            ),
+            partial(_keep, tensors=3),
         ),
         kind="linear",
         terms=("input", "weight", "bias"),
@@ -255,13 +257,8 @@ def _gated_fake(
     return fake(input, weight, bias, activation)
 
 
-def _gated_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.activation, ctx.precision = inputs
-    ctx.save_for_backward(*tensors)
-
-
 def _gated_backward(ctx: Any, grad_out: Tensor) -> Grads:
-    activation, precision = ctx.activation, ctx.precision
+    activation, precision = ctx.terms
     product: Callable[..., Tensor] = torch.ops.elsa.linear.default
 
     def compute(
@@ -281,7 +278,7 @@ GATED_LINEAR = register(
         schema=_GATED_SCHEMA,
         reference=plain_gated,
         fake=_gated_fake,
-        setup_context=_gated_setup_context,
+        setup_context=partial(_keep, tensors=5),
         formula=_gated_backward,
         kind="linear",
         terms=("input", "weight", "bias", "value", "value_bias"),

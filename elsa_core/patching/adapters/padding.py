@@ -81,9 +81,3 @@ def attend_packed(
     )  # fmt: skip
     heads_first: Tensor = out.transpose(0, 1).unsqueeze(0)
     return heads_first
-
-
-def bounds(counts: Tensor) -> Tensor:
-    """[B] lengths as cumulative ones, [B + 1] int32."""
-    zero = counts.new_zeros(1)
-    return torch.cat((zero, counts.cumsum(0))).to(torch.int32)

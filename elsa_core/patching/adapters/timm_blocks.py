@@ -75,10 +75,6 @@ class ElsaMlp(_Mlp, Mlp):  # type: ignore[misc]  # timm is untyped
     def forward(self, x: Tensor) -> Tensor:
         return self._elsa_last(self._elsa_first(self.fc1, x))
 
-    def elsa_added(self, x: Tensor, residual: Tensor | None, scale: Tensor | None) -> Tensor:
-        """residual + scale * forward(x); for calls without dropout."""
-        return self._elsa_last(self._elsa_first(self.fc1, x), residual, scale)
-
 
 class _GatedMlp(_Mlp):
     def forward(self: Any, x: Tensor) -> Any:
@@ -86,7 +82,14 @@ class _GatedMlp(_Mlp):
         if is_small(self, x, 4 * x.numel() * x.shape[-1], "linear"):
             return super().forward(x)
         hidden = self._elsa_gated(x)
-        return self._elsa_last(self._elsa_apart(x) if hidden is None else hidden)
+        if hidden is not None:
+            return self._elsa_last(hidden)
+        if "fc1_g" in self.elsa_layers:
+            hidden = self._elsa_first(self.fc1_g, x) * project(self, self.fc1_x, x)
+        else:  # gate and value are halves of one layer
+            first, second = project(self, self.fc1, x).chunk(2, dim=-1)
+            hidden = first * self.act(second) if self.gate_last else self.act(first) * second
+        return self._elsa_last(hidden)
 
     def _elsa_gated(self: Any, x: Tensor) -> Tensor | None:
         """The gated hidden channels of x, in one call; None where no kernel takes it, or something
@@ -112,19 +115,12 @@ class ElsaSwiGLU(_GatedMlp, SwiGLU):  # type: ignore[misc]  # timm is untyped
     elsa_base = SwiGLU
     elsa_layers = ("fc1_g", "fc1_x", "fc2")
 
-    def _elsa_apart(self, x: Tensor) -> Any:
-        return self._elsa_first(self.fc1_g, x) * project(self, self.fc1_x, x)
-
 
 class ElsaGluMlp(_GatedMlp, GluMlp):  # type: ignore[misc]
     """An MLP whose first layer computes gate and value: [..., C] -> [..., C], any floating dtype.
     Of linear layers; one of convolutions stays as it is."""
 
     elsa_base = GluMlp
-
-    def _elsa_apart(self, x: Tensor) -> Any:
-        first, second = project(self, self.fc1, x).chunk(2, dim=-1)
-        return first * self.act(second) if self.gate_last else self.act(first) * second
 
 
 class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
@@ -139,7 +135,7 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
             return super().forward(x, *given, **named)
         scale1, scale2 = getattr(self.ls1, "gamma", None), getattr(self.ls2, "gamma", None)
         x = attn.elsa_added(self.norm1(x), x, scale1, *given, **named)
-        return mlp.elsa_added(self.norm2(x), x, scale2)
+        return mlp._elsa_last(mlp._elsa_first(mlp.fc1, self.norm2(x)), x, scale2)
 
 
 def _folds(block: Any, x: Tensor) -> bool:

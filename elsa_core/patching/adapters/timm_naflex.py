@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import Block
 from torch import Tensor
@@ -53,7 +54,8 @@ class ElsaNaFlexVit(NaFlexVit):  # type: ignore[misc]  # timm is untyped
         # a pooling of no patch reads what stands at padded places
         longest = padding.longest(there, self.num_prefix_tokens + 1)
         if longest:
-            mask: Any = padding.Packed(padding.bounds(there.sum(1)), longest)
+            ends = F.pad(there.sum(1).cumsum(0), (1, 0)).int()
+            mask: Any = padding.Packed(ends, longest)
             rows = there.flatten().nonzero().squeeze(1)
             packed = tokens.flatten(0, 1)[rows].unsqueeze(0)  # [1, T, C]
             for block in self.blocks:

@@ -25,30 +25,55 @@ from elsa_core.patching.adapters.windows import (
 )
 
 
-class ElsaShiftedWindowAttention(Derives, ShiftedWindowAttention):  # type: ignore[misc]
+class _Shifted(Derives):
+    """What the adapters share; their derivations give a bias, or `CosineTerms`."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        drops = self.training and self.attention_dropout > 0.0
+        if drops or keeps_original(self, x, self.qkv, self.num_heads, self.window_size):
+            return self.elsa_base.forward(self, x)
+        terms = derived(self.elsa_derivation())
+        bias, scale, qkv_bias = (terms, None, self.qkv.bias) if isinstance(terms, Bias) else terms
+        height, width = x.shape[1:3]
+        rows, columns = self.window_size
+        below, right = -height % rows, -width % columns
+        axes = (self.window_size, (height + below, width + right), self.shift_size)
+        shift = [0 if window >= size else by for window, size, by in zip(*axes, strict=True)]
+        padded = any(shift) and (below > 0 or right > 0)
+        if padded:  # the roll carries padding with it, unlike the operator's own
+            x = F.pad(x, (0, 0, 0, right, 0, below))
+        out = window_attention(
+            project_by(self, x, self.qkv.weight, qkv_bias),
+            bias.bias,
+            bias_index=bias.bias_index,
+            num_heads=self.num_heads,
+            window_size=self.window_size,
+            shift_size=shift,
+            pad_qkv=qkv_bias if calls.traced() or below or right else None,
+            logit_scale=scale,
+            precision=self.elsa_precision,
+            backend=self.elsa_backend,
+        )
+        if padded:
+            out = out[:, :height, :width]
+        joined = project_by(self, out, self.proj.weight, self.proj.bias)
+        return F.dropout(joined, self.dropout, self.training)
+
+
+class ElsaShiftedWindowAttention(_Shifted, ShiftedWindowAttention):  # type: ignore[misc]
     """Swin's attention of an image [B, H, W, C] -> [B, H, W, C], any floating dtype."""
 
     elsa_base = ShiftedWindowAttention
-
-    def forward(self, x: Tensor) -> Any:
-        if _keeps_original(self, x):
-            return super().forward(x)
-        return _attended(self, x, derived(self.elsa_derivation()), None, self.qkv.bias)
 
     def elsa_derivation(self) -> Derivation:
         table, index = self.relative_position_bias_table, self.relative_position_index
         return table_bias(self, self, table, index)
 
 
-class ElsaShiftedWindowAttentionV2(Derives, ShiftedWindowAttentionV2):  # type: ignore[misc]
+class ElsaShiftedWindowAttentionV2(_Shifted, ShiftedWindowAttentionV2):  # type: ignore[misc]
     """Swin-V2's cosine attention of an image [B, H, W, C] -> [B, H, W, C], any floating dtype."""
 
     elsa_base = ShiftedWindowAttentionV2
-
-    def forward(self, x: Tensor) -> Any:
-        if _keeps_original(self, x):
-            return super().forward(x)
-        return _attended(self, x, *derived(self.elsa_derivation()))
 
     def elsa_derivation(self) -> Derivation:
         def bias_of_queries_and_values() -> Tensor | None:
@@ -58,41 +83,3 @@ class ElsaShiftedWindowAttentionV2(Derives, ShiftedWindowAttentionV2):  # type: 
             return torch.cat((q, torch.zeros_like(k), v))
 
         return cosine_terms(self, self, bias_of_queries_and_values, (self.qkv.bias,))
-
-
-def _keeps_original(site: Any, x: Tensor) -> bool:
-    drops = site.training and site.attention_dropout > 0.0
-    return drops or keeps_original(site, x, site.qkv, site.num_heads, site.window_size)
-
-
-def _attended(
-    attn: Any, x: Tensor, bias: Bias, scale: Tensor | None, qkv_bias: Tensor | None
-) -> Tensor:
-    height, width = x.shape[1:3]
-    rows, columns = attn.window_size
-    below, right = -height % rows, -width % columns
-    shift = [
-        0 if window >= size else shift
-        for window, size, shift in zip(
-            attn.window_size, (height + below, width + right), attn.shift_size, strict=True
-        )
-    ]
-    padded = any(shift) and (below > 0 or right > 0)
-    if padded:  # the roll carries padding with it, unlike the operator's own
-        x = F.pad(x, (0, 0, 0, right, 0, below))
-    out = window_attention(
-        project_by(attn, x, attn.qkv.weight, qkv_bias),
-        bias.bias,
-        bias_index=bias.bias_index,
-        num_heads=attn.num_heads,
-        window_size=attn.window_size,
-        shift_size=shift,
-        pad_qkv=qkv_bias if calls.traced() or below or right else None,
-        logit_scale=scale,
-        precision=attn.elsa_precision,
-        backend=attn.elsa_backend,
-    )
-    if padded:
-        out = out[:, :height, :width]
-    joined = project_by(attn, out, attn.proj.weight, attn.proj.bias)
-    return F.dropout(joined, attn.dropout, attn.training)

@@ -10,6 +10,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.siglip2.modeling_siglip2 import (
     Siglip2Attention,
@@ -93,8 +94,8 @@ def _packed(x: Tensor, mask: Any) -> tuple[Tensor, Tensor, padding.Packed] | Non
     order = (kept.flatten().cumsum(0) - 1).view_as(valid)
     places = torch.where(valid, order, order.gather(1, first[:, None])).flatten()
     seen = valid.flatten()[rows].nonzero().squeeze(1)
-    bounds = padding.bounds(kept.sum(1)), padding.bounds(valid.sum(1))
-    return rows, places, padding.Packed(bounds[0], valid.shape[1], bounds[1], seen)
+    ends, of_keys = (F.pad(t.sum(1).cumsum(0), (1, 0)).int() for t in (kept, valid))
+    return rows, places, padding.Packed(ends, valid.shape[1], of_keys, seen)
 
 
 def _may_pack(layers: Any, x: Tensor) -> bool:
