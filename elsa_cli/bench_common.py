@@ -92,14 +92,14 @@ def files(session: Session, own: Path, other: Document) -> None:
     document = results.load(own)
     if document["command"] != other["command"]:
         raise ArgumentError(f"{own} holds {document['command']}, not {other['command']}")
-    found = document["results"] | added(document, other)
-    session.document(document["command"], found, document["environment"])
+    print_document(session, document, other)
     judge(session, document, other)
 
 
-def added(own: Document, other: Document | None) -> Document:
-    """What --compare adds to the results of a JSON document."""
-    return {} if other is None else {"comparison": _compared(own, other).to_dict()}
+def print_document(session: Session, own: Document, other: Document | None) -> None:
+    """Print the document of a run (only with --json), with what --compare adds to its results."""
+    added = {} if other is None else {"comparison": _compared(own, other).to_dict()}
+    session.document(own["command"], own["results"] | added, own["environment"])
 
 
 def judge(session: Session, own: Document, other: Document) -> None:

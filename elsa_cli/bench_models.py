@@ -92,8 +92,8 @@ def _show(session: Session, document: Document, published: Document | None) -> N
     from elsa_core.measuring import environment
     from elsa_core.profiling.bench import linear, summary
 
-    results = document["results"] | bench_common.added(document, published)
-    session.document(document["command"], results, document["environment"])
+    results = document["results"]
+    bench_common.print_document(session, document, published)
     session.line(environment.label(document["environment"]), "bold")
     if document["command"] == linear.RUNNER.command:
         session.table(*linear.table_of(results["cases"]))

@@ -28,6 +28,8 @@ def tune_tiles(
     options: Options,
 ) -> None:  # fmt: skip
     """Tune `cases` and write the user's table, or only list the candidates."""
+    from torch.cuda import is_available
+
     from elsa_core.errors import ArgumentError
     from elsa_core.measuring import environment
     from elsa_core.profiling.bench import tune
@@ -37,7 +39,23 @@ def tune_tiles(
     if not tiled:
         raise ArgumentError("--tune: none of these calls has tiles; one query is streamed without")
     if options.dry_run:
-        _list(session, tiled, device)
+        here = device if is_available() else None
+        listed: list[dict[str, Any]] = []
+        for case, precision in tune.tasks_of(tiled):
+            gpu, plans = tune.candidates_on(case, precision, here)
+            found = [tune.Timed(plan.tile, plan.partitions, shipped) for plan, shipped in plans]
+            candidates = [each.to_dict() for each in found]
+            listed.append({"case": case.to_dict(), "precision": precision,
+                           "candidates": candidates})  # fmt: skip
+            session.line(f"{case.name} · {precision}", "bold")
+            rows = [[tile_words(each.tile), str(each.partitions), "shipped" * each.shipped]
+                    for each in found]  # fmt: skip
+            session.table(("tile", ">splits", ""), rows)
+            session.line()
+        results = {"dry_run": True, "tune": listed}
+        session.document("bench attention", results, bench_common.described(device))
+        count = sum(len(each["candidates"]) for each in listed)
+        session.line(f"{count} candidates for {gpu}; nothing was measured", even_quiet=True)
         return
     tune.check_device(device, measuring=True)
     bench_common.require_free(device, options)
@@ -45,39 +63,13 @@ def tune_tiles(
         tuned = tune.run(tiled, device=device, settings=settings, progress=update)
     path = tune.save(tuned, device)
     session.written += [path] if path else []
-    found = {"tuned": [each.to_dict() for each in tuned], "table": path}
-    session.document("bench attention", found, environment.describe(device))
+    document = {"tuned": [each.to_dict() for each in tuned], "table": path}
+    session.document("bench attention", document, environment.describe(device))
     for each in tuned:
         _show(session, each)
     better = sum(each.chosen is not None for each in tuned)
     where = f"written to {path}" if path else "nothing was written"
     session.line(f"{better} of {len(tuned)} calls get another tile; {where}", even_quiet=True)
-
-
-def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None:
-    from torch.cuda import is_available
-
-    from elsa_core.profiling.bench import tune
-
-    here = device if is_available() else None
-    listed: list[dict[str, Any]] = []
-    gpu = ""
-    for case, precision in tune.tasks_of(cases):
-        gpu, plans = tune.candidates_on(case, precision, here)
-        found = [tune.Timed(plan.tile, plan.partitions, shipped) for plan, shipped in plans]
-        candidates = [each.to_dict() for each in found]
-        listed.append({"case": case.to_dict(), "precision": precision, "candidates": candidates})
-        session.line(f"{case.name} · {precision}", "bold")
-        rows = [
-            [tile_words(each.tile), str(each.partitions), "shipped" if each.shipped else ""]
-            for each in found
-        ]
-        session.table(("tile", ">splits", ""), rows)
-        session.line()
-    results = {"dry_run": True, "tune": listed}
-    session.document("bench attention", results, bench_common.described(device))
-    count = sum(len(each["candidates"]) for each in listed)
-    session.line(f"{count} candidates for {gpu}; nothing was measured", even_quiet=True)
 
 
 def tile_words(tile: Tile) -> str:

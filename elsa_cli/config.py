@@ -27,13 +27,12 @@ from typing import Any
 
 import click
 
-# What replaces files, says where they are written, or lets a bundle's code run.
-COMMAND_LINE_ONLY = frozenset(
-    (
-        *("force", "output", "state", "html", "plot", "plan", "resume"),
-        *("trust", "key", "sign"),
-    )
-)
+# What replaces files, says where they are written, or lets a bundle's code run: no file and no
+# variable may give these options a value.
+COMMAND_LINE_ONLY = frozenset((
+    "--force", "--output", "--state", "--html", "--plot", "--plan", "--resume", "--trust", "--key",
+    "--sign",
+))  # fmt: skip
 _LARGEST_BYTES = 1 << 20
 _OWN = "elsa.toml"
 
@@ -136,16 +135,11 @@ def defaults(
     of_command = {} if own in general else table.get(own, {})  # `check` is an option too
     for key, value in (*general.items(), *of_command.items()):
         param = keys[own].get(key.replace("_", "-"))
-        if param is not None and is_command_line_only(param):
+        if param is not None and COMMAND_LINE_ONLY.intersection(param.opts):
             warn(f"{path}: '{key}' is ignored: give it on the command line")
         elif param is not None:
             result[str(param.name)] = _value(path, key, value, param)
     return result
-
-
-def is_command_line_only(param: click.Parameter) -> bool:
-    """Whether neither a file nor a variable may give this option a value."""
-    return any(name.lstrip("-") in COMMAND_LINE_ONLY for name in param.opts)
 
 
 def _value(path: Path, key: str, value: Any, param: click.Option) -> Any:

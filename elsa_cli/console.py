@@ -91,6 +91,7 @@ class Session:
         # Python has None for a stream that the caller closed.
         self._stdout: TextIO = sys.stdout or _Closed()
         self._stderr: TextIO = sys.stderr or io.StringIO()
+        self._interactive = self._stderr.isatty() and os.environ.get("TERM") != "dumb"
         for stream in (self._stdout, self._stderr):
             # A path that the encoding cannot show must not end the command.
             if isinstance(stream, io.TextIOWrapper):
@@ -99,19 +100,19 @@ class Session:
     # The result, on stdout
 
     def document(
-        self, command: str, results: Any, environment: dict[str, Any] | None = None
+        self, command: str, results: Any, environment: dict[str, Any] | None = None, **failure: Any
     ) -> None:
         """Print the one JSON document of `command`; only with --json. `environment`: what the
-        results depend on, if it is more than what every command knows."""
-        if self.json:
+        results depend on, if it is more than what every command knows. `failure`: what there is in
+        their place where the command failed before."""
+        if not self.json or self._documented:
+            return
+        content = failure
+        if not failure:
             from elsa_cli.probes import environment as known
 
             place = known() if environment is None else environment
-            self._document({"command": command, "environment": place, "results": results})
-
-    def _document(self, content: dict[str, Any]) -> None:
-        if not self.json or self._documented:
-            return
+            content = {"command": command, "environment": place, "results": results}
         self._documented = True
         document = {"schema_version": SCHEMA_VERSION, "elsa_version": version(), **content}
         self._write(json.dumps(jsonable(document), indent=2, allow_nan=False) + "\n")
@@ -258,15 +259,14 @@ class Session:
         """
         signals.check()
         start = time.perf_counter()
-        interactive = self._interactive()
         with contextlib.ExitStack() as stack:
             if imports:
                 stack.enter_context(signals.importing(self._leave))
                 stack.enter_context(uncollected())
-            if self.quiet or not drawn or (imports and not interactive):
+            if self.quiet or not drawn or (imports and not self._interactive):
                 yield lambda label, done=0, total=0: None
             else:
-                bar = self._bar() if interactive else self._beating(text, start)
+                bar = self._bar() if self._interactive else self._beating(text, start)
                 show = stack.enter_context(bar)
                 show(text, 0, 0)
 
@@ -316,7 +316,7 @@ class Session:
 
     def log(self, text: str, mark: str = "", colour: str = "") -> None:
         """Print one line on stderr, begun by `mark` in a terminal's colour."""
-        if mark and self._interactive() and not os.environ.get("NO_COLOR"):
+        if mark and self._interactive and not os.environ.get("NO_COLOR"):
             mark = f"\x1b[{colour}m{mark}\x1b[0m"
         start = f"{mark} " if mark else ""
         with contextlib.suppress(OSError):
@@ -331,7 +331,7 @@ class Session:
     def ask(self, about: str, question: str) -> bool | None:
         """Whether the answer to a question on stderr is yes; None where no person at a terminal can
         be asked."""
-        if not (self._interactive() and sys.stdin and sys.stdin.isatty()):
+        if not (self._interactive and sys.stdin and sys.stdin.isatty()):
             return None
         self.log(about)
         self._stderr.write(f"{one_line(question)} [y/N] ")
@@ -352,18 +352,15 @@ class Session:
             self.log(line, "error:", "1;31")
         if line:
             with contextlib.suppress(PlaceError):
-                self._document({"error": line, "exit_code": code})
+                self.document("", None, error=line, exit_code=code)
 
     def _leave(self, code: int) -> None:
         """End inside an import, where no exception gets through."""
-        if self._interactive():
+        if self._interactive:
             self._stderr.write("\r\x1b[2K\x1b[?25h")  # Rich has hidden the cursor
         if code == INTERRUPTED:
             self.log("interrupted; nothing was written")
         os._exit(code)
-
-    def _interactive(self) -> bool:
-        return self._stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -384,7 +381,7 @@ class Session:
 
         root, handler = logging.getLogger(), logging.Handler()
         handler.emit = relay  # type: ignore[method-assign]
-        if not self._interactive():
+        if not self._interactive:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         root.addHandler(handler)
         try:

@@ -96,7 +96,8 @@ class Command(click.Command):
         for param in attributes["params"]:
             if isinstance(param, click.Option):
                 param.show_default = True
-            if isinstance(param, click.Option) and not config.is_command_line_only(param):
+            only_typed = config.COMMAND_LINE_ONLY.intersection(param.opts)
+            if isinstance(param, click.Option) and not only_typed:
                 # Named after the flag, which is what a user knows, not after the parameter.
                 flag = max(param.opts, key=len).lstrip("-")
                 param.envvar = f"ELSA_{flag.upper().replace('-', '_')}"
@@ -249,12 +250,6 @@ def flag(*names: str, text: str) -> Decorator:
     return click.option(*names, is_flag=True, help=text)
 
 
-def batch_option(rows: int, text: str) -> Decorator:
-    return click.option(
-        "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=rows, help=text,
-    )  # fmt: skip
-
-
 def file_option(*names: str, text: str, metavar: str | None = "FILE", **more: Any) -> Decorator:
     path = FilePath(path_type=Path, dir_okay=False)
     return click.option(*names, type=path, metavar=metavar, help=text, **more)
@@ -273,9 +268,12 @@ EXAMPLE = (
     ),
 )  # fmt: skip
 INPUT = (
-    batch_option(CHECKED_ROWS, "Images in a batch of the check. Two or more show mix-ups."),
+    click.option(
+        "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=CHECKED_ROWS,
+        help="Images in a batch of the check. Two or more show mix-ups.",
+    ),
     folder_option("--images", text="Check on the images of this folder too."),
-)
+)  # fmt: skip
 SCOPE = click.option(
     "--scope", type=click.Choice(("auto", "attention", "model")), default="auto",
     help="attention: the sites. model: linear layers, MLPs and patch embedding too. auto: what was "

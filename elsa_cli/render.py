@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from elsa_cli.console import Session
@@ -94,7 +93,7 @@ def inspection(session: Session, found: Inspection) -> None:
         session.line()
     for extra, members in group_by(found.sites, lambda site: ", ".join(site.extra)):
         if extra:
-            session.line(f"with {extra}: {_count(members)}")
+            session.line(f"with {extra}: {len(members)} site{'s' * (len(members) != 1)}")
     # what the numbers of the column FLOPs cover
     counted = {site.kind in LAYERS for site in found.sites if site.flops}
     if False in counted:
@@ -107,7 +106,8 @@ def inspection(session: Session, found: Inspection) -> None:
     stay = [site for site in found.sites if not site.patchable]
     for reason, members in group_by(stay, lambda site: site.reason):
         classes = "/".join(dict.fromkeys(site.class_name for site in members))
-        session.line(f"not patchable: {_count(members)} of {classes}: {reason}", "yellow")
+        count = f"{len(members)} site{'s' * (len(members) != 1)}"
+        session.line(f"not patchable: {count} of {classes}: {reason}", "yellow")
     if found.note:
         session.line(found.note, "yellow")
 
@@ -182,7 +182,3 @@ def _numbers(site: AttentionSite) -> list[str]:
         sign.join(str(n) for n in found if n is not None) or ("" if site.kind in LAYERS else "?")
         for sign, found in (("x", dims), (":", tokens))
     ]
-
-
-def _count(members: Sequence[object]) -> str:
-    return f"{len(members)} site{'s' if len(members) != 1 else ''}"

@@ -247,13 +247,13 @@ def _measure(
 
 
 def _show(session: Session, document: Document, published: Document | None) -> None:
+    from elsa_core.base.messages import milliseconds
     from elsa_core.measuring import environment
     from elsa_core.profiling.bench import summary
 
-    results, place = document["results"], document["environment"]
-    added = bench_common.added(document, published)
-    session.document("bench attention", results | added, place)
-    session.line(environment.label(place), "bold")
+    results = document["results"]
+    bench_common.print_document(session, document, published)
+    session.line(environment.label(document["environment"]), "bold")
     columns = (">ms", "best peer", ">ms", ">ratio", ">GFLOP/s", ">error", ">peer's")
     for table in dict.fromkeys(case["case"]["table"] for case in results["cases"]):
         session.line()
@@ -261,7 +261,28 @@ def _show(session: Session, document: Document, published: Document | None) -> N
         # A dtype that all have in common is said once.
         dtypes = {case["case"]["dtype"] for case in members}
         common = f"-{dtypes.pop()}" if len(dtypes) == 1 else ""
-        rows = [row for case in members for row in _rows(case, common)]
+        rows = []
+        for case in members:
+            name = case["case"]["name"].partition("/")[2].replace(common, "", 1)
+            runs = {m["contender"]: m for m in case["measurements"]}
+            best = runs.get(case["best_peer"])
+            peer = [best["contender"], milliseconds(best["seconds"])] if best else ["none", "-"]
+            own = {who: m for who, m in runs.items() if m["precision"]}
+            if not own:
+                reason = next(iter(case["left_out"].values()), "not measured")
+                rows.append([name, "-", f"no: {reason}", *["-"] * 5])
+            for who, m in own.items():
+                error, peers = (  # in a document NaN is None
+                    "-" if one is None or one["error"] is None else f"{one['error']:.1e}"
+                    for one in (m, best)
+                )
+                rows.append([
+                    name if m["precision"] == "strict" else f"{name} {m['precision']}",
+                    milliseconds(m["seconds"]), *peer,
+                    "-" if m["ratio"] is None else f"{m['ratio']:.2f}",
+                    f"{m['flops_per_second'] / 1e9:.4g}",
+                    ("FAIL " if who in case["wrong"] else "") + error, peers,
+                ])  # fmt: skip
         session.table((table + common.replace("-", " "), *columns), rows)
     for case in results["cases"] if session.verbose else ():
         for name, reason in case["left_out"].items():
@@ -269,27 +290,3 @@ def _show(session: Session, document: Document, published: Document | None) -> N
     if results["busy"]:
         session.warn(f"the machine was not free: {results['busy']}")
     session.line(summary.of_attention(document), even_quiet=True)
-
-
-def _rows(case: Document, common: str) -> list[list[str]]:
-    from elsa_core.base.messages import milliseconds
-
-    runs = {m["contender"]: m for m in case["measurements"]}
-    best = runs.get(case["best_peer"])
-    peer = [best["contender"], milliseconds(best["seconds"])] if best else ["none", "-"]
-    name = case["case"]["name"].partition("/")[2].replace(common, "", 1)
-    if not any(m["precision"] for m in runs.values()):
-        reason = next(iter(case["left_out"].values()), "not measured")
-        return [[name, "-", f"no: {reason}", *["-"] * 5]]
-    return [
-        [
-            name if m["precision"] == "strict" else f"{name} {m['precision']}",
-            milliseconds(m["seconds"]), *peer, "-" if m["ratio"] is None else f"{m['ratio']:.2f}",
-            f"{m['flops_per_second'] / 1e9:.4g}",
-            *(mark + ("-" if error is None else f"{error:.1e}") for mark, error in (
-                ("FAIL " * (who in case["wrong"]), m["error"]), ("", best and best["error"]),
-            )),
-        ]
-        for who, m in runs.items()
-        if m["precision"]
-    ]  # fmt: skip

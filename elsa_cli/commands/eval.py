@@ -37,7 +37,10 @@ _SHOWN = 10  # images of which the table tells; --json has all
         "--limit", type=click.IntRange(1), metavar="N",
         help="Take N of the images, at equal distances.",
     ),
-    shared.batch_option(32, "Images a batch."),
+    click.option(
+        "--batch-size", "-b", type=click.IntRange(1, shared.LARGEST_BATCH), default=32,
+        help="Images a batch.",
+    ),
     shared.flag(
         "--skip-unreadable",
         text="Leave out images that cannot be read, and name them, instead of ending there.",

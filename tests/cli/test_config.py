@@ -11,7 +11,7 @@ import click
 import pytest
 
 from elsa_cli.commands import inspect, patch
-from elsa_cli.config import is_command_line_only
+from elsa_cli.config import COMMAND_LINE_ONLY
 from elsa_cli.main import all_commands
 from elsa_cli.options import Options
 
@@ -145,7 +145,7 @@ def test_every_option_has_a_variable_named_after_its_flag() -> None:
         options = [param for param in command.params if isinstance(param, click.Option)]
         assert options
         for option in options:
-            if is_command_line_only(option):
+            if COMMAND_LINE_ONLY.intersection(option.opts):
                 assert option.envvar is None
                 continue
             names = {f"ELSA_{flag.strip('-').upper().replace('-', '_')}" for flag in option.opts}
