@@ -368,8 +368,22 @@ def _limits(manifest: dict[str, Any]) -> str:
     isa = sorted({name for one in libraries for name in one["isa"]})
     place = next((one["platform"] for one in libraries), "any platform")
     text = f"## Where it runs\n\nCPU: {place}, {', '.join(isa) or 'standard operators'}.\n"
-    if manifest["artefacts_libraries"].get("cuda"):
-        return text + _gpus(manifest)
+    if plans := manifest["artefacts_libraries"].get("cuda"):
+        entry = manifest["libraries"][plans[0]]
+        archs, gpus, verified = entry["gpu_archs"], entry["gpus"], entry["gpu_archs_verified"]
+        sizes = ", ".join(map(str, manifest["reference"]["batch_sizes"]))
+        text += (
+            f"GPU: {', '.join(archs)} alone, at batches of {sizes}, by the kernels in lib/: in\n"
+            "Python with torch, and in a C++ process that calls `elsa_cuda_serve_file`.\n"
+        )
+        if nodes := manifest["artefacts_libraries"].get("onnxruntime"):
+            text += f"ONNX Runtime's CUDA provider finds them in {plans[1]}, beside {nodes[0]}.\n"
+        ran = [f"{arch} ({gpus[arch]})" for arch in archs if arch in verified]
+        text += f"Verified where this bundle was written: {', '.join(ran)}.\n"
+        if rest := [f"{arch} (for {gpus[arch]})" for arch in archs if arch not in verified]:
+            text += f"Compiled and not run: {', '.join(rest)}. "
+            text += "`elsa verify` on such a GPU runs them.\n"
+        return text
     if manifest["model"]["device"] != "cuda":
         return text + "GPU: export on a machine with one; this bundle is for the CPU.\n"
     if set(manifest["artefacts"]) == {"onnx"}:
@@ -379,21 +393,3 @@ def _limits(manifest: dict[str, Any]) -> str:
         "Triton kernels. A C++ process cannot run this bundle on a GPU: the library holds CPU\n"
         "kernels only.\n"
     )
-
-
-def _gpus(manifest: dict[str, Any]) -> str:
-    library, plans = manifest["artefacts_libraries"]["cuda"]
-    entry = manifest["libraries"][library]
-    archs, gpus, verified = entry["gpu_archs"], entry["gpus"], entry["gpu_archs_verified"]
-    sizes = ", ".join(map(str, manifest["reference"]["batch_sizes"]))
-    text = (
-        f"GPU: {', '.join(archs)} alone, at batches of {sizes}, by the kernels in lib/: in\n"
-        "Python with torch, and in a C++ process that calls `elsa_cuda_serve_file`.\n"
-    )
-    if nodes := manifest["artefacts_libraries"].get("onnxruntime"):
-        text += f"ONNX Runtime's CUDA provider finds them in {plans}, beside {nodes[0]}.\n"
-    ran = [f"{arch} ({gpus[arch]})" for arch in archs if arch in verified]
-    text += f"Verified where this bundle was written: {', '.join(ran)}.\n"
-    if rest := [f"{arch} (for {gpus[arch]})" for arch in archs if arch not in verified]:
-        text += f"Compiled and not run: {', '.join(rest)}. `elsa verify` on such a GPU runs them.\n"
-    return text

@@ -149,7 +149,8 @@ class _Pass:
         self._keys = streaming.Loader(call.device, timeline)
         self.writer = streaming.Writer(call.device, timeline)
         rows, self._block = sizes(call, backward=backward)
-        self.query_bounds = _bounds(call.query.shape[2], rows)
+        length = call.query.shape[2]
+        self.query_bounds = [(at, min(at + rows, length)) for at in range(0, length, rows)]
 
     def queries(self, *tensors: Tensor) -> Iterator[tuple[Rows, slice, list[Tensor]]]:
         """Blocks of queries, the first tensor, as rows without a mask, their place, and what else
@@ -174,7 +175,7 @@ class _Pass:
             tensors, dims = [*tensors, mask], [2, 2, 3]
         elif mask is not None:
             mask = mask.to(call.device)
-        columns = _bounds(seen, self._block)
+        columns = [(at, min(at + self._block, seen)) for at in range(0, seen, self._block)]
         blocks = self._keys.blocks(tensors, dims, columns)
         for (start, stop), (key, value, *own) in zip(columns, blocks, strict=True):
             part = own[0] if own else mask
@@ -237,7 +238,3 @@ def _free(device: torch.device) -> int:
     # torch 2.10 may lack it: then there is no limit to know of
     share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     return int(min(free + held, share(device) * total) - used)
-
-
-def _bounds(length: int, block: int) -> list[tuple[int, int]]:
-    return [(start, min(start + block, length)) for start in range(0, length, block)]

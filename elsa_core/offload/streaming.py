@@ -8,6 +8,7 @@ host into pinned memory first. On a CPU nothing moves: slices are views.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -67,27 +68,6 @@ class Timeline:
         event.record()
         return event
 
-    def report(self) -> Report:
-        """Wait for the pass to end, and sum it up."""
-        marks = [mark for pair in (*self.copies, *self.folds) for mark in pair]
-        place = {id(mark): mark for mark in marks}
-        if self.cuda:
-            for mark in marks:
-                mark.synchronize()
-            place = {id(mark): marks[0].elapsed_time(mark) / 1e3 for mark in marks}
-        copies, folds = (
-            [(place[id(a)], place[id(b)]) for a, b in pairs] for pairs in (self.copies, self.folds)
-        )
-        copying, folding = (sum(stop - start for start, stop in p) for p in (copies, folds))
-        # within a list intervals do not overlap
-        both = ((max(a, c), min(b, d)) for a, b in copies for c, d in folds)
-        common = sum(max(0.0, stop - start) for start, stop in both)
-        return Report(
-            len(folds), self.copied_bytes, self.written_bytes, self.staged_bytes,
-            max(place.values()) - min(place.values()) if place else 0.0, copying, folding,
-            common / copying if copying else None,
-        )  # fmt: skip
-
 
 _LAST: list[Timeline] = []
 
@@ -103,7 +83,27 @@ def report() -> Report | None:
 
     A backward is a pass of its own.
     """
-    return _LAST[0].report() if _LAST else None
+    if not _LAST:
+        return None
+    told = _LAST[0]
+    marks = [mark for pair in (*told.copies, *told.folds) for mark in pair]
+    place = {id(mark): mark for mark in marks}
+    if told.cuda:
+        for mark in marks:
+            mark.synchronize()
+        place = {id(mark): marks[0].elapsed_time(mark) / 1e3 for mark in marks}
+    copies, folds = (
+        [(place[id(a)], place[id(b)]) for a, b in pairs] for pairs in (told.copies, told.folds)
+    )
+    copying, folding = (sum(stop - start for start, stop in p) for p in (copies, folds))
+    # within a list intervals do not overlap
+    both = ((max(a, c), min(b, d)) for a, b in copies for c, d in folds)
+    common = sum(max(0.0, stop - start) for start, stop in both)
+    return Report(
+        len(folds), told.copied_bytes, told.written_bytes, told.staged_bytes,
+        max(place.values()) - min(place.values()) if place else 0.0, copying, folding,
+        common / copying if copying else None,
+    )  # fmt: skip
 
 
 @dataclass
@@ -218,7 +218,7 @@ class Writer:
         self._device, self._timeline = device, timeline
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._memory: list[dict[Any, Tensor]] = [{}, {}]
-        self._pending: list[list[tuple[Any, Tensor, Tensor, Tensor, bool]]] = [[], []]
+        self._pending: deque[list[tuple[Any, Tensor, Tensor, Tensor, bool]]] = deque()
         self._count = 0
 
     def write(self, pairs: Sequence[tuple[Tensor, Tensor]], *, add: bool = False) -> None:
@@ -230,31 +230,28 @@ class Writer:
             for found, target in pairs:
                 (target.add_ if add else target.copy_)(found)
             return
-        place = self._count % 2
+        memory = self._memory[self._count % 2]
         self._count += 1
-        self._settle(place)
+        self.finish(1)
+        self._pending.append([])
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for i, (found, target) in enumerate(pairs):
-                _reserve(self._memory[place], i, found, pin_memory=True)
-                staged = in_order_of(found, self._memory[place][i])
+                _reserve(memory, i, found, pin_memory=True)
+                staged = in_order_of(found, memory[i])
                 for to, source in runs(staged, found):
                     to.copy_(source, non_blocking=True)
                 self._timeline.written_bytes += found.nbytes
                 # `found` is kept: its memory must not be used again before it was read
                 event = self._stream.record_event()
-                self._pending[place].append((event, found, staged, target, add))
+                self._pending[-1].append((event, found, staged, target, add))
 
-    def finish(self) -> None:
-        """Wait until everything is written."""
-        for place in (self._count % 2, (self._count + 1) % 2):  # the older one first
-            self._settle(place)
-
-    def _settle(self, place: int) -> None:
-        for event, _, staged, target, add in self._pending[place]:
-            event.synchronize()
-            (target.add_ if add else target.copy_)(staged)
-        self._pending[place].clear()
+    def finish(self, most: int = 0) -> None:
+        """Wait until everything is written, or no more than the last `most` writes are pending."""
+        while len(self._pending) > most:
+            for event, _, staged, target, add in self._pending.popleft():
+                event.synchronize()
+                (target.add_ if add else target.copy_)(staged)
 
 
 def stays(tensor: Tensor, device: torch.device) -> bool:

@@ -267,8 +267,11 @@ def _bands(image: Any, channels: int) -> list[Any]:
     """The image as PIL images of one size that have the model's channels together, on 0..255."""
     from PIL import Image, ImageSequence
 
+    if isinstance(image, (str, os.PathLike)) and not stat.S_ISREG(Path(image).stat().st_mode):
+        # a FIFO would block, /dev/zero never ends
+        raise ValueError(f"{os.fspath(image)} is not a regular file")
     if str(image).endswith(".npy"):
-        array = np.load(_regular(image), allow_pickle=False)
+        array = np.load(image, allow_pickle=False)
         array = array[..., None] if array.ndim == 2 else array
         if array.ndim != 3 or array.shape[-1] != channels or array.dtype.kind not in "buif":
             found = f"{array.dtype} {list(array.shape)}"
@@ -279,7 +282,7 @@ def _bands(image: Any, channels: int) -> list[Any]:
     Image.init()
     formats = [name for name in IMAGE_FORMATS if name in Image.OPEN]
     given = isinstance(image, Image.Image)
-    picture = image if given else Image.open(_regular(image), formats=formats)
+    picture = image if given else Image.open(image, formats=formats)
     if channels in (1, 3):
         return [picture.convert("RGB" if channels == 3 else "L")]
     pages = [page.copy() for page in ImageSequence.Iterator(picture)]
@@ -290,13 +293,6 @@ def _bands(image: Any, channels: int) -> list[Any]:
             f"{channels}: give a .npy [height, width, {channels}] or a TIFF of {channels} bands"
         )
     return [band for page in pages for band in page.split()]
-
-
-def _regular(image: Any) -> Any:
-    """The path of a regular file: a FIFO would block, /dev/zero never ends."""
-    if isinstance(image, (str, os.PathLike)) and not stat.S_ISREG(Path(image).stat().st_mode):
-        raise ValueError(f"{os.fspath(image)} is not a regular file")
-    return image
 
 
 def _arrays(value: Any) -> list[np.ndarray[Any, Any]]:
