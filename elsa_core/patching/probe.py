@@ -31,7 +31,7 @@ from elsa_core.base.calls import plain_multihead
 from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ArgumentError
 from elsa_core.patching import adapters
-from elsa_core.patching.recognition import Watch, is_pending
+from elsa_core.patching.recognition import Pending, Watch
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -299,7 +299,9 @@ class _Observer:
 
             def leave(module: nn.Module, args: Any, out: Any, path: str = path) -> None:
                 self._stack.pop()
-                if self.found.paths[path] and is_pending(out):
+                # weights that it returns, say, and that are not computed yet
+                pending = [one for one in tree_leaves(out) if type(one) is Pending]
+                if self.found.paths[path] and any(one.made is None for one in pending):
                     self.found.returning.add(path)
                     count = self.found.paths.pop(path)
                     if self._stack:

@@ -26,7 +26,7 @@ from elsa_core.ops.sparse.api import checked
 from elsa_core.patching import adapters, layers
 from elsa_core.patching.adapters import derived
 from elsa_core.patching.adapters.common import check_names
-from elsa_core.patching.adapters.offloaded import is_offloaded, may_offload, offloaded
+from elsa_core.patching.adapters.offloaded import may_offload, offloaded
 from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.patching.probe import Example, cast_to, watch
 from elsa_core.patching.sites import (
@@ -268,7 +268,7 @@ def _swap(
         for module, adapter in zip(modules, named, strict=True)
     ]
     whole = None
-    if offload is not None and not is_offloaded(model):
+    if offload is not None and not hasattr(type(model), "elsa_offloads"):
         if adapters.is_patched(model) or model in modules or not may_offload(model):
             raise ArgumentError(
                 f"offload={offload!r} cannot change the class of {type(model).__name__}, which is "
@@ -286,7 +286,7 @@ def _swap(
     if whole is not None:
         model.__class__ = whole
         model.__dict__.update(elsa_precision="strict", elsa_backend="auto")
-    if is_offloaded(model):
+    if hasattr(type(model), "elsa_offloads"):
         model.__dict__.pop("elsa_offload", None)
         model.__dict__.update({} if offload is None else {"elsa_offload": offload})
 

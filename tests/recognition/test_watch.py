@@ -202,6 +202,22 @@ def test_an_error_leaves_no_mode_and_the_values_that_were_kept() -> None:
     assert type(q @ k.mT) is Tensor
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda scores: scores.unsqueeze(9),
+        lambda scores: scores.flatten(0, 9),
+        lambda scores: scores.unflatten(9, (1, -1)),
+        lambda scores: scores.permute(0, 1, 3, 6),
+    ],
+)
+def test_a_dimension_that_is_not_there_is_refused(view: Callable[[Tensor], Tensor]) -> None:
+    """It was counted from the front again, and another view taken."""
+    q, k, _ = operands()
+    with pytest.raises(IndexError, match="out of range"), Watch("strict", "eager"):
+        view(q @ k.mT)
+
+
 def test_watched_forwards_nest_recompute_and_run_in_threads() -> None:
     site, twin, x = model("relative_bias", "lean")
     oracle = copy.deepcopy(site).double()

@@ -86,8 +86,8 @@ def attention_forward(
     if kwargs.get("output_attentions"):
         _warn_of_weights()
     around: Any = _get_current_function_mode()
-    if type(around) is Watch:
-        around.attention_ran(query, key)
+    if type(around) is Watch and around.observer is not None:
+        around.observer.ran(around.observer.place(), query, key)
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[-2]]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

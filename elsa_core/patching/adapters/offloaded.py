@@ -39,11 +39,6 @@ def may_offload(module: nn.Module) -> bool:
     return not any(c.__name__ == "FSDPModule" or "__init_subclass__" in vars(c) for c in bases)
 
 
-def is_offloaded(module: nn.Module) -> bool:
-    """Whether a module's class, or the one that it was derived from, is one of these."""
-    return hasattr(type(module), "elsa_offloads")
-
-
 def offloaded(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a model's class that keeps what backwards need in host memory."""
     with _LOCK:

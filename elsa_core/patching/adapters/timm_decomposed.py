@@ -148,7 +148,9 @@ def attend_decomposed(
     # One dtype: autocast may have turned the products, but not the operands, to half precision.
     offsets = [by_row.to(query.dtype), by_column.to(query.dtype)]
     wide = query * scale
-    if not prefix and key.is_cuda and not calls.traced() and _is_small(wide):
+    # beyond that size launches cost less than what they read: two copies are no slower
+    few = not prefix and key.is_cuda and not calls.traced() and wide.numel() <= _SMALL
+    if few and (wide.shape[0] == 1 or wide.stride(0) == wide.shape[1] * wide.stride(1)):
         # One launch reads the offsets as the products left them; it takes four dimensions.
         offsets = [t.flatten(0, 1) for t in offsets]
         if more:
@@ -164,12 +166,6 @@ def attend_decomposed(
         query = torch.cat((wide, *offsets), dim=-1)
     key = torch.cat((key, places.expand(*key.shape[:2], -1, -1)), dim=-1)
     return attend(module, query, key, value, scale=1.0, dropout_p=dropout_p)
-
-
-def _is_small(x: Tensor) -> bool:
-    """Whether launches cost more than what they read: beyond that two copies are no slower."""
-    merges = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-    return merges and x.numel() <= _SMALL
 
 
 def _places(keys: tuple[int, int], more: int, prefix: int, like: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """Softmax attention recognised as a model's own forward runs."""
 
-from elsa_core.patching.recognition.pending import Watch, is_pending
+from elsa_core.patching.recognition.pending import Pending, Watch
 
-__all__ = ["Watch", "is_pending"]
+__all__ = ["Pending", "Watch"]

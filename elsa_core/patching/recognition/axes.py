@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 BATCH, LEFT, RIGHT, INNER = "batch", "left", "right", "inner"
 
 
+@dataclass(eq=False, slots=True)
 class Atom:
     """An axis of one operand, or of both (batch, inner), or a part of one that a view cut."""
 
-    __slots__ = ("kind", "parts", "size")
-    cuts = 0  # of all atoms: what was concluded before one may have too few of them
-
-    def __init__(self, kind: str, size: int):
-        self.kind, self.size = kind, size
-        self.parts: tuple[Atom, Atom] | None = None
+    kind: str
+    size: int
+    parts: tuple[Atom, Atom] | None = None
+    # of all atoms: what was concluded before one may have too few of them
+    cuts: ClassVar[int] = 0
 
 
 Axis = tuple[Atom, ...]

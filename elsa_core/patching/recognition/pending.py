@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from elsa_core.base import calls
 from elsa_core.ops.attention.api import attention
@@ -136,11 +135,6 @@ def _gradients(call: _Call, sources: Sequence[Tensor], grad: Tensor) -> Iterator
     return (next(rest) if t.requires_grad else None for t in sources)
 
 
-def is_pending(out: Any) -> bool:
-    """Whether something in a result is not computed yet: weights that a forward returns, say."""
-    return any(type(one) is Pending and one.made is None for one in tree_leaves(out))
-
-
 class Watch(TorchFunctionMode):
     """Recognises attention in what runs within the `with` block of it, and computes it by
     `elsa_core.attention`. `close` takes what the block returns.
@@ -207,7 +201,7 @@ class Watch(TorchFunctionMode):
         grad = torch.is_grad_enabled()
         for one in _pendings(args, kwargs):
             if one.made is not None:
-                args, kwargs = _real(args, _made), _real(kwargs, _made)
+                args, kwargs = _real((args, kwargs), lambda p: p if p.made is None else p.made)
             elif one.tied and not grad:  # perhaps within a function with its own backward
                 return self._computed(func, args, kwargs)
         special = _SPECIAL.get(func)
@@ -397,13 +391,9 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         out = self._run(*args, **kwargs)
         given = dict(zip(("query", "key"), args, strict=False)) | kwargs
-        self.attention_ran(given["query"], given["key"])
-        return out
-
-    def attention_ran(self, query: Tensor, key: Tensor) -> None:
-        """Note an attention that something else than this watch computed."""
         if self.observer is not None:
-            self.observer.ran(self.observer.place(), query, key)
+            self.observer.ran(self.observer.place(), given["query"], given["key"])
+        return out
 
     def _multihead(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """PyTorch's multi_head_attention_forward, watched: what it calls, and not it as one."""
@@ -573,10 +563,6 @@ def _pendings(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Pending]:
         elif isinstance(value, list | tuple):
             found += _pendings(value, {})
     return found
-
-
-def _made(pending: Pending) -> Tensor:
-    return pending if pending.made is None else pending.made
 
 
 def _real(value: Any, of: Callable[[Pending], Tensor] = compute) -> Any:

@@ -242,20 +242,27 @@ def _viewed(args: Any, kwargs: Any, *, of: Callable[..., Axes | None]) -> Any:
     return MISSING if layout is None else scores._replace(layout=layout)
 
 
-def _together(values: Sequence[Any]) -> Sequence[Any] | None:
+# An index that PyTorch refuses is an IndexError here too: `range(rank)[dim]`.
+
+
+def _arranged(axes: Axes, *given: Any, permutes: bool, **named: Any) -> Axes | None:
+    """A reshape or a permutation, which take numbers or one sequence of them, perhaps by name."""
+    values: Sequence[Any] = (*given, *named.values())
     if len(values) == 1 and isinstance(values[0], tuple | list):
         values = values[0]
     others = (torch.dtype, str, torch.Size)
-    return None if any(isinstance(one, others) or one is None for one in values) else values
-
-
-def _reshape(axes: Axes, *given: Any, shape: Any = None) -> Axes | None:
-    sizes = _together(given if shape is None else shape)
-    return None if sizes is None else reshaped(axes, sizes)
+    if set(named) - {"dims" if permutes else "shape"}:
+        return None
+    if any(isinstance(one, others) or one is None for one in values):
+        return None
+    if not permutes:
+        return reshaped(axes, values)
+    order = [range(len(axes))[i] for i in values]
+    return tuple(axes[i] for i in order) if sorted(order) == [*range(len(axes))] else None
 
 
 def _flatten(axes: Axes, start_dim: int = 0, end_dim: int = -1) -> Axes | None:
-    start, end = start_dim % len(axes), end_dim % len(axes)
+    start, end = range(len(axes))[start_dim], range(len(axes))[end_dim]
     if start > end:
         return None
     merged = tuple(atom for axis in axes[start : end + 1] for atom in axis)
@@ -263,16 +270,9 @@ def _flatten(axes: Axes, start_dim: int = 0, end_dim: int = -1) -> Axes | None:
 
 
 def _unflatten(axes: Axes, dim: int, sizes: Sequence[int]) -> Axes | None:
-    dim %= len(axes)
+    dim = range(len(axes))[dim]
     parts = reshaped(axes[dim : dim + 1], sizes)
     return None if parts is None else (*axes[:dim], *parts, *axes[dim + 1 :])
-
-
-def _permute(axes: Axes, *given: Any, dims: Any = None) -> Axes | None:
-    order = _together(given if dims is None else dims)
-    if order is None or sorted(i % len(axes) for i in order) != list(range(len(axes))):
-        return None
-    return tuple(axes[i] for i in order)
 
 
 def _transpose(axes: Axes, one: int = -2, two: int = -1, **named: int) -> Axes:
@@ -282,16 +282,12 @@ def _transpose(axes: Axes, one: int = -2, two: int = -1, **named: int) -> Axes:
     return tuple(found)
 
 
-def _unsqueeze(axes: Axes, dim: int) -> Axes:
-    dim %= len(axes) + 1
-    return (*axes[:dim], (), *axes[dim:])
-
-
-def _squeeze(axes: Axes, dim: int) -> Axes | None:
-    if axes[dim]:
-        return None
-    dim %= len(axes)
-    return (*axes[:dim], *axes[dim + 1 :])
+def _single(axes: Axes, dim: int, *, made: bool) -> Axes | None:
+    """A dimension of length 1, made or taken away."""
+    dim = range(len(axes) + made)[dim]
+    if made:
+        return (*axes[:dim], (), *axes[dim:])
+    return None if axes[dim] else (*axes[:dim], *axes[dim + 1 :])
 
 
 def _averaged(args: Any, kwargs: Any) -> Any:
@@ -311,15 +307,12 @@ def _dropout(args: Any, kwargs: Any) -> Any:
     return SAME if training is False or (p == 0.0 and training is True) else MISSING
 
 
-def _copied(args: Any, kwargs: Any) -> Any:
-    return MISSING if kwargs or len(args) != 1 else args[0]
-
-
-def _detached(args: Any, kwargs: Any) -> Any:
-    scores = args[0]
-    if scores.stage != MAXIMUM and any(t.requires_grad for t in scores.sources()):
+def _copied(args: Any, kwargs: Any, *, detached: bool = False) -> Any:
+    if kwargs or len(args) != 1:
         return MISSING
-    return scores
+    scores = args[0]
+    cuts = detached and scores.stage != MAXIMUM
+    return MISSING if cuts and any(t.requires_grad for t in scores.sources()) else scores
 
 
 Rule = Callable[[Any, Any], Any]
@@ -344,16 +337,16 @@ _KINDS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (partial(_of_row, stage=SUM, of=POWERS), ("sum",)),
     (_averaged, ("mean",)),
     (_cast, ("to", "type", "type_as")),
-    (partial(_viewed, of=_reshape), ("view", "reshape")),
+    (partial(_viewed, of=partial(_arranged, permutes=False)), ("view", "reshape")),
     (partial(_viewed, of=_flatten), ("flatten",)),
     (partial(_viewed, of=_unflatten), ("unflatten",)),
-    (partial(_viewed, of=_permute), ("permute",)),
+    (partial(_viewed, of=partial(_arranged, permutes=True)), ("permute",)),
     (partial(_viewed, of=_transpose), ("transpose", "swapaxes", "swapdims")),
-    (partial(_viewed, of=_unsqueeze), ("unsqueeze",)),
-    (partial(_viewed, of=_squeeze), ("squeeze",)),
+    (partial(_viewed, of=partial(_single, made=True)), ("unsqueeze",)),
+    (partial(_viewed, of=partial(_single, made=False)), ("squeeze",)),
     (_dropout, ("dropout",)),
     (_copied, ("clone", "contiguous")),
-    (_detached, ("detach",)),
+    (partial(_copied, detached=True), ("detach",)),
 )  # fmt: skip
 
 _CASTS = {
@@ -370,7 +363,7 @@ RULES: Final[dict[Any, Rule]] = {
 VIEWS: Final = frozenset(
     function
     for function, rule in RULES.items()
-    if getattr(rule, "func", rule) in (_viewed, _detached)
+    if getattr(rule, "func", None) in (_viewed, _copied)
     or function is Tensor.contiguous  # which may be the tensor itself
 )
 MAXIMA: Final = frozenset({torch.max, Tensor.max})
