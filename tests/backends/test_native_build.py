@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import at_once, environment, signalled, started
-from quick_compiler import QuickCompiler
+from processes import at_once
 from warm import Warm
 
 from elsa_core.backends import compiler, native
@@ -89,23 +88,6 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "native"
 
 
-def test_two_processes_build_at_once(
-    tmp_path: Path, quick_compiler: QuickCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of them compiles, each unit once; the other waits for its library."""
-    monkeypatch.setenv("CXX", quick_compiler.command)
-    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
-    for process in [started("-c", LOAD) for _ in range(2)]:
-        out, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
-        assert out.startswith("native")
-    units = quick_compiler.units()
-    assert len(units) == len(set(units)) > 0
-    left = sorted(p.name for p in (tmp_path / "native").iterdir() if p.suffix != ".lock")
-    name = native.library_path().name
-    assert left == [name, f"{name}.sha256"]
-
-
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
@@ -132,25 +114,6 @@ def test_it_can_be_switched_off(run: Run) -> None:
     done = run(ELSA_NATIVE="0")
     assert done.stdout.strip() == "eager native: switched off by ELSA_NATIVE=0"
     assert done.stderr == ""
-
-
-def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
-    slow = tmp_path / "slow-compiler"
-    slow.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo slow 1.0 && exit\n'
-        f"touch '{tmp_path}/started-'$$\nexec sleep 60\n"
-    )
-    slow.chmod(0o755)
-    program = "from elsa_core.backends import native\nnative.build()"
-    env = environment(CXX=str(slow), ELSA_CACHE_DIR=str(tmp_path / "cache"))
-    cache = tmp_path / "cache" / "native"
-
-    def compiles() -> bool:
-        begun = [path.stat().st_mtime for path in tmp_path.glob("started-*")]
-        return len(begun) > 1 and time.time() > max(begun) + 0.5 and any(cache.glob(".build-*"))
-
-    assert signalled(started("-c", program, env=env), compiles, within=30)[0] != 0
-    assert not [p for p in cache.iterdir() if p.suffix != ".lock"]
 
 
 def test_status_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,29 +165,6 @@ torch.ops.elsa.attention(q, q, q, None, False, 0.25, "strict")
 """
     done = run(program, ELSA_CPU_ISA="avx9000")
     assert done.returncode == 1 and "ELSA_CPU_ISA=avx9000 is unknown" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"CXX": 'g++ "'}, ["CXX='g++ \"'", "unset or correct CXX"]),
-        ({"CXX": "g++ \\"}, ["cannot be read as a command", "unset or correct CXX"]),
-        ({"ELSA_CACHE_DIR": "~nosuchuser/x"}, ["ELSA_CACHE_DIR='~nosuchuser/x'"]),
-        ({"ELSA_CACHE_DIR": "/tmp/" + "x" * 300}, ["too long", "set ELSA_CACHE_DIR"]),
-    ],
-)
-def test_a_hostile_environment_is_one_line(
-    variables: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    reason = native.status()["reason"]
-    for ask in (native.library_path, native.build, lambda: native.build(force=True)):
-        with pytest.raises(UnavailableError) as caught:
-            ask()
-        assert str(caught.value) == reason
-    assert all(word in reason for word in words)
-    assert len(reason.splitlines()) == 1
 
 
 def test_threads_load_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:

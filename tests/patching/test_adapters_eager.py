@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from judging import assert_same
 from seen import Calls
 from torch import nn
 
@@ -111,29 +112,6 @@ def randomised(module: nn.Module) -> nn.Module:
 
 def first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
-
-
-def cast(values: tuple[Any, ...], dtype: torch.dtype) -> list[Any]:
-    return [v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for v in values]
-
-
-def assert_same(module: nn.Module, dtype: torch.dtype, *inputs: Any) -> nn.Module:
-    """The patched copy is as close to the float64 module as the module itself; returns the copy."""
-    whole = copy.deepcopy(module).double()(*cast(inputs, torch.float64))
-    plain = copy.deepcopy(module).to(dtype)
-    own = plain(*cast(inputs, dtype))
-    expected, own_error = first(whole), (first(own).double() - first(whole)).norm()
-    patched = copy.deepcopy(plain)
-    patch(patched, strict=True)
-    with Calls() as calls:
-        found = patched(*cast(inputs, dtype))
-    assert calls.elsa
-    assert first(found).dtype == dtype and first(found).shape == expected.shape
-    if isinstance(own, tuple):
-        assert list(found[1]) == list(own[1])
-    band = 4 * torch.finfo(dtype).eps * expected.norm()
-    assert (first(found).double() - expected).norm() <= 2 * own_error + band
-    return patched
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

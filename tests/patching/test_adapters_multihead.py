@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from seen import Calls
+from judging import assert_same
 from torch import nn
 
 from elsa_core.errors import ArgumentError, NothingPatchedError
@@ -25,33 +24,6 @@ def randomised(module: nn.Module) -> nn.Module:
         for parameter in module.parameters():
             parameter.normal_(std=0.3)
     return module.eval()
-
-
-def widened(value: Any, dtype: torch.dtype) -> Any:
-    floating = torch.is_tensor(value) and value.is_floating_point()
-    return value.to(dtype) if floating else value
-
-
-def assert_same(module: nn.Module, dtype: torch.dtype, run, *inputs, **more) -> None:
-    """Patched, the module errs no more than twice as much as itself, against float64.
-
-    `run(module, *inputs, **more)` calls it; the operator serves the call, and nothing else does.
-    """
-    results = []
-    for cast in (torch.float64, dtype):
-        copied = copy.deepcopy(module).to(cast)
-        arguments = [widened(x, cast) for x in inputs]
-        options = {name: widened(x, cast) for name, x in more.items()}
-        results.append(run(copied, *arguments, **options))
-    expected, plain = results
-    patch(copied)
-    with Calls() as calls:
-        out = run(copied, *arguments, **options)
-    assert calls.elsa and not calls.others("attention", "transformer")
-    assert out.dtype == dtype and out.shape == plain.shape
-    own_error = (plain.double() - expected).norm()
-    band = 4 * torch.finfo(dtype).eps * expected.norm()
-    assert (out.double() - expected).norm() <= 2 * own_error + band
 
 
 def attend(module: nn.Module, query, key, value, **more) -> torch.Tensor:
@@ -80,9 +52,9 @@ def tokens(batch: int, length: int, batch_first: bool, width: int = WIDTH) -> to
 def test_self_and_cross_attention(batch: int, batch_first: bool, dtype: torch.dtype) -> None:
     module = randomised(nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first))
     x, memory = tokens(batch, QUERIES, batch_first), tokens(batch, KEYS, batch_first)
-    assert_same(module, dtype, self_attend, x)
-    assert_same(module, dtype, cross_attend, x, memory)
-    assert_same(module, dtype, attend, x, memory, memory.clone())
+    assert_same(module, dtype, x, run=self_attend)
+    assert_same(module, dtype, x, memory, run=cross_attend)
+    assert_same(module, dtype, x, memory, memory.clone(), run=attend)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -91,7 +63,7 @@ def test_separate_projections(bias: bool) -> None:
     module = nn.MultiheadAttention(WIDTH, HEADS, bias=bias, kdim=24, vdim=40, batch_first=True)
     x = tokens(2, QUERIES, True)
     key, value = tokens(2, KEYS, True, 24), tokens(2, KEYS, True, 40)
-    assert_same(randomised(module), torch.float32, attend, x, key, value)
+    assert_same(randomised(module), torch.float32, x, key, value, run=attend)
 
 
 def masks(batch: int) -> dict[str, dict[str, torch.Tensor | bool]]:
@@ -129,17 +101,17 @@ def masks(batch: int) -> dict[str, dict[str, torch.Tensor | bool]]:
 def test_masks(name: str, batch: int, batch_first: bool) -> None:
     module = randomised(nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first))
     x = tokens(batch, QUERIES, batch_first)
-    assert_same(module, torch.float32, self_attend, x, **masks(batch)[name])
+    assert_same(module, torch.float32, x, run=self_attend, **masks(batch)[name])
 
 
 @torch.no_grad()
 def test_without_a_batch() -> None:
     module = randomised(nn.MultiheadAttention(WIDTH, HEADS))
     x, memory = torch.randn(QUERIES, WIDTH), torch.randn(KEYS, WIDTH)
-    assert_same(module, torch.float32, self_attend, x)
-    assert_same(module, torch.float32, cross_attend, x, memory)
+    assert_same(module, torch.float32, x, run=self_attend)
+    assert_same(module, torch.float32, x, memory, run=cross_attend)
     padding = torch.arange(KEYS) > 5
-    assert_same(module, torch.float32, cross_attend, x, memory, key_padding_mask=padding)
+    assert_same(module, torch.float32, x, memory, run=cross_attend, key_padding_mask=padding)
 
 
 def test_a_causal_hint_needs_its_mask() -> None:
@@ -228,16 +200,16 @@ def encode(module: nn.Module, x: torch.Tensor, padding: torch.Tensor | None = No
 def test_the_encoder_layer_leaves_its_fast_path(norm_first: bool) -> None:
     layer = randomised(nn.TransformerEncoderLayer(**ENCODER, norm_first=norm_first))
     x = tokens(3, QUERIES, True)
-    assert_same(layer, torch.float32, encode, x)
+    assert_same(layer, torch.float32, x, run=encode)
     padding = torch.arange(QUERIES) >= torch.tensor([4, 7, 5])[:, None]
-    assert_same(layer, torch.float32, encode, x, padding)
+    assert_same(layer, torch.float32, x, padding, run=encode)
 
 
 @torch.no_grad()
 def test_the_encoder_with_its_nested_tensors() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**ENCODER), 2)
     padding = torch.arange(QUERIES) >= torch.tensor([4, 7, 5])[:, None]
-    assert_same(randomised(encoder), torch.float32, encode, tokens(3, QUERIES, True), padding)
+    assert_same(randomised(encoder), torch.float32, tokens(3, QUERIES, True), padding, run=encode)
 
 
 @torch.no_grad()
@@ -275,7 +247,7 @@ def test_torchvision() -> None:
         image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=48
     )
     randomised(vit)
-    assert_same(vit, torch.float32, lambda model, x: model(x), torch.randn(3, 3, 32, 32))
+    assert_same(vit, torch.float32, torch.randn(3, 3, 32, 32), run=lambda model, x: model(x))
 
 
 VISION = {"image_size": 32, "patch_size": 8, "layers": 2, "width": 64, "head_width": 32}
@@ -288,9 +260,9 @@ def test_open_clip_towers(pooler: bool) -> None:
     open_clip = pytest.importorskip("open_clip")
     options = {"attentional_pool": True, "attn_pooler_heads": 2} if pooler else {}
     model = open_clip.CLIP(64, VISION | options, TEXT).eval()
-    assert_same(model, torch.float32, lambda m, x: m.encode_image(x), torch.randn(3, 3, 32, 32))
+    assert_same(model, torch.float32, torch.randn(3, 3, 32, 32), run=lambda m, x: m.encode_image(x))
     ids = torch.randint(1, 20, (3, 9))
-    assert_same(model, torch.float32, lambda m: m.encode_text(ids))
+    assert_same(model, torch.float32, run=lambda m: m.encode_text(ids))
     patch(model, strict=True)
     image = torch.randn(2, 3, 32, 32)
     program = torch.export.export(model, (image, ids[:2]))
@@ -307,7 +279,9 @@ def test_coca_with_its_cross_attention() -> None:
     model = coca.CoCa(64, multimodal, text, vision).eval()
     nn.init.normal_(model.text_decoder.text_projection)  # open_clip leaves it as allocated
     ids = torch.randint(1, 20, (2, 8))
-    assert_same(model, torch.float32, lambda m, x: m(x, ids)["logits"], torch.randn(2, 3, 32, 32))
+    assert_same(
+        model, torch.float32, torch.randn(2, 3, 32, 32), run=lambda m, x: m(x, ids)["logits"]
+    )
 
 
 def test_inspect_says_where_the_weights_are_wanted() -> None:

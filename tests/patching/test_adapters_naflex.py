@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import timm
 import torch
+from judging import assert_agree, cast
 from seen import Calls
 from torch import Tensor, nn
 
 import elsa_core as elsa
-from elsa_core.patching.adapters import padding
 
 MODELS: dict[str, dict[str, Any]] = {
     "avg": {},
@@ -49,42 +48,19 @@ def batch(valid: tuple[int, ...] = (20, 7, 12), tokens: int = 20) -> dict[str, T
     return {"patches": patches, "patch_coord": coordinates.clone(), "patch_valid": there}
 
 
-@pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many queries each call of packed attention had."""
-    seen: list[int] = []
-
-    def attention(query: Tensor, *rest: Any, **options: Any) -> Any:
-        seen.append(query.shape[0])
-        return elsa.varlen_attention(query, *rest, **options)
-
-    monkeypatch.setattr(padding, "varlen_attention", attention)
-    yield seen
-
-
-def error(out: Tensor, exact: Tensor) -> float:
-    return ((out.double() - exact).norm() / exact.norm()).item()
-
-
-def assert_agree(out: Tensor, peer: Tensor, exact: Tensor) -> None:
-    assert error(out, exact) <= 2 * error(peer, exact) + 1e-6
-
-
-def wide(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
-def test_agrees_with_the_original(name: str, packed: list[int]) -> None:
+def test_agrees_with_the_original(name: str, packed: list[Any]) -> None:
     original, given = model(name), batch()
     patched = copy.deepcopy(original)
     report = elsa.patch(patched, scope="attention")
     assert report.scope == "attention"
     exact = copy.deepcopy(original).double()
-    assert_agree(patched(given), original(given), exact(wide(given)))
+    assert_agree(patched(given), original(given), exact(cast(given, torch.float64)))
     whole = name in ("rope", "eva")  # blocks that read positions, or are none of timm's plain ones
-    assert packed == [39 + 3 * original.num_prefix_tokens] * 2 * (not whole)
+    assert [queries for queries, _ in packed] == [39 + 3 * original.num_prefix_tokens] * 2 * (
+        not whole
+    )
 
 
 def test_gradients_are_the_originals() -> None:
@@ -97,25 +73,29 @@ def test_gradients_are_the_originals() -> None:
         m(given).square().sum().backward()
         return torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None])
 
-    exact = grads(copy.deepcopy(original).double(), wide(given))
+    exact = grads(copy.deepcopy(original).double(), cast(given, torch.float64))
     for training in (False, True):
         original.train(training), patched.train(training)
         assert_agree(grads(patched, given), grads(original, given), exact)
 
 
 @torch.no_grad()
-def test_little_padding_stays_masked(packed: list[int]) -> None:
+def test_little_padding_stays_masked(packed: list[Any]) -> None:
     original = model()
     patched = copy.deepcopy(original)
     elsa.patch(patched, scope="attention")
     for valid in ((20, 20, 19), (20, 20, 20)):
         given = batch(valid)
-        assert_agree(patched(given), original(given), copy.deepcopy(original).double()(wide(given)))
+        assert_agree(
+            patched(given),
+            original(given),
+            copy.deepcopy(original).double()(cast(given, torch.float64)),
+        )
     assert not packed
 
 
 @torch.no_grad()
-def test_images_of_one_size_have_no_mask(packed: list[int]) -> None:
+def test_images_of_one_size_have_no_mask(packed: list[Any]) -> None:
     original = model()
     patched = copy.deepcopy(original)
     elsa.patch(patched, scope="attention")
@@ -125,7 +105,7 @@ def test_images_of_one_size_have_no_mask(packed: list[int]) -> None:
 
 
 @torch.no_grad()
-def test_a_mask_of_the_callers_is_a_mask(packed: list[int]) -> None:
+def test_a_mask_of_the_callers_is_a_mask(packed: list[Any]) -> None:
     original, given = model(), batch()
     patched = copy.deepcopy(original)
     elsa.patch(patched, scope="attention")
@@ -165,12 +145,12 @@ def test_weights_that_another_module_changes(since: bool) -> None:
             block.attn.attn_drop = _Halved().eval()
     if not since:
         elsa.patch(patched)
-    exact = copy.deepcopy(original).double()(wide(batch()))
+    exact = copy.deepcopy(original).double()(cast(batch(), torch.float64))
     assert_agree(patched(batch()), original(batch()), exact)
 
 
 @torch.no_grad()
-def test_a_block_that_is_not_patched_keeps_its_mask(packed: list[int]) -> None:
+def test_a_block_that_is_not_patched_keeps_its_mask(packed: list[Any]) -> None:
     original, given = model(), batch()
     patched = copy.deepcopy(original)
     elsa.patch(patched, scope="attention", exclude="blocks.0.*")
@@ -180,14 +160,13 @@ def test_a_block_that_is_not_patched_keeps_its_mask(packed: list[int]) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype, packed: list[int]) -> None:
+def test_other_dtypes(dtype: torch.dtype, packed: list[Any]) -> None:
     original = model().to(dtype)
-    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch().items()}
+    given = cast(batch(), dtype)
     patched = copy.deepcopy(original)
     elsa.patch(patched, scope="attention")
-    exact = copy.deepcopy(original).double()(wide(given))
-    rounding = 8 * torch.finfo(dtype).eps
-    assert error(patched(given), exact) <= 2 * error(original(given), exact) + rounding
+    exact = copy.deepcopy(original).double()(cast(given, torch.float64))
+    assert_agree(patched(given), original(given), exact, 8 * torch.finfo(dtype).eps)
     assert packed
 
 
@@ -207,7 +186,7 @@ def test_whole_scope_copies_pickles_and_goes_back() -> None:
 
 
 @torch.no_grad()
-def test_what_is_recorded_keeps_the_mask(packed: list[int]) -> None:
+def test_what_is_recorded_keeps_the_mask(packed: list[Any]) -> None:
     """A program must not depend on how many tokens this batch has."""
     patched, given = model(), batch()
     elsa.patch(patched, scope="attention")
@@ -223,7 +202,11 @@ def test_an_image_without_patches() -> None:
     original, given = model("map"), batch((20, 0, 3))
     patched = copy.deepcopy(original)
     elsa.patch(patched, scope="attention")
-    assert_agree(patched(given), original(given), copy.deepcopy(original).double()(wide(given)))
+    assert_agree(
+        patched(given),
+        original(given),
+        copy.deepcopy(original).double()(cast(given, torch.float64)),
+    )
 
 
 def test_check_agrees() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from judging import assert_agree, cast
 from seen import Calls
 from torch import Tensor, nn
 
 import elsa_core as elsa
-from elsa_core.patching.adapters import padding
 from elsa_core.patching.adapters.hf_transformers import register
 
 transformers = pytest.importorskip("transformers")
@@ -50,34 +50,6 @@ def batch(sizes: tuple[tuple[int, int], ...] = SIZES, tokens: int = 20) -> dict[
     }
 
 
-@pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """How many queries and keys each call of packed attention had."""
-    seen: list[tuple[int, int]] = []
-
-    def attention(query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
-        seen.append((query.shape[0], key.shape[0]))
-        return elsa.varlen_attention(query, key, *rest, **options)
-
-    monkeypatch.setattr(padding, "varlen_attention", attention)
-    return seen
-
-
-def wide(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
-
-
-def error(out: Tensor, exact: Tensor) -> float:
-    return ((out.double() - exact).norm() / exact.norm()).item()
-
-
-def assert_agree(out: Any, peer: Any, exact: Any, band: float = 1e-6) -> None:
-    for name in exact:
-        if isinstance(exact[name], Tensor):
-            limit = 2 * error(peer[name], exact[name]) + band
-            assert error(out[name], exact[name]) <= limit, name
-
-
 def pair(**options: Any) -> tuple[Any, Any]:
     original = model(**options)
     patched = copy.deepcopy(original)
@@ -95,7 +67,7 @@ def test_agrees_with_the_original_at_padded_places_too(
 ) -> None:
     original, patched = pair(kind=kind)
     given = batch(sizes)
-    exact = copy.deepcopy(original).double()(**wide(given))
+    exact = copy.deepcopy(original).double()(**cast(given, torch.float64))
     assert_agree(patched(**given), original(**given), exact)
     tokens = sum(h * w for h, w in sizes)
     assert packed[:2] == [(tokens + sum(h * w < 20 for h, w in sizes), tokens)] * 2
@@ -110,7 +82,7 @@ def test_whole_models(cls: str, packed: list[Any]) -> None:
         words = torch.randint(0, 100, (3, 7), generator=torch.Generator().manual_seed(2))
         given |= {"input_ids": words, "attention_mask": (words > 30).int()}
         assert (given["attention_mask"].sum(1) > 0).all()
-    exact = copy.deepcopy(original).double()(**wide(given))
+    exact = copy.deepcopy(original).double()(**cast(given, torch.float64))
     assert_agree(patched(**given), original(**given), exact)
     assert (40, 38) in packed
 
@@ -120,7 +92,7 @@ def test_padded_tokens_that_differ_stay(packed: list[Any]) -> None:
     original, patched = pair()
     given = batch()
     given["pixel_values"] = torch.randn(3, 20, 48, generator=torch.Generator().manual_seed(3))
-    exact = copy.deepcopy(original).double()(**wide(given))
+    exact = copy.deepcopy(original).double()(**cast(given, torch.float64))
     assert_agree(patched(**given), original(**given), exact)
     assert not packed
 
@@ -145,9 +117,9 @@ def test_gradients_are_the_originals(training: bool, of_pixels: bool, packed: li
             return pixels.grad
         return torch.cat([g.flatten() for g in found if g is not None])
 
-    exact = grads(copy.deepcopy(original).double(), wide(batch()))
+    exact = grads(copy.deepcopy(original).double(), cast(batch(), torch.float64))
     peer, found = grads(original, batch()), grads(patched, batch())
-    assert error(found, exact) <= 2 * error(peer, exact) + 1e-6
+    assert_agree(found, peer, exact)
     assert not packed
 
 
@@ -156,7 +128,7 @@ def test_no_or_little_padding_is_not_packed(packed: list[Any]) -> None:
     original, patched = pair()
     for sizes in (((4, 5), (4, 5)), ((4, 5), (4, 5), (3, 6))):
         given = batch(sizes)
-        exact = copy.deepcopy(original).double()(**wide(given))
+        exact = copy.deepcopy(original).double()(**cast(given, torch.float64))
         assert_agree(patched(**given), original(**given), exact)
     assert not packed
 
@@ -167,8 +139,8 @@ def test_other_dtypes(dtype: torch.dtype, packed: list[Any]) -> None:
     original = model().to(dtype)
     patched = copy.deepcopy(original)
     elsa.patch(patched, scope="attention")
-    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch().items()}
-    exact = copy.deepcopy(original).double()(**wide(given))
+    given = cast(batch(), dtype)
+    exact = copy.deepcopy(original).double()(**cast(given, torch.float64))
     band = 8 * torch.finfo(dtype).eps
     assert_agree(patched(**given), original(**given), exact, band)
     assert packed
@@ -197,7 +169,7 @@ def test_a_mask_that_hides_keys_of_some_queries_is_read(packed: list[Any]) -> No
     mask = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
     exact = copy.deepcopy(original).double().encoder(x.double(), mask).last_hidden_state
     found, peer = (m.encoder(x, mask).last_hidden_state for m in (patched, original))
-    assert error(found, exact) <= 2 * error(peer, exact) + 1e-6
+    assert_agree(found, peer, exact)
     assert not packed
 
 
@@ -233,6 +205,6 @@ def test_inspect_and_check() -> None:
 def test_on_a_gpu_the_mask_is_read(packed: list[Any]) -> None:
     original, patched = (m.cuda() for m in pair())
     given = {name: tensor.cuda() for name, tensor in batch().items()}
-    exact = copy.deepcopy(original).double()(**wide(given))
+    exact = copy.deepcopy(original).double()(**cast(given, torch.float64))
     assert_agree(patched(**given), original(**given), exact)
     assert not packed

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from judging import assert_same_gradients
 from originals import of_original
 from processes import at_once
 from sampling import thinned
@@ -227,10 +228,7 @@ def test_trains(kind: str) -> None:
             if isinstance(module, nn.Dropout) or type(module).__name__ == "DropPath":
                 module.p = module.drop_prob = 0.0
         model(images(kind).double()).square().sum().backward()
-    for (name, a), b in zip(plain.named_parameters(), patched.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None), name
-        if a.grad is not None:
-            torch.testing.assert_close(b.grad, a.grad, msg=name)
+    assert_same_gradients(plain, patched)
 
 
 @every_model
