@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from elsa_core.base import lazy
 
 if TYPE_CHECKING:
+    from elsa_core.loading.fit import check_sizes
     from elsa_core.loading.fromfile import files_of
-    from elsa_core.loading.imagesize import check_sizes
     from elsa_core.loading.library import UninitialisedParameters
     from elsa_core.loading.loader import Loaded, load, load_model
     from elsa_core.loading.plan import PLAN_NAME, Plan, apply_plan, read_plan
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "fromfile": ("files_of",),
-    "imagesize": ("check_sizes",),
+    "fit": ("check_sizes",),
     "library": ("UninitialisedParameters",),
     "loader": ("Loaded", "load", "load_model"),
     "plan": ("PLAN_NAME", "Plan", "apply_plan", "read_plan"),

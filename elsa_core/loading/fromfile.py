@@ -19,8 +19,13 @@ from elsa_core.base.reading import parse_json, read_json
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.loading import libraries
 from elsa_core.loading.configuration import from_config
-from elsa_core.loading.fit import changed, differences, explain_misfit, with_given
-from elsa_core.loading.imagesize import with_image_size
+from elsa_core.loading.fit import (
+    changed,
+    differences,
+    explain_misfit,
+    with_given,
+    with_image_size,
+)
 from elsa_core.loading.libraries import build, build_meta, label
 from elsa_core.loading.library import BUILD_ERRORS
 from elsa_core.loading.plan import PLAN_NAME

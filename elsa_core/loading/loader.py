@@ -22,14 +22,13 @@ from elsa_core.base.reading import read_json
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import hub, libraries
 from elsa_core.loading.configuration import from_config
-from elsa_core.loading.fit import with_given
+from elsa_core.loading.fit import checked_size, with_given, with_image_size
 from elsa_core.loading.fromfile import (
     apply,
     choose_recipe,
     drops_classifier,
     weights_in,
 )
-from elsa_core.loading.imagesize import checked_size, with_image_size
 from elsa_core.loading.libraries import build, build_published, classes, default_recipe
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
 from elsa_core.loading.recipe import (

@@ -14,7 +14,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -113,8 +113,7 @@ def read_header(path: Path) -> Header:
         why = first_line(error).removeprefix("Error while deserializing header: ")
         why = "".join(each if each.isprintable() else "?" for each in why)
         raise ModelError(f"{path} is damaged or no safetensors file: {why}") from None
-    for name in shapes:
-        check_name(path, name)
+    check_names(path, shapes)
     return Header(shapes, metadata)
 
 
@@ -223,8 +222,7 @@ def read_checkpoint(path: Path, key: str | None = None) -> Weights:
     found = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if not found or any(not isinstance(name, str) for name in state):
         raise ModelError(f"{path} holds no state dict (tensors by name): not a model's checkpoint")
-    for name in found:
-        check_name(path, name)
+    check_names(path, found)
     _check_stored(path, found)
     full = {name: tuple(tensor.shape) for name, tensor in found.items()}
     names, notes = bare_names(full, path, ".".join(parts) or None)
@@ -329,13 +327,14 @@ def _unwrap(content: Any) -> tuple[Mapping[Any, Any], list[str]]:
     return {}, []
 
 
-def check_name(path: Path, name: str) -> None:
+def check_names(path: Path, names: Iterable[str]) -> None:
     """Refuse a name far longer than any module's: searching names takes its square."""
-    if len(name) > MAX_NAME:
-        raise ModelError(
-            f"{path}: tensor {name[:120]!r} has a name of {len(name)} characters; the limit is"
-            f" {MAX_NAME}"
-        )
+    for name in names:
+        if len(name) > MAX_NAME:
+            raise ModelError(
+                f"{path}: tensor {name[:120]!r} has a name of {len(name)} characters; the limit is"
+                f" {MAX_NAME}"
+            )
 
 
 def check_numbers(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ import torch
 from benchmarks import tables
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError
-from elsa_core.loading.imagesize import with_image_size
+from elsa_core.loading.fit import with_image_size
 from elsa_core.loading.libraries import default_recipe
 from elsa_core.loading.spec import parse
 from elsa_core.measuring import busy, environment
