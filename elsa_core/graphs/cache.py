@@ -46,6 +46,7 @@ class Graphs:
         self.entries: OrderedDict[Hashable, Inference | Training] = OrderedDict()
         self._refused: dict[Hashable, str] = {}
         self._lost: Counter[Hashable] = Counter()  # graphs dropped after few replays
+        self._in_a_row = 0  # such graphs, of any calls
         self.warned: dict[str, None] = {} if warned is None else warned  # reasons, in order
         self._device: torch.device | None = None  # of all entries
         self._pool: Any = None
@@ -66,6 +67,7 @@ class Graphs:
             self._drop(*self.entries)
             self._refused.clear()
             self._lost.clear()
+            self._in_a_row = 0
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's result: of a replay, or of its own call."""
@@ -137,6 +139,14 @@ class Graphs:
         reason = why_not(model, device, backward=self._kind.backward)
         if reason:
             raise RefusedError(reason)
+        if len(self._lost) >= _MOST_KNOWN:
+            self._lost.clear()
+        if self._in_a_row >= _MOST_LOST * self._most and key not in self._lost:
+            self._lost[key] = 0  # when it comes again there will be a graph
+            raise RefusedError(
+                "its sizes or numbers are new, as in many calls before, whose graphs were dropped "
+                "after few replays"
+            )
         try:
             if self._lost[key] >= _MOST_LOST:
                 raise RefusedError(
@@ -163,9 +173,8 @@ class Graphs:
     def _lose(self, key: Hashable) -> None:
         """Drop a graph; where that happens again and again, capturing is not worth its time."""
         few = self.entries[key].replays < _FEW_REPLAYS
-        if len(self._lost) >= _MOST_KNOWN:
-            self._lost.clear()
         self._lost[key] = self._lost[key] + 1 if few else 0
+        self._in_a_row = self._in_a_row + 1 if few else 0
         self._drop(key)
 
     def _drop(self, *keys: Hashable) -> None:

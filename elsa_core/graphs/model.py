@@ -38,6 +38,7 @@ def graphed(model: nn.Module, *, shapes: int = 8, copy_outputs: bool = True) -> 
     - a model on another device, hooks, values that the host waits for;
     - random numbers of the host, and in inference of the device;
     - an argument that is written to or kept, and in inference a buffer that is written to;
+    - sizes or numbers that are new in many calls in a row, until they come again;
     - attributes, lists or dicts of the model that its forward changes; more than 16384 of them;
     - a tensor that no module holds; arguments that are neither tensors nor numbers nor texts;
     - two forwards before a backward, activation checkpointing, older gradients held elsewhere.

@@ -269,6 +269,26 @@ def test_shapes_that_take_turns_are_not_captured_for_ever(
     assert "shapes=1" in caplog.messages[-1]
 
 
+def test_sizes_that_never_come_again_are_not_captured_for_ever(
+    tape: Tape, net: Net, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each was captured at its only call, which takes as long as five."""
+    held = elsa.graphed(net, shapes=2)
+    for count in range(1, 41):
+        agree(held, net, inputs(count, 8))
+    assert tape.captures == 10 and held.captures == 2
+    (line,) = said(caplog)
+    assert "sizes or numbers are new" in line
+    for _ in range(6):  # but for one that comes again
+        agree(held, net, inputs(50, 8))
+    assert tape.captures == 11
+    for count in (51, 51, 52, 52):  # and one graph that was of use lets new ones be made at once
+        held(inputs(count, 8))
+    held.clear()
+    held(inputs(99, 8))
+    assert held.captures == 1
+
+
 def test_gradients_that_are_wanted_have_graphs_of_their_own(tape: Tape, net: Net) -> None:
     held = elsa.graphed(net)
     with torch.inference_mode(False), torch.enable_grad():
