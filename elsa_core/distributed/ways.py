@@ -56,7 +56,13 @@ class Call(NamedTuple):
 def forward(call: Call, method: str) -> tuple[Tensor, Tensor]:
     """out [B, Hq, n, Dv] and lse [B, Hq, n] of this rank's rows."""
     if method == "heads":
-        return _heads_forward(call)
+        rows, queries = call.rows, call.agreed.queries
+        out, lse = attend(
+            *_whole_heads(call), is_causal=rows.is_causal, scale=rows.scale, enable_gqa=True,
+            precision=rows.precision, backend=rows.backend, return_lse=True,
+        )  # fmt: skip
+        out, lse = (_to_tokens(call, t, queries) for t in (out, lse.unsqueeze(-1)))
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse.squeeze(-1)
     if method == "gather":
         total = shards.state(call.rows, _gathered(call))
     else:  # own and later shards come first, then the earlier ones: two folds, each in order
@@ -196,17 +202,6 @@ def _whole_heads(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     query = _to_heads(call, rows.query, agreed.queries)
     key, value = (_to_heads(call, t, agreed.keys) for t in (call.key, call.value))
     return query, key, value, mask
-
-
-def _heads_forward(call: Call) -> tuple[Tensor, Tensor]:
-    rows, queries = call.rows, call.agreed.queries
-    query, key, value, mask = _whole_heads(call)
-    out, lse = attend(
-        query, key, value, mask, is_causal=rows.is_causal, scale=rows.scale, enable_gqa=True,
-        precision=rows.precision, backend=rows.backend, return_lse=True,
-    )  # fmt: skip
-    out, lse = (_to_tokens(call, t, queries) for t in (out, lse.unsqueeze(-1)))
-    return out.transpose(1, 2).contiguous().transpose(1, 2), lse.squeeze(-1)
 
 
 def _heads_backward(call: Call, saved: Saved, wanted: Wanted) -> Gradients:

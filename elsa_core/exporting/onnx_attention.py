@@ -164,21 +164,17 @@ def _attention_body(op: Writer, query: Value, key: Value, value: Value, mask: Va
         scores = op.Where(mask, scores, -math.inf)
     elif mask:
         scores = op.Add(scores, op.Cast(mask, to=1))
-    if "causal" in op:
-        scores = op.Where(_visible(op, scores), scores, -math.inf)
+    if "causal" in op:  # [Nq, Nk]: key j <= query i, or everything where the node is not causal
+        sizes = op.Shape(scores)
+        row, column = (op.Range(0, op.Gather(sizes, axis), 1) for axis in (2, 3))
+        past = op.GreaterOrEqual(op.Unsqueeze(row, [1]), column)
+        visible = op.Or(past, op.Equal(op.attribute("is_causal"), 0))
+        scores = op.Where(visible, scores, -math.inf)
     weights = op.Softmax(scores, axis=-1)
     if mask:
         none = op.IsInf(op.ReduceMax(scores, [-1], keepdims=1), detect_positive=0)
         weights = op.Where(none, 0.0, weights)
     return op.CastLike(op.MatMul(weights, v), query)
-
-
-def _visible(op: Writer, scores: Value) -> Value:
-    """[Nq, Nk]: key j <= query i, or everything where the node is not causal."""
-    sizes = op.Shape(scores)
-    row, column = (op.Range(0, op.Gather(sizes, axis), 1) for axis in (2, 3))
-    past = op.GreaterOrEqual(op.Unsqueeze(row, [1]), column)
-    return op.Or(past, op.Equal(op.attribute("is_causal"), 0))
 
 
 def _repeat_heads(op: Writer, x: Value, query: Value) -> Value:

@@ -168,18 +168,13 @@ def _device(
     return device
 
 
-def _call(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *terms: Any
-) -> passes.Call:
-    is_causal, scale, precision, backend, device, block, query_block = terms
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+def _call(*arguments: Any) -> passes.Call:
+    call = passes.Call(*arguments)
+    if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ArgumentError(
             "offload='host' cannot be captured in a CUDA graph: the host takes part"
         )
-    return passes.Call(
-        query, key, value, attn_mask, is_causal, scale, precision, backend, torch.device(device),
-        block, query_block,
-    )  # fmt: skip
+    return call._replace(device=torch.device(call.device))
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
