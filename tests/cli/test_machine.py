@@ -50,7 +50,7 @@ def test_doctor_json(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     ("variable", "value", "words"),
     [
         ("CXX", 'g++ "', "correct or unset CXX='g++ \"'"),
-        ("CXX", "g++ \\", "cannot be read as a command"),
+        ("CXX", "g++ \\", r"correct or unset CXX='g++ \\'"),
         ("ELSA_CACHE_DIR", "~nosuchuser/x", "ELSA_CACHE_DIR='~nosuchuser/x' names a home"),
         ("ELSA_CACHE_DIR", "/tmp/" + "x" * 300, "too long; set ELSA_CACHE_DIR"),
     ],
