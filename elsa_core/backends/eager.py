@@ -13,17 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from elsa_core import monoid
 from elsa_core.backends import philox
 from elsa_core.backends.partition import Partition, RoundTrip
 from elsa_core.backends.support import Request, Support, loses_digits
+from elsa_core.base.skipping import COUNTS, exact_threshold
 
 # Scores alive at once: 2**22 values are 16 MiB in float32, which stays near the last-level cache.
 _SCORES_ALIVE = 1 << 22
 _KEY_BLOCK = 1024
 _QUERY_BLOCK_MIN = 16
+_TILE = 64  # queries and keys of a tile that may be left out
 # Dtypes in which an output is rounded to fewer bits than its sums have.
 _ROUNDED = (torch.float16, torch.bfloat16)
 
@@ -191,6 +194,66 @@ def backward(
     return grad_query, grad_key, grad_value, grad_mask
 
 
+@_without_autocast
+def sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str, threshold: float, relief: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The operator `elsa::sparse_attention`: a fold over tiles of 64 keys, in order.
+
+    It saves no time, because every score is computed and a tile that is left out is hidden; it
+    serves what no kernel does (float64, other devices) where it is asked for by name.
+
+    Args:
+        query: [B, Hq, Nq, D]. key: [B, Hkv, Nk, D]. value: [B, Hkv, Nk, Dv].
+        threshold: negative, -inf, or 0 for `exact_threshold`. relief: not read here.
+
+    Returns:
+        out [B, Hq, Nq, Dv], lse [B, Hq, Nq] and counts int64 [B, Hq, 5].
+    """
+    batch, heads, queries, _ = query.shape
+    kv_heads, keys, value_dim = value.shape[1:]
+    compute = torch.promote_types(query.dtype, torch.float32)
+    limit = exact_threshold(query.dtype, keys) if threshold == 0.0 else threshold
+    q = _grouped(query.to(compute), kv_heads)
+    state = monoid.State.identity(q.shape[:-1], value_dim, dtype=compute, device=query.device)
+    left_out = query.new_zeros((batch, heads), dtype=torch.int64)
+    rows = slice(0, queries)
+    for columns in _blocks(_visible_keys(key, rows, is_causal), _TILE):
+        scores = _scores(q, key[:, :, columns], attn_mask, rows, columns, is_causal, scale)
+        hidden = _tiles_left_out(scores, state.m, limit * math.log(2.0))
+        first = columns.start // _TILE if is_causal else 0  # the tiles of rows that see the keys
+        left_out += hidden.flatten(1, 2)[..., first:].sum(-1)
+        hides = hidden.repeat_interleave(_TILE, -1)[..., :queries, None]
+        scores = scores.masked_fill(hides, -math.inf)
+        part = monoid.lift(scores, value[:, :, None, None, columns].to(compute))
+        state = monoid.merge(state, part)
+    out, lse = monoid.finalize(state)
+    out = out.flatten(1, 2).to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    by_rows, by_keys = -(-queries // _TILE), -(-keys // _TILE)
+    seen = by_rows * by_keys
+    if is_causal:
+        seen = sum(min(by_keys, row + 1) for row in range(by_rows))
+    counts = left_out.new_zeros((batch, heads, COUNTS))
+    counts[..., 0] = counts[..., 2] = seen
+    counts[..., 1], counts[..., 3] = left_out, seen - left_out
+    return out, lse.flatten(1, 2), counts
+
+
+def _tiles_left_out(scores: Tensor, maximum: Tensor, limit: float) -> Tensor:
+    """Whether a tile of rows needs nothing of these keys: bool [B, Hkv, G, tiles of rows].
+
+    scores [B, Hkv, G, Nq, n]; maximum [B, Hkv, G, Nq] of the keys before; limit: natural log.
+    """
+    top = scores.amax(-1)
+    # the difference: of large scores maximum + limit would be the maximum itself
+    needs = ~((top - maximum <= limit) | top.isneginf())
+    missing = -needs.shape[-1] % _TILE
+    padded = F.pad(needs, (0, missing))
+    found: Tensor = ~padded.unflatten(-1, (-1, _TILE)).any(-1)
+    return found
+
+
 def _zeros_for(
     inputs: tuple[Tensor | None, ...], needs: Sequence[bool], dtype: torch.dtype
 ) -> list[Tensor | None]:
@@ -237,20 +300,16 @@ def _first_pass(
     return state.m.masked_fill(dead, torch.inf)[..., None], total, state.W / total
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    _settle_exp(compute)
-    return compute
-
-
 @functools.cache
-def _settle_exp(dtype: torch.dtype) -> None:
-    """Take the first exp of the process on one thread.
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores and sums, whose first exp of the process is taken on one thread.
 
     MKL picks the kernel of a vector function at its first call; where several threads make that
     call at once, one of them may run a kernel of half the digits (pytorch/pytorch issue 188792).
     """
-    torch.exp(torch.zeros(1, dtype=dtype, device="cpu"))
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    torch.exp(torch.zeros(1, dtype=compute, device="cpu"))
+    return compute
 
 
 def _block_sizes(query: Tensor, key: Tensor) -> tuple[int, int]:

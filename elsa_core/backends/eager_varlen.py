@@ -8,7 +8,7 @@ what was queued before it. `terms` are the operators' from is_causal or alpha on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -44,33 +44,19 @@ def backward(
     is_causal, scale, precision, needs = terms
     if not grad_lse.numel():
         grad_lse = torch.zeros_like(lse)
-    grads = _zeros((query, key, value), needs)
-    for rows, columns in _parts(query, key, cu_seqlens_q, cu_seqlens_k):
+
+    def of_sequence(_: int, rows: slice, columns: slice) -> Sequence[Tensor]:
         g_out, q, k, v, whole = _alone(
             grad_out[rows], query[rows], key[columns], value[columns], out[rows]
         )
         slope, of_rows = grad_lse[None, :, rows], lse[None, :, rows]
-        found = eager.backward(
-            g_out,
-            slope,
-            q,
-            k,
-            v,
-            None,
-            whole,
-            of_rows,
-            is_causal,
-            scale,
-            precision,
+        return eager.backward(
+            g_out, slope, q, k, v, None, whole, of_rows, is_causal, scale, precision,
             (*needs, False),
-        )
-        _put(grads, found, rows, columns)
-    return grads[0], grads[1], grads[2]
+        )  # fmt: skip
 
-
-def schedule(*arguments: object) -> str:
-    """How a call is cut, in words."""
-    return "one sequence after another, each folded over key blocks"
+    parts = _parts(query, key, cu_seqlens_q, cu_seqlens_k)
+    return _joined((query, key, value), needs, parts, of_sequence)
 
 
 def entmax_attention(
@@ -111,14 +97,14 @@ def entmax_backward(
         none is wanted.
     """
     alpha, is_causal, scale, precision, needs = terms
-    grads = _zeros((query, key, value), needs)
     of_alpha, dtype = query.new_empty(0), query.dtype
     if needs[3] and head_alpha is not None:
         # sums over sequences keep the digits that half precision has not
         head_alpha, dtype = head_alpha.to(rows.dtype), head_alpha.dtype
         of_alpha = torch.zeros_like(head_alpha, memory_format=torch.contiguous_format)
     dense = [*needs[:3], False, needs[3]]
-    for s, (queries, keys) in enumerate(_parts(query, key, cu_seqlens_q, cu_seqlens_k)):
+
+    def of_sequence(s: int, queries: slice, keys: slice) -> Sequence[Tensor]:
         g, q, k, v = _alone(grad_out[queries], query[queries], key[keys], value[keys])
         tile_rows, tile_columns = _tiles(s, queries, keys)
         found = eager_entmax.backward(
@@ -126,11 +112,14 @@ def entmax_backward(
             tiles[None, :, tile_rows, tile_columns], alpha, is_causal, scale,
             precision, dense,
         )  # fmt: skip
-        _put(grads, found, queries, keys)
         if of_alpha.numel():
             target = _of_sequence(of_alpha, s)
             target += found[4]  # type: ignore[operator]
-    return grads[0], grads[1], grads[2], of_alpha.to(dtype)
+        return found
+
+    parts = _parts(query, key, cu_seqlens_q, cu_seqlens_k)
+    grads = _joined((query, key, value), needs, parts, of_sequence)
+    return *grads, of_alpha.to(dtype)
 
 
 def _parts(
@@ -148,15 +137,20 @@ def _alone(*packed: Tensor) -> tuple[Any, ...]:
     return tuple(t.transpose(0, 1).unsqueeze(0) for t in packed)
 
 
-def _zeros(inputs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+def _joined(
+    inputs: Sequence[Tensor], needs: Sequence[bool], parts: Sequence[tuple[slice, slice]],
+    of_sequence: Callable[[int, slice, slice], Sequence[Tensor]],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Packed gradients of query, key and value from those of each sequence; empty where `needs`
+    wants none."""
     pairs = zip(inputs, needs, strict=False)
-    return [torch.zeros_like(t) if needed else t.new_empty(0) for t, needed in pairs]
-
-
-def _put(grads: list[Tensor], found: Sequence[Tensor], rows: slice, columns: slice) -> None:
-    for grad, part, place in zip(grads, found, (rows, columns, columns), strict=False):
-        if grad.dim() == 3:
-            grad[place] = part[0].transpose(0, 1)
+    grads = [torch.zeros_like(t) if needed else t.new_empty(0) for t, needed in pairs]
+    for number, (rows, columns) in enumerate(parts):
+        found = of_sequence(number, rows, columns)
+        for grad, part, place in zip(grads, found, (rows, columns, columns), strict=False):
+            if grad.dim() == 3:
+                grad[place] = part[0].transpose(0, 1)
+    return grads[0], grads[1], grads[2]
 
 
 def _tiles(sequence: int, queries: slice, keys: slice) -> tuple[slice, slice]:

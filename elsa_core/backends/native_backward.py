@@ -67,10 +67,6 @@ def support(request: Request) -> Support:
     return Support(True)
 
 
-def _float32(operands: Sequence[Tensor]) -> bool:
-    return all(t.dtype == torch.float32 for t in operands)
-
-
 def attention_backward(
     grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
     attn_mask: Tensor | None, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
@@ -97,7 +93,7 @@ def attention_backward(
         forward = torch.ops.elsa.attention if seed is None else torch.ops.elsa.attention_dropout
         terms = (query, key, value, attn_mask, is_causal, scale, precision, *dropped)
         out, lse = forward.default(*terms)
-    if not _float32((grad_out, query, key, value)):
+    if any(t.dtype != torch.float32 for t in (grad_out, query, key, value)):
         return None
     grads = torch.ops.elsa.attention_backward_native.default(
         grad_out, grad_lse if grad_lse.numel() else None, query, key, value, attn_mask, out, lse,
@@ -124,7 +120,7 @@ def window_attention_backward(
     head_dim = qkv.shape[-1] // (3 * call.num_heads)
     operands = [grad_out, *(t for t in call.differentiable if t is not None)]
     small = math.prod(call.window_size) <= WINDOW_TOKENS_MAX and head_dim <= LARGEST_HEAD_DIM
-    if not small or qkv.stride(-1) != 1 or not _float32(operands):
+    if not small or qkv.stride(-1) != 1 or any(t.dtype != torch.float32 for t in operands):
         return None
     grad_qkv, grad_bias, grad_pad, grad_scale = (
         torch.ops.elsa.window_attention_backward_native.default(
@@ -147,7 +143,7 @@ def varlen_attention_backward(
     scale: float, precision: str, needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """As `elsa::varlen_attention_backward`; None where the kernel does not serve the call."""
-    if not _float32((grad_out, query, key, value)):
+    if any(t.dtype != torch.float32 for t in (grad_out, query, key, value)):
         return None
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.elsa.varlen_attention_backward_native.default(
         grad_out, grad_lse if grad_lse.numel() else None, query, key, value, cu_seqlens_q,

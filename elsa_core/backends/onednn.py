@@ -109,6 +109,7 @@ def _summed(parts: Iterable[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tens
 
 def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     settings: Any = torch.backends.mkldnn
+    operands = [t for t in (input, weight, bias) if t is not None]
     return (
         not calls.recorded()
         and weight.dim() == 2
@@ -116,10 +117,10 @@ def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and input.shape[-1] == weight.shape[1]
         and (weight.shape[1] <= ONEDNN_DEPTH or input.numel() >= ONEDNN_ROWS * weight.shape[1])
         and type(input) is Tensor
-        and _dense(input)
-        and all(
-            type(t) in (Tensor, nn.Parameter) and _dense(t) for t in (weight, bias) if t is not None
-        )
+        and all(type(t) in (Tensor, nn.Parameter) for t in operands)
+        # float32 in the CPU's memory, element by element
+        and all(t.device.type == "cpu" and t.layout is torch.strided for t in operands)
+        and all(t.dtype == torch.float32 and t.is_contiguous() for t in operands)
         and (bias is None or bias.shape == weight.shape[:1])
         and not calls.differentiates_otherwise()
         and not torch.is_autocast_enabled("cpu")
@@ -127,12 +128,6 @@ def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and bool(settings.enabled)
         and settings.matmul.fp32_precision in ("none", "ieee")
     )
-
-
-def _dense(t: Tensor) -> bool:
-    """Whether this is float32 in the CPU's memory, element by element."""
-    plain = t.device.type == "cpu" and t.layout is torch.strided
-    return plain and t.dtype == torch.float32 and t.is_contiguous()
 
 
 @lru_cache(maxsize=1)

@@ -38,13 +38,8 @@ def draw(device: torch.device) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """The least 31-bit number that keeps a weight, below 2**31; for p = 1 see `kept_factor`."""
+    """The least 31-bit number that keeps a weight, below 2**31."""
     return min(round(p * _LEVELS), _LEVELS - 1)
-
-
-def kept_factor(p: float) -> float:
-    """What a kept weight is multiplied by: 1 / (1 - p), and 0 where nothing is kept."""
-    return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
 def words(counters: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tuple[Tensor, ...]:
@@ -85,5 +80,6 @@ def factors(
     found = torch.stack(torch.broadcast_tensors(*words(counters, dropout.seed[0])), -1).flatten(-2)
     first = columns.start % 4
     found = found[..., first : first + columns.stop - columns.start] >> 1
-    kept: Tensor = (found >= threshold(dropout.p)).to(dtype) * kept_factor(dropout.p)
+    factor = 1.0 / (1.0 - dropout.p) if dropout.p < 1.0 else 0.0  # at 1 nothing is kept
+    kept: Tensor = (found >= threshold(dropout.p)).to(dtype) * factor
     return kept.reshape(batch, heads, *kept.shape[1:])

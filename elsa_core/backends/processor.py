@@ -10,17 +10,12 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def name() -> str:
-    """The maker as Linux names it and PyTorch's instruction set: "AuthenticAMD AVX512"."""
-    return f"{vendor()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def vendor() -> str:
-    """As Linux names it, "AuthenticAMD" or "GenuineIntel"; empty where it does not."""
+    """The maker, where Linux names it, and PyTorch's instruction set: "AuthenticAMD AVX512"."""
+    maker = ""
     try:
         with CPUINFO.open(encoding="utf-8") as lines:
-            named = (
-                line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")
-            )
-            return next(named, "")
+            line = next((line for line in lines if line.startswith("vendor_id")), "")
+            maker = line.partition(":")[2].strip()
     except OSError:
-        return ""
+        pass
+    return f"{maker} {torch.backends.cpu.get_cpu_capability()}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,11 +45,6 @@ def support(request: Request) -> Support:
     if min(request.head_dim, request.value_dim) < 1:
         return Support(False, "takes head_dim from 1, not 0")
     return Support(True)
-
-
-def schedule(*arguments: Any) -> str:
-    """Name what is called."""
-    return "scaled_dot_product_attention: the kernel that PyTorch chooses"
 
 
 def takes(query: Tensor, key: Tensor, attn_mask: Tensor | None) -> bool:

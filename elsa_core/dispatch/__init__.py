@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from elsa_core.base.switches import switched
 from elsa_core.dispatch import launches
-from elsa_core.dispatch.ahead import compile_kernels
 from elsa_core.dispatch.chooser import (
     BY_ROW,
     RUNS,
@@ -39,6 +38,7 @@ from elsa_core.dispatch.chooser import (
 )
 from elsa_core.dispatch.faults import peer_fault, without_gaps
 from elsa_core.dispatch.gradients import recorded, shard_backward
+from elsa_core.dispatch.launches import compile_kernels
 from elsa_core.dispatch.measured import (
     attention_facts,
     eager_least,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,8 +34,7 @@ def _by_the_table(record: ops.Operator) -> Callable[..., Any]:
     plain = record.backward.reference
 
     def backward(*arguments: Any) -> Any:
-        named = _named(record, arguments)
-        request = _request_of(record, named)
+        request, named = _request_of(record, arguments)
         asked = measured.gradients(record.name, request.device_type, request.dtype)
         grads = _by_backends(request, asked, arguments, named)
         if grads is not None:
@@ -48,12 +47,10 @@ def _by_the_table(record: ops.Operator) -> Callable[..., Any]:
     return backward
 
 
-def _named(record: ops.Operator, arguments: tuple[Any, ...]) -> Named:
+def _request_of(record: ops.Operator, arguments: tuple[Any, ...]) -> tuple[Request, Named]:
+    """What a call of `elsa::<name>_backward` asks for, and its arguments by their names."""
     assert record.backward is not None
-    return dict(zip(names_of(record.backward.schema), arguments, strict=True))
-
-
-def _request_of(record: ops.Operator, named: Named) -> Request:
+    named = dict(zip(names_of(record.backward.schema), arguments, strict=True))
     first, tokens, layout, mask = named.get("query"), 0, "dense", "none"
     if first is None:
         first = named["qkv"]
@@ -67,11 +64,12 @@ def _request_of(record: ops.Operator, named: Named) -> Request:
         dense = all(named[each].stride(-1) == 1 for each in ("query", "key", "value"))
         layout = "dense" if dense else "strided"
     wanted = zip(record.terms, named["needs"], strict=True)
-    return Request(
+    request = Request(
         first.device.type, first.dtype, head_dim, value_dim, named["precision"], record.name,
         mask, layout, tuple(name for name, needed in wanted if needed), tokens,
         first.get_device(),
     )  # fmt: skip
+    return request, named
 
 
 def _by_backends(
@@ -84,7 +82,9 @@ def _by_backends(
             continue
         if "query" in named and peer_fault(name, "gradients", *(named[n] for n in terms)):
             continue
-        with _without_autocast(request.device_type):
+        autocast = torch.is_autocast_enabled(request.device_type)
+        without = torch.autocast(request.device_type, enabled=False) if autocast else nullcontext()
+        with without:
             grads = offered.backward(*arguments)
         if grads is not None:
             return grads
@@ -102,11 +102,11 @@ def shard_backward(*arguments: Any) -> Any:
     scores among it: here scores are rounded otherwise than those that it was summed of, and the
     weights of a row would not sum to one.
     """
-    named = _named(ops.ATTENTION, arguments)
+    request, named = _request_of(ops.ATTENTION, arguments)
     query, grads = named["query"], None
     asked = measured.gradients("attention", query.device.type, query.dtype)
     if asked and query.numel() and named["value"].numel():
-        request = _request_of(ops.ATTENTION, named)._replace(layout="dense")
+        request = request._replace(layout="dense")
         single = query.dtype == torch.float32
         if single and "native" in asked:
             support = implementation("attention", "native").gradient
@@ -180,12 +180,6 @@ def recorded(operator: str, direct: Callable[..., Any] | None) -> Callable[..., 
         return None
     function, backward = _EAGER[operator]
     return partial(function.apply, direct, backward)
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
 
 
 _BACKWARD = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from elsa_core.backends import cuda
 from elsa_core.base import calls
+from elsa_core.base.messages import Progress
 
 # By names of this module: every small call asks them.
 _functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
@@ -86,3 +88,20 @@ def find_linear(arguments: tuple[Any, ...]) -> Tensor | None:
         return None
     # products of PyTorch that the user allowed TF32 stay PyTorch's
     return None if _precision("cuda", "matmul") == "tf32" else LINEAR.find(*arguments)
+
+
+def compile_kernels(call: Callable[[], Any], tell: Progress | None = None) -> int:
+    """Compile the GPU kernels that `call` needs and no earlier call did, side by side.
+
+    The call runs once on this thread, without gradients and without these kernels: its results are
+    of no use, and it must change nothing that lasts.
+
+    Returns:
+        How many kernels were missing; 0 without a GPU.
+    """
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        return 0
+    from elsa_core.backends.triton.shared import ahead
+
+    with torch.no_grad():
+        return ahead.compile_kernels(call, tell)

@@ -52,12 +52,13 @@ _fma = _computes(lambda _: "float32 FMA")
 _three_tf32 = "three TF32 products for each float32 product, float32 sums"
 _of_tf32 = _computes(lambda given: "float32 FMA" if given.precision == "ieee" else _three_tf32)
 _as_written = "plain PyTorch"
+_chosen_by_pytorch = "scaled_dot_product_attention: the kernel that PyTorch chooses"
 _whole_windows = "one window at a time, read from the projection's output as it lies"
 _layers = "large products; PyTorch computes smaller ones, and those that would not gain"
-_PLAIN_SCHEDULES = {
+_PLAIN_SCHEDULES: dict[str, Callable[..., str] | str] = {
     "attention": _late("eager", "schedule"),
-    "sparse": _late("eager_sparse", "schedule"),
-    "varlen": _late("eager_varlen", "schedule"),
+    "sparse": "fold over tiles of 64 keys, every score computed",
+    "varlen": "one sequence after another, each folded over key blocks",
 }
 
 
@@ -224,10 +225,10 @@ _ONEDNN = {
 }  # fmt: skip
 _SDPA = {
     "attention_dropout": Implementation(
-        sdpa.support, _whole, sdpa.schedule, _of_pytorch, takes=sdpa.takes, whole=True
+        sdpa.support, _whole, _chosen_by_pytorch, _of_pytorch, takes=sdpa.takes, whole=True
     ),
     "attention": Implementation(
-        sdpa.support, _whole, sdpa.schedule, _of_pytorch, gradient=sdpa.gradient,
+        sdpa.support, _whole, _chosen_by_pytorch, _of_pytorch, gradient=sdpa.gradient,
         backward=sdpa.backward, direct=sdpa_cudnn.measured_attention, serves=sdpa_cudnn.serves,
         takes=sdpa.takes, whole=True,
     ),

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core.backends import eager_sparse
+from elsa_core.backends import eager
 from elsa_core.base import skipping
 from elsa_core.ops.attention import record as plain
 from elsa_core.ops.factory import Grads, Operator, implement, register
@@ -70,7 +70,7 @@ SPARSE_ATTENTION = register(
     Operator(
         name="sparse_attention",
         schema=_SCHEMA,
-        reference=eager_sparse.attention,
+        reference=eager.sparse_attention,
         fake=_fake,
         setup_context=_setup_context,
         formula=_backward,
@@ -80,4 +80,4 @@ SPARSE_ATTENTION = register(
     )
 )
 # On devices without kernels of this operator the name stands for the reference too.
-implement("sparse_attention", eager_sparse.attention, "CompositeExplicitAutograd")
+implement("sparse_attention", eager.sparse_attention, "CompositeExplicitAutograd")
