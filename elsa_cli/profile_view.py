@@ -99,7 +99,7 @@ def _one(session: Session, row: Document) -> None:
     for name, why in found["left_out"].items():
         session.line(f"without {name}: {why}", "dim")
     session.line()
-    if words.is_step(found):  # what the parts of a training step take
+    if all(run.get("parts") for run in found["runs"]):  # training steps
         parts = list(found["runs"][0]["parts"])
         rows = [
             [run["name"], *(_ms(run["parts"][part]) for part in parts)] for run in found["runs"]

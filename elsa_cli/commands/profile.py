@@ -110,10 +110,9 @@ def command(session: Session, /, model: str, **values: Any) -> None:
 
         plan, points = _planned(session, model, options)
     place = environment.describe(plan.device)
+    document = sweep.started(plan, place)
     if options.resume is not None and options.resume.exists():
-        document = sweep.resumed(options.resume, plan, place)
-    else:
-        document = sweep.started(plan, place)
+        document = sweep.resumed(options.resume, document)
     keep = partial(session.keep, path=options.resume or options.output)
     try:
         with session.stage("profiling") as update:
@@ -222,9 +221,10 @@ def _finish(session: Session, document: Document, files: dict[str, Path]) -> Non
         return
     # No stage: after Ctrl-C the first one would end the command, and these files are results.
     if "html" in files:
-        from elsa_core.profiling import page
+        from elsa_core.base import pages
+        from elsa_core.profiling.page import page
 
-        session.written.append(page.write(document, files["html"]))
+        session.written.append(pages.write(page(document), files["html"]))
     if "plot" in files:
         from elsa_core.profiling import figures
 
@@ -235,13 +235,14 @@ def _finish(session: Session, document: Document, files: dict[str, Path]) -> Non
 
 
 def _write_policy(session: Session, document: Document, path: Path) -> None:
+    from elsa_core.measuring import documents
     from elsa_core.profiling import policy
 
     plan = policy.faster(document)
     slower, unsure = len(plan.kept), policy.unsure(document)
     if not plan.sites:
         raise VerdictError(f"no plan was written: ELSA was slower at every site ({slower})")
-    session.written.append(policy.write(plan, path))
+    session.written.append(documents.write(plan.to_dict(), path))
     kept = f", {slower} left out: ELSA was slower" if slower else ", none was slower"
     if unsure:
         kept = (kept if slower else "") + f", {unsure} after too few rounds to tell"

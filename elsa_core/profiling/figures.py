@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from elsa_core.profiling.document import DONE, Document
 
 _OURS: Final = ("#0b6e4f", "#3aa76d", "#12355b", "#5bc0be")
 _OTHERS: Final = ("#5b6770", "#c27c0e", "#8b5fbf", "#2f7ebc", "#b23a48", "#7f6a55")
+_DOLLAR: Final = r"\$"  # matplotlib reads formulas between bare dollars
 Points = list[tuple[int, Any]]
 
 
@@ -23,18 +25,20 @@ def of_profile(document: Document, path: Path) -> Path:
     """Draw latency, throughput and memory of the measured points, as the page has them."""
     drawn = metrics([row for row in document["results"]["points"] if row["status"] == DONE])
     most = max(len(bars) for _, bars in drawn)
-    figure, panels = _figure(12.5, max(3.0, 1.4 + 0.3 * most), len(drawn))
-    for axes, (title, bars) in zip(panels, drawn, strict=True):
-        names, values, patched = zip(*bars, strict=True)
-        colours = [_OURS[0] if own else "#9aa5b1" for own in patched]
-        found = axes.barh(range(len(bars)), values, color=colours)
-        axes.bar_label(found, [f"{value:.3g}" for value in values], fontsize=8, padding=2)
-        axes.set_yticks(range(len(bars)), [_plain(name) for name in names], fontsize=8)
-        axes.invert_yaxis()
-        axes.margins(x=0.25)
-        axes.set_title(title, fontsize=10)
-        axes.grid(True, axis="x", alpha=0.25)
-    return _save(figure, str(document["results"]["model"].get("name", "")), document, path)
+    name, size = document["results"]["model"].get("name", ""), (12.5, max(3.0, 1.4 + 0.3 * most))
+    with _figure(document, path, str(name), size, len(drawn)) as panels:
+        for axes, (title, bars) in zip(panels, drawn, strict=True):
+            names, values, patched = zip(*bars, strict=True)
+            colours = [_OURS[0] if own else "#9aa5b1" for own in patched]
+            found = axes.barh(range(len(bars)), values, color=colours)
+            axes.bar_label(found, [f"{value:.3g}" for value in values], fontsize=8, padding=2)
+            labels = [name.replace("$", _DOLLAR) for name in names]
+            axes.set_yticks(range(len(bars)), labels, fontsize=8)
+            axes.invert_yaxis()
+            axes.margins(x=0.25)
+            axes.set_title(title, fontsize=10)
+            axes.grid(True, axis="x", alpha=0.25)
+    return path
 
 
 def of_attention(document: Document, path: Path) -> Path:
@@ -44,19 +48,20 @@ def of_attention(document: Document, path: Path) -> Path:
     output.
     """
     title, times, memory = family(document)
-    figure, panels = _figure(11, 4.6, 2)
     spans = {
         name: [(n, m["seconds_p10"] * 1e3, m["seconds_p90"] * 1e3) for n, m in points]
         for name, points in times.items()
     }
     held = {name: [(n, size / 2**20) for n, size in p if size] for name, p in memory.items()}
-    _lines(panels[0], {k: [(n, m["seconds"] * 1e3) for n, m in p] for k, p in times.items()}, spans)
-    _lines(panels[1], {name: points for name, points in held.items() if points}, {})
-    for axes, what in zip(panels, ("time of a call, ms", "memory beyond the output, MiB"),
-                          strict=True):  # fmt: skip
-        axes.set(xlabel="tokens", ylabel=what)
-        axes.grid(True, which="both", alpha=0.25)
-    return _save(figure, title, document, path)
+    middles = {k: [(n, m["seconds"] * 1e3) for n, m in p] for k, p in times.items()}
+    with _figure(document, path, title, (11, 4.6), 2) as panels:
+        _lines(panels[0], middles, spans)
+        _lines(panels[1], {name: points for name, points in held.items() if points}, {})
+        for axes, what in zip(panels, ("time of a call, ms", "memory beyond the output, MiB"),
+                              strict=True):  # fmt: skip
+            axes.set(xlabel="tokens", ylabel=what)
+            axes.grid(True, which="both", alpha=0.25)
+    return path
 
 
 def family(document: Document) -> tuple[str, dict[str, Points], dict[str, Points]]:
@@ -90,13 +95,21 @@ def family(document: Document) -> tuple[str, dict[str, Points], dict[str, Points
     return title, dict(times), dict(memory)
 
 
-def _figure(width: float, height: float, panels: int) -> tuple[Any, Sequence[Any]]:
+@contextlib.contextmanager
+def _figure(
+    document: Document, path: Path, title: str, size: tuple[float, float], panels: int
+) -> Iterator[Sequence[Any]]:
+    """The axes of a figure, which is saved at the end."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, panels, squeeze=False)[0]
+    yield figure.subplots(1, panels, squeeze=False)[0]
+    text = f"{title}\n{label(document['environment'])}"
+    figure.suptitle(text.replace("$", _DOLLAR), fontsize=9)
+    with staged_file(path) as staging:
+        figure.savefig(staging, format=path.suffix.lower().lstrip("."), dpi=160)
 
 
 def _lines(
@@ -109,7 +122,7 @@ def _lines(
         own = name.startswith("elsa")
         colour = next(palettes[own])
         axes.plot(*zip(*points, strict=True), "o-" if own else "s--", color=colour, markersize=4,
-                  label=_plain(name), zorder=2 + own)  # fmt: skip
+                  label=name.replace("$", _DOLLAR), zorder=2 + own)  # fmt: skip
         if name in spans:
             axes.fill_between(*zip(*spans[name], strict=True), alpha=0.15, color=colour,
                               linewidth=0)  # fmt: skip
@@ -118,15 +131,3 @@ def _lines(
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     if series:
         axes.legend(fontsize=7)
-
-
-def _save(figure: Any, title: str, document: Document, path: Path) -> Path:
-    figure.suptitle(_plain(f"{title}\n{label(document['environment'])}"), fontsize=9)
-    with staged_file(path) as staging:
-        figure.savefig(staging, format=path.suffix.lower().lstrip("."), dpi=160)
-    return path
-
-
-def _plain(text: str) -> str:
-    """A name as text: matplotlib would read formulas between dollars."""
-    return text.replace("$", r"\$")

@@ -21,7 +21,7 @@ from elsa_core.patching import AttentionSite, PatchReport, find_sites, inspect, 
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import Prepared, ProfileReport, Progress
 from elsa_core.profiling.served import served
-from elsa_core.profiling.sites import SiteClock, order_of, outermost, profiles, whole
+from elsa_core.profiling.sites import SiteClock, outermost, profiles, whole
 from elsa_core.proof import check
 
 _PAIR = ("eager", "patched")
@@ -131,8 +131,9 @@ def _timed(
     progress = partial(tell, "sites")
     samples = rounds.take_samples(contenders, ready.first.device, how, clocks, progress)
     seconds = {name: [whole(sample) for sample in own] for name, own in samples.items()}
-    order = order_of(*(samples[name] for name in _WATCHED))
-    means = middle_means(order, [seconds[name] for name in _WATCHED])
+    watched_seconds = [seconds[name] for name in _WATCHED]
+    order = [before * after for before, after in zip(*watched_seconds, strict=True)]
+    means = middle_means(order, watched_seconds)
     scaled, by = [], []
     for name, own, mean in zip(pair, _WATCHED, means, strict=True):
         run = found.run(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from elsa_core.base import pages
 from elsa_core.measuring.environment import label
@@ -12,7 +11,6 @@ from elsa_core.profiling.document import DONE, Document
 from elsa_core.profiling.words import (
     bound_text,
     duration,
-    is_step,
     point_name,
     ratio_text,
     shares,
@@ -21,11 +19,6 @@ from elsa_core.profiling.words import (
     verdict_text,
     warning_lines,
 )
-
-
-def write(document: Document, path: Path) -> Path:
-    """Write the page, whole or not at all."""
-    return pages.write(page(document), path)
 
 
 def page(document: Document) -> str:
@@ -50,7 +43,7 @@ def page(document: Document) -> str:
     parts += [_points(results["points"])]
     for row in rows:
         runs = row["profile"]["runs"]
-        if is_step(row["profile"]):
+        if all(run.get("parts") for run in runs):  # training steps
             chart = pages.figure("parts of a training step", charts.parts_chart(runs))
             lines = [[run["name"], *map(duration, run["parts"].values())] for run in runs]
             table = pages.table((".run", *runs[0]["parts"]), lines)

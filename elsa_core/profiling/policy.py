@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Final
 
 from elsa_core.errors import ArgumentError
 from elsa_core.loading import Plan
-from elsa_core.measuring import documents
 from elsa_core.measuring.intervals import UNSURE
 from elsa_core.patching import LAYERS
 from elsa_core.profiling.document import DONE, Document
@@ -76,8 +74,3 @@ def unsure(document: Document) -> int:
                 sure = site["ratio"]["verdict"] != UNSURE
                 told[site["path"]] = told.get(site["path"], False) or sure
     return sum(not sure for sure in told.values())
-
-
-def write(plan: Plan, path: Path) -> Path:
-    """Write a plan, whole or not at all."""
-    return documents.write(plan.to_dict(), path)

@@ -32,7 +32,7 @@ def served(patched: nn.Module, inputs: tuple[Any, ...], paths: Sequence[str]) ->
     watch, handles = _Watch(), []
     for path in paths:
         module = patched.get_submodule(path)
-        enter = partial(watch.enter, path)
+        enter = partial(lambda path, module, args: watch.sites.append((path, module)), path)
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(watch.leave, with_kwargs=True))
     try:
@@ -52,44 +52,38 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[str, Served] = {}
-        self._sites: list[tuple[str, nn.Module]] = []  # a projection lies within attention
-
-    def enter(self, path: str, module: nn.Module, args: Any) -> None:
-        self._sites.append((path, module))
+        self.sites: list[tuple[str, nn.Module]] = []  # a projection lies within attention
 
     def leave(self, module: nn.Module, args: Any, named: dict[str, Any], output: Any) -> None:
-        path, _ = self._sites.pop()
-        if is_layer(module) and path not in self.found:
-            input = next(each for each in (*args, *named.values()) if isinstance(each, Tensor))
-            self.found[path] = _unseen(module, input)
+        path, _ = self.sites.pop()
+        if not is_layer(module) or path in self.found:
+            return
+        # It called no operator of elsa's: a CPU's kernels take eager calls alone, which one under
+        # a dispatch mode is not. Those that are large enough for them.
+        input = next(each for each in (*args, *named.values()) if isinstance(each, Tensor))
+        asked, precision = (str(vars(module)[f"elsa_{name}"]) for name in ("backend", "precision"))
+        self.found[path] = Served(dispatch.PLAIN, "", precision)
+        weight = next((p for p in module.parameters() if p.dim() == 2), None)
+        if weight is not None and not input.is_cuda and input.shape[-1] == weight.shape[1]:
+            terms = (input, weight, None, "none", None, None, precision)
+            serving = dispatch.SERVING.get(("linear", input.device.type, asked), ())
+            with _disable_current_modes():
+                if any(serve(*terms) is not None for serve in serving):
+                    route = explain_linear(input, weight, precision=precision, backend=asked)
+                    self.found[path] = Served(route.backend, "", precision)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         schema = func._schema
         record = ops.of(schema.name)
-        if self._sites and record is not None:
-            path, module = self._sites[-1]
+        if self.sites and record is not None:
+            path, module = self.sites[-1]
             if path not in self.found and is_layer(module) == (record.kind == "linear"):
                 names = [argument.name for argument in schema.arguments]
                 given = dict(zip(names, args, strict=False)) | (kwargs or {})
                 self.found[path] = _route(record, schema.name, given, module)
         return func(*args, **(kwargs or {}))
-
-
-def _unseen(layer: nn.Module, input: Tensor) -> Served:
-    """What serves a layer that called no operator of elsa's: a CPU's kernels take eager calls
-    alone, which one under a dispatch mode is not. Those that are large enough for them."""
-    asked, precision = (str(vars(layer)[f"elsa_{name}"]) for name in ("backend", "precision"))
-    weight = next((p for p in layer.parameters() if p.dim() == 2), None)
-    if weight is not None and not input.is_cuda and input.shape[-1] == weight.shape[1]:
-        terms = (input, weight, None, "none", None, None, precision)
-        serving = dispatch.SERVING.get(("linear", input.device.type, asked), ())
-        with _disable_current_modes():
-            if any(serve(*terms) is not None for serve in serving):
-                route = explain_linear(input, weight, precision=precision, backend=asked)
-                return Served(route.backend, "", precision)
-    return Served(dispatch.PLAIN, "", precision)
 
 
 def _route(

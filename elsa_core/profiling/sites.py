@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -169,7 +168,7 @@ def profiles(
 
     `sites`: each with the paths of those within. `routes` and `errors` (patched, before) by path.
     """
-    order = order_of(before, after)
+    order = [whole(old) * whole(new) for old, new in zip(before, after, strict=True)]
     (total,) = middle_means(order, [[whole(sample) for sample in before]])
 
     def row(
@@ -199,12 +198,6 @@ def profiles(
     # Two clocks: between events that follow one another at once, nothing may be left.
     rest = row(_REST_SITE, (), lambda sample: whole(sample) - sum(sample.sites.values()))
     return (*rows, rest)
-
-
-def order_of(before: Sequence[Sample], after: Sequence[Sample]) -> list[float]:
-    """A number for each round, the larger the slower it was; see `middle_means`."""
-    pairs = zip(before, after, strict=True)
-    return [math.log(whole(old) * whole(new)) for old, new in pairs]
 
 
 def whole(sample: Sample) -> float:

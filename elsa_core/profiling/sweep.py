@@ -209,18 +209,16 @@ def started(plan: Plan, environment: Document) -> Document:
     return documents.started(COMMAND, environment, results)
 
 
-def resumed(path: Path, plan: Plan, environment: Document) -> Document:
-    """The document that a sweep left in `path`."""
+def resumed(path: Path, fresh: Document) -> Document:
+    """The document that a sweep left in `path`, to go on with it instead of the `fresh` one."""
     document = read(path)
-    results = document["results"]
-    for name, own in (("model", plan.model), ("settings", plan.settings)):
-        for key, value in own.items():
-            other = results[name].get(key)
+    for name in ("model", "settings"):
+        for key, value in fresh["results"][name].items():
+            other = document["results"][name].get(key)
             if other != value:
                 raise ArgumentError(
                     f"{path} is of another sweep: its {key} is {str(other)[:60]}, now it is "
                     f"{str(value)[:60]}; give another file, or --force without --resume"
                 )
-    fresh = started(plan, environment)
     require_same(path, document, fresh, "its figures cannot stand beside this one's")
     return document

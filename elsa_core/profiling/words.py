@@ -15,14 +15,10 @@ def point_name(row: Document) -> str:
     found, asked = row["profile"], row["configuration"]
     size = found["image_size"] if found else asked["image_size"]
     pixels = [f"{side(size)} px"] if size else []
-    step = ["training step"] if found and is_step(found) else []
+    is_step = found and all(run.get("parts") for run in found["runs"])
+    step = ["training step"] if is_step else []
     named = [f"batch {asked['batch']}", asked["dtype"], asked["precision"]]
     return ", ".join([*pixels, *named, *step])
-
-
-def is_step(found: Document) -> bool:
-    """Whether a point's runs are training steps, which have parts."""
-    return all(run.get("parts") for run in found["runs"])
 
 
 def duration(seconds: float) -> str:

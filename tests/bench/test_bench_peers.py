@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from elsa_core import ops, reference
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops.factory import _RECORDS
+from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench import attention, peers
 from elsa_core.profiling.bench.attention import Settings
 from elsa_core.profiling.bench.cases import (
@@ -135,7 +136,7 @@ def test_where_flash_attention_takes_part(
     monkeypatch.setattr(peers, "available_bytes", lambda _: 2**40)
     case = replace(Case("fp16", 2, 3, 24, 24, 8, dtype="fp16"), **more)
     with FakeTensorMode():
-        made = [torch.empty(2, 3, 24, 8, dtype=case.torch_dtype, device="cuda") for _ in range(3)]
+        made = [torch.empty(2, 3, 24, 8, dtype=DTYPES[case.dtype], device="cuda") for _ in range(3)]
         mask = torch.empty(1, device="cuda") if case.mask != "none" else None
         found = peers.of_attention(case, Inputs(*made, mask), False)[peers.FLASH_4]
     assert found == reason if reason else callable(found)

@@ -10,6 +10,7 @@ import pytest
 
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading.plan import read_plan
+from elsa_core.measuring.documents import write
 from elsa_core.profiling import document as documents
 from elsa_core.profiling import policy, sweep
 
@@ -90,11 +91,11 @@ def test_what_is_no_ground_for_a_plan() -> None:
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     sites = [site("blocks.0.attn", 1.2), site("blocks.1.attn", 0.8, tokens=99)]
     plan = policy.faster(sweep_of(sites))
-    path = policy.write(plan, tmp_path / "plan.json")
+    path = write(plan.to_dict(), tmp_path / "plan.json")
     assert read_plan(path) == plan
     assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
     with pytest.raises(UnavailableError, match="cannot be written"):
-        policy.write(plan, tmp_path / "none" / "plan.json")
+        write(plan.to_dict(), tmp_path / "none" / "plan.json")
 
 
 def test_a_grid_has_every_combination_once() -> None:

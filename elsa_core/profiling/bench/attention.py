@@ -98,7 +98,7 @@ def measure(
     errors = {c.name: error_of(case, pick(c.output()), expected) for c in contenders}
     del expected
     output_bytes = case.batch * case.heads * case.queries * case.head_dim
-    output_bytes *= case.torch_dtype.itemsize
+    output_bytes *= DTYPES[case.dtype].itemsize
     samples, remarks = timing.time_all(contenders, device, settings.rounds, settings.budget_seconds)
     found = []
     for contender in contenders:
@@ -111,7 +111,10 @@ def measure(
             memory = timing.workspace(contender, device, output_bytes)
         if device.type == "cuda":
             host = digits(timing.host_seconds(contender, median))
-        bandwidth = digits(case.key_value_bytes / median) if case.queries == 1 else None
+        bandwidth = None
+        if case.queries == 1:  # what one query has to read: key and value
+            elements = 2 * case.batch * case.heads * case.keys * case.head_dim
+            bandwidth = digits(elements * DTYPES[case.dtype].itemsize / median)
         found.append({
             "contender": contender.name, "precision": contender.precision,
             "seconds": digits(median), "seconds_p10": digits(percentile(seconds, 0.1)),
@@ -137,7 +140,7 @@ def judged(case: Case, measured: list[Document], left_out: dict[str, str]) -> Do
     """
     peers = [m for m in measured if m["precision"] is None]
     least = min((m["error"] for m in peers if m["error"] >= 0), default=0.0)
-    ulp = torch.finfo(case.torch_dtype).eps
+    ulp = torch.finfo(DTYPES[case.dtype]).eps
     exact = [m for m in peers if m["error"] <= 10 * least + 4 * ulp]
     best = min(exact, key=lambda m: float(m["seconds"]), default=None)
     allowed = 2 * max((m["error"] for m in exact), default=0.0) + 4 * ulp

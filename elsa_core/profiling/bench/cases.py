@@ -63,11 +63,6 @@ class Case(Named):
         return f"{self.table}/{shape}-{self.dtype}{mask}"
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of the inputs."""
-        return DTYPES[self.dtype]
-
-    @property
     def flops(self) -> int:
         """Multiplications and additions of the two matrix products: 4 B H Nq Nk D; of packed
         sequences without what is padding in a batch of them. With gradients of seven products."""
@@ -78,16 +73,10 @@ class Case(Named):
         return 2 * products * self.batch * self.heads * self.queries * self.keys * self.head_dim
 
     @property
-    def key_value_bytes(self) -> int:
-        """Bytes of key and value: what one query has to read."""
-        elements = 2 * self.batch * self.heads * self.keys * self.head_dim
-        return elements * self.torch_dtype.itemsize
-
-    @property
     def score_bytes(self) -> int:
         """Bytes of one score matrix in the inputs' dtype: what an eager softmax holds."""
         elements = self.batch * self.heads * self.queries * self.keys
-        return elements * self.torch_dtype.itemsize
+        return elements * DTYPES[self.dtype].itemsize
 
 
 def lengths_of(batch: int, longest: int) -> list[int]:
@@ -111,7 +100,7 @@ def inputs(case: Case, device: torch.device | str, seed: int = 0) -> Inputs:
 
     def normal(*shape: int) -> Tensor:
         # Drawn in the dtype itself: a float32 copy of a long case would not fit beside it.
-        return torch.randn(shape, generator=generator, dtype=case.torch_dtype, device=device)
+        return torch.randn(shape, generator=generator, dtype=DTYPES[case.dtype], device=device)
 
     query = normal(case.batch, case.heads, case.queries, case.head_dim)
     key = normal(case.batch, case.heads, case.keys, case.head_dim)
@@ -239,7 +228,7 @@ def select(device_type: str, precision: str | None = None, **chosen: Any) -> tup
         return found
     return tuple(
         replace(
-            case, precisions=(validate(precision, case.torch_dtype),),
+            case, precisions=(validate(precision, DTYPES[case.dtype]),),
             goal=case.goal if precision == case.precisions[0] else None,
         )
         for case in found

@@ -6,7 +6,7 @@ Cases come in passes (batch 1 in fp32 first), so that a run that is cut short ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -80,18 +80,6 @@ FAMILIES: Final = (
     ("xcit", "timm:xcit_small_12_p16_224", 224),
 )
 """(family, architecture, side of its default image), in the order of docs/coverage.md."""
-
-
-def dtypes(device_type: str) -> tuple[str, ...]:
-    """What the tables of whole models measure on a device."""
-    return ("fp32", "fp16") if device_type == "cuda" else ("fp32",)
-
-
-def rows(device_type: str) -> Iterator[tuple[str, str, int, int, str]]:
-    """(family, architecture, side, batch, dtype) of every case, one pass after another."""
-    for batch in (1, 8):
-        for dtype in dtypes(device_type):
-            yield from ((*each, batch, dtype) for each in FAMILIES)
 
 
 def protocol(device: torch.device, cases: Sequence[Any], asked: Document) -> Document:

@@ -50,7 +50,7 @@ _QUICK: Final = ("ViT-T", "Swin-T W8", "CLIP B/32")
 
 
 def _tables(device_type: str) -> dict[str, tuple[ModelCase, ...]]:
-    dtypes = families.dtypes(device_type)
+    dtypes = ("fp32", "fp16") if device_type == "cuda" else ("fp32",)
     paper = (
         ModelCase("batch8", label, model, side, 1 if long and device_type == "cpu" else 8, dtype,
                   window=window, quick=label in _QUICK)
@@ -64,7 +64,12 @@ def _tables(device_type: str) -> dict[str, tuple[ModelCase, ...]]:
         for label, model, sides in _SWEPT
         for side in sides
     )  # fmt: skip
-    of_families = (ModelCase(families.TABLE, *row) for row in families.rows(device_type))
+    of_families = (  # in passes
+        ModelCase(families.TABLE, *each, batch, dtype)
+        for batch in (1, 8)
+        for dtype in dtypes
+        for each in families.FAMILIES
+    )
     return {
         "batch8": tuple(paper), "resolution": tuple(sweeps), families.TABLE: tuple(of_families)
     }  # fmt: skip

@@ -179,13 +179,8 @@ def _flex(tensors: Inputs) -> Contender:
     from torch.nn.attention.flex_attention import flex_attention
 
     query, key, value, mask = tensors
-    if mask is not None:
-        bias = mask[0]
-
-        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score + bias[h, i, j]
-    else:
-        score_mod = None  # type: ignore[assignment]
+    bias = None if mask is None else mask[0]
+    score_mod: Any = None if bias is None else lambda score, b, h, i, j: score + bias[h, i, j]
     # After eight shapes the compiler would give up, and measure FlexAttention's unfused form.
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)

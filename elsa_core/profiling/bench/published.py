@@ -91,7 +91,11 @@ def read(path: Path) -> Document:
         made = _attention_case if entry["command"] == "bench attention" else _model_case
         grouped: dict[tuple[str, str], list[Row]] = {}
         for row in rows:
-            grouped.setdefault((row["environment"], row["case"]), []).append(_typed(row))
+            found: Row = dict(row)
+            for name in row.keys() - _TEXT:
+                kind = int if name in ("n", "batch") else float
+                found[name] = kind(row[name]) if row[name] else None
+            grouped.setdefault((row["environment"], row["case"]), []).append(found)
         unknown = {"python": "", "platform": "", "machine": "", "gpu": None, "isa": None}
         return {
             "command": entry["command"],
@@ -105,14 +109,6 @@ def read(path: Path) -> Document:
         }  # fmt: skip
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ArgumentError(f"{path}: not a published result: {error}") from None
-
-
-def _typed(row: dict[str, str]) -> Row:
-    found: Row = dict(row)
-    for name, text in row.items():
-        if name not in _TEXT:
-            found[name] = (int if name in ("n", "batch") else float)(text) if text else None
-    return found
 
 
 def _case(name: str, members: Sequence[Row], columns: Sequence[str], about: Document) -> Document:

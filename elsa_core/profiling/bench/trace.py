@@ -29,7 +29,7 @@ from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.timing import float32_products
 from elsa_core.monoid import State
 from elsa_core.ops.attention.api import attention
-from elsa_core.precision import unit_roundoff, validate
+from elsa_core.precision import DTYPES, unit_roundoff, validate
 from elsa_core.profiling.bench.attention import TURBO_ULP
 from elsa_core.profiling.bench.cases import Case, Inputs, inputs
 
@@ -91,7 +91,7 @@ def run(
     for i, case in enumerate(cases):
         if progress is not None:
             progress(case.name, i, len(cases))
-        chosen = validate(precision or case.precisions[0], case.torch_dtype)
+        chosen = validate(precision or case.precisions[0], DTYPES[case.dtype])
         traces.append(trace(case, device, chosen, backend=backend, seed=seed))
     return tuple(traces)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from elsa_core.measuring import environment, timing
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.timing import Contender
+from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench.attention import Settings
 from elsa_core.profiling.bench.cases import Case, inputs
 from elsa_core.profiling.bench.runner import require_gpu
@@ -96,14 +98,12 @@ def candidates(
         raise ArgumentError("--tune: lean shares its tiles with strict; tune strict or turbo")
     if case.dtype == "fp64" or case.head_dim > LARGEST_HEAD_DIM:
         raise ArgumentError(f"{case.name}: the GPU kernels do not take it; nothing to tune")
-    shape, mode = shape_of(case), gpu.mode_of(case.torch_dtype, precision)
+    shape, mode = shape_of(case), gpu.mode_of(DTYPES[case.dtype], precision)
 
-    def planned(tile_table: Table) -> Plan:
-        return tiling.plan(
-            shape, mode, tile_table, workspace=True, multiprocessors=multiprocessors,
-            specialized=specialized,
-        )  # fmt: skip
-
+    planned = functools.partial(
+        tiling.plan, shape, mode, workspace=True, multiprocessors=multiprocessors,
+        specialized=specialized,
+    )  # fmt: skip
     shipped = planned(table)
     found = {_key(shipped): (shipped, True)}
     bytes_shared = shared or table.shared_memory
@@ -279,7 +279,7 @@ def _tune(case: Case, precision: str, device: torch.device, settings: Settings) 
     final = order[:_FINALISTS] + [i for i in order[_FINALISTS:] if running[i][0].shipped]
     seconds = first | (seconds_of(final, settings.rounds) if final else {})
     measured = [replace(running[i][0], seconds=digits(seconds[i])) for i in order]
-    mode = gpu.mode_of(case.torch_dtype, precision)
+    mode = gpu.mode_of(DTYPES[case.dtype], precision)
     return conclude(case, precision, mode, measured, failed, finalists=len(final))
 
 
@@ -293,11 +293,7 @@ def conclude(
     finalists: int | None = None,
 ) -> Tuned:
     """Choose the fastest of the `finalists` first of `measured`, where it beats the shipped."""
-
-    def seconds(timed: Timed) -> float:
-        assert timed.seconds is not None
-        return timed.seconds
-
+    seconds = operator.attrgetter("seconds")
     best = min(measured[: finalists or len(measured)], key=seconds, default=None)
     shipped = next((t for t in measured if t.shipped), None)
     gain = None

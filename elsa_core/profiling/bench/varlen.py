@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any, Final
@@ -48,9 +49,7 @@ def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Co
         call = functools.partial(attend, *tensors[:3], packed.here[:, None, None, :])
         hidden = ~packed.here[:, None, :, None]
 
-        def read(out: Any) -> Any:
-            return out.masked_fill(hidden, 0)
-
+        read: Any = operator.methodcaller("masked_fill", hidden, 0)
         return lambda: Contender(name, call, read=read)
 
     def each() -> Contender:

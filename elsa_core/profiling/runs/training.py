@@ -146,9 +146,9 @@ def profile_training(
     optimizer = torch.optim.AdamW(wanted, lr=_RATE, fused=True)
     loss = loss_for(first.shape[0], seed)
 
-    def step(module: Callable[..., object]) -> Step:
-        return Step(module, arguments, loss, optimizer, dtype, first.device)
-
+    step = partial(
+        Step, arguments=arguments, loss=loss, optimizer=optimizer, dtype=dtype, device=first.device
+    )
     with on_device(first.device):
         ready = prepare(own, arguments, names, tell, step=step, **patching)
         clocks = {c.name: c.call for c in ready.built.contenders if isinstance(c.call, Step)}
