@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import compress
 from operator import attrgetter
@@ -41,6 +41,7 @@ from elsa_core.graphs.checks import (
 
 WARM_UPS: Final = 2  # besides the one that is watched and the one of the capture
 _VERSION = attrgetter("_version")
+_HOOKED = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Inference:
@@ -147,14 +148,15 @@ class Training:
         self.ticket: weakref.ref[Ticket] | None = None
         self._model, self.device = model, device
         self.targets = self.given.tensors()
-        self._params = [each for each in model.parameters() if each.requires_grad]
+        self.params = [each for each in model.parameters() if each.requires_grad]
         self.leaves = list(dict.fromkeys(each for each in self.targets if each.requires_grad))
         self.outputs: list[Any] = []
         self.slopes: list[Tensor] = []  # gradients of the outputs, as they are given
         self.grads: list[Tensor | None] = []  # of the leaves, then of the parameters
+        self.reaches: list[set[int]] = []  # of each such output, the parameters it is made of
         with as_it_was(model, device):
             self._capture(pool)
-        pairs = zip(self._params, self.grads[len(self.leaves) :], strict=True)
+        pairs = zip(self.params, self.grads[len(self.leaves) :], strict=True)
         self.memory = GradientMemory([(p, g) for p, g in pairs if g is not None and g.numel()])
 
     def _capture(self, pool: Any) -> None:
@@ -168,7 +170,7 @@ class Training:
                 self._run_alone()
             self.guards = Guards(self._model, backward=True)
             saved: set[int] = set()
-            own = {storage_of(each) for each in self._params}
+            own = {storage_of(each) for each in self.params}
 
             def pack(tensor: Tensor) -> Tensor:
                 saved.update({storage_of(tensor)} & own)
@@ -176,9 +178,11 @@ class Training:
 
             def both() -> None:
                 self._run_forward()
-                known = {id(each) for each in self._inputs}
-                if any(id(leaf) not in known for leaf in _leaves_of(self._learning())):
+                known = {id(each): i for i, each in enumerate(self._inputs, -len(self.leaves))}
+                of_results = [[*map(id, _leaves_of(each))] for each in self._learning()]
+                if any(leaf not in known for leaves in of_results for leaf in leaves):
                     raise RefusedError(OTHER_LEAF)
+                self.reaches = [{known[leaf] for leaf in leaves} for leaves in of_results]
                 self._run_alone()
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -195,7 +199,7 @@ class Training:
                 raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
         check_state(self.guards, self.targets)
         reads.check(*self.targets, *self.slopes, *self.guards.tensors)
-        self.saved = [each for each in self._params if storage_of(each) in saved]
+        self.saved = [each for each in self.params if storage_of(each) in saved]
         leaves, self._tree = flat_results(self._result, device)
         self.learns = [each.requires_grad for each in leaves if isinstance(each, Tensor)]
         self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
@@ -213,7 +217,7 @@ class Training:
         fresh = {id(each): each.detach().requires_grad_() for each in self.leaves}
         leaves = [fresh.get(id(each), each) for each in self.given.leaves]
         args, kwargs = self.given.arguments(leaves)
-        aliases = {id(each): nn.Parameter(each.detach()) for each in self._params}
+        aliases = {id(each): nn.Parameter(each.detach()) for each in self.params}
         self._inputs = [*fresh.values(), *aliases.values()]
         with _replaced(self._model, aliases), torch.enable_grad():
             self._result = self._model(*args, **kwargs)
@@ -258,7 +262,7 @@ class Training:
         self.replays += 1
         ticket = Ticket([*map(_VERSION, self.saved)])
         self.ticket = weakref.ref(ticket)
-        made = _Replay.apply(self, ticket, copy_outputs, *given.tensors(), *self._params)
+        made = _Replay.apply(self, ticket, copy_outputs, *given.tensors(), *self.params)
         found = iter(made)
         leaves = [next(found) if isinstance(x, Tensor) else x for x in self.outputs]
         return pytree.tree_unflatten(leaves, self._tree)
@@ -270,6 +274,7 @@ class _Replay(torch.autograd.Function):
         ctx: Any, step: Training, ticket: Ticket, copy_outputs: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.step, ctx.ticket = step, ticket
+        ctx.set_materialize_grads(False)
         capture.BACKEND.order(step.device)
         for target, leaf in zip(step.targets, tensors, strict=False):
             target.detach().copy_(leaf)
@@ -299,8 +304,13 @@ class _Replay(torch.autograd.Function):
             )
         step.memory.stream = capture.BACKEND.order(step.device)
         learnt = [slope for slope, ok in zip(slopes, step.learns, strict=True) if ok]
-        for target, slope in zip(step.slopes, learnt, strict=True):
-            target.copy_(slope)
+        reached: set[int] = set()
+        for target, slope, parameters in zip(step.slopes, learnt, step.reaches, strict=True):
+            if slope is None:  # a result that the loss is not made of
+                target.zero_()
+            else:
+                target.copy_(slope)
+                reached |= parameters
         step.replay_backward()
         count = len(step.leaves)
         rows = zip(step.leaves, step.grads[:count], strict=True)
@@ -308,7 +318,12 @@ class _Replay(torch.autograd.Function):
         # an argument given twice has its gradient once
         of_arguments = [g if (g := own.pop(each, None)) is None else g.clone()
                         for each in step.targets]  # fmt: skip
-        of_parameters = [None if g is None else g.detach() for g in step.grads[count:]]
+        # None where eager autograd has none: an optimizer leaves such a parameter alone. But hooks,
+        # which it would not call, are not called with None.
+        of_parameters = [
+            g.detach() if g is not None and (i in reached or any(_HOOKED(param))) else None
+            for i, (param, g) in enumerate(zip(step.params, step.grads[count:], strict=True))
+        ]
         ticket.done = True  # not before: another thread's forward would use the memory
         return (None, None, None, *of_arguments, *of_parameters)
 
@@ -330,9 +345,10 @@ def _replaced(model: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[Non
             held[name] = own
 
 
-def _leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    nodes = [each.grad_fn for each in outputs if each.grad_fn is not None]
-    yield from (each for each in outputs if each.grad_fn is None)
+def _leaves_of(output: Tensor) -> Iterator[Tensor]:
+    nodes: list[Any] = [] if output.grad_fn is None else [output.grad_fn]
+    if not nodes:
+        yield output
     seen = set(nodes)
     while nodes:
         node = nodes.pop()

@@ -326,6 +326,35 @@ def test_a_buffer_whose_elements_share_memory(tape: Tape) -> None:
     assert tape.captures == 1
 
 
+def test_a_result_that_the_loss_is_not_made_of(tape: Tape) -> None:
+    """Its parameters had gradients of zeros, which an optimizer decays weights with."""
+
+    class Heads(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            hidden = self.first(x)
+            return {"loss": self.second(hidden), "more": self.other(hidden)}
+
+    model, called = Heads(), []
+    held, twin = elsa.graphed(model), copy.deepcopy(model)
+    for names in (("loss",), ("loss", "more"), ("more",)):
+        x = torch.randn(3, 8)
+        for each in (held, twin):
+            out = each(x)
+            sum((out[name].square().sum() for name in names), torch.zeros(())).backward()
+        equal([p.grad for p in held.parameters()], [p.grad for p in twin.parameters()])
+        absent = sum(p.grad is None for p in held.parameters())
+        assert absent == (0 if len(names) > 1 else 2)
+        held.zero_grad(), twin.zero_grad()
+    model.other.weight.register_hook(called.append)
+    held(torch.randn(3, 8))["loss"].sum().backward()
+    equal(called, [torch.zeros(2, 8)])
+    assert tape.captures == 1 and tape.replays == 8
+
+
 def test_an_argument_given_twice_has_one_gradient(tape: Tape) -> None:
     class Both(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
