@@ -54,10 +54,6 @@ def _window(products: int, before: int = 0) -> Callable[..., int]:
     return count
 
 
-def _linear(products: int) -> Callable[..., int]:
-    return lambda input, weight, *_, **__: 2 * products * input.numel() * weight.shape[0]
-
-
 def _linear_backward(
     grad_out: Tensor, input: Tensor, weight: Tensor, _: str, needs: Sequence[bool], **__: Any
 ) -> int:
@@ -73,8 +69,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     **{f"{name}_backward": _attention(3, 2, before=2) for name in _OF_ATTENTION},
     **{f"{name}_backward": _attention(3, 2, before=1) for name in _OF_ENTMAX},
     "attention_portable": _attention(1, 1),
-    "gated_linear": _linear(2),
-    "linear": _linear(1),
+    "gated_linear": lambda input, weight, *_, **__: 4 * input.numel() * weight.shape[0],
+    "linear": lambda input, weight, *_, **__: 2 * input.numel() * weight.shape[0],
     "linear_backward": _linear_backward,
     "window_attention": _window(2),
     "window_attention_backward": _window(5, before=1),

@@ -42,10 +42,11 @@ def scope_of(model: nn.Module, scope: str) -> str:
 def patched_scope(model: nn.Module) -> str:
     """The scope that a patched model has: "model" where a layer or a companion of layers, which no
     other scope has, is patched."""
-    patched = [module for module in model.modules() if adapters.is_patched(module)]
     of_layers = any(
-        is_layer(m) or (adapters.is_companion(m) and not getattr(m, "elsa_any_scope", False))
-        for m in patched
+        is_layer(module)
+        or (getattr(cls, "elsa_companion", False) and not getattr(module, "elsa_any_scope", False))
+        for module in model.modules()
+        if (cls := adapters.patched_class(module)) is not None
     )
     return MODEL if of_layers else ATTENTION
 

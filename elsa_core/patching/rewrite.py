@@ -211,7 +211,8 @@ def unpatch(model: nn.Module) -> int:
         if adapters.is_patched(module) or "elsa_precision" in module.__dict__
     ]
     own = [_own_class(module) for module in modules]
-    count = sum(not adapters.is_companion(module) for module in modules)
+    classes = [adapters.patched_class(module) for module in modules]
+    count = sum(not getattr(cls, "elsa_companion", False) for cls in classes)
     for module, cls in zip(modules, own, strict=True):
         module.__class__ = cls
         derived.drop(module)
@@ -223,9 +224,15 @@ def unpatch(model: nn.Module) -> int:
 def patched_sites(model: nn.Module) -> dict[str, nn.Module]:
     """The patched modules that are sites by path, in the model's order."""
     model = plain_model(model)
-    patched = {path: m for path, m in model.named_modules() if adapters.is_patched(m)}
-    others = {part for module in patched.values() for part in adapters.parts(module)}
-    others.update(module for module in patched.values() if adapters.is_companion(module))
+    patched: dict[str, nn.Module] = {}
+    others: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        cls = adapters.patched_class(module)
+        if cls is None:
+            continue
+        others.update(adapters.parts(module))
+        if not getattr(cls, "elsa_companion", False):
+            patched[path] = module
     return {path: module for path, module in patched.items() if module not in others}
 
 

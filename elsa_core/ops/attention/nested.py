@@ -38,7 +38,20 @@ def packed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None, int | None]:
     """The first arguments of `elsa_core.varlen_attention` for jagged [B, H, j, D]."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _check(name, tensor)
+        require_tensor(name, tensor)
+        if not tensor.is_nested:
+            raise ArgumentError(f"{name} is dense, but query, key or value is nested: all or none")
+        if tensor.layout is not torch.jagged:
+            raise ArgumentError(
+                f"{name} is a nested tensor of strided layout: use layout=torch.jagged, or pad it "
+                "(torch.nested.to_padded_tensor) and hide the padding with attn_mask"
+            )
+        if tensor.dim() != 4 or tensor._ragged_idx != 2:
+            raise ArgumentError(
+                f"{name} is a nested tensor of shape {list(tensor.shape)}: it must be [B, H, j, D]"
+            )
+        if tensor.lengths() is not None:
+            raise ArgumentError(f"{name} is a nested tensor with holes: call contiguous() on it")
     if attn_mask is not None:
         raise ArgumentError("nested tensors take no attn_mask: their padding is not there")
     if not query.shape[0] == key.shape[0] == value.shape[0]:
@@ -53,23 +66,6 @@ def packed(
     # the longest sequences, where they are known without asking the device
     longest = (getattr(t, "_maybe_max_seqlen", None) for t in (query, key))
     return q, k, v, starts, None if others is starts else others, *longest
-
-
-def _check(name: str, tensor: Any) -> None:
-    require_tensor(name, tensor)
-    if not tensor.is_nested:
-        raise ArgumentError(f"{name} is dense, but query, key or value is nested: all or none")
-    if tensor.layout is not torch.jagged:
-        raise ArgumentError(
-            f"{name} is a nested tensor of strided layout: use layout=torch.jagged, or pad it "
-            "(torch.nested.to_padded_tensor) and hide the padding with attn_mask"
-        )
-    if tensor.dim() != 4 or tensor._ragged_idx != 2:
-        raise ArgumentError(
-            f"{name} is a nested tensor of shape {list(tensor.shape)}: it must be [B, H, j, D]"
-        )
-    if tensor.lengths() is not None:
-        raise ArgumentError(f"{name} is a nested tensor with holes: call contiguous() on it")
 
 
 def jagged(values: Tensor, like: Any) -> Tensor:

@@ -19,7 +19,8 @@ WATCHED = "recognised"  # how reports name the adapter of any class
 
 def patched_class(module: nn.Module) -> type[nn.Module] | None:
     """The class of elsa's that the module has, or that its class was derived from since. PyTorch
-    derives classes of single instances (parametrizations, `fully_shard`)."""
+    derives classes of single instances (parametrizations, `fully_shard`). An `elsa_companion` is no
+    site, but was swapped beside one within it."""
     return next((cls for cls in type(module).__mro__ if "elsa_base" in cls.__dict__), None)
 
 
@@ -88,11 +89,6 @@ def parts(module: nn.Module) -> tuple[nn.Module, ...]:
     """The modules within a layer that its adapter computes: they are no sites of their own."""
     find: Any = getattr(written(base_class(module)), "elsa_parts", lambda module: ())
     return find(module)  # type: ignore[no-any-return]
-
-
-def is_companion(module: nn.Module) -> bool:
-    """Whether a patched module is no site, but was swapped beside one within it."""
-    return bool(getattr(patched_class(module), "elsa_companion", False))
 
 
 def entry(module: nn.Module) -> str:

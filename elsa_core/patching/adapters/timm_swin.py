@@ -34,8 +34,8 @@ from elsa_core.patching.adapters.windows import (
 
 
 class _SwinBlock(WindowBlock):
-    """A Swin block, whose attention reads the projection of the whole image as it lies; its
-    `_elsa_terms(x)` are the projection [B, H, W, 3 * C] or None, the bias, and further terms."""
+    """A Swin block, whose attention reads the projection of the whole image as it lies; it derives
+    a bias, or `CosineTerms`."""
 
     elsa_entry = "_attn"
 
@@ -44,9 +44,22 @@ class _SwinBlock(WindowBlock):
         called = must_call(attn, self.elsa_expects) or _differs(self, x)
         if called or keeps_original(self, x, attn.qkv, attn.num_heads, window):
             return getattr(self.elsa_base, self.elsa_entry)(self, x)
-        qkv, bias, terms = self._elsa_terms(x)
+        terms = derived(self.elsa_derivation())
+        cosine: dict[str, Any] = {}
+        bias: Tensor | None = None
+        pad: Tensor | None
+        if isinstance(terms, CosineTerms):
+            cosine["logit_scale"] = terms.scale
+            bias = terms.qkv_bias
+            terms = terms.bias
+        if bias is not None and not attn.qkv_bias_separate:
+            qkv, pad = project_by(self, x, attn.qkv.weight, bias), bias
+        else:
+            qkv, pad = project(self, attn.qkv, x), of_padding(attn.qkv, x, window)
+            if bias is not None:
+                qkv, pad = qkv + bias, bias if pad is None else pad + bias
         out = attend_windows(
-            self, attn, x, window, bias, qkv=qkv, shift_size=self.shift_size, **terms
+            self, attn, x, window, terms, qkv=qkv, pad_qkv=pad, shift_size=self.shift_size, **cosine
         )
         return attn.proj_drop(out)
 
@@ -62,10 +75,6 @@ class ElsaSwinTransformerBlock(_SwinBlock, SwinTransformerBlock):  # type: ignor
         table, index = attn.relative_position_bias_table, attn.relative_position_index
         return table_bias(self, attn, table, index)
 
-    def _elsa_terms(self, x: Tensor) -> tuple[None, Bias, dict[str, Any]]:
-        pad = of_padding(self.attn.qkv, x, self.window_size)
-        return None, derived(self.elsa_derivation()), {"pad_qkv": pad}
-
 
 class ElsaSwinTransformerV2Block(_SwinBlock, SwinTransformerV2Block):  # type: ignore[misc]
     """Swin-V2's block."""
@@ -79,18 +88,6 @@ class ElsaSwinTransformerV2Block(_SwinBlock, SwinTransformerV2Block):  # type: i
         return cosine_terms(
             self, attn, lambda: None if attn.q_bias is None else torch.cat(biases), biases
         )
-
-    def _elsa_terms(self, x: Tensor) -> tuple[Tensor, Bias, dict[str, Any]]:
-        attn, terms = self.attn, derived(self.elsa_derivation())
-        bias = pad = terms.qkv_bias
-        if bias is not None and not attn.qkv_bias_separate:
-            qkv = project_by(self, x, attn.qkv.weight, bias)
-        else:
-            qkv, own = project(self, attn.qkv, x), of_padding(attn.qkv, x, self.window_size)
-            qkv = qkv if bias is None else qkv + bias
-            if own is not None:
-                pad = own if bias is None else own + bias
-        return qkv, terms.bias, {"pad_qkv": pad, "logit_scale": terms.scale}
 
 
 class ElsaSwinTransformerV2CrBlock(_SwinBlock, SwinTransformerV2CrBlock):  # type: ignore[misc]
@@ -110,11 +107,6 @@ class ElsaSwinTransformerV2CrBlock(_SwinBlock, SwinTransformerV2CrBlock):  # typ
 
         tensors = (attn.relative_coordinates_log, attn.logit_scale)
         return Derivation(self, attn, compute, tensors, (attn.meta_mlp,))
-
-    def _elsa_terms(self, x: Tensor) -> tuple[None, Bias, dict[str, Any]]:
-        terms = derived(self.elsa_derivation())
-        pad = of_padding(self.attn.qkv, x, self.window_size)
-        return None, terms.bias, {"pad_qkv": pad, "logit_scale": terms.scale}
 
 
 def _differs(block: Any, x: Tensor) -> bool:
