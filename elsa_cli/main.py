@@ -114,20 +114,6 @@ def run(arguments: Sequence[str]) -> int:
         return code
 
 
-def _leave(code: int) -> NoReturn:
-    """End the process without taking torch's modules apart, which takes as long as importing timm.
-    What was registered to run at the end runs."""
-    if "torch" in sys.modules and threading.active_count() == 1:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # the plain way says why
-            sys.stdout.flush()
-            sys.stderr.flush()
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    sys.exit(code)
-
-
 def main() -> NoReturn:
     # Open what the caller has closed (`>&-`): the next file would be taken for it.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -140,7 +126,18 @@ def main() -> NoReturn:
         import elsa_cli.completion  # noqa: F401  # our bash script in place of Click's
 
         sys.exit(shell_complete(cli, {}, "elsa", "_ELSA_COMPLETE", instruction))
-    _leave(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    # End the process without taking torch's modules apart, which takes as long as importing timm.
+    # What was registered to run at the end runs.
+    if "torch" in sys.modules and threading.active_count() == 1:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the plain way says why
+            sys.stdout.flush()
+            sys.stderr.flush()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,18 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     if not any(row["status"] == "done" for row in rows):
         raise PlaceError(f"nothing fits in memory: {rows[0]['reason']}")
     if options.policy is not None:
-        _write_policy(session, sweep.only(points, document), options.plan)
+        from elsa_core.profiling import policy
+
+        judged = sweep.only(points, document)
+        found = policy.faster(judged)
+        slower, unsure = len(found.kept), policy.unsure(judged)
+        if not found.sites:
+            raise VerdictError(f"no plan was written: ELSA was slower at every site ({slower})")
+        session.keep(found.to_dict(), options.plan)
+        left = f", {slower} left out: ELSA was slower" if slower else ", none was slower"
+        if unsure:
+            left = (left if slower else "") + f", {unsure} after too few rounds to tell"
+        session.line(f"plan: {options.plan} ({len(found.sites)} sites patched{left})")
     profile_view.next_steps(session, document, options)
 
 
@@ -232,18 +243,3 @@ def _finish(session: Session, document: Document, files: dict[str, Path]) -> Non
     for name in ("html", "plot"):
         if name in files:
             session.line(f"{name}: {files[name]}")
-
-
-def _write_policy(session: Session, document: Document, path: Path) -> None:
-    from elsa_core.measuring import documents
-    from elsa_core.profiling import policy
-
-    plan = policy.faster(document)
-    slower, unsure = len(plan.kept), policy.unsure(document)
-    if not plan.sites:
-        raise VerdictError(f"no plan was written: ELSA was slower at every site ({slower})")
-    session.written.append(documents.write(plan.to_dict(), path))
-    kept = f", {slower} left out: ELSA was slower" if slower else ", none was slower"
-    if unsure:
-        kept = (kept if slower else "") + f", {unsure} after too few rounds to tell"
-    session.line(f"plan: {path} ({len(plan.sites)} sites patched{kept})")

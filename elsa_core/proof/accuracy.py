@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elsa_core.base.messages import Progress
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.measuring.intervals import FEWEST_ROUNDS, NO_DIFFERENCE, Ratio, ratio
 from elsa_core.patching import original, patched_sites, plain_model
 
-Progress = Callable[[str, int, int], None]
 TOP = 5
 _SHOWN = 10  # changed images in a table
 

@@ -152,7 +152,17 @@ def _report(
     before, after = _seconds(run.model, batch, asked.device)
     run.tick("timing", 1)
     results = tuple(record.result(path) for path, record in sites.records.items())
-    failures = _bad_weights(run.model) + [f"{s.path}: {s.reason}" for s in results if not s.ok]
+    # A buffer may hold -inf on purpose (a causal mask), a NaN never.
+    bad = []
+    for name, weight in run.model.named_parameters():
+        if weight.is_floating_point() and not bool(weight.detach().isfinite().all()):
+            bad.append(name)
+    for name, buffer in run.model.named_buffers():
+        if buffer.is_floating_point() and bool(buffer.isnan().any()):
+            bad.append(name)
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    failures = [f"weights: NaN or infinite values in {', '.join(bad[:3])}{more}"] if bad else []
+    failures += [f"{site.path}: {site.reason}" for site in results if not site.ok]
     for verdict in checks:
         by = "" if verdict.path == run_paths.EAGER else f" by {verdict.path}"
         failures += [] if verdict.ok else [f"model on {verdict.case!r}{by}: {verdict.reason}"]
@@ -224,25 +234,6 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
         finally:
             for module, training in modes:
                 module.training = training
-
-
-def _bad_weights(model: nn.Module) -> list[str]:
-    """One line that names the weights with NaN or infinite values, if there are any."""
-    bad = [
-        name
-        for name, weight in model.named_parameters()
-        if weight.is_floating_point() and not bool(weight.detach().isfinite().all())
-    ]
-    # A buffer may hold -inf on purpose (a causal mask), a NaN never.
-    bad += [
-        name
-        for name, buffer in model.named_buffers()
-        if buffer.is_floating_point() and bool(buffer.isnan().any())
-    ]
-    if not bad:
-        return []
-    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    return [f"weights: NaN or infinite values in {', '.join(bad[:3])}{more}"]
 
 
 def _seconds(

@@ -81,10 +81,16 @@ def site_cases(
     channels = _in_channels(module)
     for name, hard in _hard_changes(channels, seen.largest_logit).items():
         yield SiteCase(name, _change_tokens(method, given, hard))
+
+    def cropped(x: Tensor) -> Tensor:
+        """An image [B, H, W, C] or [B, C, H, W] without its last row and its last two columns."""
+        for dim, less in zip(_token_dims(x, channels), (1, 2), strict=False):
+            x = x.narrow(dim, 0, max(1, x.shape[dim] - less)) if x.ndim == 4 else x
+        return x.contiguous()
+
     if seen.whole_windows:
-        cropped = _change_tokens(method, given, lambda x: _cropped(x, channels))
         # With the copy: a padded token is the bias of the projection, which begins at zero.
-        yield SiteCase(CROPPED, cropped, twin, may_refuse=True)
+        yield SiteCase(CROPPED, _change_tokens(method, given, cropped), twin, may_refuse=True)
     tokens = 1 if getattr(module, "batch_first", True) else 0  # the dim that counts them
     batch = 1 - tokens
 
@@ -138,13 +144,6 @@ def _hard_changes(channels: int | None, largest_logit: float) -> dict[str, _Chan
         ),
         "dominant token": dominant,
     }
-
-
-def _cropped(x: Tensor, channels: int | None) -> Tensor:
-    """An image [B, H, W, C] or [B, C, H, W] without its last row and its last two columns."""
-    for dim, less in zip(_token_dims(x, channels), (1, 2), strict=False):
-        x = x.narrow(dim, 0, max(1, x.shape[dim] - less)) if x.ndim == 4 else x
-    return x.contiguous()
 
 
 def _beyond_limit(module: nn.Module) -> nn.Module | None:
