@@ -72,12 +72,6 @@ def define_attention(
             for grad, t in zip(grads, arguments[2:6], strict=True)
         )
 
-    def backward_fake(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(
-            grad_out.new_empty(0) if t is None or not wanted else t.new_empty(t.shape)
-            for t, wanted in zip(arguments[:4], arguments[-1], strict=True)
-        )
-
     def context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:4], *output)
@@ -110,7 +104,12 @@ def define_attention(
         f"{name}_backward(Tensor grad_out, Tensor grad_lse, {operands}, "
         f"{', '.join(f'Tensor {each}' for each in saved)}, {terms}, bool[] needs) "
         "-> (Tensor, Tensor, Tensor, Tensor)",
-        run_backward, backward_fake, once,
+        run_backward,
+        lambda grad_out, grad_lse, *arguments: tuple(
+            grad_out.new_empty(0) if t is None or not wanted else t.new_empty(t.shape)
+            for t, wanted in zip(arguments[:4], arguments[-1], strict=True)
+        ),
+        once,
     )  # fmt: skip
 
 

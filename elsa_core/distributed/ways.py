@@ -48,10 +48,6 @@ class Call(NamedTuple):
         """How many numbers these are."""
         return sum(shape.numel() for shape in self.shapes(rank, wanted))
 
-    def run(self, rank: int, message: Tensor) -> Run:
-        """A rank's shard out of a message."""
-        return Run(*self.agreed.columns(rank), *groups.unpacked(message, self.shapes(rank)))
-
 
 def forward(call: Call, method: str) -> tuple[Tensor, Tensor]:
     """out [B, Hq, n, Dv] and lse [B, Hq, n] of this rank's rows."""
@@ -119,7 +115,8 @@ def _ring(call: Call) -> Iterator[tuple[int, Run]]:
         if step + 1 < world:
             coming = message.new_empty(call.size(following))
             works = groups.pass_on(call.group, message, coming)
-        yield here, call.run(here, message)
+        shard = groups.unpacked(message, call.shapes(here))
+        yield here, Run(*call.agreed.columns(here), *shard)
         groups.finish(call.group, works)
         message = coming
 
@@ -154,8 +151,8 @@ def _gathered(call: Call) -> Run:
         sizes = [call.size(rank) for rank in ranks]
         message = groups.packed((key, value))
         messages = groups.gather(call.group, message, sizes, "gathering keys and values")
-        runs = [call.run(rank, messages[rank]) for rank in ranks]
-        key, value = torch.cat([r.key for r in runs], 2), torch.cat([r.value for r in runs], 2)
+        shards_of = (groups.unpacked(messages[rank], call.shapes(rank)) for rank in ranks)
+        key, value = (torch.cat(parts, 2) for parts in zip(*shards_of, strict=True))
     return Run(0, total, key, value)
 
 

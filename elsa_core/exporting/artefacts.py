@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,8 +124,7 @@ def _write_torchscript(exported: ExportTarget, path: Path) -> tuple[str, ...]:
         model,
         lambda: torch.jit.trace(model, inputs, strict=False, check_trace=False),
     )
-    named = set(re.findall(r"\belsa::(\w+)", str(traced.inlined_graph)))
-    names = checked_operators(named, exported.device)
+    names = checked_operators(traced, exported.device)
     # Python writes the bytes: torch's own writer aborts the process where the disk is full.
     with quiet(), path.open("wb") as file:
         torch.jit.save(traced, file, _extra_files={_FACTS_NAME: _facts(exported)})
@@ -160,7 +159,7 @@ def _write_program(
                 "(--model-kwargs dynamic_img_size=True), then export it with a dynamic size"
             ) from error
         raise
-    names = checked_operators(operators_of(program), exported.device)
+    names = checked_operators(program, exported.device)
     if compiled:  # elsa's library is loaded beside it, not inside
         with quiet(), torch.no_grad():
             torch._inductor.aoti_compile_and_package(
@@ -306,17 +305,17 @@ def write_libraries(
     return found
 
 
-def operators_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
-    """Names of elsa's operators in an exported program, subgraphs included, without the domain."""
-    graphs = (getattr(module, "graph", None) for module in program.graph_module.modules())
-    targets = (node.target for graph in graphs if graph is not None for node in graph.nodes)
-    found = (each for each in targets if isinstance(each, torch._ops.OpOverload))
-    return tuple(sorted({each._opname for each in found if each.namespace == "elsa"}))
-
-
-def checked_operators(names: Iterable[str], device: str) -> tuple[str, ...]:
-    """The names, sorted. Raises ExportError over dropout, an operator that only this package's
-    Python code computes, and none at all."""
+def checked_operators(traced: Any, device: str) -> tuple[str, ...]:
+    """Names of elsa's operators in a traced module or exported program, without the domain. Raises
+    ExportError over dropout, an operator that only this package's Python code computes, and none
+    at all."""
+    if isinstance(traced, torch.export.ExportedProgram):  # with its subgraphs
+        graphs = (getattr(module, "graph", None) for module in traced.graph_module.modules())
+        targets = [node.target for graph in graphs if graph is not None for node in graph.nodes]
+        called = (each for each in targets if isinstance(each, torch._ops.OpOverload))
+        names = {each._opname for each in called if each.namespace == "elsa"}
+    else:
+        names = set(re.findall(r"\belsa::(\w+)", str(traced.inlined_graph)))
     found = tuple(sorted(names))
     if any(name.startswith("attention_dropout") for name in found):
         raise ExportError("the graph drops attention weights: a bundle is for inference")
