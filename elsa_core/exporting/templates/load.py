@@ -59,11 +59,15 @@ def load(
         device: "cpu" or "cuda" (ONNX Runtime's CUDA provider); default: the model's own.
     """
     facts = manifest(bundle)
-    chosen = format or _first(facts, device)
+    own = facts["model"]["device"]
+    # ONNX alone runs on another device too
+    order = ORDER if device in ("", own) else ("onnx", *ORDER)
+    here = [name for name in order if name in facts["artefacts"]]
+    chosen = format or next((name for name in here if not _missing(facts, name)), here[-1])
     path = bundle / _file(facts, chosen)
     if line := _missing(facts, chosen):
         raise ImportError(line)
-    runtime, own = runtime or runtime_of(facts, chosen), facts["model"]["device"]
+    runtime = runtime or runtime_of(facts, chosen)
     if runtime == "openvino":
         if device == "cuda":
             raise ValueError(f"{path.name} runs on cuda by onnxruntime-gpu: OpenVINO is for cpu")
@@ -111,15 +115,6 @@ def _file(facts: dict[str, Any], format: str) -> str:
         return str(here[format]["file"])
     names = ", ".join(name for name in ORDER if name in here)
     raise ValueError(f"this bundle holds no {format!r}: choose one of {names}")
-
-
-def _first(facts: dict[str, Any], device: str) -> str:
-    """The first format whose runtime is installed; ONNX alone runs on another device too."""
-    order = ORDER if device in ("", facts["model"]["device"]) else ("onnx", *ORDER)
-    here = [name for name in order if name in facts["artefacts"]]
-    if found := next((name for name in here if not _missing(facts, name)), ""):
-        return found
-    raise ImportError(_missing(facts, here[-1]))
 
 
 def runtime_of(facts: dict[str, Any], format: str) -> str:
