@@ -135,3 +135,12 @@ def test_a_hidden_key_may_hold_nan(keys: int, backend: str, trains: bool) -> Non
     reached[:, :2, 2] = True  # the heads of its group
     assert torch.equal(spoilt.isnan().all(-1), reached)
     assert torch.equal(spoilt[~reached], out[~reached]) and not spoilt[:, :, 3].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_windows_of_no_image_lie_in_any_strides(backend: str) -> None:
+    """PyTorch calls it contiguous, and the kernel refused its channels."""
+    qkv = torch.empty(0, 4, 4, 48)[..., ::2].requires_grad_()
+    out = elsa.window_attention(qkv, num_heads=2, window_size=(2, 2), backend=backend)
+    assert out.shape == (0, 4, 4, 8)
+    assert torch.autograd.grad(out.sum(), qkv)[0].shape == qkv.shape

@@ -117,8 +117,8 @@ def window_attention(
         if not mask_value <= 0:  # NaN too
             raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
         image = qkv if qkv.dim() == 5 else qkv.unsqueeze(1)
-        if image.stride(-1) != 1:
-            image = image.contiguous()
+        if image.stride(-1) != 1:  # an empty image counts as contiguous in any strides
+            image = image.clone(memory_format=torch.contiguous_format)
         arguments = (
             image, *read, num_heads, window, shift, head_dim**-0.5 if scale is None else scale,
             mask_value, layout, grid, precision,
