@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
+_parts = re.compile(r"(?<![A-Za-z0-9])(\d+)(?![A-Za-z0-9])").split
+
 
 class HasPath(Protocol):
     """Anything with the dotted path of a module."""
@@ -35,10 +37,6 @@ def group_by(items: Iterable[Item], key: Callable[[Item], str]) -> list[tuple[st
     for item in items:
         found.setdefault(key(item), []).append(item)
     return list(found.items())
-
-
-def _parts(path: str) -> list[str]:
-    return re.split(r"(?<![A-Za-z0-9])(\d+)(?![A-Za-z0-9])", path)
 
 
 def _labelled(items: list[Item]) -> list[tuple[str, list[Item]]]:

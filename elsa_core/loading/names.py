@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,7 +14,7 @@ from elsa_core.errors import ModelError
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 # Wrappers around single names: DistributedDataParallel, torch.compile.
-_PARTS = ("_orig_mod.", "module.")
+_without_parts = partial(re.compile(r"^((_orig_mod|module)\.)+").sub, "")
 # Copies of a model in one file. The first that is there is taken: averaged weights, as timm does,
 # and the teacher, which DINO evaluates.
 _COPIES = (
@@ -132,10 +133,3 @@ def _renamed(names: list[str]) -> list[str]:
         # DINOv2 trains its blocks in chunks; the second number counts through all of them.
         return [re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name) for name in names]
     return names
-
-
-def _without_parts(name: str) -> str:
-    while name.startswith(_PARTS):
-        for part in _PARTS:
-            name = name.removeprefix(part)
-    return name

@@ -20,13 +20,8 @@ from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, RESIZE_MODES, Preproce
 from elsa_core.loading.weights import Weights, check_file, one_file
 
 
-def _names() -> list[str]:
-    names: list[str] = imported("open_clip", "open_clip_torch").list_models()
-    return names
-
-
 def _lookup(text: str) -> tuple[str, str | None]:
-    names = _names()
+    names = OPEN_CLIP.names()
     # OpenAI writes ViT-B/32 where open_clip writes ViT-B-32.
     name, tag = (text.replace("/", "-"), "") if text.replace("/", "-") in names else ("", "")
     if not name:
@@ -170,7 +165,7 @@ def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
 
 
 def _names_like(shapes: Shapes) -> list[str]:
-    names = _names()
+    names = OPEN_CLIP.names()
     import open_clip
 
     trunk = any(name.startswith("visual.trunk.") for name in shapes)
@@ -193,7 +188,7 @@ def _names_like(shapes: Shapes) -> list[str]:
 
 OPEN_CLIP = Library(
     name="open_clip",
-    names=_names,
+    names=lambda: list(imported("open_clip", "open_clip_torch").list_models()),
     lookup=_lookup,
     takes_hub_ids=True,
     has_tags=True,

@@ -23,14 +23,8 @@ _CLASSIFIERS = (
 )
 
 
-def _names() -> list[str]:
-    models = imported("torchvision", "torchvision").models
-    names: list[str] = models.list_models(module=models)
-    return names
-
-
 def _lookup(text: str) -> tuple[str, None]:
-    names = _names()
+    names = TORCHVISION.names()
     if text not in names:
         raise unknown("torchvision", text, names, "classification ")
     return text, None
@@ -59,7 +53,7 @@ def _build(recipe: Recipe) -> nn.Module:
     args: Mapping[str, Any] = recipe.args
     if recipe.num_classes is not None:
         args = {**args, "num_classes": recipe.num_classes}
-    if recipe.name not in _names():
+    if recipe.name not in TORCHVISION.names():
         raise ModelError(f"torchvision has no classification model {recipe.name!r}")
     builder = torchvision.models.get_model_builder(recipe.name)
     try:
@@ -131,9 +125,9 @@ def _filled(recipe: Recipe, state: Any) -> nn.Module:
     return filled
 
 
-TORCHVISION = Library(
+TORCHVISION: Library = Library(
     name="torchvision",
-    names=_names,
+    names=lambda: list((m := imported("torchvision", "torchvision").models).list_models(m)),
     lookup=_lookup,
     recipe=_recipe,
     build=_build,
@@ -149,7 +143,7 @@ TORCHVISION = Library(
         name
         for key, prefix in _PREFIXES.items()
         if any(tensor.startswith(key) for tensor in shapes)
-        for name in _names()
+        for name in TORCHVISION.names()
         if name.startswith(prefix)
     ],
 )

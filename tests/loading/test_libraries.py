@@ -132,7 +132,7 @@ def test_a_library_that_is_not_installed_has_no_close_names(
 
 def test_the_command_line_has_the_same_libraries() -> None:
     """It names them again, because the records import torch."""
-    assert tuple(names.LIBRARIES) == libraries.names()
+    assert tuple(names.PREFIXES) == libraries.names()
     assert all(completion.known(library) for library in libraries.names())
 
 
