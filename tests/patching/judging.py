@@ -65,3 +65,20 @@ def assert_same(
     assert [list(each) for each in others] == [list(each) for each in rest]
     assert_agree(out, own, exact, 4 * torch.finfo(dtype).eps)
     return calls
+
+
+def assert_recorded(way: str, model: nn.Module, *batches: Tensor) -> list[str]:
+    """Compiled in one graph ("compile"), or exported from the first batch with a dynamic batch, the
+    model computes what it does eagerly on every batch; the operators that the program calls."""
+    torch._dynamo.reset()
+    called: list[str] = []
+    if way == "compile":
+        recorded = torch.compile(model, fullgraph=True, backend="aot_eager")
+    else:
+        dims = ({0: torch.export.Dim("batch", min=1, max=64)},)
+        program = torch.export.export(model, (batches[0],), dynamic_shapes=dims)
+        called = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+        recorded = program.module()
+    for x in batches:
+        torch.testing.assert_close(recorded(x), model(x), rtol=1e-4, atol=1e-5)
+    return called

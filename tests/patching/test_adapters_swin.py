@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import timm
 import torch
-from judging import assert_same_gradients
-from originals import of_original
+from judging import assert_recorded, assert_same_gradients
+from originals import of_original, torchvision_swin
 from sampling import thinned
 from seen import Calls
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ def make(kind: str, **options: Any) -> nn.Module:
         given = {"img_size": SIDES, "window_size": 4} | SMALL | options
         model = timm.create_model(TIMM[kind], **given).eval()
     else:
-        model = torchvision_swin(kind, **options)
+        model = torchvision_swin(int(kind[-1]), **SMALL | options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "logit_scale" in name:
@@ -57,15 +57,6 @@ def make(kind: str, **options: Any) -> nn.Module:
             elif parameter.dim() < 2 or "bias" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
-
-
-def torchvision_swin(kind: str, **options: Any) -> nn.Module:
-    swin = pytest.importorskip("torchvision.models.swin_transformer")
-    block, merge = swin.SwinTransformerBlock, swin.PatchMerging
-    if kind == "torchvision-v2":
-        block, merge = swin.SwinTransformerBlockV2, swin.PatchMergingV2
-    given = {"patch_size": [4, 4], "window_size": [4, 4], "block": block} | SMALL | options
-    return swin.SwinTransformer(downsample_layer=merge, **given).eval()
 
 
 def images(batch: int = 2, sides: tuple[int, int] = SIDES) -> Tensor:
@@ -160,21 +151,12 @@ def test_check_judges_each_site_at_its_attention(kind: str, monkeypatch) -> None
 @pytest.mark.parametrize(("kind", "way"), thinned([*TIMM, "torchvision-v2"], ("compile", "export")))
 @torch.no_grad()
 def test_one_graph_and_a_dynamic_batch(kind: str, way: str) -> None:
-    torch._dynamo.reset()
     model = make(kind, depths=(2,), num_heads=(2,))
     patch(model)
-    if way == "compile":
-        compiled = torch.compile(model, fullgraph=True, backend="eager")
-        for batch in (1, 3):
-            x = images(batch)
-            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-        return
-    dims = {0: torch.export.Dim("batch", min=1, max=64)}
-    program = torch.export.export(model, (images(2),), dynamic_shapes=(dims,))
-    called = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
-    assert sum(name.startswith("elsa.window_attention") for name in called) == 2
+    called = assert_recorded(way, model, images(2), images(1), images(5))
+    windows = sum(name.startswith("elsa.window_attention") for name in called)
+    assert windows == 2 * (way == "export")
     assert not any("softmax" in name or "roll" in name for name in called)
-    torch.testing.assert_close(program.module()(images(5)), model(images(5)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["swin", "swin-v2", "torchvision-v2"])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from originals import torchvision_swin
 from sampling import taken
 from timm.layers import set_fused_attn
 from torch import Tensor, nn
@@ -64,17 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _swin(version: int) -> nn.Module:
-    swin = pytest.importorskip("torchvision.models.swin_transformer")
-    block, merging = (
-        (swin.SwinTransformerBlock, swin.PatchMerging)
-        if version == 1
-        else (swin.SwinTransformerBlockV2, swin.PatchMergingV2)
-    )
-    model: nn.Module = swin.SwinTransformer(
-        [4, 4], 16, [2, 2], [2, 2], [4, 4], num_classes=5, block=block, downsample_layer=merging
-    )
-    return model
+SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "num_classes": 5}
 
 
 def _maxvit() -> nn.Module:
@@ -107,8 +98,8 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
         lambda: pytest.importorskip("torchvision").models.VisionTransformer(32, 8, 2, 2, 32, 64),
         32,
     ),
-    "torchvision swin": (lambda: _swin(1), 64),
-    "torchvision swin v2": (lambda: _swin(2), 64),
+    "torchvision swin": (lambda: torchvision_swin(1, **SWIN), 64),
+    "torchvision swin v2": (lambda: torchvision_swin(2, **SWIN), 64),
     "torchvision maxvit": (_maxvit, 64),
     "open_clip vit": (_clip, 32),
     "torch encoder": (Encoder, 32),

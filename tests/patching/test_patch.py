@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from judging import assert_same_gradients
+from judging import assert_recorded, assert_same_gradients
 from originals import of_original
 from processes import at_once
 from sampling import thinned
@@ -164,12 +164,9 @@ def test_hooks_stay(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind, way in TRACED if way == "compiled"])
 @torch.no_grad()
 def test_compiles_in_one_graph(kind: str) -> None:
-    torch._dynamo.reset()
     model = make(kind)
     patch(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    close(compiled(images(kind)), model(images(kind)))
-    close(compiled(images(kind, 3)), model(images(kind, 3)))
+    assert_recorded("compile", model, images(kind), images(kind, 3))
 
 
 @pytest.mark.usefixtures("inductor")
@@ -187,12 +184,9 @@ def test_compiles_with_inductor() -> None:
 def test_exports_with_a_dynamic_batch(kind: str) -> None:
     model = make(kind)
     patch(model)
-    batch = torch.export.Dim("batch", min=1, max=64)
-    program = torch.export.export(model, (images(kind, 2),), dynamic_shapes=({0: batch},))
-    called = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
+    called = assert_recorded("export", model, images(kind, 2), images(kind, 5))
     assert any(name.startswith(("elsa.attention", "elsa.window_attention")) for name in called)
     assert not any("scaled_dot_product" in name or "softmax" in name for name in called)
-    close(program.module()(images(kind, 5)), model(images(kind, 5)))
 
 
 @pytest.mark.parametrize("name", ["vit", "swin_t", "unwritten"])

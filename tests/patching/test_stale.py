@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from originals import torchvision_swin
 from processes import at_once
 from torch import Tensor, nn
 
@@ -52,14 +53,8 @@ def make(kind: str) -> Any:
         name, options = TIMM[kind]
         model = timm.create_model(name, **options)
     else:
-        swin = pytest.importorskip("torchvision.models.swin_transformer")
-        block, merge = swin.SwinTransformerBlock, swin.PatchMerging
-        if kind == "torchvision-swin-v2":
-            block, merge = swin.SwinTransformerBlockV2, swin.PatchMergingV2
-        model = swin.SwinTransformer(
-            patch_size=[4, 4], window_size=[4, 4], block=block, downsample_layer=merge,
-            embed_dim=16, depths=[2], num_heads=[2], num_classes=6,
-        )  # fmt: skip
+        sizes = {"embed_dim": 16, "depths": [2], "num_heads": [2], "num_classes": 6}
+        model = torchvision_swin(1 + kind.endswith("v2"), **sizes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # SwinV2's norms start at zero and hide the attention; batch norms would explode.
