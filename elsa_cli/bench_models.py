@@ -30,7 +30,6 @@ def run(session: Session, options: Options, published: Document | None, kind: st
     if options.dry_run:
         _list(session, cases, device, bench.command, what)
         return
-    from elsa_core.measuring import environment
     from elsa_core.profiling.bench import families, models, runner
 
     bench_common.check_output(device, options, resumes=True)
@@ -40,8 +39,7 @@ def run(session: Session, options: Options, published: Document | None, kind: st
     if bench is models.RUNNER:
         plain = [key for name, key in named.items() if not typed((name,))]
         how |= families.protocol(device, cases, how | dict.fromkeys(plain))
-    settings = bench.settings(device, **how, seed=options.seed, backend=options.backend)
-    document = bench.started(settings, environment.describe(device))
+    document = bench.started(device, **how, seed=options.seed, backend=options.backend)
     if options.resume and target is not None and target.exists():
         document = runner.read(target, document)
 

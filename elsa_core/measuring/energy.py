@@ -39,17 +39,16 @@ def measured(
         if code != 0:
             raise OSError(f"NVML error {code}")
 
-    def joules() -> float:
-        ask("nvmlDeviceGetTotalEnergyConsumption", handle, ctypes.byref(milli))
-        return milli.value / 1e3
-
     ask("nvmlInit_v2")
     ask("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
     synchronize()
-    start, begin, calls = time.perf_counter(), joules(), 0
+    start, calls = time.perf_counter(), 0
+    ask("nvmlDeviceGetTotalEnergyConsumption", handle, ctypes.byref(milli))
+    begin = milli.value
     while calls == 0 or time.perf_counter() - start < seconds:
         call()
         synchronize()
         calls += 1
-    used = joules() - begin
-    return used / calls if used > 0 else None
+    ask("nvmlDeviceGetTotalEnergyConsumption", handle, ctypes.byref(milli))
+    used = milli.value - begin
+    return used / 1e3 / calls if used > 0 else None

@@ -18,7 +18,7 @@ from elsa_core.errors import ArgumentError
 from elsa_core.loading.fit import with_image_size
 from elsa_core.loading.libraries import default_recipe
 from elsa_core.loading.spec import parse
-from elsa_core.measuring import busy, environment
+from elsa_core.measuring import busy
 from elsa_core.profiling.bench import compare, models, published, runner
 from elsa_core.profiling.bench.runner import ModelCase
 
@@ -44,8 +44,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def held() -> str:
     """What a run of the first model writes."""
     device = torch.device("cpu")
-    settings = models.RUNNER.settings(device, rounds=3, budget_seconds=0.3)
-    document = models.RUNNER.started(settings, environment.describe(device))
+    document = models.RUNNER.started(device, rounds=3, budget_seconds=0.3)
     models.RUNNER.run(TINY["cpu"]["batch8"][:1], document, device=device)
     return json.dumps(document)
 
@@ -78,7 +77,7 @@ def test_every_model_can_be_built(case: ModelCase) -> None:
     if not hasattr(timm.layers, "calculate_drop_path_rates"):
         pytest.skip("this timm reads numbers of tensors on the meta device")
     with torch.device("meta"):
-        model = models.build(case, torch.device("meta"), 0)
+        model, _ = models.build(case, torch.device("meta"), 0)
     windows = {m.window_size for m in model.modules() if hasattr(m, "window_size")}
     assert (case.window, case.window) in windows
 

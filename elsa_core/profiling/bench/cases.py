@@ -6,6 +6,7 @@ import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -98,10 +99,8 @@ def inputs(case: Case, device: torch.device | str, seed: int = 0) -> Inputs:
     drawn = torch.device(device).type != "meta"
     generator = torch.Generator(device=device).manual_seed(seed) if drawn else None
 
-    def normal(*shape: int) -> Tensor:
-        # Drawn in the dtype itself: a float32 copy of a long case would not fit beside it.
-        return torch.randn(shape, generator=generator, dtype=DTYPES[case.dtype], device=device)
-
+    # Drawn in the dtype itself: a float32 copy of a long case would not fit beside it.
+    normal = partial(torch.randn, generator=generator, dtype=DTYPES[case.dtype], device=device)
     query = normal(case.batch, case.heads, case.queries, case.head_dim)
     key = normal(case.batch, case.heads, case.keys, case.head_dim)
     value = normal(case.batch, case.heads, case.keys, case.head_dim)
@@ -198,26 +197,29 @@ CUDA_TABLES: Final = {
 }  # fmt: skip
 
 
+_KINDS: Final = ("bench", "bench_gradients")  # what a record calls its measurements
+
+
 def all_tables() -> dict[str, dict[str, tuple[Case, ...]]]:
     """Cases by device type and table, of every operator whose record has some, in their order."""
     found: dict[str, dict[str, tuple[Case, ...]]] = {}
-    for bench in _benches():
-        for device_type, tables in bench.tables.items():
-            found.setdefault(device_type, {}).update(tables)
+    for kind in _KINDS:
+        for record in ops.records():
+            bench = record.part(kind)
+            for device_type, tables in bench.tables.items() if bench is not None else ():
+                found.setdefault(device_type, {}).update(tables)
     return found
 
 
 def bench_of(case: Case) -> Bench:
     """What measures a case: that of the operator in whose tables it is, or of attention."""
-    own = (b for b in _benches() if any(case.table in tables for tables in b.tables.values()))
+    for kind in _KINDS:
+        for record in ops.records():
+            bench: Bench | None = record.part(kind)
+            if bench is not None and any(case.table in each for each in bench.tables.values()):
+                return bench
     attention: Bench = ops.ATTENTION.part("bench")
-    return next(own, attention)
-
-
-def _benches() -> list[Bench]:
-    kinds = ("bench", "bench_gradients")
-    parts = (record.part(kind) for kind in kinds for record in ops.records())
-    return [bench for bench in parts if bench is not None]
+    return attention
 
 
 def select(device_type: str, precision: str | None = None, **chosen: Any) -> tuple[Case, ...]:

@@ -31,17 +31,19 @@ def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Co
     authors of alpha-entmax; softmax by PyTorch, which computes something else."""
     device = tensors.query.device
 
-    def made(name: str, attend: Callable[..., Tensor], **notes: str) -> Callable[[], Contender]:
-        return lambda: Contender(name, functools.partial(attend, *tensors), notes=notes)
-
-    softmax = made("softmax", F.scaled_dot_product_attention, computes="softmax")
+    attends: dict[str, Callable[..., Tensor]] = {
+        "softmax": F.scaled_dot_product_attention, "entmax": by_entmax, "adasplash_v1": by_adasplash
+    }  # fmt: skip
+    made = {
+        name: functools.partial(Contender, name, functools.partial(attend, *tensors))
+        for name, attend in attends.items()
+    }
     found: dict[str, Callable[[], Contender] | str] = {
-        "softmax": softmax,
-        "entmax": missing("entmax") or too_large(case, device) or made("entmax", by_entmax),
+        "softmax": functools.partial(made["softmax"], notes={"computes": "softmax"}),
+        "entmax": missing("entmax") or too_large(case, device) or made["entmax"],
     }
     if device.type == "cuda":
-        why = missing("adasplash")
-        found["adasplash_v1"] = why or made("adasplash_v1", by_adasplash)
+        found["adasplash_v1"] = missing("adasplash") or made["adasplash_v1"]
     return found
 
 

@@ -41,13 +41,15 @@ def slope(query: Tensor) -> Tensor:
 
 
 def _trained(
-    contender: Contender, forward: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor,
+    contender: Callable[[], Contender], forwards: Callable[[], Callable[..., Tensor]],
+    leaves: Sequence[Tensor], grad: Tensor,
     parts: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list,
 ) -> Contender:  # fmt: skip
     """A contender that computes forward(*leaves) and the leaves' gradients.
 
     parts: brings output and gradients to those of query, key, value and mask.
     """
+    made, forward = contender(), forwards()
     learnt = [leaf.detach().clone().requires_grad_() for leaf in leaves]
 
     def call() -> tuple[Tensor, ...]:
@@ -59,7 +61,7 @@ def _trained(
         assert isinstance(returned, tuple)
         return torch.cat([part.detach().flatten() for part in parts(returned)])
 
-    return replace(contender, call=call, read=read)
+    return replace(made, call=call, read=read)
 
 
 def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
@@ -85,17 +87,12 @@ def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contende
         notes = {"backend": route.backend, "schedule": "; ".join([route.schedule, *told])}
         grad, forward = slope(query), partial(attention, **chosen)
     plain = Contender(f"elsa-{precision}", lambda: None, precision=precision, notes=notes)
-    return _trained(plain, forward, leaves, grad, parts)
+    return _trained(lambda: plain, lambda: forward, leaves, grad, parts)
 
 
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:
     leaves = [t for t in tensors if t is not None]
     grad = slope(tensors.query)
-
-    def trained(
-        make: Callable[[], Contender], forward: Callable[[], Callable[..., Tensor]]
-    ) -> Contender:
-        return _trained(make(), forward(), leaves, grad)
 
     found: dict[str, Callable[[], Contender] | str] = {}
     forwards: dict[str, Callable[[], Callable[..., Tensor]]] = {
@@ -105,7 +102,9 @@ def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Co
         if name == "onnxruntime":
             continue
         forward = forwards.get(name, lambda: F.scaled_dot_product_attention)
-        found[name] = made if isinstance(made, str) else partial(trained, made, forward)
+        found[name] = (
+            made if isinstance(made, str) else partial(_trained, made, forward, leaves, grad)
+        )
     return found
 
 

@@ -16,7 +16,7 @@ from elsa_core.measuring.rounds import Settings
 from elsa_core.patching import patch, shared_copy
 from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench import families
-from elsa_core.profiling.bench.runner import Document, ModelCase, Runner, images, result
+from elsa_core.profiling.bench.runner import Document, ModelCase, Runner, result
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import Progress, measure_runs
 from elsa_core.proof import check
@@ -78,8 +78,9 @@ def _tables(device_type: str) -> dict[str, tuple[ModelCase, ...]]:
 TABLES: Final = {device_type: _tables(device_type) for device_type in ("cpu", "cuda")}
 
 
-def build(case: ModelCase, device: torch.device, seed: int) -> nn.Module:
-    """The model of a case with random weights from `seed`; of a CLIP the image tower.
+def build(case: ModelCase, device: torch.device, seed: int) -> tuple[nn.Module, Tensor]:
+    """The model of a case with random weights from `seed`, of a CLIP the image tower, and images
+    [batch, 3, image_size, image_size] of normal numbers.
 
     Families have their default size, and are filled where the model runs.
     """
@@ -104,7 +105,9 @@ def build(case: ModelCase, device: torch.device, seed: int) -> nn.Module:
     model = model.eval().to(device=device, dtype=DTYPES[case.dtype])
     if filled:
         families.fill(model, torch.Generator(device).manual_seed(seed))
-    return model
+    shape = (case.batch, 3, case.image_size, case.image_size)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return model, images.to(device, DTYPES[case.dtype])
 
 
 def measure(case: ModelCase, device: torch.device, settings: Document, tell: Progress) -> Document:
@@ -115,8 +118,7 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
     """
     few = case.table == families.TABLE
     tell("building", 0, 0)
-    model = build(case, device, settings["seed"])
-    given = images(case, device, settings["seed"])
+    model, given = build(case, device, settings["seed"])
     found = measure_runs(
         model, given, Settings(settings["rounds"], settings["budget_seconds"], settings["seed"]),
         baselines=settings["baselines"], precision=case.precision, backend=settings["backend"],

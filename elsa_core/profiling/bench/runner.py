@@ -21,7 +21,6 @@ from elsa_core.measuring import busy, environment
 from elsa_core.measuring.documents import Named, started
 from elsa_core.measuring.memory_limit import limited, release
 from elsa_core.measuring.timing import float32_products
-from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench.cases import selected
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import ProfileReport, Progress
@@ -79,22 +78,19 @@ class Runner:
         """The cases of a device; the rest as of `elsa_core.profiling.bench.cases.selected`."""
         return selected(self.tables, device_type, aside=self.aside, **chosen)
 
-    def settings(
+    def started(
         self, device: torch.device, *, baselines: Sequence[str] | None = None, rounds: int = 20,
         budget_seconds: float = 20.0, seed: int = 0, backend: str = "auto",
     ) -> Document:  # fmt: skip
-        """How to measure, as plain data."""
-        own: Document = {}
+        """An empty document: how to measure, and where."""
+        chosen: Document = {}
         if self.baselines is not None:
-            own["baselines"] = list(self.baselines(baselines, device))
-        return own | {
+            chosen["baselines"] = list(self.baselines(baselines, device))
+        chosen |= {
             "rounds": rounds, "budget_seconds": budget_seconds, "seed": seed, "backend": backend,
         }  # fmt: skip
-
-    def started(self, chosen: Document, described: Document) -> Document:
-        """An empty document: `settings`, and the environment from `environment.describe`."""
         results = {"settings": chosen, "busy": "", "complete": False, "cases": []}
-        return started(self.command, described, results)
+        return started(self.command, environment.describe(device), results)
 
     def run(
         self,
@@ -175,13 +171,6 @@ def require_gpu(device: torch.device, keeps: str, lists: str, *, measuring: bool
         raise ArgumentError(f"--tune: {device.type} {keeps}; use --device cuda")
     if measuring and not torch.cuda.is_available():
         raise UnavailableError(f"--tune: torch sees no CUDA GPU; --dry-run lists the {lists}")
-
-
-def images(case: ModelCase, device: torch.device, seed: int) -> torch.Tensor:
-    """The batch of a case, [batch, 3, image_size, image_size]: normal numbers from `seed`."""
-    shape = (case.batch, 3, case.image_size, case.image_size)
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return drawn.to(device, DTYPES[case.dtype])
 
 
 def result(case: ModelCase, found: ProfileReport, failures: list[str]) -> Document:

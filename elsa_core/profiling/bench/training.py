@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from elsa_core.errors import ElsaError
 from elsa_core.patching import patch, shared_copy
 from elsa_core.profiling.bench import models
-from elsa_core.profiling.bench.runner import Document, ModelCase, Runner, images, result
+from elsa_core.profiling.bench.runner import Document, ModelCase, Runner, result
 from elsa_core.profiling.runs import training
 from elsa_core.profiling.runs.runs import Progress
 
@@ -73,9 +73,7 @@ TABLES: Final = {
 def measure(case: ModelCase, device: torch.device, settings: Document, tell: Progress) -> Document:
     """One case as plain data."""
     tell("building", 0, 0)
-    wide = replace(case, dtype="fp32")
-    model = models.build(wide, device, settings["seed"])
-    given = images(wide, device, settings["seed"])
+    model, given = models.build(replace(case, dtype="fp32"), device, settings["seed"])
     how = ("rounds", "budget_seconds", "seed", "baselines", "backend")
     found = training.profile_training(
         model, given, dtype=case.dtype, precision=case.precision, decide=False, progress=tell,

@@ -45,13 +45,6 @@ class _Packed:
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:
     packed = _Packed(case, tensors)
 
-    def padded(name: str, attend: Callable[..., Any]) -> Callable[[], Contender]:
-        call = functools.partial(attend, *tensors[:3], packed.here[:, None, None, :])
-        hidden = ~packed.here[:, None, :, None]
-
-        read: Any = operator.methodcaller("masked_fill", hidden, 0)
-        return lambda: Contender(name, call, read=read)
-
     def each() -> Contender:
         parts = [
             [t[a:b].transpose(0, 1).unsqueeze(0) for t in packed.operands]
@@ -64,22 +57,24 @@ def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Co
 
         return Contender("each-sdpa", call, read=packed.read)
 
-    def by_pytorch() -> Contender:
+    found: dict[str, Callable[[], Contender] | str] = {}
+    zeroed: Any = operator.methodcaller("masked_fill", ~packed.here[:, None, :, None], 0)
+    padded: dict[str, Callable[..., Any]] = {
+        "padded-sdpa": F.scaled_dot_product_attention,
+        "padded-elsa": attention,
+    }
+    for name, attend in padded.items():
+        call = functools.partial(attend, *tensors[:3], packed.here[:, None, None, :])
+        found[name] = functools.partial(Contender, name, call, read=zeroed)
+    found["each-sdpa"] = each
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        found["varlen-attn"] = "this torch has none"
+    elif tensors.query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
         starts, longest = [packed.starts] * 2, [packed.longest] * 2
         call = functools.partial(varlen_attn, *packed.operands, *starts, *longest)
-        return Contender("varlen-attn", call, read=packed.read)
-
-    found: dict[str, Callable[[], Contender] | str] = {
-        "padded-sdpa": padded("padded-sdpa", F.scaled_dot_product_attention),
-        "padded-elsa": padded("padded-elsa", attention),
-        "each-sdpa": each,
-    }
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        found["varlen-attn"] = "this torch has none"
-    elif tensors.query.is_cuda:
-        found["varlen-attn"] = by_pytorch
+        found["varlen-attn"] = functools.partial(Contender, "varlen-attn", call, read=packed.read)
     return found
 
 
