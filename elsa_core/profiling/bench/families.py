@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from elsa_core.errors import ArgumentError
 
@@ -90,15 +89,6 @@ def protocol(device: torch.device, cases: Sequence[Any], asked: Document) -> Doc
     given = {key: value for key, value in asked.items() if value is not None}
     own = {**PROTOCOL, "baselines": PEERS.get(device.type)} if kinds == {True} else {}
     return {**own, **given}
-
-
-def fill(model: nn.Module, generator: torch.Generator) -> None:
-    """Draw weights that keep activations near one: gains near one, no bias at zero."""
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            fan_in = weight[0].numel() if weight.ndim > 1 else 100
-            gain = weight.ndim < 2 and name.rpartition(".")[2] in ("weight", "gamma", "scale")
-            weight.normal_(float(gain), 0.5 * fan_in**-0.5, generator=generator)
 
 
 def pairs(case: Document) -> dict[str, float]:

@@ -103,8 +103,13 @@ def build(case: ModelCase, device: torch.device, seed: int) -> tuple[nn.Module, 
             )  # fmt: skip
     model: nn.Module = tower.visual if case.model.startswith("open_clip:") else tower
     model = model.eval().to(device=device, dtype=DTYPES[case.dtype])
-    if filled:
-        families.fill(model, torch.Generator(device).manual_seed(seed))
+    if filled:  # so that activations stay near one: gains near one, no bias at zero
+        generator = torch.Generator(device).manual_seed(seed)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                fan_in = weight[0].numel() if weight.ndim > 1 else 100
+                gain = weight.ndim < 2 and name.rpartition(".")[2] in ("weight", "gamma", "scale")
+                weight.normal_(float(gain), 0.5 * fan_in**-0.5, generator=generator)
     shape = (case.batch, 3, case.image_size, case.image_size)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return model, images.to(device, DTYPES[case.dtype])

@@ -128,7 +128,11 @@ class Runner:
                     with limited(device), variants.on_device(device):
                         found = self.measure(case, device, results["settings"], tell)
                 except (ElsaError, RuntimeError, MemoryError) as error:
-                    found = empty(case, first_line(error))
+                    found = {
+                        "case": case.to_dict(), "measurements": [], "best_peer": "", "best_own": "",
+                        "gain": None, "sites": [0, 0], "errors": None, "wrong": [],
+                        "left_out": {"all": first_line(error)}, "warnings": [],
+                    }  # fmt: skip
                 results["cases"].append(found)
                 results["cases"].sort(
                     key=lambda each: places.get(each["case"]["name"], len(places))
@@ -202,11 +206,3 @@ def result(case: ModelCase, found: ProfileReport, failures: list[str]) -> Docume
         "left_out": dict(found.left_out),
         "warnings": [*found.warnings, *failures],
     }
-
-
-def empty(case: Case, reason: str) -> Document:
-    """The plain data of a case that was not measured."""
-    return {
-        "case": case.to_dict(), "measurements": [], "best_peer": "", "best_own": "", "gain": None,
-        "sites": [0, 0], "errors": None, "wrong": [], "left_out": {"all": reason}, "warnings": [],
-    }  # fmt: skip

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from elsa_core import dispatch
-from elsa_core.base.inputs import ModelInput, as_cases
+from elsa_core.base.inputs import ModelInput, as_cases, chunks
+from elsa_core.base.messages import first_line
 from elsa_core.base.summary import Summarised, Summary
+from elsa_core.errors import ElsaError
 from elsa_core.measuring import energy, rounds
 from elsa_core.measuring.busy import Watch
 from elsa_core.measuring.documents import Plain
@@ -29,9 +32,9 @@ from elsa_core.patching import (
     unpatch,
 )
 from elsa_core.profiling.runs import variants
-from elsa_core.profiling.runs.errors import RunErrors, run_errors
 from elsa_core.profiling.runs.variants import first_tensor, on_device
 from elsa_core.profiling.words import profile_summary
+from elsa_core.proof import TURBO_EPS, Comparison, floating_outputs, map_floating
 
 if TYPE_CHECKING:
     from elsa_core.profiling.sites import SiteProfile
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 _KEPT_SAMPLES: Final = 100
+_FACTOR: Final = 2.0  # times the error of "eager", which a run may have
 _SLOW: Final = 0.05  # of the budget, that a call takes whose memory is not measured
 
 
@@ -358,3 +362,64 @@ def _spread(seconds: Sequence[float]) -> float:
     """Distance of the 10th and 90th percentile over the median."""
     width = percentile(seconds, 0.9) - percentile(seconds, 0.1)
     return digits(width / statistics.median(seconds))
+
+
+class RunErrors(NamedTuple):
+    """Relative Euclidean errors against float64 of the worst output of each run, why those of
+    `wrong` are too large, and reasons to doubt the runs.
+    """
+
+    errors: dict[str, float]
+    wrong: dict[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+def run_errors(
+    plain: nn.Module,
+    contenders: Sequence[Contender],
+    arguments: tuple[Any, ...],
+    precision: str = "strict",
+) -> RunErrors:
+    """The error of every run that is timed: of that very call, its batch and its inputs.
+
+    The oracle is the original in float64 on the same inputs, row by row, since attention in float64
+    takes memory. The rule is that of `check`: twice the error of "eager", and a rounding band.
+    """
+    try:
+        with torch.inference_mode():
+            outputs = {}
+            for contender in contenders:
+                with contender.context():
+                    outputs[contender.name] = floating_outputs(contender.call())
+        reference = outputs["eager"]
+        exact = _exact(copy.deepcopy(plain).double(), arguments, reference)
+        errors, wrong = {}, {}
+        turbo = precision == "turbo" and all(x.dtype == torch.float32 for x in reference.values())
+        for name, found in outputs.items():
+            eps = TURBO_EPS if turbo and name.startswith("patched") else None
+            comparisons = {place: Comparison(_FACTOR, eps) for place in reference}
+            for place, each in comparisons.items():
+                each.add(exact[place], reference[place], found[place])
+            worst = max(comparisons.values(), key=lambda each: each.excess)
+            errors[name] = worst.patched_error
+            if worst.patched_error > worst.allowed and name != "eager":
+                wrong[name] = worst.reason()
+    except (ElsaError, RuntimeError, TypeError, ValueError, MemoryError, KeyError) as error:
+        return RunErrors({}, {}, (f"the errors of the runs are not known: {first_line(error)}",))
+    return RunErrors(errors, wrong, tuple(f"{name}: {why}" for name, why in wrong.items()))
+
+
+def _exact(
+    oracle: nn.Module, arguments: tuple[Any, ...], like: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """What the oracle returns: of one row at a time where every output has the batch's rows."""
+    batch, device = next(
+        (x.shape[0], x.device) for x in arguments if isinstance(x, Tensor) and x.ndim
+    )
+    by_row = all(out.ndim and out.shape[0] == batch for out in like.values())
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        parts = [
+            floating_outputs(oracle(*map_floating(rows, torch.float64)))
+            for rows in chunks(arguments, 1 if by_row else batch)
+        ]
+        return {place: torch.cat([part[place] for part in parts]) for place in like}

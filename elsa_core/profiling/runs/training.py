@@ -111,9 +111,7 @@ def profile_training(
 
     Args:
         model: in float32, with attention sites that can be patched.
-        inputs: a tensor [B, C, H, W], or a tuple of the model's arguments, on its device.
-        rounds: samples of each at least; more until the intervals decide.
-        budget_seconds: of warming up and rounds; under it there are fewer, but never under 3.
+        inputs, rounds, budget_seconds, patching: as for `profile`.
         seed: of the labels and of the bootstrap.
         decide: end as soon as the intervals decide, else when they are narrow.
         dtype: "fp32", or "fp16" or "bf16" for autocast (fp16 with a scaled loss).
@@ -121,7 +119,6 @@ def profile_training(
             (default: "eager" on a CPU, with "eager+graph" and "compile" on CUDA; these two are also
             measured patched).
         progress: called with (what, steps done, steps in all).
-        patching: `precision`, `backend`, `include`, `exclude` and `scope` as for `elsa_core.patch`.
 
     Returns:
         The report: no sites, and runs whose `parts` are seconds of forward, backward and optimizer.
