@@ -42,12 +42,26 @@ def directory() -> Path:
         UnavailableError: ELSA_CACHE_DIR names a home directory that does not exist, there is
             neither that variable nor a home directory, or no folder is this user's own.
     """
-    wanted = _wanted()
+    import platformdirs
+
+    usual: Path | None = Path(platformdirs.user_cache_dir("elsa"), "native")
+    if str(usual).startswith("~"):  # this user has no home directory
+        usual = None
+    chosen = os.environ.get("ELSA_CACHE_DIR")
+    try:
+        wanted = Path(chosen).expanduser() / "native" if chosen else usual
+    except RuntimeError:
+        raise UnavailableError(
+            f"ELSA_CACHE_DIR={chosen!r} names a home directory that does not exist; "
+            "unset or correct ELSA_CACHE_DIR"
+        ) from None
+    if wanted is None:
+        raise UnavailableError("this user has no home directory; set ELSA_CACHE_DIR")
     reason = not_own(wanted)
     if not reason:
         return Path(os.path.realpath(wanted))
     private = Path(tempfile.gettempdir()) / f"elsa-{_user()}" / "native"
-    for place in (_default(), private):
+    for place in (usual, private):
         if place is not None and place != wanted and not not_own(place):
             _warn_once("%s: %s is used instead", reason, place)
             return Path(os.path.realpath(place))
@@ -136,29 +150,6 @@ def locked(path: Path, title: str, say: Callable[[str], None]) -> Iterator[None]
         yield
     finally:
         lock.release()
-
-
-def _wanted() -> Path:
-    chosen = os.environ.get("ELSA_CACHE_DIR")
-    if not chosen:
-        place = _default()
-        if place is None:
-            raise UnavailableError("this user has no home directory; set ELSA_CACHE_DIR")
-        return place
-    try:
-        return Path(chosen).expanduser() / "native"
-    except RuntimeError:
-        raise UnavailableError(
-            f"ELSA_CACHE_DIR={chosen!r} names a home directory that does not exist; "
-            "unset or correct ELSA_CACHE_DIR"
-        ) from None
-
-
-def _default() -> Path | None:
-    import platformdirs
-
-    place = Path(platformdirs.user_cache_dir("elsa"))
-    return None if place.parts[0].startswith("~") else place / "native"
 
 
 def not_own(folder: Path) -> str:

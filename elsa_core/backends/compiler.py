@@ -268,7 +268,7 @@ def compiler_version(command: tuple[str, ...]) -> str:
         ) from None
     except (OSError, ValueError) as error:
         raise UnavailableError(f"the compiler {name} does not run: {error}") from None
-    return _first_line(said) if said else ""
+    return next(filter(None, (line.strip() for line in said.splitlines())), "")
 
 
 def source_directory() -> Path:
@@ -347,13 +347,9 @@ def _run_all(commands: list[tuple[str, list[str]]], folder: Path) -> None:
                     "and was stopped; set CXX to another one"
                 ) from None
             if process.returncode != 0:
+                lines = [line.strip() for line in errors.splitlines() if line.strip()]
+                said = [line for line in lines if "error" in line.lower()] + lines
                 raise UnavailableError(
                     f"the compiler {name} failed on unit '{unit}' "
-                    f"(exit {process.returncode}): {_first_line(errors)}"
+                    f"(exit {process.returncode}): {said[0] if said else 'it said nothing'}"
                 )
-
-
-def _first_line(errors: str) -> str:
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    chosen = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
-    return chosen or "it said nothing"

@@ -44,18 +44,14 @@ class Windows(NamedTuple):
         pairs = zip(self.size, self.window, strict=True)
         return tuple((size + window - 1) // window for size, window in pairs)
 
-    @property
-    def padding(self) -> tuple[int, ...]:
-        """Tokens added at the end of each axis, in rolled coordinates."""
-        axes = zip(self.counts, self.window, self.size, strict=True)
-        return tuple(count * window - size for count, window, size in axes)
-
 
 def partition(x: Tensor, cut: Windows, pad: Tensor | None = None) -> Tensor:
     """[B, D, H, W, C] -> [B * windows, T, C]: roll by -shift, pad with `pad` [C] or zeros, cut."""
     if any(cut.shift):
         x = x.roll([-s for s in cut.shift], (1, 2, 3))
-    for axis, extra in enumerate(cut.padding, start=1):
+    axes = zip(cut.counts, cut.window, cut.size, strict=True)
+    for axis, (count, window, size) in enumerate(axes, start=1):
+        extra = count * window - size  # tokens added at its end, in rolled coordinates
         if extra:
             shape = [*x.shape]
             shape[axis] = extra
@@ -217,7 +213,7 @@ class _Terms(NamedTuple):
         compute = torch.promote_types(call.qkv.dtype, torch.float32)
         bias, logit_scale = call.bias, call.logit_scale
         if bias is not None:
-            bias = (dense_bias(bias, call.bias_index)).to(compute, copy=True)
+            bias = dense_bias(bias, call.bias_index).to(compute, copy=True)
         if logit_scale is not None:
             logit_scale = logit_scale.to(compute, copy=True).view(-1, 1, 1)
         mask = region_mask(cut, call.mask_value, call.qkv.new_empty(0, dtype=compute))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,6 +29,7 @@ _precision, _cast = torch._C._get_fp32_precision_getter, torch._C._is_any_autoca
 _LOCK = threading.Lock()
 
 
+@dataclass(slots=True)
 class Launches:
     """The cached launches of one operator.
 
@@ -36,12 +38,10 @@ class Launches:
             the first result of a call in the cache, else None. None until a call was admitted.
     """
 
-    __slots__ = ("_admit", "_looked", "_operator", "find")
-
-    def __init__(self, operator: str):
-        self._operator, self._looked = operator, False
-        self.find: Callable[..., Tensor | None] | None = None
-        self._admit: Callable[..., Any] | None = None
+    _operator: str
+    find: Callable[..., Tensor | None] | None = None
+    _admit: Callable[..., Any] | None = None
+    _looked: bool = False
 
     def admit(self, arguments: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         """Put a call into the cache that `auto` gave to the operator's kernel.

@@ -296,6 +296,15 @@ def python(stub: str) -> None:
     call = cuda.direct(CALL, KERNELS)
     direct = lambda: call(*tensors, None, False, 1.0, "strict")  # noqa: E731
     assert failure(direct, ArgumentError) == "query is a stone"
+
+    def interrupt(q: Tensor) -> None:  # once: what is computed again would not meet it
+        KERNELS.extra = refuse
+        raise KeyboardInterrupt("enough")
+
+    KERNELS.extra = interrupt
+    failure(direct, KeyboardInterrupt)
+    KERNELS.extra = interrupt
+    assert "the call was interrupted" in failure(lambda: attend(*tensors), RuntimeError)
     assert loaded.counts() == (0, 0)
     KERNELS.extra, KERNELS.launch.is_hooked = (lambda q: None), True
     attend(*tensors)

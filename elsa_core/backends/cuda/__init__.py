@@ -33,6 +33,9 @@ _warn_once = functools.cache(_LOG.warning)
 OFFERED: dict[str, Callable[..., Any]] = {}
 _SERVED: set[str] = set()
 _FAILED: list[str] = []
+INTERRUPTED: Final = "the call was interrupted"
+# By thread: what ended a call that PyTorch's dispatcher made, which would lose it.
+INTERRUPTS: dict[int, BaseException] = {}
 _LOCK = threading.RLock()
 
 
@@ -130,7 +133,7 @@ def direct(overload: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """What computes an eager call: the operator if the library serves it, else `otherwise`.
 
     An error of PyTorch's dispatcher has lost its kind: `otherwise` meets it again, and raises what
-    it is.
+    it is. Ctrl-C would not be met again.
     """
     operator = overload._schema.name.removeprefix("elsa::")
 
@@ -138,8 +141,9 @@ def direct(overload: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
         if serves(operator):
             try:
                 return below_autograd(overload, *arguments)
-            except RuntimeError:
-                pass
+            except RuntimeError as error:
+                if INTERRUPTED in str(error):
+                    raise INTERRUPTS.pop(threading.get_ident(), KeyboardInterrupt()) from None
         return otherwise(*arguments)
 
     return call

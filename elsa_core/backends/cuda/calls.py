@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elsa_core.backends import cuda
 from elsa_core.backends.cuda import plan as plans
 from elsa_core.backends.cuda.library import Library
 from elsa_core.backends.cuda.plan import PlanError, arguments_of
@@ -55,9 +56,12 @@ def serve(
                 found, said = _tuple(kernel(*arguments)), b""
             else:
                 found, said = _planned(library, operator, kernel, level, arguments)
-        except Exception as error:
+        except BaseException as error:
             found = tuple(torch.empty(0) for _ in range(results))
             said = b"E" + (str(error) or type(error).__name__).encode()
+            if not isinstance(error, Exception):
+                cuda.INTERRUPTS[threading.get_ident()] = error
+                said = f"E{cuda.INTERRUPTED}: {type(error).__name__}".encode()
         kept = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else None
         return *found, torch.empty(0, dtype=torch.uint8) if kept is None else kept
 

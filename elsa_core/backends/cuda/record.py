@@ -82,7 +82,9 @@ class Recorder(TorchDispatchMode):
         if place is None or func._schema.is_mutable:
             return False
         for part in parts:
-            if not isinstance(part, Tensor) or _storage(part) != _storage(args[0]):
+            if not isinstance(part, Tensor):
+                return False
+            if part.untyped_storage()._cdata != args[0].untyped_storage()._cdata:
                 return False
             self._places[id(part)] = part, *place[1:]
         return True
@@ -114,7 +116,7 @@ class Recorder(TorchDispatchMode):
             offset = tensor.data_ptr() - start if tensor.numel() else 0
             if not isinstance(source, Tensor):
                 return Pointer(source, offset)
-            storage = _storage(source)
+            storage = source.untyped_storage()._cdata
             if storage in slots:
                 return Pointer(slots[storage], offset)
             if storage not in parts:
@@ -154,9 +156,9 @@ class Recorder(TorchDispatchMode):
             whole = storage.nbytes() == size * result.element_size()
             if not whole or storage.data_ptr() != result.data_ptr():
                 raise PlanError("it returns a part of what it allocates")
-            if _storage(result) in slots and result.numel():
+            if storage._cdata in slots and result.numel():
                 raise PlanError("it returns one tensor twice")
-            slots[_storage(result)] = slot
+            slots[storage._cdata] = slot
         return slots
 
 
@@ -168,10 +170,6 @@ class Apart(Recorder):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return True
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def heard(launch: Any, pointers: tuple[Tensor, ...]) -> None:
