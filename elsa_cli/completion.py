@@ -27,12 +27,12 @@ BASELINES = (
 # As `elsa_core.backends.triton.pack.cases.architectures`; a test compares them too.
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
-# Bash splits words at colons, which would cut `open_clip:ViT-B-32` in three.
-_BASH = BashComplete.source_template.rstrip() + '\nCOMP_WORDBREAKS="${COMP_WORDBREAKS//:}"\n'
-
 
 class _Bash(BashComplete):
-    source_template = _BASH
+    # Bash splits words at colons, which would cut `open_clip:ViT-B-32` in three.
+    source_template = (
+        BashComplete.source_template.rstrip() + '\nCOMP_WORDBREAKS="${COMP_WORDBREAKS//:}"\n'
+    )
 
     @staticmethod
     def _check_version() -> None:

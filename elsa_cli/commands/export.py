@@ -105,6 +105,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     pipeline.import_ahead(session, "torch._dynamo", *(m for f in formats for m in _MODULES[f]))
     from elsa_cli import render
     from elsa_core.exporting.bundle import check_output, export
+    from elsa_core.patching import ATTENTION, AUTO, MODEL, scope_of
 
     output = output or Path(f"{loaded.name}{f'-{options.tower}' if options.tower else ''}-elsa")
     # what elsa did not write is refused before minutes go into the check
@@ -112,7 +113,12 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     check_output(target.resolve(), target, options.zipped, options.force)
     if options.quantize:
         exact = _exact(session, loaded, options)
-    options, said = _one_form(options, loaded)
+    # One scope for all processors, said where this one would take another for the model in Python.
+    one_form = (
+        options.scope == AUTO and next(loaded.model.parameters()).device.type == "cpu"
+        and scope_of(loaded.model, AUTO) == MODEL
+    )  # fmt: skip
+    options = options.but(scope=ATTENTION) if one_form else options
     _, routes = pipeline.patch_model(session, loaded, options)
     outcome = pipeline.check_model(session, loaded, options)
     with session.stage("exporting") as update:
@@ -128,22 +134,12 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     session.document("export", bundle.to_dict())
     render.header(session, loaded, options, routes)
     _show(session, bundle)
-    if said:
-        session.line(said, "dim")
-
-
-def _one_form(options: Options, loaded: Loaded) -> tuple[Options, str]:
-    """The options with one scope for all processors, and what to say where this one would take
-    another for the model in Python."""
-    from elsa_core.patching import ATTENTION, AUTO, MODEL, scope_of
-
-    on_cpu = next(loaded.model.parameters()).device.type == "cpu"
-    if options.scope != AUTO or not on_cpu or scope_of(loaded.model, AUTO) != MODEL:
-        return options, ""
-    return options.but(scope=ATTENTION), (
-        "Linear layers are standard operators, one form for all processors; --scope model writes "
-        "them as elsa::Linear nodes of model.onnx. In Python elsa computes them on this processor."
-    )
+    if one_form:
+        session.line(
+            "Linear layers are standard operators, one form for all processors; --scope model "
+            "writes them as elsa::Linear nodes of model.onnx. In Python elsa computes them on this "
+            "processor.", "dim",
+        )  # fmt: skip
 
 
 def _check_early(model: str, options: Options) -> tuple[str, ...]:

@@ -108,7 +108,17 @@ def check(
     if grad and any(is_inexact(site) for site in sites.values()):
         raise ArgumentError("a number as sparsity has no gradients: check it without grad (--grad)")
     cases = as_cases(inputs)
-    fault = _fault(sites)
+    fault = None
+    if text := os.environ.get(FAULT_SWITCH, ""):
+        path, _, number = text.rpartition(":")
+        try:
+            fault = path, float(number)
+        except ValueError:
+            fault = path, math.nan
+        if path not in sites or math.isnan(fault[1]):
+            raise ArgumentError(
+                f"{FAULT_SWITCH}={text}: expected the path of a patched site, a colon and a number"
+            )
     dtype, device = _home(model)
     asked = Asked(
         factor, batch_size, stress, grad, run_paths.chosen(paths, device), paths is not None,
@@ -180,22 +190,6 @@ def _report(
         fault_injection=None if fault is None else f"{fault[0]}:{fault[1]:g}",
         left_out=run.left_out, gradients=tuple(slopes),
     )  # fmt: skip
-
-
-def _fault(sites: Mapping[str, nn.Module]) -> tuple[str, float] | None:
-    text = os.environ.get(FAULT_SWITCH, "")
-    if not text:
-        return None
-    path, _, number = text.rpartition(":")
-    try:
-        amount = float(number)
-    except ValueError:
-        amount = math.nan
-    if path not in sites or math.isnan(amount):
-        raise ArgumentError(
-            f"{FAULT_SWITCH}={text}: expected the path of a patched site, a colon and a number"
-        )
-    return path, amount
 
 
 def _home(model: nn.Module) -> tuple[torch.dtype, torch.device]:

@@ -214,8 +214,18 @@ def _gradients(
     wide: torch.dtype | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """By name: "input[0]", "input['key']" and the parameters' own, where they have influence."""
+    flat, spec = pytree.tree_flatten_with_path(given)
+    leaves: dict[str, Tensor] = {}
+    # One tensor given twice stays one tensor: attention modules ask whether keys are queries.
+    made: dict[int, Any] = {id(value): value for _, value in flat}
     with torch.enable_grad():
-        leaves, arguments = _leaves(given, wide)
+        for path, value in flat:
+            if made[id(value)] is value and isinstance(value, Tensor) and value.is_floating_point():
+                leaf = value.detach().to(wide or value.dtype, copy=True).requires_grad_()
+                leaves[f"input{pytree.keystr(path[1:])}"] = leaf
+                # An alias with a history: a module may write to its input, and not to a leaf.
+                made[id(value)] = leaf.clone()
+        arguments: Given = pytree.tree_unflatten([made[id(value)] for _, value in flat], spec)
         outputs = {
             name: out for name, out in floating_outputs(run(arguments)).items() if out.requires_grad
         }
@@ -231,27 +241,6 @@ def _gradients(
             list(outputs.values()), list(leaves.values()), losses, allow_unused=True
         )
     return {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
-
-
-def _leaves(given: Given, wide: torch.dtype | None) -> tuple[dict[str, Tensor], Given]:
-    """The floating inputs as leaves, by name, and the arguments made of them.
-
-    One tensor given twice stays one tensor: attention modules ask whether keys are queries.
-    """
-    flat, spec = pytree.tree_flatten_with_path(given)
-    leaves: dict[str, Tensor] = {}
-    made: dict[int, Any] = {}
-    for path, value in flat:
-        if id(value) in made:
-            continue
-        made[id(value)] = value
-        if isinstance(value, Tensor) and value.is_floating_point():
-            leaf = value.detach().to(wide or value.dtype, copy=True).requires_grad_()
-            leaves[f"input{pytree.keystr(path[1:])}"] = leaf
-            # An alias with a history: a module may write to its input, and not to a leaf.
-            made[id(value)] = leaf.clone()
-    arguments: Given = pytree.tree_unflatten([made[id(value)] for _, value in flat], spec)
-    return leaves, arguments
 
 
 def exactly(run: Callable[[], _Result], model: nn.Module) -> _Result:

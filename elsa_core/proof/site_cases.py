@@ -78,7 +78,11 @@ def site_cases(
     twin = next(iter(zeros_filled(module)), None)
     if twin is not None:
         yield SiteCase(FILLED, given, twin)
-    channels = _in_channels(module)
+    # The inner size of its first matrix or convolution. A table of relative positions is a matrix
+    # too, so that layers are asked before bare parameters.
+    layers = [m.weight for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    weights = (weight for weight in (*layers, *module.parameters()) if weight.ndim in (2, 4))
+    channels = next((int(weight.shape[1]) for weight in weights), None)
     for name, hard in _hard_changes(channels, seen.largest_logit).items():
         yield SiteCase(name, _change_tokens(method, given, hard))
 
@@ -189,16 +193,6 @@ def _change_tokens(method: Callable[..., Any], given: Given, change: _Change) ->
         tuple(visit(name, value) for name, value in zip(names, args, strict=False)),
         {name: visit(name, value) for name, value in kwargs.items()},
     )
-
-
-def _in_channels(module: nn.Module) -> int | None:
-    """The inner size of a site's first matrix or convolution. A table of relative positions is a
-    matrix too, so that layers are asked before bare parameters."""
-    layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    for parameter in (*(layer.weight for layer in layers), *module.parameters()):
-        if parameter.ndim in (2, 4):
-            return int(parameter.shape[1])
-    return None
 
 
 def _token_dims(x: Tensor, channels: int | None) -> list[int]:
