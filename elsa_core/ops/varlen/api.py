@@ -103,7 +103,7 @@ def varlen_attention(
             out, lse = ops.VARLEN_ATTENTION.exported(*terms)
         elif dispatch.plain_alone(backend):
             out, lse = ops.VARLEN_ATTENTION.reference(*terms)
-        elif _pads(kind, backend) or _spares_waiting(kind, given, is_causal, backend, told):
+        elif _pads(kind, given, is_causal, backend, told)[0]:
             if longest is not None and q.shape[0] and k.shape[0]:
                 out, lse = _by_padding(given, longest, *terms[5:], precision)
             else:  # nothing to pad; or a compiled program, which cannot ask for the longest length
@@ -132,8 +132,7 @@ def explain_varlen_attention(
     told = max_seqlen_q, max_seqlen_k
     longest, kind = longest_of(given, *told), kind_of(q, v, precision)
     wanted = calls.wanted(query=query, key=key, value=value)
-    spares = _spares_waiting(kind, given, is_causal, backend, told)
-    pads = spares or _pads(kind, backend)
+    pads, spares = _pads(kind, given, is_causal, backend, told)
     empty = longest is None or not (q.shape[0] and k.shape[0])
     request = request_of(
         "varlen_attention", given[:3], precision, _limits(given, is_causal), wanted
@@ -160,26 +159,22 @@ def explain_varlen_attention(
     return replace(found, schedule=words, reasons=(*reasons, *found.reasons))
 
 
-def _pads(kind: Kind, backend: str) -> bool:
-    """Whether a call is served by `attention` of a padded batch: on a GPU, where no backend has
-    kernels of packed sequences."""
-    if backend != "auto" or not kind[0].startswith("cuda"):
-        return False
-    return dispatch.choose("varlen_attention", *kind, backend) == dispatch.PLAIN
-
-
-def _spares_waiting(
+def _pads(
     kind: Kind, given: Packed, is_causal: bool, backend: str, told: tuple[int | None, int | None]
-) -> bool:
-    """Whether a call pads ahead since its gradients will: those of packed sequences would ask the
-    device for the longest lengths, which the caller `told` (max_seqlen_q, max_seqlen_k)."""
-    if backend != "auto" or not kind[0].startswith("cuda") or told[0] is None:
-        return False
+) -> tuple[bool, bool]:
+    """Whether `attention` of a padded batch serves a call on a GPU: where no backend has kernels of
+    packed sequences, or ahead, since its gradients will. Those would ask the device for the longest
+    lengths, which the caller `told` (max_seqlen_q, max_seqlen_k). And whether it is ahead."""
+    if backend != "auto" or not kind[0].startswith("cuda"):
+        return False, False
+    plain = dispatch.choose("varlen_attention", *kind, backend) == dispatch.PLAIN
     wanted = calls.wanted(query=given.query, key=given.key, value=given.value)
     known = told[1] is not None or given.cu_seqlens_k is given.cu_seqlens_q
-    return bool(wanted and known) and dispatch.recomputes(
-        "varlen_attention", *kind, gradient=wanted, mask=_limits(given, is_causal)
-    )
+    ahead = told[0] is not None and bool(wanted and known)
+    if ahead:
+        limits = _limits(given, is_causal)
+        ahead = dispatch.recomputes("varlen_attention", *kind, gradient=wanted, mask=limits)
+    return plain or ahead, ahead
 
 
 def _limits(given: Packed, is_causal: bool) -> str:

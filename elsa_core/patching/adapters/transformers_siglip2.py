@@ -7,11 +7,12 @@ layers within it.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.siglip2.modeling_siglip2 import (
     Siglip2Attention,
     Siglip2Encoder,
@@ -24,15 +25,20 @@ from elsa_core.patching.adapters.common import join_heads, split_heads
 from elsa_core.patching.adapters.watched import run
 
 
+def _departs(cls: type, expected: tuple[str, ...], module: nn.Module) -> str:
+    """Why this transformers' class is not the one that was read; empty if its arguments are."""
+    known = tuple(inspect.signature(cls.forward).parameters) == expected  # type: ignore[attr-defined]
+    return "" if known else f"this transformers' {cls.__name__} takes other arguments"
+
+
 class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transformers is untyped
     """SigLIP 2's attention: [B, N, C] -> [B, N, C] and no weights; any floating dtype. Within an
     encoder that packs its tokens keys are those of the same image."""
 
     elsa_base = Siglip2Attention
-
-    @staticmethod
-    def elsa_why_not(module: Any) -> str:
-        return _departs(Siglip2Attention, ("self", "hidden_states", "attention_mask", "kwargs"))
+    elsa_why_not = staticmethod(
+        partial(_departs, Siglip2Attention, ("self", "hidden_states", "attention_mask", "kwargs"))
+    )
 
     def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
         if not isinstance(attention_mask, padding.Packed):
@@ -53,9 +59,9 @@ class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
     elsa_companion = True
     elsa_any_scope = True
 
-    @staticmethod
-    def elsa_why_not(module: Any) -> str:
-        return _departs(Siglip2Encoder, ("self", "inputs_embeds", "attention_mask", "kwargs"))
+    elsa_why_not = staticmethod(
+        partial(_departs, Siglip2Encoder, ("self", "inputs_embeds", "attention_mask", "kwargs"))
+    )
 
     def forward(self, inputs_embeds: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
         found = None
@@ -110,9 +116,3 @@ def _may_pack(layers: Any, x: Tensor) -> bool:
         if layer.self_attn.config._attn_implementation not in hf_transformers.NAMES:
             return False
     return padding.may_pack(x, layers, "self_attn", ElsaSiglip2Attention)
-
-
-def _departs(cls: type, expected: tuple[str, ...]) -> str:
-    """Why this transformers' class is not the one that was read; empty if its arguments are."""
-    known = tuple(inspect.signature(cls.forward).parameters) == expected  # type: ignore[attr-defined]
-    return "" if known else f"this transformers' {cls.__name__} takes other arguments"
