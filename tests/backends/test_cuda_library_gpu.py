@@ -1,4 +1,4 @@
-"""The CUDA library on a real GPU, in processes that ask for it."""
+"""The CUDA library on a real GPU gives Triton's bits in less of the host's time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention past PyTorch's dispatcher, on a GPU."""
+"""Calls past PyTorch's dispatcher on a GPU have the bits of the operator's, and its gradients."""
 
 from __future__ import annotations
 

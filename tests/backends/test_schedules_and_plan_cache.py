@@ -1,4 +1,4 @@
-"""Schedules as records, tile tables, and the plan cache: nothing here needs a GPU."""
+"""Plans hold no tensor, their caches are bounded, and a user's tiles stand first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: support, plans, interpreted kernels, compiled code."""
+"""Attention's tiles serve every call and fit their GPU; support says why it refuses."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -12,6 +13,7 @@ from json_schema import document
 
 from elsa_core import dispatch
 from elsa_core.backends.support import Backend, Implementation, Support
+from elsa_core.measuring import busy
 
 Offered = Callable[..., AbstractContextManager[None]]
 
@@ -38,3 +40,10 @@ def offered() -> Offered:
             dispatch.unregister("toy")
 
     return registered
+
+
+@pytest.fixture
+def free_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder on a machine where nothing else runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(busy, "reason", lambda _: "")

@@ -20,10 +20,7 @@ SHORT = ("--device", "cpu", "--rounds", "3", "--budget", "0.1")
 TINY = (*SHORT, "--shape", "1,2,17,16", "--shape", "1,2,33,16")
 
 
-@pytest.fixture(autouse=True)
-def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(busy, "reason", lambda _: "")
+pytestmark = pytest.mark.usefixtures("free_machine")
 
 
 def test_dry_run_lists_and_measures_nothing(

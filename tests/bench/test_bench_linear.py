@@ -17,7 +17,6 @@ from torch.nn import functional
 from elsa_cli.main import run
 from elsa_core.dispatch import measured
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.measuring import busy
 from elsa_core.profiling.bench import linear
 from elsa_core.profiling.bench.linear import ProductCase
 
@@ -36,10 +35,7 @@ TINY = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(busy, "reason", lambda _: "")
+pytestmark = pytest.mark.usefixtures("free_machine")
 
 
 @pytest.fixture

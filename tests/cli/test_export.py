@@ -1,4 +1,4 @@
-"""`elsa export` and `elsa verify` as a user types them."""
+"""`elsa export` and `elsa verify` say what they assume and refuse; a signal leaves nothing."""
 
 from __future__ import annotations
 

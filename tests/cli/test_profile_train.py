@@ -1,4 +1,4 @@
-"""`elsa profile --train` as a user runs it."""
+"""`elsa profile --train` measures steps and leaves the model as it was; what steps lack is said."""
 
 from __future__ import annotations
 

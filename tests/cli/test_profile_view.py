@@ -1,4 +1,4 @@
-"""The tables of `elsa profile` for people."""
+"""The tables of `elsa profile` add up, keep paths whole, and say why a site is undecided."""
 
 from __future__ import annotations
 

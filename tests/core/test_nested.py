@@ -1,4 +1,4 @@
-"""`elsa.attention` of jagged nested tensors."""
+"""`elsa.attention` of jagged nested tensors gives each sequence what it has alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`elsa.nn`: layers made of the operators."""
+"""`elsa.nn`: layers made of the operators take timm's weights and compute what those do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle, the paper's vectorised reference, the drift metrics and Table 9."""
+"""The oracle is attention in float64; the paper's reference and Table 9 follow from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`elsa profile --sequence-parallel` under torchrun, and without it."""
+"""`elsa profile --sequence-parallel` gives one document under torchrun, and one line without it."""
 
 from __future__ import annotations
 

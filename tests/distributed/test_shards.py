@@ -1,4 +1,4 @@
-"""States and gradients of a rank's rows, without ranks."""
+"""States of a rank's rows merge in any dtype, and their gradients read no rounded normaliser."""
 
 from __future__ import annotations
 

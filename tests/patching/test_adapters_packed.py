@@ -1,4 +1,4 @@
-"""transformers' vision towers of packed images (Qwen-VL)."""
+"""transformers' vision towers of packed images (Qwen-VL) pass the check, each image by elsa."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Of padding left out, in NaFlexViT and SigLIP 2 alike: when, in which dtypes, and what it changes
-of gradients, copies and recorded programs, which is nothing.
-"""
+"""Padding left out changes no gradient, copy or recorded program of NaFlexViT and SigLIP 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The written adapters against the classes that they replace, term by term."""
+"""The written adapters err at most twice what the classes they replace do, term by term."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`register` puts elsa behind transformers' attention interface."""
+"""`register` puts elsa behind transformers' attention interface: models compute what they did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`patch(scope="model")`: linear layers, MLPs, patch embeddings and blocks."""
+"""`patch(scope="model")`: linear layers, MLPs and blocks compute, train and hook as before."""
 
 from __future__ import annotations
 

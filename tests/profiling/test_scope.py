@@ -1,4 +1,4 @@
-"""Profiles and plans of models that are patched as a whole."""
+"""Of models that are patched as a whole, every layer has one row that says what serves it."""
 
 from __future__ import annotations
 

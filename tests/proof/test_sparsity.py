@@ -1,4 +1,4 @@
-"""Models patched with `sparsity`: what `check` says of them."""
+"""`check` grants sparsity its bound and nothing beyond: not to layers, not to the exact kind."""
 
 from __future__ import annotations
 
