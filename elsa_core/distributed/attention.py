@@ -14,6 +14,7 @@ from elsa_core.base import calls, operands
 from elsa_core.distributed import agreement, groups, operators
 from elsa_core.distributed.plan import METHODS, Plan
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.ops.arguments import default_scale, is_cast, kind_of
 
 
 def attention(
@@ -109,7 +110,7 @@ def _arguments(
                 raise ArgumentError(f"{kind}={given!r} is unknown: choose one of {some}")
         tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
         operands.require_dense(**tensors)
-        if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+        if is_cast(query):
             query, key, value, attn_mask = operands.autocast(query, key, value, attn_mask)
         for argument, tensor in tensors.items():
             if tensor is not None and tensor.dim() != 4:
@@ -120,11 +121,8 @@ def _arguments(
             operands.require_mask(attn_mask, query, is_causal)
         precisions.validate(precision, query.dtype)
         query, key, value, _ = operands.operands(query, key, value, None, False, enable_gqa)
-        if scale is None:
-            scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
-        scale = float(scale)
-        of_call = (calls.place(query), query.dtype, query.shape[-1], value.shape[-1], precision)
-        dispatch.choose("attention", *of_call, backend)
+        scale = default_scale(query) if scale is None else float(scale)
+        dispatch.choose("attention", *kind_of(query, value, precision), backend)
     except (ArgumentError, TypeError, ValueError, UnavailableError) as error:
         if not calls.traced() and isinstance(query, Tensor):
             agreement.refuse(groups.by_name(name), error, query.device)

@@ -107,17 +107,6 @@ def describe(
 
     `used` names elsa's operators in each format's graph, `libraries` what lies in lib/.
     """
-    inputs = []
-    for name, tensor in zip(exported.input_names, exported.inputs, strict=True):
-        entry: dict[str, Any] = {
-            "name": name, "dtype": dtype_name(tensor.dtype),
-            "shape": ["batch", *tensor.shape[1:]], "dynamic": {"0": "batch"},
-        }  # fmt: skip
-        if chosen.dynamic_size and tensor.ndim == 4:
-            entry["dynamic_in_pt2"] = {"2": "height", "3": "width"}
-            if (step := size_step(exported)) > 1:
-                entry["multiple_in_pt2"] = step
-        inputs.append(entry)
     packages = {}
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -143,7 +132,7 @@ def describe(
             # What the architecture's name says and the weights' file does not.
             "assumed": {} if exported.loaded is None else dict(exported.loaded.recipe.unsaid),
         },
-        "inputs": inputs,
+        "inputs": _inputs(exported, chosen),
         "outputs": [
             {"name": name, "dtype": dtype_name(exported.dtype), "shape": ["batch", *each.shape[1:]]}
             for name, each in zip(exported.output_names, reference.oracle, strict=False)
@@ -173,6 +162,21 @@ def describe(
         },
         "files": {},
     }
+
+
+def _inputs(exported: ExportTarget, chosen: Choices) -> list[dict[str, Any]]:
+    inputs = []
+    for name, tensor in zip(exported.input_names, exported.inputs, strict=True):
+        entry: dict[str, Any] = {
+            "name": name, "dtype": dtype_name(tensor.dtype),
+            "shape": ["batch", *tensor.shape[1:]], "dynamic": {"0": "batch"},
+        }  # fmt: skip
+        if chosen.dynamic_size and tensor.ndim == 4:
+            entry["dynamic_in_pt2"] = {"2": "height", "3": "width"}
+            if (step := size_step(exported)) > 1:
+                entry["multiple_in_pt2"] = step
+        inputs.append(entry)
+    return inputs
 
 
 def _artefact(name: str, chosen: Choices, used: tuple[str, ...], device: str) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from torch import Tensor
 from elsa_core import dispatch
 from elsa_core import precision as precisions
 from elsa_core.base import calls, operands
-from elsa_core.base.operands import leading_dims
 from elsa_core.distributed.operators import define_attention
 from elsa_core.distributed.shards import Saved, Wanted
 from elsa_core.errors import ArgumentError
 from elsa_core.monoid import state_dtype
 from elsa_core.offload import passes
+from elsa_core.ops.arguments import default_scale, restored
 
 
 def attention(
@@ -100,17 +100,13 @@ def attention(
         query, key, value, attn_mask, is_causal, enable_gqa, one_device=False
     )
     precisions.validate(precision, q.dtype)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+    scale = default_scale(q) if scale is None else float(scale)
     kind = (str(place), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
     dispatch.choose("attention", *kind, backend)
     out, lse = torch.ops.elsa.offloaded_attention(
-        q, k, v, mask, is_causal, float(scale), precision, backend, str(place), *blocks
+        q, k, v, mask, is_causal, scale, precision, backend, str(place), *blocks
     )
-    if not query.dim() == key.dim() == value.dim() == 4:
-        leading = leading_dims(query, key, value)
-        out = out.reshape(*leading, *out.shape[2:])
-        lse = lse.reshape(*leading, *lse.shape[2:])
+    out, lse = restored((query, key, value), out, lse)
     return (out, lse) if return_lse else out
 
 
