@@ -124,7 +124,7 @@ def _sites(session: Session, sites: list[Document]) -> None:
         rows.append([
             site["path"] or "the model", words.tokens_text(site), str(site["num_heads"] or ""),
             _ms(site["seconds_before"]), _ms(site["seconds_after"]),
-            words.ratio_short(site["ratio"]), share, error, site["backend"] or "-",
+            words.ratio_text(site["ratio"], short=True), share, error, site["backend"] or "-",
         ])  # fmt: skip
     left = own[_SLOWEST:]
     if left:
@@ -133,7 +133,7 @@ def _sites(session: Session, sites: list[Document]) -> None:
         rows.append([f"{len(left)} more sites", "", "", _ms(before), _ms(after),
                      words.group_short(left), share, "", ""])  # fmt: skip
     rows.append([rest["path"], "", "", _ms(rest["seconds_before"]), _ms(rest["seconds_after"]),
-                 words.ratio_short(rest["ratio"]), shares[-1], "", ""])  # fmt: skip
+                 words.ratio_text(rest["ratio"], short=True), shares[-1], "", ""])  # fmt: skip
     columns = (
         *("site", "~>tokens", "~>heads", ">ms", ">after", ">times", ">share", "~>error", "~by"),
     )
@@ -155,7 +155,7 @@ def _sweep(session: Session, rows: list[Document]) -> None:
         best, own = runs[found["best_baseline"]], runs[found["best_patched"]]
         lines.append([
             name, f"{best['name']} {_ms(best['seconds'])}", _ms(own["seconds"]),
-            words.ratio_short(found["gain"]), f"{own['images_per_second']:.3g}",
+            words.ratio_text(found["gain"], short=True), f"{own['images_per_second']:.3g}",
             "/".join("-" if m is None else f"{m / 1e6:.0f}"
                      for m in (best["memory_bytes"], own["memory_bytes"])),
         ])  # fmt: skip
@@ -189,5 +189,5 @@ def _beside(ratio: Document | None) -> str:
     if ratio["verdict"] == "unsure":
         return f"{ratio['value']:.2f} ({ratio['rounds']} rounds)"
     if ratio["verdict"] == "no difference":
-        return words.ratio_short(ratio)
+        return words.ratio_text(ratio, short=True)
     return f"{ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"

@@ -12,8 +12,8 @@ from typing import Any, Final
 from elsa_core.base.files import staged_file
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring.environment import label
-from elsa_core.profiling.charts import metrics
 from elsa_core.profiling.document import DONE, Document
+from elsa_core.profiling.page import metrics
 
 _OURS: Final = ("#0b6e4f", "#3aa76d", "#12355b", "#5bc0be")
 _OTHERS: Final = ("#5b6770", "#c27c0e", "#8b5fbf", "#2f7ebc", "#b23a48", "#7f6a55")

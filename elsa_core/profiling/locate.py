@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -61,8 +61,7 @@ def located(
     how = replace(settings, budget_seconds=budget if always else min(budget, left), decide=True)
     tell("sites", 0, 0)
     places = _sites_of(ready.plain, ready.report, ready.first)
-    timed = _timed(ready, places, found, how, tell)
-    notes = list(timed.notes)
+    (before, after), covers, notes = _timed(ready, places, found, how, tell)
     judged: dict[str, tuple[float, float]] = {}
     if errors and not always and end - time.perf_counter() < _CHECK_CALLS * both:
         notes.append(f"no time was left for the errors of the sites: {_ASK} checks them")
@@ -72,7 +71,7 @@ def located(
         notes += more
     # a hook on a projection would send some attention back to its original forward
     routes = served(ready.patched, ready.arguments, [site.path for site in places if site.patched])
-    rows = profiles(places, timed.before, timed.after, routes, judged, how.seed)
+    rows = profiles(places, before, after, routes, judged, how.seed)
     held = [path for row in rows for path in row.within]
     if held:
         holders = sum(bool(row.within) for row in rows)
@@ -83,30 +82,20 @@ def located(
     disturbed = tuple(
         f"timing its sites slowed {name} by {each.value - 1:.0%}; its sites are scaled to its own "
         "time"
-        for name, each in timed.covers.items()
+        for name, each in covers.items()
         if each.rounds >= FEWEST_ROUNDS and each.low > 1 + _DISTURBED
     )
     return replace(
-        found, sites=rows, cover={name: each.value for name, each in timed.covers.items()},
+        found, sites=rows, cover={name: each.value for name, each in covers.items()},
         warnings=found.warnings + disturbed, notes=tuple(notes),
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """Samples with the time of each site, in pairs; how far telling them apart slowed each run; and
-    what to note."""
-
-    before: Sequence[Sample]
-    after: Sequence[Sample]
-    covers: Mapping[str, Ratio]
-    notes: Sequence[str]
-
-
 def _timed(
     ready: Prepared, places: Sites, found: ProfileReport, how: Settings, tell: Progress
-) -> _Timed:
-    """Rounds with further copies whose sites are watched, beside those that are not.
+) -> tuple[list[list[Sample]], dict[str, Ratio], list[str]]:
+    """Samples with the time of each site, before and after; how far telling them apart slowed each
+    run; and what to note. In rounds with further copies whose sites are watched.
 
     Where both models were also run as CUDA graphs, so are the copies: the host, which binds small
     models, does not enter then. The sites have rounds of their own, and a machine that others use
@@ -156,7 +145,7 @@ def _timed(
         name: ratio(seconds[own], seconds[name], how.seed)
         for name, own in zip(pair, _WATCHED, strict=True)
     }
-    return _Timed(scaled[0], scaled[1], covers, notes)
+    return scaled, covers, notes
 
 
 def _watched(

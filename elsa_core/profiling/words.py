@@ -39,28 +39,23 @@ def three(number: float, *, zeros: bool = False) -> str:
     return f"{number:.6f}".rstrip("0").rstrip(".") if "e" in text else text
 
 
-def ratio_text(ratio: Document | None) -> str:
-    """How many times as fast, with the interval; why there is none where rounds decide nothing."""
+def ratio_text(ratio: Document | None, *, short: bool = False) -> str:
+    """How many times as fast, with the interval; why there is none where rounds decide nothing.
+
+    short: for one cell of a narrow table: `1.24`, `same ±3%`, `3 rounds`.
+    """
     if ratio is None:
         return ""
     if ratio["verdict"] == "no difference":
-        return f"no difference, within {_within(ratio)}"
+        return f"same ±{_within(ratio)}" if short else f"no difference, within {_within(ratio)}"
+    value, rounds = f"{ratio['value']:.2f}", f"{ratio['rounds']} rounds"
     if ratio["verdict"] == "unsure":
-        return f"{ratio['value']:.2f}x in {ratio['rounds']} rounds, too few to decide"
-    return f"{ratio['value']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
-
-
-def ratio_short(ratio: Document) -> str:
-    """The same in one cell of a narrow table: `1.24`, `same ±3%`, `3 rounds`."""
-    if ratio["verdict"] == "unsure":
-        return f"{ratio['rounds']} rounds"
-    if ratio["verdict"] == "no difference":
-        return f"same ±{_within(ratio)}"
-    return f"{ratio['value']:.2f}"
+        return rounds if short else f"{value}x in {rounds}, too few to decide"
+    return value if short else f"{value}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
 def group_short(sites: Sequence[Document]) -> str:
-    """`ratio_short` of several sites together, by their times added up.
+    """The short `ratio_text` of several sites together, by their times added up.
 
     The sums have no interval of their own: a number stands there only where every site is decided.
     """
@@ -68,9 +63,10 @@ def group_short(sites: Sequence[Document]) -> str:
     unsure = [each for each in ratios if each["verdict"] == "unsure"]
     equal = [each for each in ratios if each["verdict"] == "no difference"]
     if unsure:
-        return ratio_short(min(unsure, key=lambda each: int(each["rounds"])))
+        return ratio_text(min(unsure, key=lambda each: int(each["rounds"])), short=True)
     if len(equal) == len(ratios):
-        return ratio_short(max(equal, key=lambda each: float(each["high"] / each["low"])))
+        widest = max(equal, key=lambda each: float(each["high"] / each["low"]))
+        return ratio_text(widest, short=True)
     if equal:
         return "undecided"
     before, after = (sum(s[key] for s in sites) for key in ("seconds_before", "seconds_after"))

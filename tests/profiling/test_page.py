@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from elsa_core.patching import page as sites_page
+from elsa_core.patching.page import write_page
 from elsa_core.patching.sites import inspect
-from elsa_core.profiling import charts, figures, page
+from elsa_core.profiling import figures, page
 
 SCHEMES = {"light": 1, "dark": 0}
 
@@ -181,7 +181,9 @@ def test_a_browser_shows_the_sites_of_inspect(chromium: str, tmp_path: Path) -> 
     import timm
 
     found = inspect(timm.create_model("pvt_v2_b0"), 64)
-    text = sites_page.page("pvt_v2_b0 <of timm>", "weights: random", found)
+    path = tmp_path / "sites.html"
+    write_page("pvt_v2_b0 <of timm>", "weights: random", found, path)
+    text = path.read_text(encoding="utf-8")
     assert "pvt_v2_b0 &lt;of timm&gt;" in text and ">256:4<" in text and "<script" not in text
     assert "8 of 8 attention sites can be patched, with " in text
     assert seen(chromium, text, tmp_path) == right(0)
@@ -244,7 +246,7 @@ def test_bars_are_as_long_as_their_times() -> None:
         {"path": "a", "seconds_before": 0.2571, "seconds_after": 0.0803},
         {"path": "rest of the model", "seconds_before": 2.536, "seconds_after": 1.528},
     ]
-    chart = charts.site_chart(sites)
+    chart = page.site_chart(sites)
     widths = [float(each) for each in re.findall(r'<rect x="0" y="\d+" width="([\d.]+)%', chart)]
     assert widths == pytest.approx(
         [78 * each / 2.536 for each in (0.2571, 0.0803, 2.536, 1.528)], abs=0.01

@@ -37,9 +37,9 @@ def test_the_verdict_in_one_line(ratio: dict[str, Any], usual: str, other: str) 
 
 def test_an_undecided_ratio_says_why() -> None:
     assert words.ratio_text(gain(1.2, 1.1, 1.3, rounds=4)) == "1.20x in 4 rounds, too few to decide"
-    assert words.ratio_short(gain(1.2, 1.1, 1.3, rounds=4)) == "4 rounds"
+    assert words.ratio_text(gain(1.2, 1.1, 1.3, rounds=4), short=True) == "4 rounds"
     assert words.ratio_text(gain(1.0, 0.97, 1.02)) == "no difference, within 3%"
-    assert words.ratio_short(gain(1.0, 0.97, 1.02)) == "same ±3%"
+    assert words.ratio_text(gain(1.0, 0.97, 1.02), short=True) == "same ±3%"
     assert words.ratio_text(gain(1.2, 1.1, 1.3)) == "1.20x (1.10 to 1.30)"
     assert words.ratio_text(None) == ""
 

@@ -52,7 +52,7 @@ def run(
     *,
     device: torch.device,
     settings: Settings,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Document:
     """Measure `cases` on `device`, one after another; the document of the results.
 
@@ -64,8 +64,7 @@ def run(
     with on_device(device), float32_products():
         limits = ceilings(device, sorted({case.dtype for case in cases}), settings)
         for i, case in enumerate(cases):
-            if progress is not None:
-                progress(case.name, i, len(cases))
+            progress(case.name, i, len(cases))
             results.append(measure(case, device, settings, limits))
     if not occupied and device.type == "cuda":
         time.sleep(_LOOK_BACK)

@@ -193,7 +193,7 @@ def tune(
     *,
     rounds: int = 15,
     budget_seconds: float = 5.0,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, done, total: None,
 ) -> list[Document]:
     """Measure every product of `SHAPES`; writes nothing."""
     check_device(device, measuring=True)
@@ -225,8 +225,7 @@ def tune(
     found = []
     with float32_products():
         for i, shape in enumerate(SHAPES):
-            if progress is not None:
-                progress("x".join(map(str, shape)), i, len(SHAPES))
+            progress("x".join(map(str, shape)), i, len(SHAPES))
             found.append(tried(shape))
     return found
 

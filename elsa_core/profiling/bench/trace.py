@@ -36,7 +36,6 @@ from elsa_core.profiling.bench.cases import Case, Inputs, inputs
 Progress = Callable[[str, int, int], None]
 
 _ROWS: Final = 32  # sampled query rows of each sampled head
-_BOUNDS: Final = {"stable": "u x depth of this schedule", "theorem 1": "u x L(n, B)"}
 _SCORES: Final = 2**24  # float64 scores that the replay holds at most
 
 
@@ -84,13 +83,12 @@ class Trace:
 
 def run(
     cases: Sequence[Case], *, device: torch.device, precision: str | None = None,
-    backend: str = "auto", seed: int = 0, progress: Progress | None = None,
+    backend: str = "auto", seed: int = 0, progress: Progress = lambda what, done, total: None,
 ) -> tuple[Trace, ...]:  # fmt: skip
     """Trace `cases` on `device`, each in `precision` (its own first one where None)."""
     traces = []
     for i, case in enumerate(cases):
-        if progress is not None:
-            progress(case.name, i, len(cases))
+        progress(case.name, i, len(cases))
         chosen = validate(precision or case.precisions[0], DTYPES[case.dtype])
         traces.append(trace(case, device, chosen, backend=backend, seed=seed))
     return tuple(traces)
@@ -234,8 +232,11 @@ def _replayed(
     rounded = scores.float().double()
     truth = torch.softmax(rounded, -1) @ value
     error = reference.relative_l2(replay(partition, rounded, value, torch.float32), truth)
-    for name, bound in (("stable", tree["bound"]), ("theorem 1", tree["scan_bound"])):
-        note = f"float32 merges of exact leaves, against {_BOUNDS[name]}"
+    for name, bound, formula in (
+        ("stable", tree["bound"], "u x depth of this schedule"),
+        ("theorem 1", tree["scan_bound"], "u x L(n, B)"),
+    ):
+        note = f"float32 merges of exact leaves, against {formula}"
         claims.append(Claim(name, error, bound, error <= bound, note))
     if output is None:
         note = "not run: torch sees no CUDA GPU here; the plan and its replay need none"

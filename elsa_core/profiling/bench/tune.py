@@ -210,15 +210,14 @@ def run(
     *,
     device: torch.device,
     settings: Settings,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, done, total: None,
 ) -> tuple[Tuned, ...]:
     """Measure the candidates of every case and precision on a GPU; writes nothing."""
     check_device(device, measuring=True)
     tuned, tasks = [], tasks_of(cases)
     with on_device(device):
         for i, (case, precision) in enumerate(tasks):
-            if progress is not None:
-                progress(f"{case.name} {precision}", i, len(tasks))
+            progress(f"{case.name} {precision}", i, len(tasks))
             tuned.append(_tune(case, precision, device, settings))
     return tuple(tuned)
 
