@@ -19,7 +19,7 @@ using elsa_torch::Tensor;
 constexpr const char* kName = "elsa::attention";
 constexpr const char* kBackwardName = "elsa::attention_backward";
 
-// As `threshold` and `kept_factor` in elsa_core/backends/philox.py.
+// As `threshold` and `factors` in elsa_core/backends/philox.py.
 elsa::Dropout dropout_of(double p, const Tensor& seed) {
   STD_TORCH_CHECK(seed.numel() == 2 && seed.scalar_type() == elsa_torch::ScalarType::Long &&
                       seed.is_contiguous(),

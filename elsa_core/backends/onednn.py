@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -75,30 +74,22 @@ class _Trained(torch.autograd.Function):
             few = rows.shape[0] <= MOST_ROWS and weight.numel() >= LEAST_WEIGHT
             if plain or not few:
                 found[1] = slopes.t() @ rows
-            else:  # [M, N] and [M, K] -> [N, K], sums of ONEDNN_DEPTH rows at most, added up
-                size = -(-rows.shape[0] // -(-rows.shape[0] // ONEDNN_DEPTH))
-                parts = zip(slopes.split(size), rows.split(size), strict=True)
-                found[1] = _summed(
-                    ((g.t().contiguous(), x.t().contiguous()) for g, x in parts), None
-                )
+            else:  # [M, N] and [M, K] -> [N, K]
+                found[1] = _by_onednn(slopes.t(), rows.t(), None)
         if of_bias:
             found[2] = slopes.sum(0)
         return tuple(found)
 
 
 def _by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """input weight^T + bias: sums over ONEDNN_DEPTH channels at most, added up."""
+    product = torch.ops.mkldnn._linear_pointwise
     depth = weight.shape[1]
     count = -(-depth // ONEDNN_DEPTH)
-    parts = (slice(i * depth // count, (i + 1) * depth // count) for i in range(count))
-    return _summed(
-        ((input[..., part].contiguous(), weight[:, part].contiguous()) for part in parts), bias
-    )
-
-
-def _summed(parts: Iterable[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tensor:
-    product = torch.ops.mkldnn._linear_pointwise
     out: Tensor | None = None
-    for left, right in parts:
+    for i in range(count):
+        part = slice(i * depth // count, (i + 1) * depth // count)
+        left, right = input[..., part].contiguous(), weight[:, part].contiguous()
         if out is None:
             out = product(left, right, bias, "none", [], "")
         else:
