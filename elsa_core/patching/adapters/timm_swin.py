@@ -42,7 +42,7 @@ class _SwinBlock(WindowBlock):
     def _attn(self: Any, x: Tensor) -> Any:
         attn, window = self.attn, self.window_size
         called = must_call(attn, self.elsa_expects) or _differs(self, x)
-        if called or keeps_original(self, x, attn.qkv, attn.num_heads, window):
+        if called or keeps_original(self, x, attn, window):
             return getattr(self.elsa_base, self.elsa_entry)(self, x)
         terms = derived(self.elsa_derivation())
         cosine: dict[str, Any] = {}

@@ -39,8 +39,7 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
 
     def forward(self, x: Tensor, size: Any) -> Any:
         image, window = x.unflatten(1, tuple(size)), (self.ws, self.ws)
-        called = must_call(self, None)
-        if called or keeps_original(self, x, self.qkv, self.num_heads, window):
+        if must_call(self, None) or keeps_original(self, x, self, window):
             return super().forward(x, size)
         pad = of_padding(self.qkv, image, window)
         return self.proj_drop(attend_windows(self, self, image, window, flat=True, pad_qkv=pad))
@@ -54,8 +53,7 @@ class ElsaSpatialBlock(WindowBlock, SpatialBlock):  # type: ignore[misc]  # timm
 
     def forward(self, x: Tensor) -> Any:
         attn, window = self.attn, self.window_size
-        called = must_call(attn, WindowAttention)
-        if called or keeps_original(self, x, attn.qkv, attn.num_heads, window):
+        if must_call(attn, WindowAttention) or keeps_original(self, x, attn, window):
             return super().forward(x)
         tokens = self.cpe1(x).permute(0, 2, 3, 1)
         normed = self.norm1(tokens)
@@ -91,8 +89,7 @@ class ElsaTinyVitBlock(WindowBlock, TinyVitBlock):  # type: ignore[misc]  # timm
     def forward(self, x: Tensor) -> Any:
         attn, side = self.attn, self.window_size
         window = side, side
-        called = must_call(attn, TinyVitAttention)
-        if called or keeps_original(self, x, attn.qkv, attn.num_heads, window):
+        if must_call(attn, TinyVitAttention) or keeps_original(self, x, attn, window):
             return super().forward(x)
         pad = None
         if x.shape[1] % side or x.shape[2] % side:  # a padded token goes through the norm too
@@ -132,7 +129,7 @@ class ElsaPartitionAttentionCl(WindowBlock, PartitionAttentionCl):  # type: igno
         # Sizes that do not divide are an error here, which the original words.
         uneven = x.shape[1] % window[0] or x.shape[2] % window[1]
         left = uneven or must_call(attn, AttentionCl)
-        if left or keeps_original(self, x, attn.qkv, attn.num_heads, window):
+        if left or keeps_original(self, x, attn, window):
             return super()._partition_attn(x)
         derivation = self.elsa_derivation()
         bias = None if derivation is None else derived(derivation)

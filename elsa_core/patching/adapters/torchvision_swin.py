@@ -30,7 +30,7 @@ class _Shifted(Derives):
 
     def forward(self: Any, x: Tensor) -> Any:
         drops = self.training and self.attention_dropout > 0.0
-        if drops or keeps_original(self, x, self.qkv, self.num_heads, self.window_size):
+        if drops or keeps_original(self, x, self, self.window_size):
             return self.elsa_base.forward(self, x)
         terms = derived(self.elsa_derivation())
         bias, scale, qkv_bias = (terms, None, self.qkv.bias) if isinstance(terms, Bias) else terms

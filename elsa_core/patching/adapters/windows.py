@@ -80,9 +80,7 @@ def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tenso
     return padding
 
 
-def keeps_original(
-    site: Any, x: Tensor, projection: Any, num_heads: int, window: Sequence[int]
-) -> bool:
+def keeps_original(site: Any, x: Tensor, attn: Any, window: Sequence[int]) -> bool:
     """Whether a call keeps the original forward: on a GPU that no backend has kernels for, and
     where the shipped table says that the operator is slower with its gradients, which are wanted;
     never where a backend was asked for by name."""
@@ -90,11 +88,11 @@ def keeps_original(
         return True
     if site.elsa_backend != "auto":
         return False
-    kind, learns = x.device.type, wants_training(site, x, projection)
+    kind, learns = x.device.type, wants_training(site, x, attn.qkv)
     if not learns and kind != "cuda":
         return False
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    head_dim = getattr(projection, "out_features", 3 * x.shape[-1]) // (3 * num_heads)
+    head_dim = getattr(attn.qkv, "out_features", 3 * x.shape[-1]) // (3 * attn.num_heads)
     given = (dtype, head_dim, head_dim, site.elsa_precision)
     if kind == "cuda" and dtype.itemsize <= 4 and not calls.exporting():
         name = dispatch.choose("window_attention", calls.place(x), *given, "auto")
