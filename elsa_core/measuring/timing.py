@@ -27,6 +27,9 @@ SETTLE_SECONDS: Final = 0.02
 take the processor from the next contender: 3 ms after ONNX Runtime's attention over 49 tokens,
 PyTorch's own took 113 us, 20 ms after it 65 us, as it does alone."""
 _WARM_UPS: Final = 10
+_BATCH_SECONDS: Final = 0.02
+# The driver renews its counter of energy every 20 to 100 ms: over a second, some percent at most.
+_ENERGY_SECONDS: Final = 1.0
 _FLUSH_BYTES: Final = 256 * 2**20  # larger than any GPU's last-level cache
 
 Sample = TypeVar("Sample")
@@ -128,27 +131,16 @@ def warmed_up(contender: Contender, budget_seconds: float = 5.0) -> float:
 def time_all(
     contenders: Sequence[Contender], device: torch.device, rounds: int, budget_seconds: float
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """`time_cuda` on a GPU, `time_cpu` elsewhere."""
-    if device.type == "cuda":
-        return time_cuda(contenders, rounds=rounds, budget_seconds=budget_seconds)
-    return time_cpu(contenders, rounds=rounds, budget_seconds=budget_seconds), {}
+    """Seconds a call, one sample for each contender and round: by `time_cuda` on a GPU.
 
-
-def time_cpu(
-    contenders: Sequence[Contender],
-    *,
-    rounds: int,
-    batch_seconds: float = 0.02,
-    budget_seconds: float = 20.0,
-) -> dict[str, list[float]]:
-    """Seconds a call, one sample for each contender and round.
-
-    A sample is the mean over as many calls as fill `batch_seconds`, or this contender's share of a
+    Elsewhere a sample is the mean over as many calls as fill 20 ms, or this contender's share of a
     small budget. Where all rounds would take longer than `budget_seconds`, there are fewer, but
     never under 3.
     """
+    if device.type == "cuda":
+        return time_cuda(contenders, rounds=rounds, budget_seconds=budget_seconds)
     calls, cost = {}, 0.0
-    batch_seconds = min(batch_seconds, budget_seconds / (rounds * len(contenders)))
+    batch_seconds = min(_BATCH_SECONDS, budget_seconds / (rounds * len(contenders)))
     for contender in contenders:
         single = warmed_up(contender, 0.1 * budget_seconds / len(contenders))
         calls[contender.name] = max(1, min(2000, round(batch_seconds / max(single, 1e-7))))
@@ -160,7 +152,7 @@ def time_cpu(
         contender.call()
         return timed(contender.call, calls[contender.name])
 
-    return interleaved(contenders, rounds, sample)
+    return interleaved(contenders, rounds, sample), {}
 
 
 def time_cuda(
@@ -283,3 +275,44 @@ def synchronize(device: torch.device) -> None:
     """Wait for what a GPU has been given to do; a CPU has done it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def energy_of(device: torch.device, call: Callable[[], object]) -> float | None:
+    """Joules of one call on a GPU, all that it draws included; None where the driver does not tell.
+
+    The mean over a second of calls, each awaited, by NVML, the driver's own library.
+    """
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+        return energy_by(library, f"GPU-{uuid}", call, torch.cuda.synchronize)
+    except (OSError, AttributeError):
+        return None
+
+
+def energy_by(
+    library: Any, uuid: str, call: Callable[[], object], synchronize: Callable[[], object],
+    seconds: float = _ENERGY_SECONDS,
+) -> float | None:  # fmt: skip
+    """The same by a library, of the GPU with this UUID, which CUDA_VISIBLE_DEVICES does not
+    renumber. Raises OSError."""
+    handle, milli = ctypes.c_void_p(), ctypes.c_ulonglong()
+
+    def ask(name: str, *given: Any) -> None:
+        code = getattr(library, name)(*given)
+        if code != 0:
+            raise OSError(f"NVML error {code}")
+
+    ask("nvmlInit_v2")
+    ask("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
+    synchronize()
+    start, calls = time.perf_counter(), 0
+    ask("nvmlDeviceGetTotalEnergyConsumption", handle, ctypes.byref(milli))
+    begin = milli.value
+    while calls == 0 or time.perf_counter() - start < seconds:
+        call()
+        synchronize()
+        calls += 1
+    ask("nvmlDeviceGetTotalEnergyConsumption", handle, ctypes.byref(milli))
+    used = milli.value - begin
+    return used / 1e3 / calls if used > 0 else None

@@ -35,10 +35,9 @@ from elsa_core.profiling.document import (
     read,
 )
 from elsa_core.profiling.profile import profile
+from elsa_core.profiling.runs.runs import Progress
 from elsa_core.profiling.runs.training import profile_training
 from elsa_core.profiling.runs.variants import forget_compiled
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

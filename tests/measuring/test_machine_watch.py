@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elsa_core.measuring import busy, energy, environment, memory_limit
+from elsa_core.measuring import busy, environment, memory_limit, timing
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -81,7 +81,7 @@ class FakeNvml:
 def test_energy_of_a_call() -> None:
     library = FakeNvml()
     order: list[str] = []
-    used = energy.measured(
+    used = timing.energy_by(
         library, "GPU-1", lambda: order.append("call"), lambda: order.append("wait"), seconds=0.0
     )
     assert library.uuid == b"GPU-1"
@@ -91,7 +91,7 @@ def test_energy_of_a_call() -> None:
 @pytest.mark.parametrize(("refuses", "code"), [("handle", 2), ("energy", 3)])
 def test_a_gpu_without_a_counter(refuses: str, code: int) -> None:
     with pytest.raises(OSError, match=f"NVML error {code}"):
-        energy.measured(FakeNvml(refuses), "GPU-1", lambda: None, lambda: None)
+        timing.energy_by(FakeNvml(refuses), "GPU-1", lambda: None, lambda: None)
 
 
 def test_beyond_the_limit_memory_is_an_error() -> None:

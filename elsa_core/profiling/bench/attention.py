@@ -20,9 +20,9 @@ from elsa_core.measuring.timing import Contender, float32_products
 from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench.cases import Case, Inputs, bench_of, inputs
 from elsa_core.profiling.bench.peers import field_of
+from elsa_core.profiling.runs.runs import Progress
 from elsa_core.profiling.runs.variants import on_device
 
-Progress = Callable[[str, int, int], None]
 Document = dict[str, Any]
 
 TURBO_ULP: Final = 2.0**-10

@@ -13,7 +13,7 @@ the call's own inputs, and holds five claims against numbers:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -32,8 +32,7 @@ from elsa_core.ops.attention.api import attention
 from elsa_core.precision import DTYPES, unit_roundoff, validate
 from elsa_core.profiling.bench.attention import TURBO_ULP
 from elsa_core.profiling.bench.cases import Case, Inputs, inputs
-
-Progress = Callable[[str, int, int], None]
+from elsa_core.profiling.runs.runs import Progress
 
 _ROWS: Final = 32  # sampled query rows of each sampled head
 _SCORES: Final = 2**24  # float64 scores that the replay holds at most

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -35,9 +35,8 @@ from elsa_core.profiling.bench.attention import Settings
 from elsa_core.profiling.bench.cases import Case, inputs
 from elsa_core.profiling.bench.runner import require_gpu
 from elsa_core.profiling.bench.trace import sample_of, tolerance
+from elsa_core.profiling.runs.runs import Progress
 from elsa_core.profiling.runs.variants import on_device
-
-Progress = Callable[[str, int, int], None]
 
 check_device: Final = functools.partial(
     require_gpu, keeps="has no tile table, its kernels size themselves", lists="candidates"

@@ -16,12 +16,12 @@ from elsa_core.base.inputs import ModelInput, as_cases, chunks
 from elsa_core.base.messages import first_line
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ElsaError
-from elsa_core.measuring import energy, rounds
+from elsa_core.measuring import rounds
 from elsa_core.measuring.busy import Watch
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import Ratio, digits, paired_times, percentile, ratio
 from elsa_core.measuring.rounds import Samples, Settings
-from elsa_core.measuring.timing import Contender, workspace
+from elsa_core.measuring.timing import Contender, energy_of, workspace
 from elsa_core.patching import (
     PatchReport,
     find_sites,
@@ -355,7 +355,7 @@ def _costs(
     replay = replace(contender, call=ready.built.replays.get(name, contender.call))
     busy = rounds.busy_seconds(replay, is_graph=name.endswith(variants.GRAPH))
     with contender.context(), torch.inference_mode():
-        return memory, busy, energy.per_call(device, contender.call)
+        return memory, busy, energy_of(device, contender.call)
 
 
 def _spread(seconds: Sequence[float]) -> float:
