@@ -152,7 +152,7 @@ def product_by_pytorch(input: Tensor, weight: Tensor) -> Row | None:
     It holds in eager calls, CUDA graphs and what `torch.compile` makes for these lengths alone, not
     in programs for other lengths.
     """
-    found = _linear_rows(input.device, input.dtype)
+    found = product_rows("linear", input.device, input.dtype)
     if not found or input.is_nested or weight.dim() != 2:
         return None
     known: Callable[[Any], bool] = bool
@@ -170,30 +170,20 @@ def product_by_pytorch(input: Tensor, weight: Tensor) -> Row | None:
     return None
 
 
-def _linear_rows(device: torch.device, dtype: torch.dtype) -> tuple[Row, ...]:
-    return _linear_cached(device, dtype)
+def product_rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, ...]:
+    """The rows of `linear`; of `gated_linear` those by which a gated unit is one launch."""
+    return _cached_rows(operator, device, dtype)
 
 
-_linear_rows._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_linear_cached = functools.lru_cache(maxsize=64)(functools.partial(rows, "linear", "infer"))
+# Compilers open no file, and look behind a cache: the function ahead of it is the constant.
+product_rows._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_cached_rows = functools.lru_cache(maxsize=64)(lambda each, *kind: rows(each, "infer", *kind))
 
 
 def scope(device: torch.device, dtype: torch.dtype) -> str:
     """What `patch` takes over by default: "model" where that was measured to be faster."""
     row = next(_found("linear", "patch", device, dtype), None)
     return "attention" if row is None else str(row["by"])
-
-
-def is_gated(device: torch.device) -> bool:
-    """Whether a gated unit in float32 is one launch on a device: measured to be faster."""
-    return _gated_cached(device)
-
-
-# Compilers open no file, and look behind a cache: the function ahead of it is the constant.
-is_gated._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_gated_cached = functools.lru_cache(maxsize=64)(
-    lambda device: any(_found("gated_linear", "infer", device, torch.float32))
-)
 
 
 @functools.cache

@@ -102,14 +102,14 @@ def _linear_by_triton(input: Tensor, weight: Tensor, *terms: Any) -> Tensor | No
 
 def _gated_support(request: Request) -> Support:
     answer: Support = _late("triton.linear.gate", "support")(request)
-    if answer.ok and not measured.is_gated(request.device):
+    if answer.ok and not measured.product_rows("gated_linear", request.device, torch.float32):
         return Support(False, "was not measured to be faster on this GPU")
     return answer
 
 
 def _gated_linear_by_triton(*arguments: Any) -> Tensor | None:
     input, weight = arguments[:2]
-    if not measured.is_gated(input.device):
+    if not measured.product_rows("gated_linear", input.device, torch.float32):
         return None
     graphed = calls.recorded() or torch.cuda.is_current_stream_capturing()
     least = 0 if graphed else measured.eager_least("linear", input.dtype)
