@@ -162,8 +162,8 @@ def without_cache(device: torch.device) -> AbstractContextManager[Any]:
 def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore the buffers and the device's random state, which the runs of a capture change."""
     state = capture.BACKEND.random_state(device)
-    storages = [each.untyped_storage() for each in model.buffers()]
-    kept = [(each, each.clone()) for each in storages]
+    storages = {storage_of(each): each.untyped_storage() for each in model.buffers()}
+    kept = [(each, each.clone()) for each in storages.values()]
     try:
         yield
     finally:
