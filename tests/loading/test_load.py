@@ -23,9 +23,11 @@ from elsa_core.loading.loader import Loaded, load, load_model
 from elsa_core.loading.recipe import Preprocess, Recipe
 
 
-def write(model: nn.Module, path: Path, metadata: dict[str, str] | None = None) -> Path:
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(state, path, metadata=metadata)
+def write(
+    state: dict[str, torch.Tensor] | nn.Module, path: Path, metadata: dict[str, str] | None = None
+) -> Path:
+    given = state.state_dict() if isinstance(state, nn.Module) else state
+    save_file({name: tensor.contiguous() for name, tensor in given.items()}, path, metadata)
     return path
 
 

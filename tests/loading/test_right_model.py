@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+from test_load import agree, write
 from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.fit import changed
 from elsa_core.loading.libraries import build
-from elsa_core.loading.loader import Loaded, load_model
+from elsa_core.loading.loader import load_model
 from elsa_core.loading.names import bare_names
 
 SWIN = "swin_tiny_patch4_window7_224"
@@ -33,18 +33,6 @@ def made(name: str, seed: int = 3, **args: Any) -> nn.Module:
         for tensor in model.parameters():
             tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
     return model
-
-
-def write(state: dict[str, torch.Tensor] | nn.Module, path: Path) -> Path:
-    given = state.state_dict() if isinstance(state, nn.Module) else state
-    save_file({name: tensor.contiguous() for name, tensor in given.items()}, path)
-    return path
-
-
-@torch.no_grad()
-def agree(loaded: Loaded, model: nn.Module) -> bool:
-    inputs = loaded.example_inputs(2)
-    return torch.equal(loaded.model(*inputs), model(*inputs))
 
 
 # --- an architecture that no name has ------------------------------------------------------------

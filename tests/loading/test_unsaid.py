@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from test_right_model import typed
 
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ModelError
@@ -27,11 +28,6 @@ def written(folder: Path, name: str, args: dict[str, Any]) -> Path:
     path = folder / "model.safetensors"
     save_file(timm.create_model(name, **args).state_dict(), path)
     return path
-
-
-def typed(args: dict[str, Any]) -> dict[str, Any]:
-    """Arguments as the command line gives them."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in args.items()}
 
 
 @pytest.mark.parametrize(
