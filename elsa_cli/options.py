@@ -10,22 +10,9 @@ from typing import Any, ClassVar
 
 import click
 
-from elsa_cli import completion, config
+from elsa_cli import completion, config, values
 from elsa_cli.console import Session
 from elsa_cli.errors import PlaceError
-from elsa_cli.values import (
-    BACKENDS,
-    DEVICE,
-    DTYPES,
-    IMAGE_SIZE,
-    KEY_VALUE,
-    NUMBERS,
-    SHAPE,
-    SPARSITY,
-    DtypeName,
-    FilePath,
-    Listed,
-)
 
 Decorator = Callable[[Any], Any]
 
@@ -201,12 +188,15 @@ OUTPUT = tuple(
 def model_options(*, required: bool = True, swept: bool = False) -> tuple[Decorator, ...]:
     """MODEL and how it is built: size, weights, dtype, device, and what a weights file may not say,
     by timm's names. `swept`: several sizes and dtypes."""
-    size, dtype = IMAGE_SIZE, DtypeName(DTYPES)
+    size: Any = values.IMAGE_SIZE
+    dtype: Any = values.DtypeName(values.DTYPES)
+    if swept:
+        size = values.Listed(size, "PIXELS|HxW")
+        dtype = values.Listed(dtype, "|".join(values.DTYPES))
     return (
         click.argument("model", required=required, shell_complete=completion.models),
         click.option(
-            "--img-size", "--img", type=Listed(size, "PIXELS|HxW") if swept else size,
-            help="Input size, when not the model's own.",
+            "--img-size", "--img", type=size, help="Input size, when not the model's own."
         ),
         flag("--pretrained", text="Load trained weights (cache or network)."),
         click.option(
@@ -217,23 +207,22 @@ def model_options(*, required: bool = True, swept: bool = False) -> tuple[Decora
             "--arch", metavar="NAME", shell_complete=completion.models,
             help="timm architecture of a weights file that does not say it.",
         ),
+        click.option("--dtype", type=dtype, default="fp32", help="Type of weights and inputs."),
         click.option(
-            "--dtype", type=Listed(dtype, "|".join(DTYPES)) if swept else dtype, default="fp32",
-            help="Type of weights and inputs.",
+            "--device", type=values.DEVICE, default="auto", help="auto, cpu, cuda, cuda:N or mps."
         ),
         click.option(
-            "--device", type=DEVICE, default="auto", help="auto, cpu, cuda, cuda:N or mps."
-        ),
-        click.option(
-            "--model-kwargs", type=KEY_VALUE, multiple=True,
+            "--model-kwargs", type=values.KEY_VALUE, multiple=True,
             help="Argument of the library's constructor (repeatable), like window_size=8.",
         ),
         click.option(
             "--weights", metavar="KEY",
             help="Which weights of a file with several: state_dict_ema, teacher, model, ...",
         ),
-        click.option("--mean", type=NUMBERS, help="Mean of the images' channels, scaled to 0..1."),
-        click.option("--std", type=NUMBERS, help="Their standard deviation."),
+        click.option(
+            "--mean", type=values.NUMBERS, help="Mean of the images' channels, scaled to 0..1."
+        ),
+        click.option("--std", type=values.NUMBERS, help="Their standard deviation."),
         click.option(
             "--crop-pct", type=click.FloatRange(0.05, 2.0), metavar="SHARE",
             help="Share of the resized image that the centre crop keeps.",
@@ -251,19 +240,19 @@ def flag(*names: str, text: str) -> Decorator:
 
 
 def file_option(*names: str, text: str, metavar: str | None = "FILE", **more: Any) -> Decorator:
-    path = FilePath(path_type=Path, dir_okay=False)
+    path = values.FilePath(path_type=Path, dir_okay=False)
     return click.option(*names, type=path, metavar=metavar, help=text, **more)
 
 
 def folder_option(*names: str, text: str, **more: Any) -> Decorator:
-    path = FilePath(path_type=Path)
+    path = values.FilePath(path_type=Path)
     return click.option(*names, type=path, metavar="DIR", help=text, **more)
 
 
 EXAMPLE = (
     file_option("--inputs", text="Run the model on the arguments in this file (.pt, .npz)."),
     click.option(
-        "--input-size", type=SHAPE,
+        "--input-size", type=values.SHAPE,
         help="Run the model on noise of this shape, the batch left out: 1x96x96x96.",
     ),
 )  # fmt: skip
@@ -291,8 +280,8 @@ SITES = (
     SCOPE,
 )  # fmt: skip
 BACKEND = click.option(
-    "--backend", type=click.Choice(tuple(BACKENDS)), default="auto",
-    help=f"Kernels to use. {'; '.join(f'{name}: {about}' for name, about in BACKENDS.items())}.",
+    "--backend", type=click.Choice(tuple(values.BACKENDS)), default="auto",
+    help=f"Kernels to use. {'; '.join(map(': '.join, values.BACKENDS.items()))}.",
 )  # fmt: skip
 KERNELS = (
     click.option(
@@ -304,7 +293,7 @@ KERNELS = (
 )  # fmt: skip
 PROOF = (
     click.option(
-        "--path", "paths", type=Listed(click.Choice(PATHS), "|".join(PATHS)),
+        "--path", "paths", type=values.Listed(click.Choice(PATHS), "|".join(PATHS)),
         help="How the whole patched model runs: as it is, as a CUDA graph, through "
         "torch.compile, as a CUDA graph of the compiled model.  [default: eager; on CUDA "
         "eager,graph,compile]",
@@ -315,7 +304,7 @@ PROOF = (
         "model.",
     ),
     click.option(
-        "--sparsity", type=SPARSITY, default=None,
+        "--sparsity", type=values.SPARSITY, default=None,
         help="Let attention leave out tiles of negligible weights: exact, or weights up to a "
         "number in (0, 1), which costs an error.",
     ),

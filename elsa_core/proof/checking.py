@@ -156,7 +156,7 @@ def _report(
         if run_paths.GRAPH in run.by_path and run.trains(run_paths.GRAPH, batch):
             by_name[f"{_WHOLE} by {run_paths.GRAPH}"] = run.by_path[run_paths.GRAPH]
         for title, sides_of in by_name.items():
-            one = judge_gradients(run.judgement(), sides_of, batch, asked.dtype, MODEL_SAMPLES)
+            one = judge_gradients(run.new_judgement(), sides_of, batch, asked.dtype, MODEL_SAMPLES)
             slopes.append(gradient_check(title, [(name, one)]))
         run.tick("gradients", 1)
     before, after = _seconds(run.model, batch, asked.device)

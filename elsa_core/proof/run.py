@@ -81,6 +81,9 @@ class CheckRun:
         self.left_out: dict[str, str] = {}
         self.shown, self.label, self.has_replayed = True, "", False
         self.site_run = SiteRun(sites, oracle, asked, self.tick)
+        self.new_judgement = partial(
+            Judgement, asked.factor, TURBO_EPS if self.site_run.turbo else None
+        )
         self._use(model, oracle)
 
     def _use(self, model: nn.Module, oracle: nn.Module) -> None:
@@ -98,9 +101,6 @@ class CheckRun:
         self.done += steps
         if self.progress is not None:
             self.progress(what, self.done, self.steps)
-
-    def judgement(self) -> Judgement:
-        return Judgement(self.asked.factor, TURBO_EPS if self.site_run.turbo else None)
 
     def prepared(self, batch: tuple[Any, ...]) -> Given:
         """A batch in the model's dtype and on its device."""
@@ -125,7 +125,7 @@ class CheckRun:
         return tuple(one for one in results if one.path not in self.left_out)
 
     def _case(self, name: str, case: tuple[Any, ...]) -> list[ModelCheck]:
-        judged = {path: self.judgement() for path in self.by_path}
+        judged = {path: self.new_judgement() for path in self.by_path}
         inputs, batches = 0, [*chunks(case, self.asked.batch_size)]
         for index, raw in enumerate(batches):
             watch = self.site_run.watch(name) if index == 0 else nullcontext()
@@ -177,7 +177,7 @@ class CheckRun:
                     f"({first_line(error)})"
                 ) from error
         for each in judged.values():  # the sites were judged as the original ran through them
-            each.grant(self.site_run.granted())
+            each.grant(self.site_run.granted)
         alive = [path for path, each in judged.items() if not each.error]
         exact = self.sides.exact(batch) if alive else None
         for path in alive:

@@ -74,13 +74,9 @@ class SiteRun:
             for path, site in sites.items()
             if vars(site).get("elsa_precision") == "turbo" and asked.dtype == torch.float32
         }
+        self.granted = 0.0  # the error that the sparsity of sites grants to the model
         self._kinds: set[Any] = set()
         self._busy = False
-
-    def granted(self) -> float:
-        """The error that the sparsity of the sites judged so far grants to the model."""
-        sparse = (self.sites[path] for path, record in self.records.items() if record.tiles)
-        return self.asked.bound if any(is_inexact(site) for site in sparse) else 0.0
 
     @contextmanager
     def watch(self, case: str) -> Iterator[None]:
@@ -174,6 +170,7 @@ class SiteRun:
             calls = capture.calls
             if any(call.tiles for call in calls):  # a layer was patched so too, and is exact
                 judgement.grant(bound)
+                self.granted = max(self.granted, bound)
             settle([judgement], SITE_SAMPLES, again)
             record.add(label, judgement.comparisons, calls)
             record.backends |= capture.backends

@@ -11,7 +11,7 @@ from processes import environment, python, signalled, started
 from quick_compiler import QuickCompiler
 
 from elsa_cli import probes
-from elsa_cli.options import BACKENDS
+from elsa_cli.values import BACKENDS
 from elsa_core.backends import native
 
 from .conftest import TINY, Elsa
