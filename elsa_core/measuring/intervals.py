@@ -48,14 +48,9 @@ class Ratio(Plain):
             return NO_DIFFERENCE
         return FASTER if self.low > 1.0 else SLOWER
 
-    @property
-    def narrow(self) -> bool:
-        """The interval is within 1% on either side: more rounds add nothing."""
-        return self.rounds >= FEWEST_ROUNDS and math.log(self.high / self.low) < 2 * _NARROW
-
-    @property
-    def decided(self) -> bool:
-        """The verdict is "faster" or "slower", and clearly so.
+    def suffices(self, *, decide: bool) -> bool:
+        """More rounds add nothing: the interval is within 1% on either side; or, to `decide`, the
+        verdict is "faster" or "slower", and clearly so.
 
         Rounds are looked at several times, so an interval that only just excludes 1 decides
         nothing: it has to lie off 1 by half of its own width, and to be within 5% on either side,
@@ -63,11 +58,8 @@ class Ratio(Plain):
         """
         width = math.log(self.high / self.low)
         off = max(math.log(self.low), -math.log(self.high))
-        return (
-            self.rounds >= FEWEST_ROUNDS
-            and off >= width / 2 > 0
-            and (width < max(2 * _USEFUL, off / 2))
-        )
+        clear = off >= width / 2 > 0 and width < max(2 * _USEFUL, off / 2)
+        return self.rounds >= FEWEST_ROUNDS and (width < 2 * _NARROW or (decide and clear))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -58,8 +58,8 @@ class Settings:
     """How to measure: samples of each contender at least, fewer where they exceed the budget, which
     is for warming up and rounds.
 
-    `decide`: end as soon as every interval decides (`Ratio.decided`); otherwise there are more
-    rounds until every interval is within 1% on either side (`Ratio.narrow`).
+    `decide`: end as soon as every interval decides; otherwise there are more rounds until every
+    interval is within 1% on either side (`Ratio.suffices`).
     """
 
     rounds: int = 20
@@ -107,7 +107,7 @@ def take_samples(
         checkpoint = math.ceil(1.5 * done)
         base, *others = ([each.seconds for each in own] for own in samples.values())
         found = (ratio(base, own) for own in others)
-        return all(each.narrow or (settings.decide and each.decided) for each in found)
+        return all(each.suffices(decide=settings.decide) for each in found)
 
     return timing.interleaved(
         contenders, _MOST_ROUNDS,

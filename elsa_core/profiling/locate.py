@@ -20,8 +20,7 @@ from elsa_core.measuring.timing import Contender
 from elsa_core.patching import AttentionSite, PatchReport, find_sites, inspect, shared_copy
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import Prepared, ProfileReport, Progress
-from elsa_core.profiling.served import served
-from elsa_core.profiling.sites import SiteClock, outermost, profiles, whole
+from elsa_core.profiling.sites import SiteClock, outermost, profiles, served, whole
 from elsa_core.proof import check
 
 _PAIR = ("eager", "patched")

@@ -146,7 +146,8 @@ def test_rounds_end_as_soon_as_the_interval_decides(monkeypatch: pytest.MonkeyPa
     samples = rounds.take_samples(pair, CPU, Settings(20, 60.0, decide=True))
     assert len(samples["eager"]) == 20 and clock.now < 20
     found = ratio(*([s.seconds for s in samples[name]] for name in ("eager", "patched")))
-    assert found.verdict == "faster" and found.decided and not found.narrow
+    assert found.verdict == "faster" and found.suffices(decide=True)
+    assert not found.suffices(decide=False)
     start = clock.now
     longer = rounds.take_samples(pair, CPU, Settings(20, 60.0))
     assert len(longer["eager"]) > 40 and clock.now - start <= 60
@@ -185,7 +186,7 @@ def test_slow_calls_are_not_warmed_up_again(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_what_decides(low: float, high: float, count: int, decided: bool) -> None:
-    assert Ratio((low * high) ** 0.5, low, high, count).decided is decided
+    assert Ratio((low * high) ** 0.5, low, high, count).suffices(decide=True) is decided
 
 
 def test_times_and_ratios_are_of_one_kind() -> None:

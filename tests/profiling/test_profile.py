@@ -20,7 +20,7 @@ from elsa_core.patching import find_sites
 from elsa_core.profiling.profile import ProfileReport, profile
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import run_errors
-from elsa_core.profiling.served import served
+from elsa_core.profiling.sites import served
 
 from .conftest import small_vit, two_blocks
 

@@ -9,8 +9,7 @@ from torch import nn
 import elsa_core as elsa
 from elsa_core.patching import find_sites, shared_copy
 from elsa_core.profiling import policy
-from elsa_core.profiling.served import served
-from elsa_core.profiling.sites import SiteClock, around, outermost
+from elsa_core.profiling.sites import SiteClock, around, outermost, served
 
 timm = pytest.importorskip("timm")
 

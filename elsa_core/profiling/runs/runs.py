@@ -260,14 +260,17 @@ def timed(
     known = RunErrors({}, {})
     if errors and not ready.trains:
         known = run_errors(ready.plain, built.contenders, ready.arguments, report.precision)
-    warnings = watch.warnings({
-        name: _spread([sample.seconds for sample in own]) for name, own in samples.items()
-    })  # fmt: skip
+    seconds = {name: [sample.seconds for sample in own] for name, own in samples.items()}
+    spreads = {}  # distance of the 10th and 90th percentile over the median
+    for name, own in seconds.items():
+        width = percentile(own, 0.9) - percentile(own, 0.1)
+        spreads[name] = digits(width / statistics.median(own))
+    warnings = watch.warnings(spreads)
     tell("memory", 0, 0)
-    runs = _runs(ready, samples, known.errors, settings, costs=costs)
+    runs = _runs(ready, samples, known.errors, spreads, settings, costs=costs)
     fit = sorted((r for r in runs if r.name != variants.CONTROL), key=lambda run: run.seconds)
-    best, own = (next(run for run in fit if run.patched is each) for each in (False, True))
-    assert own.ratio_to_best is not None
+    best, fastest = (next(run for run in fit if run.patched is each) for each in (False, True))
+    assert fastest.ratio_to_best is not None
     weights = [*ready.plain.parameters(), *ready.plain.buffers()]
     found = ProfileReport(
         device=str(first.device),
@@ -281,8 +284,8 @@ def timed(
         runs=runs,
         left_out=built.left_out,
         best_baseline=best.name,
-        best_patched=own.name,
-        gain=own.ratio_to_best,
+        best_patched=fastest.name,
+        gain=fastest.ratio_to_best,
         patched=len(report.patched),
         kept=len(report.kept),
         warnings=(*warnings, *known.warnings),
@@ -293,8 +296,8 @@ def timed(
 
 
 def _runs(
-    ready: Prepared, samples: Samples, errors: Mapping[str, float], settings: Settings, *,
-    costs: bool,
+    ready: Prepared, samples: Samples, errors: Mapping[str, float], spreads: Mapping[str, float],
+    settings: Settings, *, costs: bool,
 ) -> tuple[Run, ...]:  # fmt: skip
     built, first = ready.built, ready.first
     seconds = {name: [sample.seconds for sample in own] for name, own in samples.items()}
@@ -324,7 +327,7 @@ def _runs(
                 seconds=digits(time),
                 seconds_p10=digits(percentile(taken, 0.1)),
                 seconds_p90=digits(percentile(taken, 0.9)),
-                spread=_spread(taken),
+                spread=spreads[name],
                 samples=tuple(map(digits, taken[:: -(-len(taken) // _KEPT_SAMPLES)])),
                 images_per_second=digits(first.shape[0] / time),
                 memory_bytes=memory,
@@ -356,12 +359,6 @@ def _costs(
     busy = rounds.busy_seconds(replay, is_graph=name.endswith(variants.GRAPH))
     with contender.context(), torch.inference_mode():
         return memory, busy, energy_of(device, contender.call)
-
-
-def _spread(seconds: Sequence[float]) -> float:
-    """Distance of the 10th and 90th percentile over the median."""
-    width = percentile(seconds, 0.9) - percentile(seconds, 0.1)
-    return digits(width / statistics.median(seconds))
 
 
 class RunErrors(NamedTuple):
