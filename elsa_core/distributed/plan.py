@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from elsa_core.distributed.agreement import Agreement
 from elsa_core.errors import ArgumentError
 
 METHODS = ("auto", "ring", "gather", "heads")
 _LARGEST_GATHER = 1 << 30  # bytes of the keys and values of all ranks
-
-
 # Multiply-adds a second, bytes a second from one rank to another, and seconds of a message, by
 # device and width of an element.
 _DEVICES = {
@@ -24,7 +24,6 @@ _DEVICES = {
     ("cpu", 2): (50e9, 2e9, 200e-6),
     ("cpu", 4): (50e9, 2e9, 200e-6),
 }
-_WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def shard_lengths(tokens: int, world: int) -> tuple[int, ...]:
 def plan(agreed: Agreement) -> Plan:
     """The method for a call that all ranks make; the same on every rank."""
     common, world, rank = agreed.common, len(agreed.queries), agreed.rank
-    asked, width = common["method"], _WIDTHS[common["the dtype"]]
+    asked, width = common["method"], getattr(torch, common["the dtype"]).itemsize
     heads, of_keys = (common[f"the number of {which} heads"] for which in ("query", "key"))
     channels = common["head_dim"] + common["the width of value"]
     # bytes of keys and values, and of queries and outputs
