@@ -162,21 +162,12 @@ def build(*, force: bool = False, progress: Callable[[str], None] | None = None)
 
     Takes and raises what `elsa_core.backends.compiler.build` does.
     """
-    return compiler.build(_recipe(), force=force, progress=progress)
-
-
-def library_path() -> Path:
-    """Where the library of these sources, compiler, flags and torch version is kept.
-
-    Raises:
-        UnavailableError: no compiler and nothing built ahead, or a cache that cannot be read.
-    """
-    return compiler.library_path(_recipe())
+    return compiler.build(recipe(), force=force, progress=progress)
 
 
 def status() -> dict[str, Any]:
     """What `elsa doctor` shows, without building anything: compiler, path, whether it is built."""
-    return compiler.status(_recipe())
+    return compiler.status(recipe())
 
 
 def is_built() -> bool:
@@ -185,12 +176,13 @@ def is_built() -> bool:
     return bool(found["built"]) or "reason" in found
 
 
-def _recipe() -> compiler.Recipe:
-    recipe = compiler.torch_recipe(
+def recipe() -> compiler.Recipe:
+    """How the library is built."""
+    found = compiler.torch_recipe(
         "libelsa", "native library", "torch", ("attention", "window", "varlen", "entmax"),
         kernels=("attention", "window", "gradient", "entmax"),
     )  # fmt: skip
-    return replace(recipe, units=(*recipe.units, ("varlen-driver", "../elsa/varlen.cpp", ())))
+    return replace(found, units=(*found.units, ("varlen-driver", "../elsa/varlen.cpp", ())))
 
 
 def _loaded() -> ctypes.CDLL:

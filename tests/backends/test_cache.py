@@ -238,7 +238,7 @@ def test_a_signal_ends_the_compilers_too(
 def test_waiting_for_another_process_is_said(
     place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = native.library_path()
+    path = compiler.library_path(native.recipe())
     cache.make(place)
     monkeypatch.setattr(cache, "LOCK_SECONDS", 0.2)
     said: list[str] = []

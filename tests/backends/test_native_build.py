@@ -221,8 +221,8 @@ def test_the_key_holds_the_flags_of_cxx_and_of_the_link(monkeypatch: pytest.Monk
     paths = set()
     for command in commands:
         monkeypatch.setenv("CXX", command)
-        paths.add(native.library_path())
-    recipe = native._recipe()
+        paths.add(compiler.library_path(native.recipe()))
+    recipe = native.recipe()
     linked = dataclasses.replace(recipe, link_flags=(*recipe.link_flags, "-lm"))
     paths.add(compiler.library_path(linked))
     assert len(paths) == 4
@@ -235,7 +235,7 @@ def test_a_damaged_library_that_cannot_be_built_again(
 ) -> None:
     monkeypatch.setenv("CXX", stand_in(tmp_path, "echo no luck >&2; exit 1"))
     monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
-    path = native.library_path()
+    path = compiler.library_path(native.recipe())
     path.parent.mkdir()
     path.write_bytes(b"")
     with pytest.raises(
@@ -267,7 +267,9 @@ def test_it_is_on_the_disk_before_it_has_its_name(
     flushed = os.fsync
 
     def fsync(descriptor: int) -> None:
-        synced.append((os.fstat(descriptor).st_ino, native.library_path().exists()))
+        synced.append(
+            (os.fstat(descriptor).st_ino, compiler.library_path(native.recipe()).exists())
+        )
         flushed(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -280,16 +282,16 @@ def test_without_a_compiler_the_newest_library_built_ahead_serves(
 ) -> None:
     with pytest.raises(UnavailableError, match=r"no C\+\+ compiler was found"):
         native.build()
-    facts, compiler = library.stem.removeprefix("libelsa-").split("-")
-    old, new = (bare / f"libelsa-{facts}-{name}.so" for name in (compiler, "0" * 8))
+    facts, made_by = library.stem.removeprefix("libelsa-").split("-")
+    old, new = (bare / f"libelsa-{facts}-{name}.so" for name in (made_by, "0" * 8))
     for age, path in ((20, old), (10, new)):
         shutil.copyfile(library, path)
         shutil.copyfile(digest_of(library), digest_of(path))
         os.utime(path, (time.time() - age,) * 2)
     (bare / f"libelsa-{facts}-{'1' * 8}.so").write_bytes(b"")  # damaged: passed over
     shutil.copyfile(library, bare / f"libelsa-{facts}-{'3' * 8}.so")  # nobody says what it is
-    shutil.copyfile(library, bare / f"libelsa-{'2' * 16}-{compiler}.so")  # of other facts
-    assert native.build() == native.library_path() == new
+    shutil.copyfile(library, bare / f"libelsa-{'2' * 16}-{made_by}.so")  # of other facts
+    assert native.build() == compiler.library_path(native.recipe()) == new
     assert native.status()["built"]
     assert run().stdout.startswith("native")
     with pytest.raises(UnavailableError, match=r"no C\+\+ compiler was found"):

@@ -381,7 +381,7 @@ def check_environment(variables: dict[str, str], folder: Path) -> None:
         contextlib.redirect_stderr(io.StringIO()) as said,
     ):
         code = run(["patch", "vit"])
-        facts = compiler.status(native._recipe())
+        facts = compiler.status(native.recipe())
     lines = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
     assert (code, len(lines)) in {(0, 0), (2, 1)}, variables
     assert all(not given["force"] and given["output"] is None for given in seen)
