@@ -128,7 +128,7 @@ def judge(session: Session, own: Document, other: Document) -> None:
             f"Not the same processor (here {here}): ratios to the peers of each run are compared, "
             "times are not; a ratio may differ because the processor does.", "dim"
         )  # fmt: skip
-    worse = found.regressions
+    worse = [row for row in found.rows if row.verdict == "regression"]
     missing = f"; {len(found.missing)} of its cases were not measured" if found.missing else ""
     line = f"{len(found.rows)} cases compared, {len(worse)} worse{missing}"
     session.line(line, "bold red" if worse else "bold", even_quiet=True)

@@ -53,11 +53,6 @@ class Comparison:
     same_machine: bool
     missing: tuple[str, ...]
 
-    @property
-    def regressions(self) -> tuple[Row, ...]:
-        """What became worse."""
-        return tuple(row for row in self.rows if row.verdict == REGRESSION)
-
     def to_dict(self) -> Document:
         """Plain data for JSON; seconds are None where the machines differ."""
         rows = []
