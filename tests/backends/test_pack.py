@@ -362,6 +362,24 @@ def test_a_damaged_kernel_is_a_miss_in_one_line(gpu: Driver, packs: Path, tmp_pa
     assert "is damaged" in line and "\n" not in line and not gpu.loaded
 
 
+@pytest.mark.parametrize("wrong", ["keyword", "no name"])
+def test_metadata_of_no_kernel_is_a_miss_in_one_line(gpu: Driver, packs: Path, tmp_path,
+                                                     monkeypatch, caplog, wrong) -> None:  # fmt: skip
+    """The first call raised: names were checked to be proper, not to be a kernel's."""
+    pack = store.read(packs / "sm_90")
+    kernels = {}
+    for key, entry in pack.entries.items():
+        metadata = {**entry.metadata, "class": 1} if wrong == "keyword" else {}
+        kernels[key] = metadata, pack.cubin(entry)
+    header = {"arch": 90, "triton": pack.triton, "elsa": "0", "sources": pack.sources}
+    store.write(tmp_path / "sm_90", header, kernels)
+    monkeypatch.setenv(lookup.VARIABLE, str(tmp_path))
+    with caplog.at_level(logging.WARNING, "elsa"):
+        misses(recorded()[0])
+    (line,) = caplog.messages
+    assert "is not used" in line and not gpu.loaded
+
+
 def test_a_driver_that_refuses_is_a_miss(gpu: Driver, caplog) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")

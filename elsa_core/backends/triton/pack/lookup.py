@@ -191,7 +191,8 @@ def _found(job: Job, pack: Pack, device: int) -> Any:
         if found is None:
             try:
                 found = _FOUND[job.key, device] = compiled(job, pack)
-            except (UnavailableError, OSError) as error:
+            # metadata of proper names may still not be a kernel's
+            except (UnavailableError, OSError, ValueError, TypeError, AttributeError) as error:
                 _warn(f"a kernel of the pack {pack.folder} is not used: {error}")
         return found
 
