@@ -77,6 +77,16 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 TILES = {name: getattr(launches, name) for name in ("LARGE", "NARROW", "WIDE", "SHALLOW", "SMALL")}
 
 
+@pytest.mark.parametrize("wide", ["columns", "depth"])
+def test_gradients_of_more_columns_than_a_grid_takes_are_pytorchs(wide):
+    """The launch failed: blocks of turned columns lie along the grid's second axis."""
+    for blocks, served in (((1 << 16) - 1, True), (1 << 16, False)):
+        columns, depth = (64 * blocks, 64) if wide == "columns" else (64, 64 * blocks)
+        x, w = meta(64, depth, columns)
+        grad = torch.empty(64, columns, device="meta")
+        assert (planner._plan_backward(grad, x, w, (True, True, False)) is not None) == served
+
+
 @pytest.mark.parametrize("gpu", [gpu for arch in SHARED for gpu in cases.gpus(arch)], ids=str)
 def test_products_fit(gpu):
     """Those of `elsa bench linear --tune`, and their gradients' products."""

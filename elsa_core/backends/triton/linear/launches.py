@@ -140,7 +140,7 @@ def product_launch(
 
     left, right: the steps of X and Weight from row to row and from channel to channel.
     """
-    padded = padded_depth(shape.depth)
+    padded = -(-shape.depth // 8) * 8  # whole units of 16 bytes
     blocks = -(-padded // tile.depth)
     chunk = -(-blocks // parts)
     bias, activation, scale, residual = epilogue
@@ -178,7 +178,7 @@ def split_turned(depth: int, columns: int, stride: int) -> Callable[[Tensor], tu
     """
     steps = -(-depth // (BLOCK * CHUNKS))
     chunks = -(-depth // (BLOCK * steps))
-    padded, blocks = padded_depth(depth), -(-columns // BLOCK)
+    padded, blocks = -(-depth // 8) * 8, -(-columns // BLOCK)
     common = {
         "depth": depth, "columns": columns // 4, "stride": stride // 4, "BK": BLOCK, "BC": BLOCK,
     }  # fmt: skip
@@ -199,8 +199,3 @@ def split_turned(depth: int, columns: int, stride: int) -> Callable[[Tensor], tu
         return halves, powers
 
     return run
-
-
-def padded_depth(depth: int) -> int:
-    """The elements of a row of halves: whole units of 16 bytes."""
-    return -(-depth // 8) * 8

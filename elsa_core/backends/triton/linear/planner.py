@@ -13,6 +13,7 @@ from torch import Tensor
 
 from elsa_core.backends.triton.linear import LEAST_WEIGHT
 from elsa_core.backends.triton.linear.launches import (
+    BLOCK,
     Shape,
     Tile,
     cut_for,
@@ -33,6 +34,8 @@ JOINED = 1024
 LEAST_ROWS = 64
 # Sums of fewer products round so little that what 22 bits leave out would show.
 LEAST_DEPTH = 64
+# The second axis of a grid takes so many blocks of columns that are turned.
+MOST_TURNED = BLOCK * ((1 << 16) - 1)
 
 
 def linear(
@@ -182,7 +185,7 @@ def _plan_backward(
 
 def _turns(columns: int, depth: int, stride: int) -> bool:
     large = columns * depth >= LEAST_WEIGHT and min(columns, depth) >= LEAST_DEPTH
-    return large and depth % 4 == 0 and stride % 4 == 0
+    return large and max(columns, depth) <= MOST_TURNED and depth % 4 == stride % 4 == 0
 
 
 def _of_input(grad_out: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
