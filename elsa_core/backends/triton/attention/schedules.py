@@ -201,7 +201,7 @@ def fold_tail(problem: Problem) -> dict[str, Any]:
         "chunk": p.chunk, "tiles": -(-shape.keys // t.block_n),
         "MODE": device.MODES[mode], "PRE": t.ahead, "ONE_LOOP": t.one_loop,
         "FRESH": mode != "half" or shape.keys > FRESH_KEYS,
-        "MASK": kind + 2 if kind and not layout.has_rows(mask) else kind,
+        "MASK": kind + 2 if kind and m_strides["mask_q"] == 0 else kind,
         "CAUSAL": problem.causal, "PARTIAL": p.partitions > 1,
         "OVERLAP": device.overlaps(q.device),
         "BX": t.block_n if mode == "exact" else 16,

@@ -40,7 +40,8 @@ class Shape(NamedTuple):
 def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Shape:
     """Of operands [B, H, N, D] and a 4-D mask."""
     widths = query.shape[3], value.shape[3]
-    rows = layout.has_rows(mask)
+    # whether each query has a row of its own; where keys are padding one serves all
+    rows = layout.mask_strides(mask)["mask_q"] != 0
     return Shape(*query.shape[:2], key.shape[1], query.shape[2], key.shape[2], *widths, rows)
 
 

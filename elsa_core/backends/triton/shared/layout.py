@@ -83,11 +83,6 @@ def mask_strides(mask: Tensor | None) -> dict[str, int]:
     return {name: 0 if size == 1 else stride for name, size, stride in pairs}
 
 
-def has_rows(mask: Tensor | None) -> bool:
-    """Whether each query sees keys by a row of its own; where keys are padding one serves all."""
-    return mask is not None and mask_strides(mask)["mask_q"] != 0
-
-
 def mask_kind(mask: Tensor | None) -> int:
     """MASK of the kernels: 0 none, 1 boolean, 2 additive."""
     if mask is None:
