@@ -363,8 +363,9 @@ def test_a_damaged_kernel_is_a_miss_in_one_line(gpu: Driver, packs: Path, tmp_pa
 
 
 @pytest.mark.parametrize("wrong", ["keyword", "no name"])
-def test_metadata_of_no_kernel_is_a_miss_in_one_line(gpu: Driver, packs: Path, tmp_path,
-                                                     monkeypatch, caplog, wrong) -> None:  # fmt: skip
+def test_metadata_of_no_kernel_is_a_miss(
+    gpu: Driver, packs: Path, tmp_path, monkeypatch, caplog, wrong
+) -> None:
     """The first call raised: names were checked to be proper, not to be a kernel's."""
     pack = store.read(packs / "sm_90")
     kernels = {}
