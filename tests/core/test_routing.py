@@ -184,7 +184,7 @@ def test_sdpa_by_name() -> None:
 
 
 def test_the_command_line_names_the_same_backends() -> None:
-    assert dispatch.names() == tuple(importlib.import_module("elsa_cli.options").BACKENDS)
+    assert dispatch.names() == tuple(importlib.import_module("elsa_cli.values").BACKENDS)
 
 
 @pytest.fixture
