@@ -40,7 +40,7 @@ def partition(
     key_tile = constants["BN"] if "BN" in constants else constants["KEYS"]  # or all are one tile
     whole = -(-keys // key_tile) * key_tile
     split_keys = min(constants.get("chunk", whole), whole)
-    splits, table = 1, device.device_table(device.index_of(query.device))
+    splits, table = 1, device.device_table(query.get_device())
     states = RoundTrip("registers", "m, S, W in float32", 0, 0, 0, 0)
     if call.states is not None:
         splits, of_splits, value_dim = call.states

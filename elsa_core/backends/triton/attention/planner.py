@@ -86,7 +86,7 @@ def tiles_of(problem: Problem, specialized: bool | None) -> Plan:
     """The tiles of the device's table, for the kernels of sm_90 if those may serve."""
     operands = problem.query, problem.key, problem.value, problem.mask
     gpu = problem.query.device
-    table, multiprocessors = device.device_table(device.index_of(gpu))
+    table, multiprocessors = device.device_table(problem.query.get_device())
     if specialized is None:
         specialized = device.specializes(gpu) and fits_specialized(*operands)
     return tiling.plan(

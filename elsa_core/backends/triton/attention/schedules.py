@@ -118,7 +118,7 @@ def _shared(problem: Problem, unit: int) -> dict[str, Any]:
 def _decode_partitions(problem: Problem) -> tuple[int, int]:
     """(partitions, keys of a partition)."""
     shape = problem.shape
-    table, multiprocessors = device.device_table(device.index_of(problem.query.device))
+    table, multiprocessors = device.device_table(problem.query.get_device())
     rows = shape.batch * shape.heads
     return tiling.decode_partitions(rows, shape.keys, multiprocessors, table.decode)
 
@@ -126,7 +126,7 @@ def _decode_partitions(problem: Problem) -> tuple[int, int]:
 def decode_tail(problem: Problem, unit: int, unit_d: bool) -> dict[str, Any]:
     """The arguments of kernels that stream the keys of single queries."""
     k, shape = problem.key, problem.shape
-    knobs = device.device_table(device.index_of(problem.query.device))[0].decode
+    knobs = device.device_table(problem.query.get_device())[0].decode
     # about the same bytes for every dtype and head dimension
     width = max(shape.head_dim, shape.value_dim) * k.element_size()
     keys = knobs["tile_bytes"] // (1 << (width - 1).bit_length())
@@ -140,7 +140,7 @@ def _plan_decode(problem: Problem) -> tuple[dict[str, Launch], int]:
     from elsa_core.backends.triton.attention.decode import decode
 
     q, shape = problem.query, problem.shape
-    knobs = device.device_table(device.index_of(q.device))[0].decode
+    knobs = device.device_table(q.get_device())[0].decode
     parts, chunk = _decode_partitions(problem)
     unit, unit_d = layout.row_unit((problem.key, problem.value))
     if any(s % unit for s in q.stride()[:2]):

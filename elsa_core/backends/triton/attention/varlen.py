@@ -63,7 +63,7 @@ class Streamed:
 
 def usual_tiles(problem: Problem, sequences: int) -> tiling.Plan:
     """The tiles of a call whose sequences all have the same number of keys."""
-    table, multiprocessors = device.device_table(device.index_of(problem.query.device))
+    table, multiprocessors = device.device_table(problem.query.get_device())
     keys = max(1, -(-problem.shape.keys // max(1, sequences)))
     # tiles of one product are for operands split ahead alone
     mode = "split" if problem.mode == "single" else problem.mode
@@ -85,7 +85,7 @@ def streamed(
     from elsa_core.backends.triton.attention.stream import stream_decode, stream_forward
 
     q, shape = problem.query, problem.shape
-    table, multiprocessors = device.device_table(device.index_of(q.device))
+    table, multiprocessors = device.device_table(q.get_device())
     group = shape.heads // shape.key_heads
     kernel: Any
     if 1 < group <= MOST_PACKED and problem.mode != "exact":

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from elsa_core.backends.triton.linear import halves as splitting
 from elsa_core.backends.triton.linear.product import ACTIVATIONS, product
-from elsa_core.backends.triton.shared.device import capability_of, device_table, index_of
+from elsa_core.backends.triton.shared.device import capability_of, device_table
 from elsa_core.backends.triton.shared.launch import Launch
 
 # Columns in one pass of `split_rows`, and the blocks of `split_turned`.
@@ -128,7 +128,7 @@ def _fill(programs: int, multiprocessors: int) -> float:
 
 def gpu_of(device: torch.device) -> Gpu:
     """The GPU that a plan is for: an H200 where there is none."""
-    table, multiprocessors = device_table(index_of(device))
+    table, multiprocessors = device_table(-1 if device.index is None else device.index)
     return Gpu(multiprocessors, table.shared_memory, capability_of(device) or (9, 0))
 
 

@@ -69,11 +69,6 @@ def mode_of(dtype: torch.dtype, precision: str) -> str:
     return {"strict": "split", "lean": "split", "turbo": "single", "ieee": "exact"}[precision]
 
 
-def index_of(device: torch.device) -> int:
-    """The index that `device_table` takes: -1 where the tensors lie on no GPU."""
-    return -1 if device.index is None else device.index
-
-
 def table_of(device: int) -> str:
     """The name of the tuning table that serves a device; -1: no device."""
     if _described:

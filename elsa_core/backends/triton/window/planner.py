@@ -120,7 +120,7 @@ def shape_of(given: WindowCall) -> WindowShape:
 
 def tile_terms(given: WindowCall) -> tuple[WindowShape, str, WindowTable, int]:
     """What decides the tiles of a call: its shape and mode, its GPU's table and multiprocessors."""
-    index = device.index_of(given.qkv.device)
+    index = given.qkv.get_device()
     multiprocessors = device.device_table(index)[1]
     mode = device.mode_of(given.qkv.dtype, given.precision)
     return shape_of(given), mode, tiling.load_table(device.table_of(index)), multiprocessors
