@@ -33,9 +33,6 @@ _warn_once = functools.cache(_LOG.warning)
 OFFERED: dict[str, Callable[..., Any]] = {}
 _SERVED: set[str] = set()
 _FAILED: list[str] = []
-INTERRUPTED: Final = "the call was interrupted"
-# By thread: what ended a call that PyTorch's dispatcher made, which would lose it.
-INTERRUPTS: dict[int, BaseException] = {}
 _LOCK = threading.RLock()
 
 
@@ -142,6 +139,8 @@ def direct(overload: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return below_autograd(overload, *arguments)
             except RuntimeError as error:
+                from elsa_core.backends.cuda.plan import INTERRUPTED, INTERRUPTS
+
                 if INTERRUPTED in str(error):
                     raise INTERRUPTS.pop(threading.get_ident(), KeyboardInterrupt()) from None
         return otherwise(*arguments)

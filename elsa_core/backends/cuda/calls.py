@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core.backends import cuda
 from elsa_core.backends.cuda import plan as plans
 from elsa_core.backends.cuda.library import Library
 from elsa_core.backends.cuda.plan import PlanError, arguments_of
@@ -60,8 +59,8 @@ def serve(
             found = tuple(torch.empty(0) for _ in range(results))
             said = b"E" + (str(error) or type(error).__name__).encode()
             if not isinstance(error, Exception):
-                cuda.INTERRUPTS[threading.get_ident()] = error
-                said = f"E{cuda.INTERRUPTED}: {type(error).__name__}".encode()
+                plans.INTERRUPTS[threading.get_ident()] = error
+                said = f"E{plans.INTERRUPTED}: {type(error).__name__}".encode()
         kept = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else None
         return *found, torch.empty(0, dtype=torch.uint8) if kept is None else kept
 
