@@ -139,10 +139,10 @@ def direct(overload: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return below_autograd(overload, *arguments)
             except RuntimeError as error:
-                from elsa_core.backends.cuda.plan import INTERRUPTED, INTERRUPTS
+                from elsa_core.backends.cuda.calls import INTERRUPTED
 
                 if INTERRUPTED in str(error):
-                    raise INTERRUPTS.pop(threading.get_ident(), KeyboardInterrupt()) from None
+                    raise KeyboardInterrupt(INTERRUPTED) from None
         return otherwise(*arguments)
 
     return call

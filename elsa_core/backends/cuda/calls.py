@@ -22,6 +22,7 @@ from elsa_core.errors import UnavailableError
 _LOG = logging.getLogger("elsa")
 _log_once = functools.cache(_LOG.log)
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
+INTERRUPTED = "the call was interrupted"  # what is said of Ctrl-C
 _DEFAULT = re.compile(r"=[^,)]+")
 # Calls whose plans the driver refused; a driver that always does is asked no more.
 _REFUSALS = itertools.count(1)
@@ -59,8 +60,7 @@ def serve(
             found = tuple(torch.empty(0) for _ in range(results))
             said = b"E" + (str(error) or type(error).__name__).encode()
             if not isinstance(error, Exception):
-                plans.INTERRUPTS[threading.get_ident()] = error
-                said = f"E{plans.INTERRUPTED}: {type(error).__name__}".encode()
+                said = f"E{INTERRUPTED}".encode()
         kept = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else None
         return *found, torch.empty(0, dtype=torch.uint8) if kept is None else kept
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 MAGIC = 0x4E4C5045
 VERSION = 1
@@ -21,9 +21,6 @@ _WARP = 32
 # Behind its arguments a kernel takes the addresses of two scratch buffers. In older versions it
 # takes one: the driver reads as many as the kernel declares.
 _SCRATCH = (bytes(8), bytes(8))
-INTERRUPTED: Final = "the call was interrupted"
-# By thread: what ended a call that PyTorch's dispatcher made, which would lose it.
-INTERRUPTS: dict[int, BaseException] = {}
 
 
 class PlanError(Exception):

@@ -76,7 +76,7 @@ def gathered(table: Tensor, index: Tensor) -> Tensor:
     tensors = (table, index, out)
     key = (
         "bias", table.shape, table.stride(), table.dtype, index.shape, index.stride(),
-        table.get_device(), *(t.data_ptr() % 16 for t in tensors),
+        index.dtype, table.get_device(), *(t.data_ptr() % 16 for t in tensors),
     )  # fmt: skip
     PLANS.get(key, plan_gather, table, index)(*tensors)
     return out
