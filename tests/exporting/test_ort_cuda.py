@@ -146,7 +146,8 @@ class NodeBundle:
             "path": str(self.library), "version": version, "device": device, "stream": stream,
             "out": out, "memory": memory, "calls": calls,
         }  # fmt: skip
-        env = environment(STUB_LOG=str(log), LD_LIBRARY_PATH=self.driver, **variables)
+        own = {"STUB_LOG": str(log), "LD_LIBRARY_PATH": self.driver}
+        env = environment(**own | variables)
         done = python(HERE / "fake_ort.py", input=json.dumps(asked), env=env)
         assert done.returncode == 0, done.stderr
         answer: dict[str, Any] = json.loads(done.stdout)
