@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import elsa_core as elsa
 from elsa_core import ops
 from elsa_core.backends import native
 from elsa_core.ops.entmax import api as entmax_varlen
@@ -94,6 +95,25 @@ def test_alpha_of_a_head_whatever_the_rank(shape: tuple[int, ...], merged: bool)
     torch.testing.assert_close(found.reshape(wanted.shape), wanted)
     grads = [torch.autograd.grad(out.square().sum(), alpha)[0] for out in (found, wanted)]
     torch.testing.assert_close(*grads)
+
+
+def test_a_program_takes_any_number_of_sequences() -> None:
+    class Packs(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+            return elsa.entmax_varlen_attention(
+                q, k, v, ends, max_seqlen_q=9, max_seqlen_k=9, alpha=1.5
+            )
+
+    def given(lengths: list[int]) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(sum(lengths))
+        q, k, v = torch.randn(3, sum(lengths), 2, 8, generator=generator).unbind()
+        return q, k, v, bounds(lengths)
+
+    tokens, ends = torch.export.Dim("tokens", min=2), torch.export.Dim("ends", min=3)
+    sizes = ({0: tokens}, {0: tokens}, {0: tokens}, {0: ends})
+    program = torch.export.export(Packs(), given([3, 7]), dynamic_shapes=sizes, strict=False)
+    others = given([3, 2, 9, 0, 4])
+    torch.testing.assert_close(program.module()(*others), Packs()(*others))
 
 
 def test_longest_lengths_in_a_compiled_program() -> None:

@@ -282,7 +282,7 @@ def entmax_varlen_attention(
             return _by_padding(given, told, number if head_alpha is None else head_alpha, terms)
         else:
             varlen.longest_of(given, *told)
-            if len(given.cu_seqlens_q) > 1:
+            if given.cu_seqlens_q.shape[0] > 1:
                 return _by_sequence(given, number if head_alpha is None else head_alpha, terms)
             run, bounds = ops.ENTMAX_VARLEN_ATTENTION.eager, (0, 0)  # no sequence
         factor = default_scale(given.query) if scale is None else scale
@@ -338,7 +338,8 @@ def of_nested(
 
 def _of_sequences(alpha: float | Tensor, given: Packed) -> tuple[float, Tensor | None]:
     """`of_heads` with a sequence for each batch index: [S or 1, Hq or 1, 1, 1]."""
-    sizes = len(given.cu_seqlens_q) - 1, given.query.shape[1]
+    # not len(): it makes a symbolic number of sequences a constant
+    sizes = given.cu_seqlens_q.shape[0] - 1, given.query.shape[1]
     return of_heads(alpha, given.query.new_empty(sizes), sizes)
 
 
