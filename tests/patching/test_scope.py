@@ -7,7 +7,6 @@ import dataclasses
 import json
 import pickle
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,23 +76,25 @@ def pretended(monkeypatch, tmp_path):
     ],
 )
 def test_the_default_scope_of_a_processor(pretended, named, dtype, scope):
-    """Where the table says so it is "model"; a saved plan names it, and an export does not take it
-    by itself."""
-    from elsa_cli.commands import export
-    from elsa_cli.options import Options
-
+    """Where the table says so it is "model"; a saved plan names it."""
     pretended(*named)
     model = vit().to(dtype)
-    unsaid = Options(scope="auto")
-    exported, said = export._one_form(unsaid, SimpleNamespace(model=model))
-    assert bool(said) is (scope == "model") and exported.scope != "model"
-    asked = Options(scope="model")
-    assert export._one_form(asked, SimpleNamespace(model=model)) == (asked, "")
     assert elsa.inspect(model).scope == scope
     report = elsa.patch(model)
     assert report.scope == scope and layers.patched_scope(model) == scope
     assert (type(model.head) is nn.Linear) is (scope == "attention")
     assert plan_of(report).scope == scope
+
+
+def test_an_export_does_not_take_the_scope_of_a_processor(pretended, tmp_path, capsys):
+    from elsa_cli.main import run
+
+    pretended("AuthenticAMD", "AVX512")
+    given = ["vit_tiny_patch16_224", "--img", "48", "--formats", "pt2", "-o", str(tmp_path / "b")]
+    assert run(["export", *given]) == 0
+    assert "one form for all processors; --scope model" in capsys.readouterr().out
+    manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
+    assert manifest["model"]["scope"] == "attention"
 
 
 def test_every_layer_of_a_vit_is_a_site():
