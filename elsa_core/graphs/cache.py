@@ -112,9 +112,10 @@ class Graphs:
                 entry = self._captured(key, model, given, device)
                 # PyTorch's first attention on a GPU sets the order of its kernels, which is in it
                 key = (id(model), model.training, given.key(device))
-                if key in self.entries:
-                    self._drop(key)
+                if key in self.entries:  # no `_drop`: the pool stays, and the gradients in it
+                    capture.BACKEND.wait(device)
                 self.entries[key] = entry
+                self.entries.move_to_end(key)
                 result = entry.run(given, self._copy_outputs)
             if isinstance(entry, Training):
                 self._ticket = entry.ticket

@@ -140,6 +140,30 @@ def test_a_setting_that_the_first_call_makes(tape: Tape) -> None:
     assert tape.captures == held.captures == 1
 
 
+def test_a_graph_that_takes_the_place_of_the_only_one(tape: Tape) -> None:
+    """Its pool is the same: gradients that lie in it were overwritten by the next backward."""
+
+    class Sets(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.backends.cudnn.benchmark = True
+            return super().forward(x)
+
+    model, before = Sets(), torch.backends.cudnn.benchmark
+    held, twin = elsa.graphed(model), copy.deepcopy(model)
+    try:
+        for step in range(5):
+            if step < 3:
+                torch.backends.cudnn.benchmark = False
+            x = torch.randn(3, 8)
+            for each in (held, twin):
+                if step == 3:
+                    each.zero_grad()
+                each(x).square().sum().backward()
+            equal([p.grad for p in held.parameters()], [p.grad for p in twin.parameters()])
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
 def test_accumulation_moves_a_gradient_out_of_the_graph(tape: Tape) -> None:
     """A `grad` that lies in the graph's memory would be overwritten and then added to itself."""
     held, twin = pair()
