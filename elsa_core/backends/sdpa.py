@@ -202,7 +202,8 @@ def _on_cuda(
         keys = key.shape[2]
         bias = bias.expand(*bias.shape[:-1], keys)
         if keys % _BIAS_KEYS:
-            bias = F.pad(bias, (0, -keys % _BIAS_KEYS))[..., :keys]
+            # contiguous: padding keeps the order of heads and keys that it finds
+            bias = F.pad(bias.contiguous(), (0, -keys % _BIAS_KEYS))[..., :keys]
         bias = _aligned(bias).expand(*query.shape[:3], keys)
     lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ROWS), value=torch.inf)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
