@@ -182,9 +182,12 @@ def _unpatched_copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
     for module in twin.modules():
         module.__class__ = adapters.with_base(module, adapters.base_class(module))
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            # A plain function may refer to the caller's lists; deepcopy does not copy those.
-            for key in [k for k, hook in hooks.items() if isinstance(hook, types.FunctionType)]:
-                del hooks[key]
+            # A plain function may refer to the caller's lists; deepcopy does not copy those. By its
+            # own a model of transformers that has run once collects its hidden states.
+            for key, hook in [*hooks.items()]:
+                own = getattr(hook, "__module__", "").startswith("transformers.")
+                if isinstance(hook, types.FunctionType) and not own:
+                    del hooks[key]
     return twin.eval()
 
 

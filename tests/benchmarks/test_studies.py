@@ -50,7 +50,7 @@ def test_a_study_writes_rows_and_its_environment(name: str, tmp_path: Path) -> N
     assert held[name]["device"] == "cpu" and {row["environment"] for row in read} == {name}
 
 
-@pytest.mark.parametrize("name", ["distributed", "entmax", "graphed", "portable"])
+@pytest.mark.parametrize("name", ["distributed", "entmax", "graphed", "portable", "recognised"])
 def test_a_dry_run_needs_no_gpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     study = importlib.import_module(f"benchmarks.{name}")
     parser = harness.options(study.__doc__, no_model=False)

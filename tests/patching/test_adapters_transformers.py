@@ -155,3 +155,18 @@ def test_what_was_asked_for_reaches_the_operator() -> None:
         attention_forward(module, x, x, x, None, precision="ieee")
         common.attend(site, x, x, x, scale=0.5, is_causal=True)
     assert [args[-1] for args, _ in calls.elsa] == ["ieee", "ieee"]
+
+
+def test_a_model_that_ran_before_it_is_patched() -> None:
+    """It collects hidden states by hooks, which its first call sets, once."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SegformerConfig(
+        num_labels=3, depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 24, 32], decoder_hidden_size=16,
+        num_attention_heads=[1, 2, 3, 4],
+    )  # fmt: skip
+    model = transformers.SegformerForSemanticSegmentation(config).eval()
+    images = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = model(images).logits
+        assert len(elsa.patch(model, images).patched) == 4
+        torch.testing.assert_close(model(images).logits, wanted)
