@@ -21,7 +21,7 @@ from torch import Tensor
 
 from elsa_core import ops
 from elsa_core.backends import cuda
-from elsa_core.backends.cuda import calls, library, record
+from elsa_core.backends.cuda import calls, library, planfile, record
 from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer, Zero, write
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.errors import ArgumentError, UnavailableError
@@ -333,6 +333,9 @@ def python(stub: str) -> None:
         attend(*tensors, scale=float(number))
         assert KERNELS.count == before + 2, number
     assert loaded.counts() == (len(left), 0)
+    KERNELS.extra = left[-2]
+    once = lambda: planfile.recorded(loaded, lambda: attend(*tensors))  # noqa: E731
+    assert failure(once, UnavailableError).startswith("a call of elsa::attention is not by")
 
 
 def driverless(stub: str) -> None:

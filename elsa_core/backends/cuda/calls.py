@@ -103,6 +103,7 @@ def _planned(
             said = b"P" + plans.write(plan)
             library.check(said[1:], max(0, results[0].get_device()))
     except PlanError as reason:
+        plan = None
         _LOG.debug("a call that the CUDA library leaves to Python: %s", reason)
     except UnavailableError as error:  # it may pass, as want of memory does
         plan, said = None, b"" if next(_REFUSALS) < _MOST_REFUSALS else b"N"
