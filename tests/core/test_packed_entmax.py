@@ -95,6 +95,8 @@ def test_alpha_of_a_head_whatever_the_rank(shape: tuple[int, ...], merged: bool)
     torch.testing.assert_close(found.reshape(wanted.shape), wanted)
     grads = [torch.autograd.grad(out.square().sum(), alpha)[0] for out in (found, wanted)]
     torch.testing.assert_close(*grads)
+    compiled = torch.compile(entmax_varlen.entmax_attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(whole, whole, whole, alpha=alpha), found)
 
 
 def test_a_program_takes_any_number_of_sequences() -> None:

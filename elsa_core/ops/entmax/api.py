@@ -183,11 +183,11 @@ def of_heads(
     sizes = (1,) * (4 - alpha.dim()) + tuple(alpha.shape)
     served = (*query.shape[:2], 1, 1)
     given = (math.prod(leading[:-1]), leading[-1] if leading else 1, 1, 1)
-    fitting = [
-        full for full in (served, given)
-        if len(sizes) == 4 and all(n in (1, most) for n, most in zip(sizes, full, strict=True))
-    ]  # fmt: skip
-    if not fitting:
+    fits = [
+        len(sizes) == 4 and all(n in (1, most) for n, most in zip(sizes, full, strict=True))
+        for full in (served, given)
+    ]
+    if not any(fits):
         raise ArgumentError(
             f"alpha of shape {list(alpha.shape)} does not broadcast to {list(given)}"
         )
@@ -196,7 +196,7 @@ def of_heads(
         if not LEAST_ALPHA <= low <= high <= MOST_ALPHA:
             raise ArgumentError(f"alpha has entries from {low} to {high}, which must lie in [1, 4]")
     alpha = alpha.reshape(sizes)
-    return 0.0, alpha if fitting[0] is served else alpha.expand(given).reshape(served)
+    return 0.0, alpha if fits[0] else alpha.expand(given).reshape(served)
 
 
 def entmax_varlen_attention(
