@@ -185,7 +185,7 @@ def _unpatched_copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
             # A plain function may refer to the caller's lists; deepcopy does not copy those. By its
             # own a model of transformers that has run once collects its hidden states.
             for key, hook in [*hooks.items()]:
-                own = getattr(hook, "__module__", "").startswith("transformers.")
+                own = str(getattr(hook, "__module__", "")).startswith("transformers.")
                 if isinstance(hook, types.FunctionType) and not own:
                     del hooks[key]
     return twin.eval()

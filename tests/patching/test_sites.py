@@ -149,6 +149,15 @@ def test_the_model_stays_as_it_was(name: str, training: bool) -> None:
         model.eval()(torch.randn(2, *size))  # no fake tensor was left in a cache
 
 
+def test_a_hook_of_no_module_is_no_obstacle() -> None:
+    """As functions have none that are compiled from text without a module's name."""
+    model, compiled = timm.create_model("cait_xxs24_224", depth=1), {}
+    exec("def hook(module, args, out): pass", compiled)
+    assert compiled["hook"].__module__ is None
+    model.register_forward_hook(compiled["hook"])
+    assert inspect(model).sites
+
+
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "eva02_tiny_patch14_224"])
 def test_patched_models_report_the_same_sites(name: str) -> None:
     model = timm.create_model(name, **MODELS[name])
