@@ -95,11 +95,13 @@ def measure(name: str, case: Case, given: Namespace) -> list[Row]:
     with torch.inference_mode():
         exact = copy.deepcopy(model).double()(images.double()) if case.dtype == "fp32" else None
     rows, contenders, about = [], [], {}
+    kept: list[nn.Module] = []  # a replay reads the weights of its model
     for contender, scope in (("original", ""), ("attention", "attention"), ("model", "model")):
         try:
             own = copy.deepcopy(model)
             report = elsa.patch(own, images, scope=scope) if scope else None
             held = elsa.graphed(own)
+            kept.append(held)
             with torch.inference_mode():
                 out = held(images)
             [replay] = held.replays()
