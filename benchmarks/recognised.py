@@ -114,7 +114,7 @@ def measure(name: str, case: Case, given: Namespace) -> list[Row]:
     del exact
     rows += [row(name, each, seconds, **about[each])
              for each, seconds in in_turns(contenders, given, calls=5).items()]  # fmt: skip
-    first = next((each["median"] for each in rows if each["contender"] == "original"), None)
+    first = next((each.get("median") for each in rows if each["contender"] == "original"), None)
     for each in rows:
         if first and "median" in each:
             each["ratio"] = first / each["median"]
