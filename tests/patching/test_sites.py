@@ -155,7 +155,7 @@ def test_a_hook_of_no_module_is_no_obstacle() -> None:
     exec("def hook(module, args, out): pass", compiled)
     assert compiled["hook"].__module__ is None
     model.register_forward_hook(compiled["hook"])
-    assert inspect(model).sites
+    assert inspect(model).sites[0].query_tokens == 196  # it has been run
 
 
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "eva02_tiny_patch14_224"])
