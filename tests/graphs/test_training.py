@@ -122,14 +122,16 @@ def test_a_change_of_a_live_model(tape: Tape, name: str) -> None:
     agree(held, twin)
 
 
+class Sets(Net):
+    """Its forward makes a setting of the process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.backends.cudnn.benchmark = True
+        return super().forward(x)
+
+
 def test_a_setting_that_the_first_call_makes(tape: Tape) -> None:
     """As PyTorch's first attention on a Hopper GPU sets the order of its kernels."""
-
-    class Sets(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            torch.backends.cudnn.benchmark = True
-            return super().forward(x)
-
     model, before = Sets(), torch.backends.cudnn.benchmark
     held, twin = elsa.graphed(model), copy.deepcopy(model)
     try:
@@ -142,12 +144,6 @@ def test_a_setting_that_the_first_call_makes(tape: Tape) -> None:
 
 def test_a_graph_that_takes_the_place_of_the_only_one(tape: Tape) -> None:
     """Its pool is the same: gradients that lie in it were overwritten by the next backward."""
-
-    class Sets(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            torch.backends.cudnn.benchmark = True
-            return super().forward(x)
-
     model, before = Sets(), torch.backends.cudnn.benchmark
     held, twin = elsa.graphed(model), copy.deepcopy(model)
     try:
