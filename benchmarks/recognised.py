@@ -12,6 +12,7 @@ import copy
 import gc
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,12 +43,12 @@ class First(nn.Module):
         return self.model(images)[0]
 
 
-def segformer() -> nn.Module:
-    """b2, whose keys are reduced by 8, 4, 2 and 1."""
+def segformer(attention: str = "sdpa") -> nn.Module:
+    """b2, whose keys are reduced by 8, 4, 2 and 1; `attention`: of transformers' names."""
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
 
     config = SegformerConfig(depths=[3, 4, 6, 3], hidden_sizes=[64, 128, 320, 512],
-                             decoder_hidden_size=768)  # fmt: skip
+                             decoder_hidden_size=768, attn_implementation=attention)  # fmt: skip
     return First(SegformerForSemanticSegmentation(config))
 
 
@@ -58,24 +59,20 @@ def swin_unetr() -> nn.Module:
     return model
 
 
-def sam() -> nn.Module:
-    """The encoder of ViT-B, with windows and decomposed positions."""
-    from transformers import SamVisionConfig, SamVisionModel
-
-    return First(SamVisionModel(SamVisionConfig()))
-
-
-def nest() -> nn.Module:
+def of_timm(name: str) -> nn.Module:
     import timm
 
-    model: nn.Module = timm.create_model("nest_tiny_jx")
+    model: nn.Module = timm.create_model(name)
     return model
 
 
 MODELS = {
-    "segformer_b2": (segformer, (2, 3, 1024, 1024)), "swin_unetr": (swin_unetr, (1, 1, 96, 96, 96)),
-    "nest_tiny": (nest, (32, 3, 224, 224)), "sam_vit_b": (sam, (1, 3, 1024, 1024)),
-}  # fmt: skip
+    "segformer_b2": (segformer, (2, 3, 1024, 1024)),
+    "segformer_b2_eager": (partial(segformer, "eager"), (2, 3, 1024, 1024)),
+    "swin_unetr": (swin_unetr, (1, 1, 96, 96, 96)),
+    "nest_tiny": (partial(of_timm, "nest_tiny_jx"), (32, 3, 224, 224)),
+    "sam_vit_b": (partial(of_timm, "samvit_base_patch16"), (1, 3, 1024, 1024)),
+}
 
 
 def cases(given: Namespace) -> dict[str, Case]:
