@@ -122,6 +122,8 @@ def calls(name: str, case: Case, given: Namespace) -> Iterator[Row]:
     """Inference."""
     model, images = _loaded(case, given.device, DTYPES[case.dtype])
     model.eval()
+    with torch.no_grad():
+        model(images)  # some keep biases of their first call, which no compiled graph may own
     patched = copy.deepcopy(model)
     elsa.patch(patched)
     graphs = {

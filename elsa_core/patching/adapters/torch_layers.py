@@ -24,6 +24,9 @@ from elsa_core.patching.adapters.common import (
     why_no_weight,
 )
 
+_tracing = torch._C._get_tracing_state
+_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)  # none without CUDA
+
 
 class ElsaLinear(nn.Linear):
     """A linear layer: [..., K] -> [..., N], any floating dtype."""
@@ -35,7 +38,18 @@ class ElsaLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
-        if _is_small(input, weight) or (not input.is_cuda and is_recorded(self)):
+        # `common.is_small` with fewer questions: every layer of a small eager call passes here
+        if (
+            not isinstance(input, Tensor)  # of torch.fx
+            or (not input.is_cuda and is_recorded(self))
+            or (
+                input.is_cuda
+                and not is_compiling()  # which may read no length
+                and input.numel() * weight.shape[0] < dispatch.eager_least("linear", input.dtype)
+                and not _capturing()
+                and _tracing() is None
+            )
+        ):
             return functional.linear(input, weight, self.bias)
         return served(
             input, weight, self.bias, "none", None, None, self.elsa_precision, self.elsa_backend
@@ -72,16 +86,6 @@ class ElsaPatchConv2d(nn.Conv2d):
         tiles = cut.unflatten(3, (columns, width)).unflatten(2, (rows, height))
         patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)  # [B, H/h, W/w, C * h * w]
         return project_by(self, patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
-
-
-def _is_small(input: Tensor, weight: Tensor) -> bool:  # `common.is_small` with fewer questions
-    if not isinstance(input, Tensor):  # of torch.fx
-        return True
-    if not input.is_cuda or is_compiling():  # which may read no length
-        return False
-    if input.numel() * weight.shape[0] >= dispatch.eager_least("linear", input.dtype):
-        return False
-    return not (torch.cuda.is_current_stream_capturing() or calls.exporting())
 
 
 def _cuts_patches(layer: nn.Conv2d) -> bool:
