@@ -167,6 +167,17 @@ torch.ops.elsa.attention(q, q, q, None, False, 0.25, "strict")
     assert done.returncode == 1 and "ELSA_CPU_ISA=avx9000 is unknown" in done.stderr
 
 
+def test_the_best_set_that_the_processor_has_is_chosen(run: Run) -> None:
+    """PyTorch asks the processor for itself."""
+    names = {"AVX512": "avx512", "AVX2": "avx2"}
+    program = LOAD + "print(torch.backends.cpu.get_cpu_capability())"
+    done = run(program, ELSA_CPU_ISA="", ATEN_CPU_CAPABILITY="")
+    ours, theirs = done.stdout.splitlines()
+    if theirs not in names:
+        pytest.skip(f"PyTorch says {theirs} of this processor")
+    assert ours == f"native {names[theirs]}"
+
+
 def test_threads_load_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that asked at once defined operators twice, which switched the library off."""
     within, most = [], []

@@ -392,6 +392,7 @@ def _of_attention() -> dict[str, dict[str, Any]]:
         "no query": {"queries": 0, "keys": 5},
         "no key": {"queries": 5, "keys": 0},
         "no key, half": {"queries": 5, "keys": 0, "dtype": "float16"},
+        "no key, one number": {"batch": (1,), "heads": 1, "queries": 1, "keys": 0, "dim": 1},
         "no batch": {"batch": (0,)},
         "batch of one": {"batch": (1,), "heads": 1},
         "two batch axes": {"batch": (2, 3), "heads": 2, "queries": 17},
