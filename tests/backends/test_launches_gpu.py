@@ -14,10 +14,7 @@ from elsa_core.backends import cuda
 from elsa_core.backends.cuda import library
 from elsa_core.dispatch import launches
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},

@@ -11,10 +11,7 @@ import elsa_core as elsa
 from elsa_core import reference
 from elsa_core.precision import theorem1_bound
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def make(*shape: int, seed: int = 0) -> Tensor:

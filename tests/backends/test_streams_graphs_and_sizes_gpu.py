@@ -15,10 +15,7 @@ from torch import Tensor
 
 import elsa_core as elsa
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 F32, F16 = torch.float32, torch.float16
 
 
