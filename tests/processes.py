@@ -49,6 +49,22 @@ def environment(**extra: str) -> dict[str, str]:
     return os.environ | own | extra
 
 
+def without(*packages: str) -> str:
+    """The beginning of a program for which these packages are not installed: no finder has them."""
+    return f"""
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in {packages!r}:
+            return self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+"""
+
+
 def python(
     *words: object, env: dict[str, str] | None = None, timeout: float = 300, **options: Any
 ) -> subprocess.CompletedProcess[str]:

@@ -38,12 +38,8 @@ _LAUNCH = Launch.__call__
 PROGRAM = """
 import ctypes, sys
 from pathlib import Path
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("elsa_core", "elsa_cli", "triton"):
-            raise ModuleNotFoundError(name + " is blocked")
 import torch
-sys.meta_path.insert(0, Block())
+sys.modules.update(dict.fromkeys(("elsa_core", "elsa_cli", "triton")))
 _, built, stub, plans, model, *batches = sys.argv
 torch.ops.load_library(built)
 calls = ctypes.CDLL(built)
@@ -63,7 +59,6 @@ for batch in map(int, batches):
         except RuntimeError as error:
             sys.exit([line for line in str(error).splitlines() if "elsa::" in line][-1])
         print(tuple(out.shape), out.dtype, [t.data_ptr() for t in (*given, out)])
-assert not {"elsa_core", "triton"} & sys.modules.keys()
 """
 
 
