@@ -114,6 +114,24 @@ def dtype_of_another(q, k, v):
     return (q @ k.mT).softmax(-1, dtype=torch.float64) @ v.double()
 
 
+def values_as_the_weights_are(q, k, v):
+    weights = (q @ k.mT).softmax(-1)
+    return weights @ v.type_as(weights) + weights @ v.to(weights)
+
+
+def another_softmax_into_scores(q, k, v):
+    scores = q @ k.mT
+    if not scores.requires_grad:
+        torch.softmax(k @ q.mT, -1, out=scores)
+    return scores.softmax(-1) @ v
+
+
+def heads_and_queries_exchanged(q, k, v):
+    scores = (q @ k.mT).transpose(1, dim1=2)
+    assert scores.shape == (2, 9, 3, 9)
+    return scores.softmax(-1).transpose(1, 2) @ v
+
+
 KEPT = [value for value in list(globals().values()) if callable(value) and (
     getattr(value, "__code__", None) is not None
     and value.__code__.co_varnames[:3] == ("q", "k", "v")
@@ -216,6 +234,27 @@ def test_a_dimension_that_is_not_there_is_refused(view: Callable[[Tensor], Tenso
     q, k, _ = operands()
     with pytest.raises(IndexError, match="out of range"), Watch("strict", "eager"):
         view(q @ k.mT)
+
+
+def test_a_refused_view_changes_no_later_product() -> None:
+    """It cut what the layouts of equal products share, into parts of negative length."""
+    q, k, v = operands()
+    for shape in ((-1, -1, 9), (6, -9, -9)):
+        with pytest.raises(RuntimeError), Watch("strict", "eager"):
+            (q @ k.mT).view(shape)
+    watch = Watch("strict", "eager")
+    with watch:
+        out = (q @ k.mT).softmax(-1) @ v
+    assert torch.allclose(watch.close(out), (q @ k.mT).softmax(-1) @ v, atol=1e-5)
+
+
+@pytest.mark.parametrize("view", [(0, 9, 9), (0, 3, 3, 3, 9)], ids=str)
+def test_an_empty_batch_is_viewed_as_any(view: tuple[int, ...]) -> None:
+    empty = torch.empty(0, 3, 9, 8)
+    watch = Watch("strict", "eager")
+    with watch:
+        out = (empty @ empty.mT).view(view).softmax(-1)
+    assert watch.close(out).shape == view
 
 
 def test_watched_forwards_nest_recompute_and_run_in_threads() -> None:

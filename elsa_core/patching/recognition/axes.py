@@ -143,9 +143,13 @@ def of_kind(axes: Axes, kind: str) -> Axis:
 
 def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
     """The axes of a reshape to `shape`, which may hold one -1; None where a new dimension is no
-    run of whole or evenly cut atoms."""
+    run of whole or evenly cut atoms, where nothing is in them, and for lengths that are none."""
     rest = list(leaves(atom for axis in axes for atom in axis))
+    if any(atom.size == 0 for atom in rest) or any(size < 1 and size != -1 for size in shape):
+        return None
     unknown = next((i for i, size in enumerate(shape) if size == -1), len(shape))
+    if any(size == -1 for size in shape[unknown + 1 :]):
+        return None
     front = [_taken(rest, size, 0) for size in shape[:unknown]]
     back = [_taken(rest, size, -1) for size in reversed(shape[unknown + 1 :])]
     if None in front or None in back:

@@ -220,6 +220,8 @@ class Watch(TorchFunctionMode):
         return self._computed(func, args, kwargs) if out is rules.MISSING else out
 
     def _ruled(self, rule: rules.Rule, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        if kwargs and kwargs.get("out") is not None:
+            return rules.MISSING
         states = list(args)
         for i, one in enumerate(args):
             if type(one) is Pending:

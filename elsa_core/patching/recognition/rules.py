@@ -2,7 +2,7 @@
 
 A rule takes the arguments of a call, with `Scores` in the place of pending tensors, and returns
 what the result stands for: `Scores`; SAME for the very tensor that was given; MISSING where it is
-nothing that attention is made of, so that the call is computed.
+nothing that attention is made of, so that the call is computed. No call has an `out`.
 """
 
 from __future__ import annotations
@@ -187,11 +187,11 @@ def _powers(args: Any, kwargs: Any) -> Any:
 def _of_row(args: Any, kwargs: Any, *, stage: str, of: str) -> Any:
     scores, *rest = args
     given = dict(zip(("dim", "keepdim"), rest, strict=False)) | kwargs
-    dim, kept = given.get("dim", given.get("axis")), given.get("keepdim", False)
+    if set(given) != {"dim", "keepdim"} or given["keepdim"] is not True or scores.stage != of:
+        return MISSING
+    dim = given["dim"]
     if isinstance(dim, tuple | list) and len(dim) == 1:
         dim = dim[0]
-    if set(given) - {"dim", "keepdim"} or kept is not True or scores.stage != of:
-        return MISSING
     key = _key(scores, dim)
     if not key:
         return MISSING
@@ -203,6 +203,8 @@ def _of_row(args: Any, kwargs: Any, *, stage: str, of: str) -> Any:
 
 def _cast(args: Any, kwargs: Any, *, dtype: torch.dtype | None = None) -> Any:  # noqa: PLR0911
     scores, *rest = args
+    if not isinstance(scores, Scores):  # another tensor, which takes the dtype of a pending one
+        return MISSING
     if dtype is None:
         given = [*rest, *kwargs.values()]
         if not given:
@@ -275,8 +277,8 @@ def _unflatten(axes: Axes, dim: int, sizes: Sequence[int]) -> Axes | None:
     return None if parts is None else (*axes[:dim], *parts, *axes[dim + 1 :])
 
 
-def _transpose(axes: Axes, one: int = -2, two: int = -1, **named: int) -> Axes:
-    first, second = (*named.values(), one, two)[:2] if len(named) == 2 else (one, two)
+def _transpose(axes: Axes, *given: int, **named: int) -> Axes:
+    first, second = (*given, *named.values()) or (-2, -1)
     found = list(axes)
     found[first], found[second] = found[second], found[first]
     return tuple(found)
