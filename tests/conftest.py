@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import hashlib
 import os
-import shlex
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,10 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from quick_compiler import QuickCompiler
 from warm import Warm, warm
 
-ROOT = Path(__file__).parents[1]
 # What this machine lacks, read before any test changes the environment.
 LACKING = {name for name in ("g++", "c++", "clang++") if shutil.which(name) is None}
 NO_COMPILER = len(LACKING) == 3 and "CXX" not in os.environ
@@ -112,12 +107,6 @@ def pytest_runtest_protocol(
         return result
 
 
-def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of this run, which all its processes share."""
-    folder = tmp_path_factory.getbasetemp()
-    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-
-
 @pytest.fixture(scope="session", autouse=True)
 def a_common_processor(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is decided by the processor's maker is the same wherever the tests run."""
@@ -130,7 +119,8 @@ def a_common_processor(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
     """A folder that the first process of a run to ask for it fills; others must not change it."""
-    shared = of_all_workers(tmp_path_factory)
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
     def find(name: str, fill: Callable[[Path], None]) -> Path:
         folder = shared / f"once-{name}"
@@ -222,24 +212,6 @@ def learnt_digits(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
         save_file(model.state_dict(), folder / "model.safetensors")
 
     return once("digits", train) / "model.safetensors"
-
-
-@pytest.fixture
-def quick_compiler(tmp_path_factory: pytest.TempPathFactory) -> QuickCompiler:
-    """The C++ compiler for tests of two builds at once: see `quick_compiler.py`."""
-    from elsa_core.backends import native
-
-    sources = hashlib.sha256()
-    for path in sorted((ROOT / "csrc").rglob("*.[ch]*")):
-        sources.update(path.read_bytes())
-    kept = of_all_workers(tmp_path_factory) / f"objects-{sources.hexdigest()}"
-    kept.mkdir(exist_ok=True)
-    log = tmp_path_factory.mktemp("compiled") / "units"
-    script = ROOT / "tests" / "quick_compiler.py"
-    # "" is a part of every name: all sets are compiled where it is not known which is the best one.
-    best = native.isa() if native.load().ok else ""
-    words = [sys.executable, "-IS", *map(str, (script, kept, log)), best]
-    return QuickCompiler(shlex.join(words), log)
 
 
 @pytest.fixture
