@@ -22,6 +22,20 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map(each, values)
 
 
+def randomised(module: nn.Module, std: float = 0.3) -> nn.Module:
+    """In eval mode; no parameter or running mean at its initial value, where a mistake would not
+    show."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=std)
+        for name, buffer in module.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.normal_(std=0.1)
+    module.eval()  # LeViT's returns nothing
+    return module
+
+
 def error(out: Tensor, exact: Tensor) -> float:
     return ((out.double() - exact).norm() / exact.norm()).item()
 
@@ -32,6 +46,21 @@ def assert_agree(out: Any, peer: Any, exact: Any, band: float = 1e-6) -> None:
     for name in (name for name, value in named.items() if isinstance(value, Tensor)):
         found, own = (each[name] if name else each for each in (out, peer))
         assert error(found, named[name]) <= 2 * error(own, named[name]) + band, name
+
+
+def outputs(model: nn.Module, given: dict[str, Any]) -> Any:
+    """Of NaFlexViT and SigLIP 2, which take batches as a dictionary and as keywords."""
+    if "patches" in given:
+        return {"logits": model(given)}
+    found = model(**given)
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def assert_as_exact(
+    original: nn.Module, patched: nn.Module, given: dict[str, Any], band: float = 1e-6
+) -> None:
+    exact = outputs(copy.deepcopy(original).double(), cast(given, torch.float64))
+    assert_agree(outputs(patched, given), outputs(original, given), exact, band)
 
 
 def assert_same_gradients(plain: nn.Module, patched: nn.Module) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from judging import assert_same
+from judging import assert_same, randomised
 from seen import Calls
 from torch import nn
 
@@ -28,6 +28,7 @@ from timm.models import (
     levit,
     mvitv2,
     shvit,
+    twins,
     visformer,
     vision_transformer_sam,
     volo,
@@ -91,23 +92,13 @@ CASES: dict[str, Case] = {
     ),
     "shvit": Case(lambda: shvit.SHSA(24, 4, 8), (24, 3, 5)),
     "visformer": Case(lambda: visformer.Attention(24, 3), (24, 3, 5)),
+    "twins": Case(
+        lambda: twins.LocallyGroupedAttn(24, num_heads=3, ws=4), (64, 24), lambda batch: ((8, 8),)
+    ),
 }  # fmt: skip
 
 
 COMPILED = ("sam", "mvit", "levit-down-conv", "shvit")  # the compiler takes seconds
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    """No parameter or running mean at its initial value, where a mistake would not show."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.4)
-        for name, buffer in module.named_buffers():
-            if name.endswith("running_mean"):
-                buffer.normal_(std=0.1)
-    module.eval()  # LeViT's returns nothing
-    return module
 
 
 def first(output: Any) -> torch.Tensor:
@@ -182,16 +173,16 @@ def test_positions_too_many_for_the_head_dim_become_a_mask(monkeypatch) -> None:
         assert calls.elsa[0][0][3] is not None
 
 
-@pytest.mark.parametrize("name", ["crossvit", "volo", "sam", "visformer"])
+@pytest.mark.parametrize("name", ["crossvit", "volo", "sam", "visformer", "twins"])
 @torch.no_grad()
 def test_dropout_stays_dropout(name: str) -> None:
     module = randomised(CASES[name].make())
     module.attn_drop.p = 0.5
     patch(module)
-    x = torch.randn(2, *CASES[name].shape)
-    assert torch.equal(module(x), module(x))
+    inputs = (torch.randn(2, *CASES[name].shape), *CASES[name].further(2))
+    assert torch.equal(module(*inputs), module(*inputs))
     module.train()
-    assert not torch.equal(module(x), module(x))
+    assert not torch.equal(module(*inputs), module(*inputs))
 
 
 @torch.no_grad()

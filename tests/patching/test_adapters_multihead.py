@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from judging import assert_recorded, assert_same
+from judging import assert_recorded, assert_same, randomised
 from torch import nn
 
 from elsa_core.errors import ArgumentError, NothingPatchedError
@@ -16,14 +16,6 @@ from elsa_core.patching.rewrite import patch, unpatch
 from elsa_core.patching.sites import find_sites, inspect
 
 WIDTH, HEADS, QUERIES, KEYS = 32, 4, 7, 9
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    """No bias at its initial zero, where a mistake would not show."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.3)
-    return module.eval()
 
 
 def attend(module: nn.Module, query, key, value, **more) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from judging import assert_agree, cast
+from judging import assert_as_exact
 from torch import Tensor, nn
 
 import elsa_core as elsa
@@ -53,8 +53,7 @@ def test_agrees_with_the_original(name: str, packed: list[Any]) -> None:
     patched = copy.deepcopy(original)
     report = elsa.patch(patched, scope="attention")
     assert report.scope == "attention"
-    exact = copy.deepcopy(original).double()
-    assert_agree(patched(given), original(given), exact(cast(given, torch.float64)))
+    assert_as_exact(original, patched, given)
     whole = name in ("rope", "eva")  # blocks that read positions, or are none of timm's plain ones
     assert [queries for queries, _ in packed] == [39 + 3 * original.num_prefix_tokens] * 2 * (
         not whole
@@ -112,8 +111,7 @@ def test_weights_that_another_module_changes(since: bool) -> None:
             block.attn.attn_drop = _Halved().eval()
     if not since:
         elsa.patch(patched)
-    exact = copy.deepcopy(original).double()(cast(batch(), torch.float64))
-    assert_agree(patched(batch()), original(batch()), exact)
+    assert_as_exact(original, patched, batch())
 
 
 @torch.no_grad()
@@ -130,11 +128,7 @@ def test_an_image_without_patches() -> None:
     original, given = model("map"), batch((20, 0, 3))
     patched = copy.deepcopy(original)
     elsa.patch(patched, scope="attention")
-    assert_agree(
-        patched(given),
-        original(given),
-        copy.deepcopy(original).double()(cast(given, torch.float64)),
-    )
+    assert_as_exact(original, patched, given)
 
 
 def test_check_agrees() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from judging import assert_agree, cast
+from judging import assert_agree, assert_as_exact, cast, outputs
 from seen import Calls
-from torch import Tensor, nn
+from torch import Tensor
 
 import elsa_core as elsa
 
@@ -34,20 +34,6 @@ def pair(kind: str, scope: str = "attention", dtype: torch.dtype = torch.float32
     patched = copy.deepcopy(original)
     elsa.patch(patched, scope=scope)
     return original, patched
-
-
-def outputs(model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    if "patches" in given:
-        return {"logits": model(given)}
-    found = model(**given)
-    return {"pooled": found.pooler_output, "tokens": found.last_hidden_state}
-
-
-def assert_as_exact(
-    original: nn.Module, patched: nn.Module, given: dict[str, Tensor], band: float = 1e-6
-) -> None:
-    exact = outputs(copy.deepcopy(original).double(), cast(given, torch.float64))
-    assert_agree(outputs(patched, given), outputs(original, given), exact, band)
 
 
 @kinds

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from judging import assert_agree, cast
+from judging import assert_agree, assert_as_exact
 from torch import Tensor, nn
 
 import elsa_core as elsa
@@ -65,8 +65,7 @@ def test_agrees_with_the_original_at_padded_places_too(
 ) -> None:
     original, patched = pair(kind=kind)
     given = batch(sizes)
-    exact = copy.deepcopy(original).double()(**cast(given, torch.float64))
-    assert_agree(patched(**given), original(**given), exact)
+    assert_as_exact(original, patched, given)
     tokens = sum(h * w for h, w in sizes)
     assert packed[:2] == [(tokens + sum(h * w < 20 for h, w in sizes), tokens)] * 2
 
@@ -80,8 +79,7 @@ def test_whole_models(cls: str, packed: list[Any]) -> None:
         words = torch.randint(0, 100, (3, 7), generator=torch.Generator().manual_seed(2))
         given |= {"input_ids": words, "attention_mask": (words > 30).int()}
         assert (given["attention_mask"].sum(1) > 0).all()
-    exact = copy.deepcopy(original).double()(**cast(given, torch.float64))
-    assert_agree(patched(**given), original(**given), exact)
+    assert_as_exact(original, patched, given)
     assert (40, 38) in packed
 
 
@@ -90,8 +88,7 @@ def test_padded_tokens_that_differ_stay(packed: list[Any]) -> None:
     original, patched = pair()
     given = batch()
     given["pixel_values"] = torch.randn(3, 20, 48, generator=torch.Generator().manual_seed(3))
-    exact = copy.deepcopy(original).double()(**cast(given, torch.float64))
-    assert_agree(patched(**given), original(**given), exact)
+    assert_as_exact(original, patched, given)
     assert not packed
 
 
@@ -135,6 +132,5 @@ def test_inspect_and_check() -> None:
 def test_on_a_gpu_the_mask_is_read(packed: list[Any]) -> None:
     original, patched = (m.cuda() for m in pair())
     given = {name: tensor.cuda() for name, tensor in batch().items()}
-    exact = copy.deepcopy(original).double()(**cast(given, torch.float64))
-    assert_agree(patched(**given), original(**given), exact)
+    assert_as_exact(original, patched, given)
     assert not packed

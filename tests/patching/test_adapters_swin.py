@@ -276,16 +276,6 @@ def test_autocast_computes_in_its_dtype() -> None:
         assert float((found.float() - expected).norm()) < 0.05 * float(expected.norm())
 
 
-@torch.no_grad()
-def test_a_scale_of_ones_own_is_read() -> None:
-    """The operator's default is the usual scale: one that is left out shows at another alone."""
-    model = make("swin")
-    for block in model.modules():
-        if hasattr(block, "relative_position_bias_table"):
-            block.scale *= 3.0
-    assert_same(model, images(), torch.float32)
-
-
 @pytest.mark.parametrize("kind", ["swin", "swin-v2", "torchvision-v1"])
 @torch.no_grad()
 def test_a_large_bias_is_read_through_its_index(kind: str) -> None:

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from judging import assert_same
+from judging import assert_same, randomised
 from originals import of_original
 from seen import Calls
 from torch import nn
@@ -26,15 +26,6 @@ ROPE_GRID = (4, 4)  # 16 rotated tokens after one prefix token
 
 def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    """No parameter at its initial zero or one, where a mistake would not show."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.3)
-    return module.eval()
 
 
 ATTENTION = {

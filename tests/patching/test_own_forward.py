@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from judging import assert_recorded
 from sampling import thinned
 from seen import Calls
 from torch import nn
@@ -195,18 +196,9 @@ def family(name: str) -> tuple[nn.Module, torch.Tensor]:
 )
 @torch.no_grad()
 def test_families_compile_and_export(name: str, way: str) -> None:
-    torch._dynamo.reset()
     model, x = family(name)
     patch(model)
-    expected = model(x)
-    if way == "compile":
-        compiled = torch.compile(model, fullgraph=True, backend="eager")
-        torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
-        return
-    batch = torch.export.Dim("batch", min=2, max=32)
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
-    more = torch.cat([x, x, x])
-    torch.testing.assert_close(program.module()(more), model(more), rtol=1e-4, atol=1e-5)
+    assert_recorded(way, model, x, torch.cat([x, x, x]))
 
 
 def test_open_clip_attention() -> None:
