@@ -5,10 +5,8 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import ports
 from torch import Tensor
 
 import elsa_core as elsa
@@ -54,15 +53,6 @@ def start(
             process.kill()
         for process in left:
             process.join()
-
-
-def ports(count: int) -> list[int]:
-    """As many free ports, held at once: one that is given back could be given out again."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def found(worlds: tuple[int, ...], folder: Path) -> dict[int, list[Any]]:

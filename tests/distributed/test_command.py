@@ -14,10 +14,9 @@ import json_schema
 import jsonschema
 import pytest
 import torch
+from processes import ports
 
 from elsa_cli import main
-
-from .ranks import ports
 
 _MODEL = ["profile", "vit_tiny_patch16_224", "--img", "48"]
 _SMALL = [*_MODEL, "--sequence-parallel", "--device", "cpu"]

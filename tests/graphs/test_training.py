@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -130,34 +130,34 @@ class Sets(Net):
         return super().forward(x)
 
 
-def test_a_setting_that_the_first_call_makes(tape: Tape) -> None:
-    """As PyTorch's first attention on a Hopper GPU sets the order of its kernels."""
+@pytest.fixture
+def sets() -> Iterator[tuple[Any, nn.Module]]:
+    """A pair of them."""
     model, before = Sets(), torch.backends.cudnn.benchmark
-    held, twin = elsa.graphed(model), copy.deepcopy(model)
-    try:
-        for _ in range(3):
-            agree(held, twin)
-    finally:
-        torch.backends.cudnn.benchmark = before
+    yield elsa.graphed(model), copy.deepcopy(model)
+    torch.backends.cudnn.benchmark = before
+
+
+def test_a_setting_that_the_first_call_makes(tape: Tape, sets: tuple[Any, nn.Module]) -> None:
+    """As PyTorch's first attention on a Hopper GPU sets the order of its kernels."""
+    held, twin = sets
+    for _ in range(3):
+        agree(held, twin)
     assert tape.captures == held.captures == 1
 
 
-def test_a_graph_that_takes_the_place_of_the_only_one(tape: Tape) -> None:
+def test_a_graph_that_takes_the_place_of_the_only_one(tape: Tape, sets: Any) -> None:
     """Its pool is the same: gradients that lie in it were overwritten by the next backward."""
-    model, before = Sets(), torch.backends.cudnn.benchmark
-    held, twin = elsa.graphed(model), copy.deepcopy(model)
-    try:
-        for step in range(5):
-            if step < 3:
-                torch.backends.cudnn.benchmark = False
-            x = torch.randn(3, 8)
-            for each in (held, twin):
-                if step == 3:
-                    each.zero_grad()
-                each(x).square().sum().backward()
-            equal([p.grad for p in held.parameters()], [p.grad for p in twin.parameters()])
-    finally:
-        torch.backends.cudnn.benchmark = before
+    held, twin = sets
+    for step in range(5):
+        if step < 3:
+            torch.backends.cudnn.benchmark = False
+        x = torch.randn(3, 8)
+        for each in (held, twin):
+            if step == 3:
+                each.zero_grad()
+            each(x).square().sum().backward()
+        equal([p.grad for p in held.parameters()], [p.grad for p in twin.parameters()])
 
 
 def test_accumulation_moves_a_gradient_out_of_the_graph(tape: Tape) -> None:

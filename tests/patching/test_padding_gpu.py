@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 from typing import Any
 
 import pytest
 import torch
 from judging import cast
+from test_host_time_gpu import _times
 from test_padding_time import naflexvit, siglip2
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -84,15 +83,7 @@ def test_half_padding_pays() -> None:
     model = timm.create_model("naflexvit_base_patch16_gap").eval().cuda()
     patched = copy.deepcopy(model)
     elsa.patch(patched)
-    times: list[list[float]] = [[], []]
-    for _ in range(7):
-        for each, found in zip((model, patched), times, strict=True):
-            each(given)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            each(given)
-            torch.cuda.synchronize()
-            found.append(time.perf_counter() - start)
-    ratio = statistics.median(times[0]) / statistics.median(times[1])
+    own, found = _times((model, patched), given)
+    ratio = own / found
     print(f"half padding: {ratio:.2f}")
     assert ratio >= 1.5

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from processes import ports
 from torch import Tensor, nn
 
 from .conftest import Gradients, assert_as_exact, gradients, loss_of, step, subject
@@ -21,13 +21,6 @@ pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
     reason="torch was built without gloo",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
 
 
 def work(rank: int, port: int, folder: str) -> None:
@@ -80,7 +73,7 @@ def folder(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
 
     def start(folder: Path) -> None:
         multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed", "timm"])
-        mp.start_processes(work, (free_port(), str(folder)), 2, start_method="forkserver")
+        mp.start_processes(work, (ports(1)[0], str(folder)), 2, start_method="forkserver")
 
     return once("gradients", start)
 
