@@ -64,34 +64,32 @@ class Layout:
         self.memo: dict[Any, Any] | None = {} if kept else None
 
     def known(self, key: Any, conclude: Callable[..., Any], *given: Any) -> Any:
-        """conclude(self, *given), which depends on nothing else than `key` says."""
+        """conclude(*given), which depends on nothing else than `key` says."""
         memo = self.memo
         if memo is None:
-            return conclude(self, *given)
+            return conclude(*given)
         found = memo.get(key, memo)
         if found is memo:
             if len(memo) > _MOST:
                 memo.clear()
-            found = memo[key] = conclude(self, *given)
+            found = memo[key] = conclude(*given)
         return found
 
     def moved(self, axes: Axes) -> Layout:
         """The same scores with other dimensions."""
-        return Layout(self.left, self.right, self.inner, axes, kept=self.memo is not None)
+        make = functools.partial(Layout, kept=self.memo is not None)
+        found: Layout = self.known(axes, make, self.left, self.right, self.inner, axes)
+        return found
 
     def over(self, dim: int) -> str:
         """The operand all of whose tokens, and nothing else, dimension `dim` holds; "" for none."""
 
-        def conclude(layout: Layout) -> str:
-            within = -len(layout.axes) <= dim < len(layout.axes)
-            axis = leaves(layout.axes[dim]) if within else ()
-            for kind, operand in ((RIGHT, layout.right), (LEFT, layout.left)):
-                if axis and axis == of_kind(operand, kind):
-                    return kind
-            return ""
-
-        found: str = self.known(("over", dim), conclude)
-        return found
+        within = -len(self.axes) <= dim < len(self.axes)
+        axis = leaves(self.axes[dim]) if within else ()
+        for kind, operand in ((RIGHT, self.right), (LEFT, self.left)):
+            if axis and axis == of_kind(operand, kind):
+                return kind
+        return ""
 
 
 _MOST = 256  # conclusions from one layout
@@ -210,6 +208,13 @@ def steps_to(have: Axes, want: Axes, whole: bool = True) -> Steps:
             steps.append((name, tuple(sizes)))
             shape = tuple(sizes)
     return tuple(steps)
+
+
+def broadcast(axes: Axes, shape: Sequence[int], want: Axes) -> Steps:
+    """The same of a tensor of `shape` that broadcasts to dimensions `axes`."""
+    last = axes[len(axes) - len(shape) :]
+    have = tuple(leaves(axis) if n != 1 else () for axis, n in zip(last, shape, strict=True))
+    return steps_to(have, want, whole=False)
 
 
 def run(tensor: Tensor, steps: Steps) -> Tensor:

@@ -98,7 +98,7 @@ class _Tied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *_gradients(ctx.call, ctx.sources, grads[0])
+        return _gradients(ctx, grads[0])
 
 
 class _Attended(torch.autograd.Function):
@@ -116,23 +116,21 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            return None, None, *_gradients(ctx.call, ctx.sources, grads[0])
-        wanted = [t for t in ctx.leaves if t.requires_grad]
-        found = iter(
-            torch.autograd.grad(ctx.out, wanted, grads[0], retain_graph=True, allow_unused=True)
-        )
-        return None, None, *(next(found) if t.requires_grad else None for t in ctx.leaves)
+        return _gradients(ctx, grads[0], None if torch.is_grad_enabled() else ctx.out)
 
 
-def _gradients(call: _Call, sources: Sequence[Tensor], grad: Tensor) -> Iterator[Tensor | None]:
-    again = torch.is_grad_enabled()
+def _gradients(ctx: Any, grad: Tensor, out: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """The gradients of sources: of `out`, whose leaves stand for them, or else of the call."""
+    again, sources = torch.is_grad_enabled(), ctx.sources if out is None else ctx.leaves
     with torch.enable_grad():
-        out = call.run(sources[0].device.type)
+        if out is None:
+            out = ctx.call.run(sources[0].device.type)
         wanted = [t for t in sources if t.requires_grad]
-        found = torch.autograd.grad(out, wanted, grad, create_graph=again, allow_unused=True)
+        found = torch.autograd.grad(
+            out, wanted, grad, retain_graph=True, create_graph=again, allow_unused=True
+        )
     rest = iter(found)
-    return (next(rest) if t.requires_grad else None for t in sources)
+    return None, None, *(next(rest) if t.requires_grad else None for t in sources)
 
 
 class Watch(TorchFunctionMode):
@@ -167,8 +165,8 @@ class Watch(TorchFunctionMode):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self, func, args, kwargs or {})
-        if self._alive and rules.may_write(func, args, kwargs):
-            self._before_write((*args, *(kwargs or {}).values()))
+        if self._alive:
+            self._before_write(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def close(self, out: Any) -> Any:
@@ -204,20 +202,15 @@ class Watch(TorchFunctionMode):
                 args, kwargs = _real((args, kwargs), lambda p: p if p.made is None else p.made)
             elif one.tied and not grad:  # perhaps within a function with its own backward
                 return self._computed(func, args, kwargs)
-        special = _SPECIAL.get(func)
-        if special is not None:
-            return special(self, func, args, kwargs)
-        return self._by_rule(func, args, kwargs)
+        rule = rules.RULES.get(func)
+        if rule is None or not args:
+            return _SPECIAL.get(func, Watch._computed)(self, func, args, kwargs)
+        out = self._ruled(rule, func, args, kwargs)
+        return self._computed(func, args, kwargs) if out is rules.MISSING else out
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self._alive and rules.may_write(func, args, kwargs):
-            self._before_write((*args, *kwargs.values()))
+        self._before_write(func, args, kwargs)
         return func(*_real(args), **_real(kwargs))
-
-    def _by_rule(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        rule = rules.RULES.get(func)
-        out = rules.MISSING if rule is None or not args else self._ruled(rule, func, args, kwargs)
-        return self._computed(func, args, kwargs) if out is rules.MISSING else out
 
     def _ruled(self, rule: rules.Rule, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         if kwargs and kwargs.get("out") is not None:
@@ -303,10 +296,12 @@ class Watch(TorchFunctionMode):
             if computed or sys.getrefcount(pending) <= _LISTED:
                 del alive[i], pending
 
-    def _before_write(self, args: Sequence[Any]) -> None:
-        """Compute every pending tensor that is made of memory which may be written into."""
+    def _before_write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Compute every pending tensor that is made of memory which a call may write into."""
+        if not rules.may_write(func, args, kwargs):
+            return
         self._forget()
-        written = list(_tensors(args))
+        written = list(_tensors((*args, *kwargs.values())))
         for pending in list(self._alive):
             if type(pending) is Pending and pending.made is None and _reads(pending, written):
                 compute(pending)
@@ -322,8 +317,12 @@ class Watch(TorchFunctionMode):
                 return out
             args = _real(args)
             left, right, labels = _operands(func, args, kwargs)
-        dtype = _multiplied_in(left, right)
-        if dtype is None:
+        autocast, dtype = _autocast(left.device.type)
+        if not autocast or torch.float64 in (left.dtype, right.dtype):
+            dtype = left.dtype
+            autocast = False
+        alike = left.device == right.device and (autocast or right.dtype == dtype)
+        if not (alike and _is_plain(left) and _is_plain(right)):
             return func(*args, **kwargs)
         kept = type(left.shape[0]) is int and torch._C._get_tracing_state() is None
         of = known_product if kept else product
@@ -389,10 +388,11 @@ class Watch(TorchFunctionMode):
 
     def _sdpa(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _real(args), _real(kwargs)
-        if not all(_is_plain(one) for one in args[:3]) or calls.differentiates_otherwise():
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        plain = all(_is_plain(given.get(name)) for name in ("query", "key", "value"))
+        if not plain or calls.differentiates_otherwise():
             return func(*args, **kwargs)
         out = self._run(*args, **kwargs)
-        given = dict(zip(("query", "key"), args, strict=False)) | kwargs
         if self.observer is not None:
             self.observer.ran(self.observer.place(), given["query"], given["key"])
         return out
@@ -409,8 +409,6 @@ class Watch(TorchFunctionMode):
     def _view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A view; a result of attention's is laid out in another order than a product's."""
         tensor = args[0]
-        if isinstance(tensor, Pending):
-            return self._by_rule(func, args, kwargs)
         if self._memory and not tensor.is_contiguous() and _address(tensor) in self._memory:
             return tensor.reshape(*args[1:], **kwargs)
         return func(*args, **kwargs)
@@ -502,15 +500,6 @@ def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if min(ranks) < 2 or (min(ranks) == 2 and torch.nn.Parameter in (type(left), type(right))):
         return None
     return left, right, matmul_labels(*ranks)
-
-
-def _multiplied_in(left: Tensor, right: Tensor) -> torch.dtype | None:
-    if not (_is_plain(left) and _is_plain(right) and left.device == right.device):
-        return None
-    on, dtype = _autocast(left.device.type)
-    if on and torch.float64 not in (left.dtype, right.dtype):
-        return dtype
-    return left.dtype if left.dtype == right.dtype else None
 
 
 def _is_plain(tensor: Any) -> bool:

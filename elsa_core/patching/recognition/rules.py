@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elsa_core.base import calls
-from elsa_core.patching.recognition.axes import Axes, Layout, reshaped
+from elsa_core.patching.recognition.axes import Axes, reshaped
 from elsa_core.patching.recognition.scores import (
     LEAST_FILL,
     MAXIMUM,
@@ -234,14 +234,10 @@ def _viewed(args: Any, kwargs: Any, *, of: Callable[..., Axes | None]) -> Any:
     if not isinstance(scores, Scores) or scores.stage not in (SCORES, WEIGHTS, USED):
         return MISSING
     given = tuple(tuple(one) if isinstance(one, list) else one for one in rest)
+    layout = scores.layout
     key = (of, given, tuple(kwargs.items()))
-
-    def viewed(layout: Layout) -> Layout | None:
-        axes = of(layout.axes, *given, **kwargs)
-        return None if axes is None else layout.moved(axes)
-
-    layout = scores.layout.known(key, viewed)
-    return MISSING if layout is None else scores._replace(layout=layout)
+    axes = layout.known(key, partial(of, **kwargs), layout.axes, *given)
+    return MISSING if axes is None else scores._replace(layout=layout.moved(axes))
 
 
 # An index that PyTorch refuses is an IndexError here too: `range(rank)[dim]`.

@@ -18,7 +18,7 @@ from elsa_core.patching.recognition.axes import (
     Axes,
     Axis,
     Layout,
-    Steps,
+    broadcast,
     leaves,
     length,
     of_kind,
@@ -115,21 +115,6 @@ class _Plan:
         except RefusedError:
             return None
 
-    def of_term(self, layout: Layout, shape: Sequence[int]) -> Steps:
-        """From what broadcasts to scores of a layout to a dimension for each atom."""
-        axes = layout.axes[len(layout.axes) - len(shape) :] if shape else ()
-        have = tuple(
-            leaves(axis) if size != 1 else () for axis, size in zip(axes, shape, strict=True)
-        )
-        return steps_to(have, self.every, whole=False)
-
-    def of_mask(self, layout: Layout, shape: Sequence[int]) -> Steps:
-        """From a dimension for each atom to those of a mask."""
-        have = tuple(
-            axis if size != 1 else () for axis, size in zip(self.every, shape, strict=True)
-        )
-        return steps_to(have, (*self.groups, self.queries, self.keys), whole=False)
-
 
 def attended(
     scores: Scores,
@@ -143,7 +128,7 @@ def attended(
     layout, key = scores.layout, scores.key
     # atoms may have been cut since
     plan: _Plan | None = layout.known(
-        (labels, key, value.shape, Atom.cuts), _Plan.of, key, value.shape, labels
+        (labels, key, value.shape, Atom.cuts), _Plan.of, layout, key, value.shape, labels
     )
     if plan is None:
         raise RefusedError
@@ -160,7 +145,8 @@ def attended(
     if plan.sizes is not None:
         q, k, v = (t.reshape(*plan.sizes, *t.shape[-2:]) for t in (q, k, v))
     if mask is not None:
-        mask = run(mask, layout.known(("mask", plan, mask.shape), plan.of_mask, mask.shape))
+        want, known = (*plan.groups, plan.queries, plan.keys), ("mask", plan, mask.shape)
+        mask = run(mask, layout.known(known, broadcast, plan.every, mask.shape, want))
     out = run(attend(q, k, v, mask, scale=scale), plan.of_out)
     return out if out.dtype == dtype else out.to(dtype)
 
@@ -215,7 +201,8 @@ def _with_terms(  # noqa: PLR0912, PLR0915
                 raise RefusedError
             continue
         shape = given.shape
-        spread = run(given, term.layout.known(("term", plan, shape), plan.of_term, shape))
+        layout, known = term.layout, ("term", plan, shape)
+        spread = run(given, layout.known(known, broadcast, layout.axes, shape, every))
         if term.kind == "fill":
             if hidden is not None and finite != (term.fill != float("-inf")):
                 raise RefusedError
@@ -264,12 +251,8 @@ def _per_token(factors: Tensor, batch: Axis, tokens: Axis, others: range) -> Ten
     if len(others):
         factors = factors.flatten(others.start, others.stop - 1)
         factors = factors.squeeze(others.start)
-    have = tuple(
-        (atom,) if size != 1 else ()
-        for atom, size in zip((*batch, *tokens), factors.shape, strict=True)
-    )
-    lead = tuple((atom,) for atom in batch)
-    return run(factors, steps_to(have, (*lead, tokens, ()), whole=False))
+    lead, each = tuple((atom,) for atom in batch), tuple((atom,) for atom in tokens)
+    return run(factors, broadcast((*lead, *each), factors.shape, (*lead, tokens, ())))
 
 
 def _widened(
