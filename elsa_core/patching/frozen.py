@@ -69,7 +69,7 @@ def freeze(model: nn.Module) -> FreezeReport:
         raise ArgumentError(
             f"freeze: {training or 'the model'} is in training mode: call model.eval() first"
         )
-    sites = [m for m in patched.values() if isinstance(m, derived.Derives)]
+    sites: list[Any] = [site for site in patched.values() if hasattr(site, "elsa_derivation")]
     derivations = filter(None, [site.elsa_derivation() for site in sites])
     kept = [derived.keep(derivation) for derivation in derivations]
     tensors = [tensor for of_site in kept for tensor in of_site]

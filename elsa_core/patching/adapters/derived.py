@@ -25,12 +25,11 @@ class Derivation(NamedTuple):
 
     site: nn.Module  # the patched module
     attention: nn.Module  # that holds the weights, often the site itself
-    compute: Callable[[], Any]  # gives a tensor or a tuple of such
+    # gives a tensor or a tuple of such; of a table of biases the dense ones where it is given True,
+    # as it is but on a GPU, in eager calls and where a gradient is wanted
+    compute: Callable[[bool], Any]
     tensors: tuple[Tensor | None, ...]  # parameters and buffers that it reads itself
     networks: tuple[nn.Module, ...] = ()  # submodules that it calls, whose tensors are read too
-    # the function on a GPU, in eager calls and where a gradient is wanted; None for `compute`
-    per_call: Callable[[], Any] | None = None
-    keep: bool = True  # whether the result may be kept at all
 
 
 class _Entry(NamedTuple):
@@ -53,31 +52,38 @@ def derived(derivation: Derivation) -> Any:
     if calls.recorded():
         # on a GPU the operator sums a table's gradient in one order, PyTorch's indexing by atomics
         learnt = on_gpu and calls.wanted(weight=next(derivation.attention.parameters(), None))
-        return ((learnt and derivation.per_call) or derivation.compute)()
+        return derivation.compute(not learnt)
     entry = KEPT.get(derivation.site)
     if entry is not None:
-        sources = _sources(derivation)
-        if sources is None or entry.stamp != _stamp(derivation, sources):
+        sources, stamp = _sources(derivation)
+        captured = on_gpu and torch.cuda.is_current_stream_capturing()
+        if entry.stamp != stamp:
             drop(derivation.site)
-        elif entry.autocast == _autocast(sources[0]) and _can_keep(sources):
+        elif entry.autocast == _autocast(sources[0]) and not captured:
             return entry.value
-    return ((on_gpu and derivation.per_call) or derivation.compute)()
+    return derivation.compute(not on_gpu)
 
 
 def keep(derivation: Derivation) -> list[Tensor]:
     """Keep the value until it is dropped or a write is noticed. Returns the tensors kept: none
     where the value may not be kept, and none that is a source."""
     drop(derivation.site)
-    sources = _sources(derivation, gradients=True)
-    if sources is None or not derivation.keep or not _can_keep(sources):
+    sources, stamp = _sources(derivation, gradients=True)
+    # A fake or wrapped tensor belongs to a trace, and an inference tensor has no version.
+    plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_inference() for t in sources)
+    if not sources or not plain or sources[0].is_meta:
         return []
-    stamp, memory = _stamp(derivation, sources), tuple(tensor.detach() for tensor in sources)
+    if sources[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return []
+    memory = tuple(tensor.detach() for tensor in sources)
     with torch.inference_mode(False), torch.no_grad():
-        value = derivation.compute()
-    KEPT[derivation.site] = _Entry(value, stamp, memory, _autocast(sources[0]))
+        value = derivation.compute(True)
     own = {tensor.untyped_storage().data_ptr() for tensor in sources}
     tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-    return [t for t in tensors if t.untyped_storage().data_ptr() not in own]
+    kept = [t for t in tensors if t.untyped_storage().data_ptr() not in own]
+    if kept:
+        KEPT[derivation.site] = _Entry(value, stamp, memory, _autocast(sources[0]))
+    return kept
 
 
 def drop(site: nn.Module) -> bool:
@@ -104,42 +110,29 @@ class Derives(_Module):  # type: ignore[misc]
         drop(self)  # `to`, `half`, `cuda`
         return super()._apply(*given, **named)
 
-    def elsa_derivation(self) -> Derivation | None:
-        """What the site derives from its weights as it is now; None for nothing."""
-        return None
 
-
-def _sources(derivation: Derivation, *, gradients: bool = False) -> tuple[Tensor, ...] | None:
-    """All tensors read; None where something is in training mode, a network must run for its hooks,
-    or an optimizer may follow: unless `gradients`, where a gradient of one is wanted."""
-    if derivation.site.training or derivation.attention.training:
-        return None
-    found = list(derivation.tensors)
-    for network in derivation.networks:
-        if torch.nn.modules.module._has_any_global_hook():
-            return None
-        for module in network.modules():
-            if module.training or has_hooks(module):
-                return None
-            found += [*module._parameters.values(), *module._buffers.values()]
+def _sources(
+    derivation: Derivation, *, gradients: bool = False
+) -> tuple[tuple[Tensor, ...], list[Any]]:
+    """All tensors read, and a stamp of their values; none where something is in training mode, a
+    network must run for its hooks, or an optimizer may follow: unless `gradients`, where a gradient
+    of one is wanted."""
+    found: list[Tensor | None] = list(derivation.tensors)
+    stamp: list[Any] = []
+    parts = [module for network in derivation.networks for module in network.modules()]
+    kept = not any(m.training for m in (derivation.site, derivation.attention, *parts))
+    if not kept or (parts and torch.nn.modules.module._has_any_global_hook()):
+        return (), []
+    for module in parts:
+        if has_hooks(module):
+            return (), []
+        stamp.append(type(module))
+        found += [*module._parameters.values(), *module._buffers.values()]
     tensors = tuple(tensor for tensor in found if tensor is not None)
     if not gradients and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return None
-    return tensors
-
-
-def _stamp(derivation: Derivation, sources: tuple[Tensor, ...]) -> list[Any]:
-    kinds = [type(part) for network in derivation.networks for part in network.modules()]
-    versions = [(id(t), t.data_ptr(), t.is_inference() or t._version) for t in sources]
-    return kinds + versions
-
-
-def _can_keep(sources: tuple[Tensor, ...]) -> bool:
-    # A fake or wrapped tensor belongs to a trace, and an inference tensor has no version.
-    plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_inference() for t in sources)
-    if not sources or not plain or sources[0].is_meta:
-        return False
-    return not (sources[0].is_cuda and torch.cuda.is_current_stream_capturing())
+        return (), []
+    stamp += [(id(t), t.data_ptr(), t.is_inference() or t._version) for t in tensors]
+    return tensors, stamp
 
 
 def _autocast(tensor: Tensor) -> torch.dtype | None:

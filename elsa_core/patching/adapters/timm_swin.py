@@ -101,7 +101,7 @@ class ElsaSwinTransformerV2CrBlock(_SwinBlock, SwinTransformerV2CrBlock):  # typ
     def elsa_derivation(self) -> Derivation:
         attn = self.attn
 
-        def compute() -> CosineTerms:
+        def compute(dense: bool) -> CosineTerms:
             pairs = attn._relative_positional_encodings().squeeze(0)  # [heads, T, T]
             return CosineTerms(Bias(pairs.contiguous()), cosine_scale(attn.logit_scale), None)
 

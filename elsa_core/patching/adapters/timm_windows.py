@@ -8,7 +8,6 @@ forward.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from timm.layers import RelPosBias
@@ -114,15 +113,14 @@ class ElsaPartitionAttentionCl(WindowBlock, PartitionAttentionCl):  # type: igno
         if rel_pos is None:
             return None
 
-        def dense() -> Bias:
+        def compute(dense: bool) -> Bias:
+            if not dense and type(rel_pos) is RelPosBias:
+                table, index = rel_pos.relative_position_bias_table, rel_pos.relative_position_index
+                return read_bias(table, index, dense)
             bias: Tensor = rel_pos.get_bias()
             return Bias(bias.reshape(-1, *bias.shape[-2:]))
 
-        per_call = None
-        if type(rel_pos) is RelPosBias:
-            table, index = rel_pos.relative_position_bias_table, rel_pos.relative_position_index
-            per_call = partial(read_bias, table, index, False)
-        return Derivation(self, attn, dense, (), (rel_pos,), per_call)
+        return Derivation(self, attn, compute, (), (rel_pos,))
 
     def _partition_attn(self, x: Tensor) -> Any:
         attn, window = self.attn, self.partition_size

@@ -147,25 +147,19 @@ def table_bias(
     site: nn.Module, attn: nn.Module, weight: Tensor, index: Tensor, table: Tensor | None = None
 ) -> Derivation:
     """The bias of a learnt table, [L, heads] (`table` where the weight is another view of it), and
-    an index [T, T] or [T * T]: dense where small, which kernels read faster."""
-    table = weight if table is None else table
-    dense = _reads_dense(table, index)
-    read = partial(read_bias, table, index, dense)
-    as_table = partial(read_bias, table, index, False)
-    return Derivation(site, attn, read, (weight, index), per_call=as_table, keep=dense)
+    an index [T, T] or [T * T]."""
+    read = partial(read_bias, weight if table is None else table, index)
+    return Derivation(site, attn, read, (weight, index))
 
 
 def read_bias(table: Tensor, index: Tensor, dense: bool) -> Bias:
-    """The bias of a table, dense or as the table, which the operator reads through the index."""
+    """The bias of a table: where `dense` and small each pair's, which kernels read faster, else the
+    table, which the operator reads through the index."""
     tokens = math.isqrt(index.numel())
-    if not dense:
+    if not dense or index.numel() * table.shape[1] * table.element_size() > DENSE_BYTES:
         return Bias(table, index if index.dim() == 2 else index.view(tokens, tokens))
     pairs = table.t().index_select(1, index.flatten())
     return Bias(pairs.view(-1, tokens, tokens))
-
-
-def _reads_dense(table: Tensor, index: Tensor) -> bool:
-    return index.numel() * table.shape[1] * table.element_size() <= DENSE_BYTES
 
 
 class CosineTerms(NamedTuple):
@@ -189,12 +183,11 @@ def cosine_terms(
     def compute(dense: bool) -> CosineTerms:
         table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
         table = 16 * torch.sigmoid(table)
-        bias = read_bias(table, index, dense and _reads_dense(table, index))
+        bias = read_bias(table, index, dense)
         return CosineTerms(bias, cosine_scale(attn.logit_scale), qkv_bias())
 
     tensors = (attn.relative_coords_table, index, attn.logit_scale, *parts)
-    read, as_table = partial(compute, True), partial(compute, False)
-    return Derivation(site, attn, read, tensors, (attn.cpb_mlp,), per_call=as_table)
+    return Derivation(site, attn, compute, tensors, (attn.cpb_mlp,))
 
 
 def cosine_scale(logit_scale: Tensor) -> Tensor:
