@@ -11,6 +11,9 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
 
 LOG = "STUB_LOG"
 
@@ -21,6 +24,20 @@ def lines() -> list[str]:
     found = path.read_text().splitlines() if path.exists() else []
     path.unlink(missing_ok=True)
     return found
+
+
+class Seeing(TorchFunctionMode):
+    """Notes the functions that a mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def main(stub: str, *modules: str) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from cuda_calls import attention_inputs, lines, started
+from cuda_checks import Seeing
 from torch import Tensor
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
 
 import elsa_core as elsa
 from elsa_core import dispatch, ops
@@ -280,20 +280,6 @@ def refused(stub: str) -> None:
         given = map(ctypes.py_object, (capsule, Tensor, Parameter, Tensor.is_neg))
         assert library.elsa_cuda_short(name, *given, made) == -1
     assert serve(*good) is not None
-
-
-class Seeing(TorchFunctionMode):
-    """Notes the functions that a mode sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def objects(stub: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
+from cuda_checks import Seeing
 
 import elsa_core as elsa
 from elsa_core.backends import cuda
@@ -63,6 +63,30 @@ def took(call: Any) -> tuple[Any, int]:
     return result, library.load().counts()[1] - before
 
 
+def repeats(
+    short: Any, call: Any, monkeypatch: pytest.MonkeyPatch, recorded: Any = None
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """A second call, one on another stream, and one in a graph (`recorded` if it is given), and
+    what `short` found for each."""
+    serve = short.find
+    assert serve is not None
+    found: list[Any] = []
+    monkeypatch.setattr(short, "find", lambda *a: (found.append(serve(*a)), found[-1])[1])
+    second = call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        third = call()
+    stream.synchronize()
+    if recorded is not None:
+        recorded()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        last = (recorded or call)()
+    graph.replay()
+    return [second, third, last], found
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_second_call_of_a_layout_has_the_bits_of_the_first(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -71,28 +95,14 @@ def test_the_second_call_of_a_layout_has_the_bits_of_the_first(
     with torch.no_grad():
         first = elsa.attention(*given, **terms)
         assert isinstance(first, torch.Tensor)
-        serve = launches.ATTENTION.find
-        assert serve is not None
-        found: list[Any] = []
-        monkeypatch.setattr(
-            launches.ATTENTION, "find", lambda *a: (found.append(serve(*a)), found[-1])[1]
-        )
-        second = elsa.attention(*given, **terms)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            third = elsa.attention(*given, **terms)
-        stream.synchronize()
         fresh = [t.clone() if isinstance(t, torch.Tensor) else t for t in given]
-        graph = torch.cuda.CUDAGraph()
-        elsa.attention(*fresh, **terms)
-        with torch.cuda.graph(graph):
-            recorded = elsa.attention(*fresh, **terms)
-        graph.replay()
+        others, found = repeats(
+            launches.ATTENTION, lambda: elsa.attention(*given, **terms), monkeypatch,
+            lambda: elsa.attention(*fresh, **terms),
+        )  # fmt: skip
     # clones of strided tensors keep their strides: all but the first call of a layout
-    assert [each is not None for each in found] == [True] * len(found) and len(found) == 4
-    for other in (second, third, recorded):
-        assert isinstance(other, torch.Tensor)
+    assert [each is not None for each in found] == [True] * 4
+    for other in others:
         assert torch.equal(first, other) and first.stride() == other.stride()
 
 
@@ -151,27 +161,13 @@ def test_linear_layers_have_the_bits_of_the_first_call(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, x, named = layer_and_rows(**PRODUCTS[name])
-    given = (x, layer.weight, layer.bias)
     with torch.no_grad():
-        first = elsa.linear(*given, **named)
-        serve = launches.LINEAR.find
-        assert serve is not None
-        found: list[Any] = []
-        monkeypatch.setattr(
-            launches.LINEAR, "find", lambda *a: (found.append(serve(*a)), found[-1])[1]
+        first = elsa.linear(x, layer.weight, layer.bias, **named)
+        others, found = repeats(
+            launches.LINEAR, lambda: elsa.linear(x, layer.weight, layer.bias, **named), monkeypatch
         )
-        second = elsa.linear(*given, **named)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            third = elsa.linear(*given, **named)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            recorded = elsa.linear(*given, **named)
-        graph.replay()
     assert [each is not None for each in found] == [True] * 3
-    for other in (second, third, recorded):
+    for other in others:
         assert torch.equal(first, other) and first.stride() == other.stride()
 
 
@@ -274,24 +270,12 @@ def test_results_are_freed_and_the_gradient_is_seen() -> None:
     assert given[0].grad is not None
 
 
-class Names(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_modes_and_profilers_see_the_operator() -> None:
     given, _ = operands(torch.float32)
     with torch.no_grad():
         for _ in range(2):
             elsa.attention(*given)
-        with Names() as mode:
+        with Seeing() as mode:
             elsa.attention(*given)
         assert any("elsa.attention" in each for each in mode.names)
         with torch.profiler.profile() as profile:
