@@ -116,6 +116,20 @@ def a_common_processor(tmp_path_factory: pytest.TempPathFactory) -> None:
     processor.CPUINFO.write_text("vendor_id\t: GenuineIntel\n", encoding="utf-8")
 
 
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], Path]:
+    """Makes this processor one of another maker and instruction set; the file that says so."""
+    from elsa_core.backends import processor
+
+    def pretend(vendor: str, capability: str) -> Path:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+        monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        return tmp_path / "cpuinfo"
+
+    return pretend
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
     """A folder that the first process of a run to ask for it fills; others must not change it."""

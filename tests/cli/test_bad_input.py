@@ -60,18 +60,6 @@ def test_a_file_that_is_no_model(
     elsa(command, name).fails(4, name, *words)
 
 
-def test_a_pickle_that_runs_code(elsa: Elsa) -> None:
-    import pickle
-
-    class Evil:
-        def __reduce__(self) -> tuple[object, ...]:
-            return (os.mkdir, ("pwned",))
-
-    Path("evil.pth").write_bytes(pickle.dumps(Evil()))
-    elsa("patch", "evil.pth").fails(4, "evil.pth")
-    assert not Path("pwned").exists()
-
-
 def test_a_name_in_a_file_does_not_steer_the_terminal(elsa: Elsa) -> None:
     hostile = "\x1b]0;owned\x07"
     entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
@@ -226,35 +214,6 @@ def test_a_bad_option(elsa: Elsa, arguments: tuple[str, ...]) -> None:
 def test_a_gpu_that_is_not_there(elsa: Elsa) -> None:
     elsa("patch", *TINY, "--device", "cuda").fails(3, "--device cuda", "--device cpu")
     elsa("patch", *TINY, "--backend", "triton").fails(3, "triton")
-
-
-def test_pretrained_without_a_network(process: Elsa, tmp_path: Path) -> None:
-    answer = process(
-        "patch", "vit_tiny_patch16_224", "--pretrained",
-        env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")},
-    )  # fmt: skip
-    answer.fails(3, "vit_tiny_patch16_224")
-
-
-def test_a_broken_image(elsa: Elsa) -> None:
-    image = pytest.importorskip("PIL.Image")
-    Path("pictures").mkdir()
-    image.new("RGB", (80, 80)).save("pictures/good.png")
-    Path("pictures/broken.png").write_bytes(Path("pictures/good.png").read_bytes()[:60])
-    elsa("check", *TINY, "--images", "pictures").fails(4, "broken.png")
-
-
-def test_a_target_that_exists(elsa: Elsa) -> None:
-    Path("there").mkdir()
-    Path("there/mine").write_text("precious")
-    elsa("patch", *TINY, "-o", "there").fails(2, "there exists", "--force")
-    # Even with --force nothing that elsa did not write is removed.
-    elsa("patch", *TINY, "-o", "there", "--force").fails(2, "there")
-    assert Path("there/mine").read_text() == "precious"
-    Path("file").write_text("precious")
-    elsa("patch", *TINY, "-o", "file").fails(2, "file")
-    elsa("patch", *TINY, "-o", "file", "--force").fails(2, "file")
-    assert Path("file").read_text() == "precious"
 
 
 @pytest.mark.parametrize("command", ["patch", "export"])

@@ -8,7 +8,6 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from elsa_core.backends import onednn as onednn_backend
-from elsa_core.backends import processor
 from elsa_core.ops.linear.api import linear
 
 OPERATOR = torch.ops.elsa.linear.default
@@ -155,11 +154,8 @@ def test_a_recorded_program_is_not_onednns(onednn):
         ("AuthenticAMD", "AVX2", False),
     ],
 )
-def test_where_mkl_lags(monkeypatch, tmp_path, vendor, capability, lags):
-    file = tmp_path / "cpuinfo"
-    file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
-    monkeypatch.setattr(processor, "CPUINFO", file)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+def test_where_mkl_lags(monkeypatch, pretended, vendor, capability, lags):
+    file = pretended(vendor, capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     assert onednn_backend._mkl_lags.__wrapped__() is lags

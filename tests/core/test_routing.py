@@ -17,7 +17,6 @@ from torch import Tensor
 
 import elsa_core as elsa
 from elsa_core import backends, dispatch, ops
-from elsa_core.backends import processor
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.dispatch import chooser, measured, table
 from elsa_core.errors import ArgumentError, UnavailableError
@@ -54,14 +53,9 @@ def request(**changes) -> Request:
         ("AuthenticAMD", "AVX512", "cuda", 1 << 28),
     ],
 )
-def test_small_calls_of_a_processor(
-    vendor, capability, device, below, monkeypatch, tmp_path
-) -> None:
+def test_small_calls_of_a_processor(vendor, capability, device, below, pretended) -> None:
     """PyTorch's attention multiplies by MKL, which an AMD processor runs more slowly."""
-    file = tmp_path / "cpuinfo"
-    file.write_text(f"vendor_id\t: {vendor}\n")
-    monkeypatch.setattr(processor, "CPUINFO", file)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    pretended(vendor, capability)
     rows = measured.rows("attention", "train", torch.device(device), torch.float32)
     rows = [row for row in rows if not row.without_gradients]
 

@@ -110,9 +110,6 @@ def _patched() -> torch.nn.Module:
         (lambda: elsa.load("test_vit", device=3.5), "device"),
         (lambda: elsa.load("test_vit", image_size="224"), "image_size"),
         (lambda: elsa.load("test_vit", image_size=22.5), "image_size"),
-        (lambda: elsa.patch("vit"), "model"),
-        (lambda: elsa.unpatch(3), "model"),
-        (lambda: elsa.inspect("vit"), "model"),
         (lambda: elsa.check("vit", T), "model"),
         (lambda: elsa.check(_patched(), "x"), "inputs"),
         (lambda: elsa.check(_patched(), {"a": T, "b": [T]}), "b"),
@@ -150,11 +147,3 @@ def test_a_failure_of_another_kind_is_left_as_it_is() -> None:
 def test_scale_may_be_any_number() -> None:
     numpy = pytest.importorskip("numpy")
     assert torch.equal(elsa.attention(T, T, T, scale=numpy.float64(0.5)), T)
-
-
-@pytest.mark.parametrize("backend", ["triton"])
-def test_patch_refuses_a_backend_that_cannot_run_the_model(backend: str) -> None:
-    model = _model()
-    with pytest.raises(elsa.errors.UnavailableError, match="serves cuda tensors"):
-        elsa.patch(model, backend=backend)
-    assert elsa.unpatch(model) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -197,18 +196,6 @@ def test_the_mask_token_of_pretraining_is_not_missed(tmp_path: Path) -> None:
     path = write(state, tmp_path / "model.safetensors")
     assert agree(load_model(path), model)
     assert load_model(path, image_size=42).notes[-1] == "resampled as asked: pos_embed"
-
-
-def test_files_that_timm_renames(tmp_path: Path) -> None:
-    """Names of Swin's authors: downsampling ends a stage, and the classifier is `head`."""
-    model = made(SWIN, **SHALLOW)
-    state = {}
-    for name, tensor in model.state_dict().items():
-        stage = re.match(r"layers\.(\d)\.downsample\.", name)
-        moved = f"layers.{int(stage.group(1)) - 1}.{name[9:]}" if stage else name
-        state[moved.replace("head.fc.", "head.")] = tensor
-    path = write(state, tmp_path / "model.safetensors")
-    assert agree(load_model(path, arch=SWIN, model_kwargs=typed(SHALLOW)), model)
 
 
 def test_files_that_timm_adds_up(tmp_path: Path) -> None:

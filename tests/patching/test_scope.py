@@ -17,7 +17,6 @@ from torch.nn.utils import parametrize
 
 import elsa_core as elsa
 from elsa_core import dispatch
-from elsa_core.backends import processor
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.loading.plan import apply_plan, plan_of, read_plan
 from elsa_core.patching import adapters, layers
@@ -51,18 +50,6 @@ class Calls(list[tuple[int, str, bool, bool]]):
 
         for module in (common, torch_layers):
             monkeypatch.setattr(module, "served", called)
-
-
-@pytest.fixture
-def pretended(monkeypatch, tmp_path):
-    """Makes this processor one of another maker and instruction set."""
-
-    def pretend(vendor, capability):
-        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
-        monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-
-    return pretend
 
 
 @pytest.mark.parametrize(
