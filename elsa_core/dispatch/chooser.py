@@ -295,12 +295,11 @@ def gradient_name(request: Request) -> tuple[str, tuple[str, ...]]:
     return PLAIN, tuple(reasons)
 
 
-def recomputes(operator: str, place: str, *kind: Any, gradient: tuple[str, ...], mask: str) -> bool:
-    """Whether no backend has a kernel of the gradients of such calls; takes the arguments of
-    `choose`, and is a constant as it is."""
+def gradient_by(operator: str, place: str, *kind: Any, gradient: tuple[str, ...], mask: str) -> str:
+    """Whose kernel computes the gradients of such calls, PLAIN where no backend has one; takes the
+    arguments of `choose`, and is a constant as it is."""
     request = _request(operator, torch.device(place), *kind)
-    request = request._replace(gradient=gradient, mask=mask)
-    return gradient_name(request)[0] == PLAIN
+    return gradient_name(request._replace(gradient=gradient, mask=mask))[0]
 
 
 def mask_kind(attn_mask: Tensor | None, is_causal: bool) -> str:
@@ -311,7 +310,7 @@ def mask_kind(attn_mask: Tensor | None, is_causal: bool) -> str:
 
 
 # The mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
-for _constant in (choose, rows_of, is_whole, recomputes):
+for _constant in (choose, rows_of, is_whole, gradient_by):
     _constant._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 

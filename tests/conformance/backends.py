@@ -82,7 +82,8 @@ def _captures(backend: str, case: Case, mode: str) -> bool:
     softmax = operator == "varlen_attention" or case.alpha == 1.0
     crossed = case.causal and case.key_lengths is not None  # PyTorch aligns to the other end
     uneven = case.dim % 8 or case.value_dim not in (None, case.dim)
-    padded = case.dtype == "float32" or uneven or crossed
+    negative = case.scale is not None and case.scale <= 0.0  # which PyTorch gives NaN
+    padded = case.dtype == "float32" or uneven or crossed or negative
     if softmax and mode == "train graph" and padded:
         # such gradients pad, and read lengths; auto pads ahead, where there are tokens
         return backend == ("auto" if sum(case.lengths) else "triton")

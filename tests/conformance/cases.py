@@ -544,6 +544,9 @@ def _packs() -> dict[str, dict[str, Any]]:
             "float16", "bfloat16", "float64")},
         **{f"scale {scale}{', causal' * causal}": {"scale": scale, "causal": causal}
            for scale in (0.0, -0.3) for causal in (False, True)},
+        "scale 0.0, half": {"scale": 0.0, "dtype": "float16", "dim": 40},
+        "scale -0.3, half": {"scale": -0.3, "dtype": "bfloat16", "dim": 40},
+        "data shifted, half": {"data": "shifted", "dtype": "float16", "dim": 40},
         **{f"layout {kind}": {"layout": kind, "dim": 40} for kind in LAYOUTS if kind not in (
             "packed", "expanded")},
         **{f"layout {kind}, half": {"layout": kind, "dim": 40, "dtype": "float16"}

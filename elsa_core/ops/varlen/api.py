@@ -103,7 +103,7 @@ def varlen_attention(
             out, lse = ops.VARLEN_ATTENTION.exported(*terms)
         elif dispatch.plain_alone(backend):
             out, lse = ops.VARLEN_ATTENTION.reference(*terms)
-        elif _pads(kind, given, is_causal, backend, told)[0]:
+        elif _pads(kind, given, *terms[5:], backend, told)[0]:
             if longest is not None and q.shape[0] and k.shape[0]:
                 out, lse = _by_padding(given, longest, *terms[5:], precision)
             else:  # nothing to pad; or a compiled program, which cannot ask for the longest length
@@ -132,7 +132,8 @@ def explain_varlen_attention(
     told = max_seqlen_q, max_seqlen_k
     longest, kind = longest_of(given, *told), kind_of(q, v, precision)
     wanted = calls.wanted(query=query, key=key, value=value)
-    pads, spares = _pads(kind, given, is_causal, backend, told)
+    scale = default_scale(q) if scale is None else scale
+    pads, spares = _pads(kind, given, is_causal, scale, backend, told)
     empty = longest is None or not (q.shape[0] and k.shape[0])
     request = request_of(
         "varlen_attention", given[:3], precision, _limits(given, is_causal), wanted
@@ -160,8 +161,9 @@ def explain_varlen_attention(
 
 
 def _pads(
-    kind: Kind, given: Packed, is_causal: bool, backend: str, told: tuple[int | None, int | None]
-) -> tuple[bool, bool]:
+    kind: Kind, given: Packed, is_causal: bool, scale: float, backend: str,
+    told: tuple[int | None, int | None],
+) -> tuple[bool, bool]:  # fmt: skip
     """Whether `attention` of a padded batch serves a call on a GPU: where no backend has kernels of
     packed sequences, or ahead, since its gradients will. Those would ask the device for the longest
     lengths, which the caller `told` (max_seqlen_q, max_seqlen_k). And whether it is ahead."""
@@ -173,7 +175,9 @@ def _pads(
     ahead = told[0] is not None and bool(wanted and known)
     if ahead:
         limits = _limits(given, is_causal)
-        ahead = dispatch.recomputes("varlen_attention", *kind, gradient=wanted, mask=limits)
+        name = dispatch.gradient_by("varlen_attention", *kind, gradient=wanted, mask=limits)
+        fault = dispatch.peer_fault(name, "gradients", *given[:3], is_causal, scale)
+        ahead = name == dispatch.PLAIN or fault is not None
     return plain or ahead, ahead
 
 
