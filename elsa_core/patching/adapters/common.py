@@ -35,11 +35,6 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     return heads
 
 
-def join_heads(out: Tensor) -> Tensor:
-    """[B, N, H * D] of the operator's result [B, H, N, D], whose memory it already is."""
-    return out.transpose(1, 2).flatten(2)
-
-
 def check_names(precision: str, backend: str) -> None:
     """Refuse a name that there is not."""
     asked = {"precision": (precision, tuple(PRECISIONS)), "backend": (backend, dispatch.names())}

@@ -20,7 +20,6 @@ from elsa_core.patching.adapters.common import (
     computes_layers,
     drop_p,
     is_small,
-    join_heads,
     project,
     project_by,
     runs_original,
@@ -64,7 +63,8 @@ class _Attention(_Module):  # type: ignore[misc]
                 ).type_as(v)
                 for t in (q, k)
             )
-        x = self.norm(join_heads(self._elsa_attend(q, k, v, attn_mask, is_causal)))
+        out = self._elsa_attend(q, k, v, attn_mask, is_causal)
+        x = self.norm(out.transpose(1, 2).flatten(2))  # a view
         if opening is not None:
             x = x * opening
         return self.proj_drop(project(self, self.proj, x, residual=residual, scale=scale))

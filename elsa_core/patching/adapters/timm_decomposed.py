@@ -27,7 +27,6 @@ from elsa_core.base.limits import LARGEST_HEAD_DIM
 from elsa_core.patching.adapters.common import (
     attend,
     drop_p,
-    join_heads,
     project,
     runs_original,
     scale_of,
@@ -46,34 +45,26 @@ class ElsaSamAttention(Attention):  # type: ignore[misc]  # timm is untyped
 
     @runs_original(lambda site, x: x.numel() * x.shape[1] * x.shape[2])
     def forward(self, x: Tensor) -> Tensor:
-        height, width = x.shape[1:3]
+        size = x.shape[1:3]
         q, k, v = split_packed(project(self, self.qkv, x.flatten(1, 2)), self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
         drop = drop_p(self)
         if self.use_rel_pos:
-            rel_h = table(_resized(self.rel_pos_h, height), height, height)
-            rel_w = table(_resized(self.rel_pos_w, width), width, width)
-            out = attend_decomposed(
-                self, q, k, v, rel_h, rel_w, scale=scale_of(self), dropout_p=drop
-            )
+            tables = []
+            for rel, n in zip((self.rel_pos_h, self.rel_pos_w), size, strict=True):
+                length = 2 * n - 1
+                fits = rel.shape[0] == length  # another is interpolated, as timm does
+                of = rel if fits else F.interpolate(rel.t()[None], length, mode="linear")[0].t()
+                tables.append(table(of, n, n))
+            out = attend_decomposed(self, q, k, v, *tables, scale=scale_of(self), dropout_p=drop)
         else:
             if self.rope is not None:
                 rope = self.rope.get_embed()
                 q = apply_rot_embed_cat(q, rope).type_as(v)
                 k = apply_rot_embed_cat(k, rope).type_as(v)
             out = attend(self, q, k, v, scale=scale_of(self), dropout_p=drop)
-        image: Tensor = self.proj_drop(project(self, self.proj, join_heads(out))).unflatten(
-            1, (height, width)
-        )
-        return image
-
-
-def _resized(rel: Tensor, size: int) -> Tensor:
-    """Relative embeddings [2 * size - 1, D]; interpolated, as timm does, from another size."""
-    length = 2 * size - 1
-    if rel.shape[0] == length:
-        return rel
-    return F.interpolate(rel.t()[None], size=length, mode="linear")[0].t()
+        tokens = self.proj_drop(project(self, self.proj, out.transpose(1, 2).flatten(2)))
+        return tokens.unflatten(1, size)  # type: ignore[no-any-return]
 
 
 def _pooled_work(site: Any, x: Tensor) -> int:
@@ -105,7 +96,7 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
             out = attend(self, q, k, v, scale=self.scale)
         if self.residual_pooling:
             out = out + q
-        return project(self, self.proj, join_heads(out)), q_size
+        return project(self, self.proj, out.transpose(1, 2).flatten(2)), q_size
 
 
 def _pooled(module: Any, x: Tensor, feat_size: _Size, pool: Any, norm: Any) -> tuple[Tensor, _Size]:

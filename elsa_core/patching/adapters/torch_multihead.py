@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.adapters.common import (
     attend,
-    join_heads,
     project_by,
     split_heads,
     split_packed,
@@ -38,13 +37,9 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
         return ""
 
     # A data descriptor: it wins over the instance's own value, which stays in its __dict__.
-    @property
-    def _qkv_same_embed_dim(self) -> bool:
-        return False
-
-    @_qkv_same_embed_dim.setter
-    def _qkv_same_embed_dim(self, value: bool) -> None:
-        self.__dict__["_qkv_same_embed_dim"] = value
+    _qkv_same_embed_dim = property(
+        lambda self: False, lambda self, value: self.__dict__.update(_qkv_same_embed_dim=value)
+    )
 
     def forward(
         self,
@@ -89,7 +84,7 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
         mask = None if causal else _merged_mask(attn_mask, key_padding_mask, q, k)
         drop = self.dropout if self.training else 0.0
         out = attend(self, q, k, v, mask, dropout_p=drop, is_causal=causal)
-        last, heads = self.out_proj, join_heads(out)
+        last, heads = self.out_proj, out.transpose(1, 2).flatten(2)
         joined = project_by(self, heads, last.weight, last.bias)
         if query.dim() == 2:
             joined = joined.squeeze(0)
@@ -100,20 +95,17 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
     def _elsa_projected(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        def batched(x: Tensor) -> Tensor:  # [B, N, E]
-            if x.dim() == 2:
-                return x.unsqueeze(0)
-            return x if self.batch_first else x.transpose(0, 1)
-
+        alike, inputs = query is key is value, [query, key, value]
+        if query.dim() == 2 or not self.batch_first:  # [B, N, E]
+            inputs = [x.unsqueeze(0) if x.dim() == 2 else x.transpose(0, 1) for x in inputs]
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        elif query is key is value:
-            return split_packed(project_by(self, batched(query), weight, bias), self.num_heads)
+        elif alike:
+            return split_packed(project_by(self, inputs[0], weight, bias), self.num_heads)
         else:
             weights = weight.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        inputs = [batched(x) for x in (query, key, value)]
         batches = [x.shape[0] for x in inputs]
         if not batches[0] == batches[1] == batches[2]:
             raise ArgumentError(f"query, key and value have batches of {batches}: must be equal")

@@ -21,7 +21,7 @@ from transformers.models.siglip2.modeling_siglip2 import (
 )
 
 from elsa_core.patching.adapters import hf_transformers, padding
-from elsa_core.patching.adapters.common import join_heads, split_heads
+from elsa_core.patching.adapters.common import split_heads
 from elsa_core.patching.adapters.watched import run
 
 
@@ -46,7 +46,7 @@ class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transform
         layers = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (split_heads(layer(hidden_states), self.num_heads) for layer in layers)
         out = padding.attend_packed(self, q, k, v, attention_mask, self.scale)
-        return self.out_proj(join_heads(out)), None
+        return self.out_proj(out.transpose(1, 2).flatten(2)), None
 
 
 class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
