@@ -148,8 +148,11 @@ def leading_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
 def autocast(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Cast as PyTorch's autocast does for its own attention operator: float64 stays."""
-    dtype = torch.get_autocast_dtype(query.device.type)
+    """Cast where autocast is on, as PyTorch does for its own attention operator: float64 stays."""
+    place = query.device.type
+    if place == "meta" or not torch.is_autocast_enabled(place):
+        return query, key, value, attn_mask
+    dtype = torch.get_autocast_dtype(place)
     query, key, value = (
         t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
     )

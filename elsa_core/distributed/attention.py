@@ -14,7 +14,7 @@ from elsa_core.base import calls, operands
 from elsa_core.distributed import agreement, groups, operators
 from elsa_core.distributed.plan import METHODS, Plan
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.ops.arguments import default_scale, is_cast, kind_of
+from elsa_core.ops.arguments import default_scale, kind_of
 
 
 def attention(
@@ -110,8 +110,7 @@ def _arguments(
                 raise ArgumentError(f"{kind}={given!r} is unknown: choose one of {some}")
         tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
         operands.require_dense(**tensors)
-        if is_cast(query):
-            query, key, value, attn_mask = operands.autocast(query, key, value, attn_mask)
+        query, key, value, attn_mask = operands.autocast(query, key, value, attn_mask)
         for argument, tensor in tensors.items():
             if tensor is not None and tensor.dim() != 4:
                 raise ArgumentError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from elsa_core import dispatch
 from elsa_core.backends.support import Request
 from elsa_core.base import calls
-from elsa_core.base.operands import autocast, leading_dims, operands, require_number, require_tensor
+from elsa_core.base.operands import leading_dims, require_number, require_tensor
 from elsa_core.errors import ElsaError
 
 Kind = tuple[str, torch.dtype, int, int, str]
@@ -71,21 +71,6 @@ def request_of(
         mask, "dense" if all(t.stride(-1) == 1 for t in tensors) else "strided", gradient,
         ordinal=query.get_device(),
     )  # fmt: skip
-
-
-def is_cast(query: Tensor) -> bool:
-    """Whether autocast is on for such tensors."""
-    return query.device.type != "meta" and torch.is_autocast_enabled(query.device.type)
-
-
-def prepared(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
-    enable_gqa: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`operands`, cast where autocast is on."""
-    if is_cast(query):
-        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    return operands(query, key, value, attn_mask, is_causal, enable_gqa)
 
 
 def restored(given: tuple[Tensor, ...], *found: Any) -> tuple[Any, ...]:

@@ -84,7 +84,7 @@ def attention(
     Reference:
         ELSA (arXiv 2604.23798), Eq. 4 and Theorem 1.
     """
-    if scale is not None and isinstance(scale, Tensor):
+    if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
     try:
         if offload is not None or offload_block is not None:

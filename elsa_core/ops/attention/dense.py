@@ -11,14 +11,13 @@ from torch.compiler import is_compiling
 from elsa_core import dispatch, ops
 from elsa_core.backends import philox
 from elsa_core.base import calls
-from elsa_core.base.operands import checked_mask, operands, require_dense
+from elsa_core.base.operands import autocast, checked_mask, operands, require_dense
 from elsa_core.dispatch import Route, launches
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.ops.arguments import (
     Kind,
     default_scale,
     kind_of,
-    prepared,
     request_of,
     restored,
 )
@@ -94,10 +93,14 @@ def ordinary(
         by_name = backend != "auto" and _fault(backend, arguments)
         if by_pytorch or by_name or (recorded and return_lse):
             return None
+        lse = None
         if recorded:
-            return _recorded(arguments, choice, backend)
-        out, lse = _inferred(arguments, choice, given if auto else None)
-        return _with_lse(out, lse, backend) if return_lse else out
+            out = _recorded(arguments, choice, backend)
+        else:
+            out, lse = _inferred(arguments, choice, given if auto else None)
+        if not return_lse:
+            return out
+        return None if lse is None else (out, lse)
     except (AttributeError, RuntimeError):
         require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
         raise
@@ -190,12 +193,17 @@ def checked(
     return_lse: bool,
 ) -> Answer:  # fmt: skip
     """A call with every argument checked and brought to the operator's layout."""
-    q, k, v, mask = prepared(query, key, value, attn_mask, is_causal, enable_gqa)
+    cast = autocast(query, key, value, attn_mask)
+    q, k, v, mask = operands(*cast, is_causal, enable_gqa)
     scale = default_scale(q) if scale is None else scale
     arguments = (q, k, v, mask, is_causal, scale, precision)
     found = _served(arguments, dropout_p, backend, return_lse)
     out, lse = restored((query, key, value), *found)
-    return _with_lse(out, lse, backend) if return_lse else out
+    if not return_lse:
+        return out  # type: ignore[no-any-return]
+    if lse is None:
+        raise UnavailableError(f"backend={backend!r} gives no lse: use backend='auto'")
+    return out, lse
 
 
 def _served(
@@ -247,12 +255,6 @@ def _server(
     if backend == "auto" and not return_lse and dropout_p < 1.0 and not exported:
         name = _whole(kind, arguments, operator) or name
     return operator, name
-
-
-def _with_lse(out: Tensor, lse: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
-    if lse is None:
-        raise UnavailableError(f"backend={backend!r} gives no lse: use backend='auto'")
-    return out, lse
 
 
 def _whole(kind: Kind, arguments: tuple[Any, ...], operator: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nested import nested_tensor_from_jagged
 
 from elsa_core.base import calls
 from elsa_core.base.operands import require_tensor
@@ -28,9 +30,11 @@ def attention(
         *packed(query, key, value, attn_mask), is_causal=is_causal, scale=scale,
         enable_gqa=enable_gqa, precision=precision, backend=backend, return_lse=return_lse,
     )  # fmt: skip
+    offsets = query.offsets()  # type: ignore[attr-defined]
+    jagged = partial(nested_tensor_from_jagged, offsets=offsets, jagged_dim=2)
     if return_lse:
-        return jagged(out[0].transpose(0, 1), query), jagged(out[1], query)
-    return jagged(out.transpose(0, 1), query)
+        return jagged(out[0].transpose(0, 1)), jagged(out[1])
+    return jagged(out.transpose(0, 1))
 
 
 def packed(
@@ -66,9 +70,3 @@ def packed(
     # the longest sequences, where they are known without asking the device
     longest = (getattr(t, "_maybe_max_seqlen", None) for t in (query, key))
     return q, k, v, starts, None if others is starts else others, *longest
-
-
-def jagged(values: Tensor, like: Any) -> Tensor:
-    """[H, T, ...] as [B, H, j, ...] with the lengths of `like`, of one symbol with its j."""
-    found: Tensor = torch.nested.nested_tensor_from_jagged(values, like.offsets(), jagged_dim=2)
-    return found

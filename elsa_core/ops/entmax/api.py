@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.nested import nested_tensor_from_jagged
 
 from elsa_core import dispatch, ops
 from elsa_core.base import calls, packing
@@ -23,9 +24,7 @@ from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.ops.arguments import (
     default_scale,
     explain_types,
-    is_cast,
     kind_of,
-    prepared,
     request_of,
     restored,
 )
@@ -119,7 +118,8 @@ def attention(
             query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa,
             precision=precision, backend=backend,
         )  # fmt: skip
-    q, k, v, mask = prepared(query, key, value, attn_mask, is_causal, enable_gqa)
+    cast = autocast(query, key, value, attn_mask)
+    q, k, v, mask = operands(*cast, is_causal, enable_gqa)
     number, head_alpha = of_heads(alpha, q, leading_dims(query, key, value))
     name = dispatch.choose("entmax_attention", *kind_of(q, v, precision), backend)
     run = dispatch.RUNS["entmax_attention", name]
@@ -272,9 +272,8 @@ def entmax_varlen_attention(
         number, head_alpha = _of_sequences(alpha, given)
         if query.device.type == "meta":
             return query.new_empty((*query.shape[:2], value.shape[2]))
-        if is_cast(query):
-            q, k, v, _ = autocast(*given[:3], None)
-            given = given._replace(query=q, key=k, value=v)
+        q, k, v, _ = autocast(*given[:3], None)
+        given = given._replace(query=q, key=k, value=v)
         name = _served_by(*kind_of(given.query, given.value, precision), backend)
         if name and not (calls.exporting_onnx() or dispatch.plain_alone(backend)):
             run, bounds = dispatch.RUNS[_OPERATOR, name], _bounded(given, *told)
@@ -327,13 +326,13 @@ def explain_entmax_varlen_attention(
 
 
 def of_nested(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, alpha: float | Tensor,
+    query: Any, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, alpha: float | Tensor,
     **terms: Any,
 ) -> Tensor:  # fmt: skip
     """`elsa_core.entmax_attention` of jagged [B, H, j, D]: out [B, H, j, Dv], jagged."""
     packed = nested.packed(query, key, value, attn_mask)
-    out = entmax_varlen_attention(*packed, alpha=alpha, **terms)
-    return nested.jagged(out.transpose(0, 1), query)
+    out = entmax_varlen_attention(*packed, alpha=alpha, **terms).transpose(0, 1)
+    return nested_tensor_from_jagged(out, query.offsets(), jagged_dim=2)
 
 
 def _of_sequences(alpha: float | Tensor, given: Packed) -> tuple[float, Tensor | None]:

@@ -86,16 +86,12 @@ def plain_backward(
         Gradients of input [..., K], weight [N, K] and bias [N]; [0] where none is wanted.
     """
     with torch.autocast(grad_out.device.type, enabled=False):
-        rows = _rows(grad_out)
+        rows, inputs = (torch.atleast_2d(t).flatten(0, -2) for t in (grad_out, input))
         return (
             grad_out @ weight if needs[0] else grad_out.new_empty(0),
-            rows.t() @ _rows(input) if needs[1] else grad_out.new_empty(0),
+            rows.t() @ inputs if needs[1] else grad_out.new_empty(0),
             rows.sum(0) if needs[2] else grad_out.new_empty(0),
         )
-
-
-def _rows(t: Tensor) -> Tensor:
-    return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
 
 
 def fake(
@@ -164,7 +160,9 @@ def _gradients(
     `compute` takes what `elsa::linear_backward` takes. The bias's sum is PyTorch's on every device,
     and not part of that call: what is left are launches alone, which the CUDA library keeps.
     """
-    of_bias = _rows(grad_out).sum(0, dtype=grad_out.dtype) if wanted[2] else None
+    of_bias = None
+    if wanted[2]:
+        of_bias = torch.atleast_2d(grad_out).flatten(0, -2).sum(0, dtype=grad_out.dtype)
     if not any(wanted[:2]):
         return None, None, of_bias
     none = grad_out.new_empty(0)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from elsa_core import dispatch, reference
 from elsa_core.base import calls
-from elsa_core.base.operands import operands, require_number, require_tensor
+from elsa_core.base.operands import autocast, operands, require_number, require_tensor
 from elsa_core.base.skipping import exact_threshold
 from elsa_core.dispatch import Route
 from elsa_core.errors import ArgumentError
-from elsa_core.ops.arguments import default_scale, kind_of, prepared, request_of, restored, run
+from elsa_core.ops.arguments import default_scale, kind_of, request_of, restored, run
 from elsa_core.ops.sparse.record import FROZEN, ORDER, SUMMARIES
 
 EXACT = "exact"
@@ -108,7 +108,8 @@ def serve(
         return None
     if dispatch.plain_alone(backend):
         return None
-    q, k, v, mask = prepared(query, key, value, attn_mask, is_causal, enable_gqa)
+    cast = autocast(query, key, value, attn_mask)
+    q, k, v, mask = operands(*cast, is_causal, enable_gqa)
     name = dispatch.choose("sparse_attention", *kind_of(q, v, precision), backend)
     if backend == "auto" and name == dispatch.PLAIN:
         return None

@@ -18,7 +18,6 @@ from elsa_core.ops.arguments import (
     Kind,
     default_scale,
     explain_types,
-    is_cast,
     kind_of,
     request_of,
     run,
@@ -93,10 +92,8 @@ def varlen_attention(
         given = checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
         told = max_seqlen_q, max_seqlen_k
         longest = longest_of(given, *told)
-        if is_cast(query):
-            q, k, v, _ = autocast(*given[:3], None)
-            given = given._replace(query=q, key=k, value=v)
-        q, k, v = given[:3]
+        q, k, v, _ = autocast(*given[:3], None)
+        given = given._replace(query=q, key=k, value=v)
         kind = kind_of(q, v, precision)
         terms = (*given, is_causal, default_scale(q) if scale is None else scale)
         if calls.exporting_onnx():

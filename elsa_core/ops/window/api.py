@@ -88,7 +88,7 @@ def window_attention(
     Reference:
         W-ELSA (arXiv 2604.23798); Swin Transformer (arXiv 2103.14030), Sec. 3.2.
     """
-    if scale is not None and isinstance(scale, Tensor):
+    if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
     traced = calls.traced()
     try:
@@ -110,10 +110,13 @@ def window_attention(
         terms = read = bias, bias_index, pad_qkv, logit_scale
         if not (bias is bias_index is pad_qkv is logit_scale is None):
             _check_terms(qkv, terms, num_heads, math.prod(window))
-            read = (
-                _readable(bias, qkv.dtype), bias_index, _readable(pad_qkv, qkv.dtype),
-                _readable(logit_scale, qkv.dtype),
-            )  # fmt: skip
+            # half precision beside another dtype (a model in one half precision under autocast to
+            # the other) in float32, in which a sum of both would be
+            dtype = qkv.dtype
+            read = tuple(  # type: ignore[assignment]  # four each
+                t.float() if t is not None and t.dtype in _HALF and t.dtype != dtype else t
+                for t in terms
+            )
         if not mask_value <= 0:  # NaN too
             raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
         image = qkv if qkv.dim() == 5 else qkv.unsqueeze(1)
@@ -282,10 +285,3 @@ def _check(
         raise ArgumentError(
             f"{name} must be half precision, float32 or qkv's {qkv.dtype}, not {given.dtype}"
         )
-
-
-def _readable(term: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A term as kernels read it: half precision beside another dtype (a model in one half precision
-    under autocast to the other) in float32, in which a sum of both would be."""
-    other = term is not None and term.dtype in _HALF and term.dtype != dtype
-    return term.float() if other and term is not None else term
