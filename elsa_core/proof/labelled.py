@@ -19,6 +19,7 @@ from elsa_core.errors import ArgumentError, ModelError
 
 _READERS = 4  # threads; Pillow decodes without Python's lock
 _LARGEST_FILE = 64 * 2**20
+_LONGEST_LINE = 4200  # a path and a class; Python reads no longer numbers
 _IMAGENET = 1000
 
 
@@ -172,6 +173,8 @@ def _from_file(
     found: dict[str, int] = {}
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines, 1):
+        if len(line) > _LONGEST_LINE:
+            raise ArgumentError(f"{path} (--annotations), line {number}: too long for a path")
         if "," in line:
             name, given = [*next(csv.reader([line])), ""][:2]
         else:

@@ -152,6 +152,10 @@ def test_annotations(digits: Path, tmp_path: Path, line: str) -> None:
     with pytest.raises(ArgumentError, match="outside of class folders"):
         labelled_images(flat, 10)
     labels.write_text("a.png 1\nb.png twelve\n")
+    for line in ("3/0000.png 1" + 5000 * "0", 140_000 * "x" + ",1"):
+        (tmp_path / "long.txt").write_text(line)
+        with pytest.raises(ArgumentError, match="line 1: too long for a path"):
+            labelled_images(digits, 10, annotations=tmp_path / "long.txt")
     with pytest.raises(ArgumentError, match="line 2: 'twelve' is no class, 0 to 9"):
         labelled_images(flat, 10, annotations=labels)
     labels.write_text("other.png 1\n")
