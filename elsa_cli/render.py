@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from elsa_cli.console import Session
 from elsa_cli.options import Options
 from elsa_core.base.grouping import group, group_by
 from elsa_core.patching import LAYERS
-from elsa_core.proof import classes
 
 if TYPE_CHECKING:
     from elsa_cli.pipeline import Routes
@@ -35,7 +33,7 @@ def header(
         import torch
 
         count = torch.get_num_threads()
-        place = f"cpu ({count} thread{'s' if count != 1 else ''})"
+        place = f"cpu ({count} thread{'s' * (count != 1)})"
     elif device.type == "cuda":
         import torch
 
@@ -128,22 +126,10 @@ def patched(session: Session, report: PatchReport) -> None:
 
 
 def checked(session: Session, report: CheckReport) -> None:
-    found: list[tuple[str, str, Any, str]] = []
-    for label, members in group(report.sites, lambda site: site.ok):
-        worst = max(members, key=_severity)
-        found.append((label, f"{len(members)}x", worst, worst.worst_case))
-    for case in report.cases:
-        by = "" if case.path == "eager" else f", {case.path}"
-        found.append((f"model: {case.case}{by}", "", case, classes(case)))
-    for label, alike in group(report.gradients, lambda one: one.ok):
-        slope = max(alike, key=_severity)
-        of = f"{slope.worst}, {slope.worst_case}"
-        found.append((f"gradients: {label}", f"{len(alike)}x", slope, of))
     rows = [
-        [f"{'✓' if one.ok else '✗'} {name}", count,
-         *(f"{error:.1e}" for error in (one.patched_error, one.original_error, one.allowed)), last]
-        for name, count, one, last in found
-    ]  # fmt: skip
+        [f"{'✓' if one.ok else '✗'} {name}", f"{count}x" if count else "", *cells]
+        for name, count, one, *cells in report.rows()
+    ]
     titles = ["  rel. error", ">", ">elsa", ">original", ">allowed", "~worst input"]
     session.table(titles, rows, wrap=5)
     session.line()
@@ -161,16 +147,10 @@ def verdict(report: CheckReport) -> str:
     if not report.tested:
         return "nothing was tested"
     said = "outputs agree" if report.ok else "outputs do NOT agree"
-    worst = max(report.cases, key=_severity, default=None)
+    worst = max(report.cases, key=lambda case: case.excess, default=None)
     if worst is None:
         return said
     return f"{said} (error {worst.patched_error:.1e}, original {worst.original_error:.1e})"
-
-
-def _severity(result: Any) -> float:
-    # NaN compares false with everything: nothing is worse.
-    excess = result.excess
-    return math.inf if excess is None or math.isnan(excess) else float(excess)
 
 
 def _numbers(site: AttentionSite) -> list[str]:

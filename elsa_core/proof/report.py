@@ -30,7 +30,8 @@ class Errors:
     `max_abs` and `relative_l2` say how far patched and original are from each other;
     `original_error`, `patched_error` and `allowed` are relative Euclidean errors against the
     float64 oracle; `excess` is error over allowance in the worse of the Euclidean and the maximum
-    norm, so above 1 it fails. Non-finite numbers become null in `to_dict`.
+    norm, so above 1 it fails, and infinite where nothing was compared. Non-finite numbers become
+    null in `to_dict`.
     """
 
     max_abs: float
@@ -144,20 +145,37 @@ class CheckReport(Summarised):
     def to_dict(self) -> dict[str, Any]:
         return dict(finite(asdict(self)))
 
+    def rows(self) -> list[tuple[Any, ...]]:
+        """The worst of each group of sites, each input, and the worst of each group of gradients:
+        its name, how many it stands for (0 where it is no group), its errors, and as texts the
+        error, the original's, what is allowed, and the worst input or the first classes."""
+        found: list[tuple[str, int, Errors, str]] = []
+        for label, members in group(self.sites, lambda site: site.ok):
+            worst = max(members, key=lambda site: site.excess)
+            found.append((label, len(members), worst, worst.worst_case))
+        for case in self.cases:
+            by = "" if case.path == "eager" else f", {case.path}"
+            rows, same = case.top1_rows, case.top1_rows - case.top1_flips
+            said = f"top-1 {same}/{rows}" if rows else ""
+            said = said if case.shown or not case.ok else "shows nothing"
+            found.append((f"model: {case.case}{by}", 0, case, said))
+        for label, alike in group(self.gradients, lambda slope: slope.ok):
+            slope = max(alike, key=lambda slope: slope.excess)
+            worst_of = f"{slope.worst}, {slope.worst_case}"
+            found.append((f"gradients: {label}", len(alike), slope, worst_of))
+        return [
+            (name, count, one,
+             *(f"{error:.1e}" for error in (one.patched_error, one.original_error, one.allowed)),
+             last)
+            for name, count, one, last in found
+        ]  # fmt: skip
+
     def summary(self) -> Summary:
         """The verdict, a row for each group of sites and each input, and every failure."""
-        found: list[tuple[str, Errors, str]] = []
-        for label, members in group(self.sites, lambda site: site.ok):
-            # NaN compares false with everything: nothing is worse.
-            one = max(members, key=lambda x: math.inf if math.isnan(x.excess) else x.excess)
-            name = label if len(members) == 1 else f"{label} ({len(members)} sites)"
-            found.append((name, one, one.worst_case))
-        found += [(f"model: {case.case}", case, classes(case)) for case in self.cases]
         rows = [
-            ("ok" if one.ok else "FAIL", name,
-             *(f"{x:.1e}" for x in (one.patched_error, one.original_error, one.allowed)), last)
-            for name, one, last in found
-        ]  # fmt: skip
+            ("ok" if one.ok else "FAIL", f"{name} ({count} sites)" if count > 1 else name, *cells)
+            for name, count, one, *cells in self.rows()
+        ]
         verdict = "outputs agree" if self.ok else "outputs do NOT agree"
         if not self.tested:
             verdict = "nothing was tested"
@@ -167,14 +185,6 @@ class CheckReport(Summarised):
         columns = ("", "relative error of", ">elsa", ">original", ">allowed", "worst input")
         title = f"{verdict} · {self.dtype} on {self.device} · against float64"
         return Summary(title, columns, rows, lines)
-
-
-def classes(case: ModelCheck) -> str:
-    """How many rows have the same first class, or that the case proves nothing."""
-    if not case.shown and case.ok:
-        return "shows nothing"
-    same = case.top1_rows - case.top1_flips
-    return f"top-1 {same}/{case.top1_rows}" if case.top1_rows else ""
 
 
 @dataclass
@@ -298,7 +308,7 @@ def _errors(
     comparison: Comparison | None, reason: str, notes: Sequence[str], case: str = ""
 ) -> dict[str, Any]:
     names = ("original_error", "patched_error", "allowed", "excess")
-    values = dict.fromkeys(("max_abs", "relative_l2", *names), math.nan)
+    values = dict.fromkeys(("max_abs", "relative_l2", *names), math.nan) | {"excess": math.inf}
     if comparison is not None:
         values = {name: float(getattr(comparison, name)) for name in names}
         values["max_abs"] = comparison.difference.maximum
