@@ -46,7 +46,7 @@ EXAMPLES = {
         "elsa export model.safetensors --formats onnx --onnx-mode standard",
     ),
     "verify": ("elsa verify DIR --files-only", "elsa verify DIR --key key.pub"),
-    "bench": ("elsa bench --quick", "elsa bench attention --dry-run"),
+    "bench": ("elsa bench attention --quick", "elsa bench models --dry-run"),
     "doctor": ("elsa doctor", "elsa doctor --json"),
     "build": ("elsa build", "elsa build --cuda --arch sm_90"),
     "completion": ('eval "$(elsa completion bash)"', "elsa completion fish | source"),
@@ -169,20 +169,18 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def _set(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        setattr(ctx.ensure_object(Session), str(param.name), True)
-
-
 OUTPUT = tuple(
-    click.option(*names, is_flag=True, expose_value=False, callback=_set, help=text, is_eager=True)
+    click.option(
+        *names, is_flag=True, expose_value=False, is_eager=True, help=text,
+        callback=lambda ctx, param, on: setattr(ctx.ensure_object(Session), str(param.name), on),
+    )
     for names, text in (
         (("--json",), "Print one JSON document instead of a table."),
         (("--quiet", "-q"), "Print the verdict only; no progress."),
         (("--verbose", "-v"), "Log each step and all warnings."),
         (("--debug",), "Show the traceback of an error."),
     )
-)
+)  # fmt: skip
 
 
 def model_options(*, required: bool = True, swept: bool = False) -> tuple[Decorator, ...]:
@@ -239,18 +237,14 @@ def flag(*names: str, text: str) -> Decorator:
     return click.option(*names, is_flag=True, help=text)
 
 
-def file_option(*names: str, text: str, metavar: str | None = "FILE", **more: Any) -> Decorator:
-    path = values.FilePath(path_type=Path, dir_okay=False)
+def path_option(*names: str, text: str, metavar: str | None = "FILE", **more: Any) -> Decorator:
+    """Of a file, or with DIR as `metavar` of a folder."""
+    path = values.FilePath(path_type=Path, dir_okay=metavar == "DIR")
     return click.option(*names, type=path, metavar=metavar, help=text, **more)
 
 
-def folder_option(*names: str, text: str, **more: Any) -> Decorator:
-    path = values.FilePath(path_type=Path)
-    return click.option(*names, type=path, metavar="DIR", help=text, **more)
-
-
 EXAMPLE = (
-    file_option("--inputs", text="Run the model on the arguments in this file (.pt, .npz)."),
+    path_option("--inputs", text="Run the model on the arguments in this file (.pt, .npz)."),
     click.option(
         "--input-size", type=values.SHAPE,
         help="Run the model on noise of this shape, the batch left out: 1x96x96x96.",
@@ -261,7 +255,7 @@ INPUT = (
         "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=CHECKED_ROWS,
         help="Images in a batch of the check. Two or more show mix-ups.",
     ),
-    folder_option("--images", text="Check on the images of this folder too."),
+    path_option("--images", metavar="DIR", text="Check on the images of this folder too."),
 )  # fmt: skip
 SCOPE = click.option(
     "--scope", type=click.Choice(("auto", "attention", "model")), default="auto",

@@ -28,7 +28,8 @@ def show(session: Session, document: Document) -> None:
     session.line(f"{typed}{model.get('architecture') or model.get('name')}{weights}", "bold")
     if done:
         device = done[0]["profile"]["device"]
-        of = f"{place.get('threads')} threads" if device == "cpu" else place.get("gpu")
+        count = place.get("threads")
+        of = f"{count} thread{'s' * (count != 1)}" if device == "cpu" else place.get("gpu")
         session.line(f"{device} ({of}) · torch {place.get('packages', {}).get('torch')}")
     session.line()
     if len(rows) == 1 and done:

@@ -152,8 +152,6 @@ def _known_architecture(match: re.Match[str]) -> int:
 
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
-_ARCH = ("arch", r"(?:sm_)?(\d{2,3})")
-_NO_ARCH = "is no architecture (like sm_90)"
 IMAGE_SIZE = Parsed("size", r"[+-]?\d{1,20}(x[+-]?\d{1,20})?", _image_size,
                     "is not a size in pixels (like 224 or 224x320)", "PIXELS|HxW")  # fmt: skip
 # The form alone is looked at: whether the device exists needs torch.
@@ -169,8 +167,8 @@ NUMBERS = Parsed("numbers", rf"{_NUMBER}([\s,]+{_NUMBER})*", _numbers,
                  "is not a list of numbers", "NUMBER[,...]")  # fmt: skip
 SPARSITY = Parsed("exact|NUMBER", f"exact|{_NUMBER}", _sparsity,
                   "is neither exact nor a number in (0, 1)")  # fmt: skip
-ARCHITECTURE = Parsed(*_ARCH, lambda match: int(match[1]), _NO_ARCH, offered=completion.ARCHS)
-KNOWN_ARCHITECTURE = Parsed(*_ARCH, _known_architecture, _NO_ARCH, offered=completion.ARCHS)
+ARCHITECTURE = Parsed("arch", r"(?:sm_)?(\d{2,3})", _known_architecture,
+                      "is no architecture (like sm_90)", offered=completion.ARCHS)  # fmt: skip
 FORMAT_LIST = Listed(
     Parsed("format", "|".join(FORMATS), lambda match: match[0].lower(),
            f"is no format; choose among {', '.join(FORMATS)}", offered=FORMATS)

@@ -80,16 +80,16 @@ _NOT_FOR = {
     click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True),
     shared.BACKEND,
     shared.flag("--flex", text="Compile and measure FlexAttention too (CUDA)."),
-    shared.file_option(
+    shared.path_option(
         "--output", "-o", text="Write the results (JSON); refused on a busy machine."
     ),
-    shared.file_option("--plot", text="Draw time and memory against tokens (.png or .svg)."),
+    shared.path_option("--plot", text="Draw time and memory against tokens (.png or .svg)."),
     shared.flag("--resume", text="Not for attention: go on with what --output holds."),
     click.option(
         "--compare", metavar="FILE",
         help="Set this run beside the results in FILE, or a published one (attention_cpu, ...).",
     ),
-    shared.file_option(
+    shared.path_option(
         "--from", "earlier", text="With --compare: an earlier run instead of a new one."
     ),
     shared.flag("--force", text="Replace existing files."),

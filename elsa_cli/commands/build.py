@@ -9,7 +9,7 @@ import click
 
 from elsa_cli.console import Session
 from elsa_cli.errors import PlaceError
-from elsa_cli.options import Options, elsa_command, flag, folder_option
+from elsa_cli.options import Options, elsa_command, flag, path_option
 from elsa_cli.probes import human
 from elsa_cli.values import ARCHITECTURE, Listed
 
@@ -21,7 +21,9 @@ from elsa_cli.values import ARCHITECTURE, Listed
     click.option(
         "--arch", type=Listed(ARCHITECTURE, "sm_NN"), help="GPUs to compile for [this machine's]."
     ),
-    folder_option("--output", "--out", "-o", text="Folder for the packs [the user's cache]."),
+    path_option(
+        "--output", "--out", "-o", metavar="DIR", text="Folder for the packs [the user's cache]."
+    ),
     click.option(
         "--jobs", type=click.IntRange(1, 256), help="Compiling processes [one a core]."
     ),

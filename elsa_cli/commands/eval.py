@@ -20,15 +20,15 @@ _SHOWN = 10  # images of which the table tells; --json has all
 @elsa_command(
     "eval",
     *shared.model_options(),
-    shared.folder_option(
-        "--images", required=True,
+    shared.path_option(
+        "--images", metavar="DIR", required=True,
         text="Images in one folder a class: its name, number, or ImageNet's synset.",
     ),
-    shared.file_option(
+    shared.path_option(
         "--labels",
         text="Names of the classes, one a line [default: those that came with the weights].",
     ),
-    shared.file_option(
+    shared.path_option(
         "--annotations",
         text="Classes of the images: lines of FILE CLASS or FILE,CLASS. Folders do not matter "
         "then.",

@@ -12,7 +12,7 @@ from elsa_cli import names, pipeline
 from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.options import Options, elsa_command
-from elsa_cli.values import FORMAT_LIST, KNOWN_ARCHITECTURE, Listed
+from elsa_cli.values import ARCHITECTURE, FORMAT_LIST, Listed
 
 if TYPE_CHECKING:
     from elsa_core.exporting.bundle import Bundle
@@ -34,10 +34,12 @@ _MODULES = {
         "--formats", type=FORMAT_LIST, metavar="A,B,...", default="torchscript,onnx,pt2",
         help="What to write.",
     ),
-    shared.folder_option("--output", "-o", text="The bundle's directory [default: NAME-elsa]."),
+    shared.path_option(
+        "--output", "-o", metavar="DIR", text="The bundle's directory [default: NAME-elsa]."
+    ),
     shared.flag("--zip", "zipped", text="Write one .zip file instead of a directory."),
     shared.flag("--force", text="Replace a bundle that is there."),
-    shared.file_option(
+    shared.path_option(
         "--sign", metavar="KEY",
         text="Sign the bundle with this Ed25519 private key (PEM or OpenSSH), for `elsa verify "
         "--key`.",
@@ -55,7 +57,7 @@ _MODULES = {
         "--opset", type=click.Choice(("18", "23")),
         help="ONNX opset [default: 18; 23 for standard].",
     ),
-    shared.file_option(
+    shared.path_option(
         "--labels",
         text="Names of the classes for load.py, one a line [default: those of the weights].",
     ),
@@ -69,7 +71,7 @@ _MODULES = {
         help="Batch sizes to verify; those that a bundle for a GPU without elsa serves.",
     ),
     click.option(
-        "--gpu-archs", type=Listed(KNOWN_ARCHITECTURE, "sm_NN"),
+        "--gpu-archs", type=Listed(ARCHITECTURE, "sm_NN"),
         help="With --device cuda: kernels for this GPU, verified, and these, not run; no elsa "
         "needed.",
     ),

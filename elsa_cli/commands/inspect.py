@@ -22,12 +22,12 @@ from elsa_cli.options import Options, elsa_command, typed
     *shared.EXAMPLE,
     shared.flag("--all", "everything", text="Every architecture; MODEL is a glob."),
     shared.flag("--check", "checked", text="With --all: prove a small version of each."),
-    shared.file_option(
+    shared.path_option(
         "--state", metavar=None,
         text="With --all: continue the run that this file holds (JSON lines).",
     ),
     shared.SCOPE,
-    shared.file_option("--html", text="Write the sites as a page."),
+    shared.path_option("--html", text="Write the sites as a page."),
     shared.flag("--force", text="Replace the file of --html."),
 )  # fmt: skip
 def command(session: Session, /, model: str | None, **values: Any) -> None:

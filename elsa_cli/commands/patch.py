@@ -33,11 +33,11 @@ if TYPE_CHECKING:
         "--offload", type=click.Choice(("host",)),
         help="Training keeps what its backward needs in host memory.",
     ),
-    shared.file_option(
+    shared.path_option(
         "--plan", text="Patch exactly the sites of a plan that `elsa profile --policy` wrote."
     ),
-    shared.folder_option(
-        "--output", "-o",
+    shared.path_option(
+        "--output", "-o", metavar="DIR",
         text="Save weights and plan in this new directory; it loads again as MODEL.",
     ),
     shared.flag("--force", text="Replace DIR if it exists."),

@@ -67,18 +67,18 @@ Document = dict[str, Any]
         "where the verdict has left enough of the budget]",
     ),
     shared.flag("--no-errors", text="Leave out the sites' errors against float64."),
-    shared.file_option(
+    shared.path_option(
         "--output", "-o",
         text="Keep the results (JSON) in FILE, renewed after each configuration.",
     ),
-    shared.file_option("--resume", text="Go on with the sweep that FILE holds, into FILE."),
-    shared.file_option("--html", text="Write a report with charts (one file)."),
-    shared.file_option("--plot", text="Draw the charts (.png or .svg)."),
+    shared.path_option("--resume", text="Go on with the sweep that FILE holds, into FILE."),
+    shared.path_option("--html", text="Write a report with charts (one file)."),
+    shared.path_option("--plot", text="Draw the charts (.png or .svg)."),
     click.option(
         "--policy", type=click.Choice(["faster"]),
         help="Write a plan for `elsa patch --plan` without the sites where ELSA was slower.",
     ),
-    shared.file_option(
+    shared.path_option(
         "--plan", default="plan.json", text="Where --policy writes its plan."
     ),
     shared.flag("--force", text="Replace existing files."),

@@ -11,7 +11,7 @@ from elsa_cli import names, pipeline
 from elsa_cli.commands.export import artefact_row
 from elsa_cli.console import Session
 from elsa_cli.errors import ModelFileError, VerdictError, first_of
-from elsa_cli.options import elsa_command, file_option, flag
+from elsa_cli.options import elsa_command, flag, path_option
 
 
 @elsa_command(
@@ -19,7 +19,7 @@ from elsa_cli.options import elsa_command, file_option, flag
     click.argument("bundle", type=click.Path(path_type=Path)),
     flag("--files-only", text="Compare the files; run nothing of the bundle."),
     flag("--trust", text="Run the bundle's library without asking."),
-    file_option(
+    path_option(
         "--key", metavar="PUB",
         text="Require a signature by this Ed25519 public key (PEM or ssh-ed25519); no question.",
     ),
@@ -67,7 +67,7 @@ def command(
         raise VerdictError(f"{bundle} does not verify: {first_of(report.failures)}")
     done = [each.format for each in report.artefacts if each.status == "ok"]
     exact = [name for name in done if name != "onnx-int8"]
-    ran = f"; {', '.join(exact)} reproduce the model" if exact else ""
+    ran = f"; {', '.join(exact)} reproduce{'s' * (len(exact) == 1)} the model" if exact else ""
     ran += "; onnx-int8 errs as the manifest says" if len(exact) < len(done) else ""
     signed = " and the signature" if report.signed else ""
     line = f"{report.files} files{signed} match{ran or '; nothing was run'}"

@@ -111,7 +111,8 @@ def label(environment: dict[str, Any]) -> str:
         names = ("torch", "triton")
     else:
         kernels = environment.get("kernels") or environment.get("isa")
-        where = f"{environment.get('cpu')}, {environment.get('threads')} threads, {kernels}"
+        count = environment.get("threads")
+        where = f"{environment.get('cpu')}, {count} thread{'s' * (count != 1)}, {kernels}"
         names = ("torch", "onnxruntime")
     named = [f"{name} {packages[name]}" for name in names if packages.get(name)]
     return ", ".join([where, *named, str(environment.get("date", ""))[:10]])

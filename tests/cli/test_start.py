@@ -117,5 +117,5 @@ def test_a_help_page_ends_with_two_examples_that_parse(name: str) -> None:
     for line in lines:
         words = shlex.split(line.partition("|")[0].removeprefix('eval "$(').removesuffix(')"'))
         assert words[:2] == ["elsa", name]
-        with command.make_context(name, words[2:], obj=Session()):
-            pass
+        with command.make_context(name, words[2:], obj=Session()) as context:
+            assert name != "bench" or context.params["kind"], "without a kind it measures nothing"

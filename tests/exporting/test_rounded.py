@@ -77,7 +77,7 @@ def test_an_int8_bundle_verifies_and_is_called_an_approximation(
 ) -> None:
     assert run(["verify", str(int8.path), "--trust"]) == 0
     out = capsys.readouterr().out
-    assert "onnx reproduce the model; onnx-int8 errs as the manifest says" in out
+    assert "onnx reproduces the model; onnx-int8 errs as the manifest says" in out
     text = (int8.path / "README.md").read_text()
     assert "## What rounding costs" in text and "| model.int8.onnx |" in text
     assert "is an approximation" in text
