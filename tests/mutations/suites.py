@@ -129,8 +129,8 @@ NAMED = (
     ("csrc/elsa/window_tokens.h", "kNormEps = 1e-12f", "kNormEps = 1e-6f"),
     (
         "elsa_core/patching/adapters/derived.py",
-        "if derivation.site.training or derivation.attention.training:",
-        "if False:",
+        "not any(m.training for m in (derivation.site, derivation.attention, *parts))",
+        "True",
     ),
     (
         "elsa_core/patching/adapters/derived.py",
