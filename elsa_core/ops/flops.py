@@ -14,6 +14,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -25,33 +26,26 @@ from torch import Tensor
 _COUNTER = "torch.utils.flop_counter"
 
 
-def _attention(keys: int, values: int, before: int = 0) -> Callable[..., int]:
-    """The formula of products with [..., D] of keys and [..., Dv] of values, where so many
-    arguments stand before query, key and value: [B, H, N, D] or packed [T, H, D]."""
-
-    def count(*given: Any, **_: Any) -> int:
-        query, key, value, starts_q, starts_k = given[before : before + 5]
-        if query.dim() == 4:
-            pairs = math.prod(query.shape[:3]) * key.shape[2]
-        else:
-            try:
-                pairs = int((starts_q.diff() * starts_k.diff()).sum())
-            except (NotImplementedError, RuntimeError):  # meta and fake tensors: equal lengths
-                pairs = query.shape[0] * key.shape[0] // max(1, starts_q.shape[0] - 1)
-            pairs *= query.shape[1]
-        return int(2 * pairs * (keys * query.shape[-1] + values * value.shape[-1]))
-
-    return count
+def _attention(keys: int, values: int, before: int, *given: Any, **_: Any) -> int:
+    """The count of products with [..., D] of keys and [..., Dv] of values, where so many arguments
+    stand before query, key and value: [B, H, N, D] or packed [T, H, D]."""
+    query, key, value, starts_q, starts_k = given[before : before + 5]
+    if query.dim() == 4:
+        pairs = math.prod(query.shape[:3]) * key.shape[2]
+    else:
+        try:
+            pairs = int((starts_q.diff() * starts_k.diff()).sum())
+        except (NotImplementedError, RuntimeError):  # meta and fake tensors: equal lengths
+            pairs = query.shape[0] * key.shape[0] // max(1, starts_q.shape[0] - 1)
+        pairs *= query.shape[1]
+    return int(2 * pairs * (keys * query.shape[-1] + values * value.shape[-1]))
 
 
-def _window(products: int, before: int = 0) -> Callable[..., int]:
-    def count(*given: Any, **_: Any) -> int:
-        qkv, window = given[before], given[before + 6]
-        windows = math.prod(-(-n // w) for n, w in zip(qkv.shape[1:4], window, strict=True))
-        pairs = qkv.shape[0] * windows * math.prod(window) ** 2
-        return int(2 * products * pairs * (qkv.shape[4] // 3))
-
-    return count
+def _window(products: int, before: int, *given: Any, **_: Any) -> int:
+    qkv, window = given[before], given[before + 6]
+    windows = math.prod(-(-n // w) for n, w in zip(qkv.shape[1:4], window, strict=True))
+    pairs = qkv.shape[0] * windows * math.prod(window) ** 2
+    return int(2 * products * pairs * (qkv.shape[4] // 3))
 
 
 def _linear_backward(
@@ -63,17 +57,18 @@ def _linear_backward(
 
 _OF_ATTENTION = ("attention", "attention_dropout", "varlen_attention")
 _OF_ENTMAX = ("entmax_attention", "entmax_varlen_attention")
+_FORWARD = partial(_attention, 1, 1, 0)
 # The gradients of operators without an lse have one argument before the query, others two.
 FORMULAS: dict[str, Callable[..., int]] = {
-    **dict.fromkeys((*_OF_ATTENTION, *_OF_ENTMAX, "sparse_attention"), _attention(1, 1)),
-    **{f"{name}_backward": _attention(3, 2, before=2) for name in _OF_ATTENTION},
-    **{f"{name}_backward": _attention(3, 2, before=1) for name in _OF_ENTMAX},
-    "attention_portable": _attention(1, 1),
+    **dict.fromkeys((*_OF_ATTENTION, *_OF_ENTMAX, "sparse_attention"), _FORWARD),
+    **{f"{name}_backward": partial(_attention, 3, 2, 2) for name in _OF_ATTENTION},
+    **{f"{name}_backward": partial(_attention, 3, 2, 1) for name in _OF_ENTMAX},
+    "attention_portable": _FORWARD,
     "gated_linear": lambda input, weight, *_, **__: 4 * input.numel() * weight.shape[0],
     "linear": lambda input, weight, *_, **__: 2 * input.numel() * weight.shape[0],
     "linear_backward": _linear_backward,
-    "window_attention": _window(2),
-    "window_attention_backward": _window(5, before=1),
+    "window_attention": partial(_window, 2, 0),
+    "window_attention_backward": partial(_window, 5, 1),
 }
 
 

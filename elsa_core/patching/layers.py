@@ -53,15 +53,9 @@ def patched_scope(model: nn.Module) -> str:
 
 def is_layer(module: nn.Module) -> bool:
     """Whether a module that is a site is a layer, and no attention."""
-    return kind_of(adapters.base_class(module)) != ""
-
-
-def kind_of(cls: type) -> str:
-    """The kind of a class that is a layer, one of `table.LAYERS`; empty for any other."""
+    cls = adapters.base_class(module)
     row = table.row_of(cls)
-    if row is not None:
-        return row.kind if row.kind in table.LAYERS else ""
-    return table.LAYER if issubclass(cls, nn.Linear) else ""
+    return issubclass(cls, nn.Linear) if row is None else row.kind in table.LAYERS
 
 
 def support(module: nn.Module) -> Support | None:

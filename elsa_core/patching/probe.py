@@ -73,10 +73,6 @@ def run_copy(
     on real ones where that takes less or fake ones cannot. `given` makes the arguments, for a model
     with a weight such as this; `run` is called again where it raised."""
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-
-    def really() -> _Result:
-        return run(_unpatched_copy(model, None), *given(like))
-
     args, kwargs = given(like)
     values = [t.numel() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     held = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
@@ -85,7 +81,7 @@ def run_copy(
     loaded = "torch._dynamo" in sys.modules
     if small and not loaded and not any(p.is_meta for p in model.parameters()):
         with contextlib.suppress(Exception):
-            return really()
+            return run(_unpatched_copy(model, None), *given(like))
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
@@ -99,7 +95,7 @@ def run_copy(
     except Exception as fake_error:
         # Values that decide shapes (a .item(), a boolean index) need real tensors.
         try:
-            return really()
+            return run(_unpatched_copy(model, None), *given(like))
         except Exception as error:
             raise ProbeError(first_line(error)) from fake_error
 
@@ -130,11 +126,9 @@ def cast_to(like: Tensor, example: Example) -> tuple[tuple[Any, ...], dict[str, 
             "example must be a tensor, a tuple of the model's arguments or a dict of named ones, "
             f"not {type(example).__name__}"
         )
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
-
-    return tree_map_only(Tensor, cast, given)  # type: ignore[no-any-return]
+    return tree_map_only(  # type: ignore[no-any-return]
+        Tensor, lambda t: t.to(like.device, like.dtype if t.is_floating_point() else None), given
+    )
 
 
 def probe(
@@ -158,9 +152,7 @@ def probe(
         return (image, torch.zeros((1, tokens), dtype=torch.long, device=image.device)), {}
 
     def run(twin: nn.Module, args: Any, kwargs: Any) -> Probe:
-        recorder = Probe(paths)
-        for path in paths:
-            recorder.observe(twin.get_submodule(path), path)
+        recorder = Probe(twin, paths)
         # The math path spells attention out as two products and a softmax, which it sees.
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), plain_multihead(), recorder:
             twin(*args, **kwargs)
@@ -194,26 +186,28 @@ def _unpatched_copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
 class Probe(TorchDispatchMode):
     """Counts the model's FLOPs, and products and softmaxes for the innermost observed module."""
 
-    def __init__(self, paths: Mapping[str, bool]) -> None:
+    def __init__(self, model: nn.Module, paths: Mapping[str, bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.observations = {path: Observation() for path in paths}
         self.total_flops = 0
         self._layers = paths
         self._stack: list[str] = []
         self._products: list[tuple[int, int]] = []  # (elements of the result, inner length)
+        for path in paths:
 
-    def observe(self, module: nn.Module, path: str) -> None:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._stack.append(path)
-            self._products.clear()
-            self.observations[path].ran = True
-            self.observations[path].terms |= dict.fromkeys(_argument_terms(module, args, kwargs))
+            def enter(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                self._stack.append(path)
+                self._products.clear()
+                seen = self.observations[path]
+                seen.ran = True
+                seen.terms |= dict.fromkeys(_argument_terms(module, args, kwargs))
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._stack.pop()
+            module = model.get_submodule(path)
+            module.register_forward_pre_hook(enter, with_kwargs=True)
+            module.register_forward_hook(self._leave)
 
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(leave)
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -289,11 +283,9 @@ class Attentions:
 
 
 class _Observer:
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.found = Attentions()
         self._stack: list[str] = []
-
-    def observe(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
 
             def enter(module: nn.Module, args: Any, path: str = path) -> None:
@@ -332,8 +324,7 @@ def watch(model: nn.Module, example: Example) -> Attentions:
     """
 
     def run(model: nn.Module, args: Any, kwargs: Any) -> Attentions:
-        observer = _Observer()
-        observer.observe(model)
+        observer = _Observer(model)
         watching = Watch("strict", dispatch.PLAIN, observer)
         with torch.no_grad(), watching:
             out = model(*args, **kwargs)

@@ -239,9 +239,10 @@ def _sites(model: nn.Module, whole: bool, ran: Attentions | None) -> Iterator[At
         layer = layers.support(module) if whole else None
         if layer is not None:
             within.update(adapters.parts(module))
+            known = table.row_of(cls)
+            like = table.LAYER if known is None or known.kind not in table.LAYERS else known.kind
             yield AttentionSite(
-                path, table.qualified(cls), layers.kind_of(cls) or table.LAYER,
-                patchable=layer.ok, reason=layer.reason,
+                path, table.qualified(cls), like, patchable=layer.ok, reason=layer.reason,
                 adapter=adapters.name_of(cls) if layer.ok else None, patched=patched,
             )  # fmt: skip
             continue

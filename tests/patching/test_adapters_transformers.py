@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from seen import Calls
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError
-from elsa_core.patching.adapters import common, hf_transformers
+from elsa_core.patching.adapters import common
 from elsa_core.patching.adapters.hf_transformers import attention_forward, register
 
 
@@ -101,8 +102,8 @@ def test_a_caller_of_weights_is_warned(caplog: pytest.LogCaptureFixture) -> None
         image_size=32, patch_size=8, attn_implementation="elsa",
     )  # fmt: skip
     model, x = transformers.ViTModel(config).eval(), torch.randn(1, 3, 32, 32)
-    hf_transformers._warn_of_weights.cache_clear()
-    logger = logging.getLogger("transformers.integrations.elsa")
+    logger: Any = logging.getLogger("transformers.integrations.elsa")
+    logger.warning_once.cache_clear()  # it warns once
     logger.addHandler(caplog.handler)
     model(x, output_attentions=True)
     logger.removeHandler(caplog.handler)

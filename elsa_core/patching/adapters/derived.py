@@ -36,7 +36,7 @@ class _Entry(NamedTuple):
     value: Any
     stamp: list[Any]
     memory: tuple[Tensor, ...]  # of the sources: no other tensor gets its address
-    autocast: torch.dtype | None
+    autocast: torch.dtype | bool  # its dtype, or False
 
 
 KEPT: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictionary()
@@ -59,8 +59,11 @@ def derived(derivation: Derivation) -> Any:
         captured = on_gpu and torch.cuda.is_current_stream_capturing()
         if entry.stamp != stamp:
             drop(derivation.site)
-        elif entry.autocast == _autocast(sources[0]) and not captured:
-            return entry.value
+        elif not captured:
+            kind = sources[0].device.type
+            autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            if entry.autocast == autocast:
+                return entry.value
     return derivation.compute(not on_gpu)
 
 
@@ -82,7 +85,9 @@ def keep(derivation: Derivation) -> list[Tensor]:
     tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     kept = [t for t in tensors if t.untyped_storage().data_ptr() not in own]
     if kept:
-        KEPT[derivation.site] = _Entry(value, stamp, memory, _autocast(sources[0]))
+        kind = sources[0].device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        KEPT[derivation.site] = _Entry(value, stamp, memory, autocast)
     return kept
 
 
@@ -133,8 +138,3 @@ def _sources(
         return (), []
     stamp += [(id(t), t.data_ptr(), t.is_inference() or t._version) for t in tensors]
     return tensors, stamp
-
-
-def _autocast(tensor: Tensor) -> torch.dtype | None:
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -12,7 +12,6 @@ registered, and makes the masks that its "sdpa" takes.
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -84,7 +83,12 @@ def attention_forward(
             "not have: use attn_implementation='eager'"
         )
     if kwargs.get("output_attentions"):
-        _warn_of_weights()
+        from transformers.utils import logging
+
+        logging.get_logger("transformers.integrations.elsa").warning_once(
+            "elsa's attention does not support `output_attentions=True`. Please set your attention "
+            "to `eager` if you want any of these features."
+        )
     around: Any = _get_current_function_mode()
     if type(around) is Watch and around.observer is not None:
         around.observer.ran(around.observer.place(), query, key)
@@ -107,11 +111,3 @@ def attention_forward(
         scale=scaling, enable_gqa=True, precision=precision, backend=backend,
     )  # fmt: skip
     return out.transpose(1, 2), None
-
-
-@functools.lru_cache(maxsize=1)
-def _warn_of_weights() -> None:
-    logging.getLogger("transformers.integrations.elsa").warning(
-        "elsa's attention does not support `output_attentions=True`. Please set your attention to "
-        "`eager` if you want any of these features."
-    )

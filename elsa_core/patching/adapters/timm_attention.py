@@ -70,7 +70,14 @@ class _Attention(_Module):  # type: ignore[misc]
         return self.proj_drop(project(self, self.proj, x, residual=residual, scale=scale))
 
     def _elsa_packed(self, x: Tensor) -> Tensor:
-        return project(self, self.qkv, x)
+        if getattr(self, "q_bias", None) is None:
+            return project(self, self.qkv, x)
+        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))  # EVA's
+        if self.qkv_bias_separate:
+            packed = project(self, self.qkv, x)
+            packed += bias
+            return packed
+        return project_by(self, x, self.qkv.weight, bias)
 
     def _elsa_attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:
         scale = scale_of(self)
@@ -127,13 +134,3 @@ class ElsaEvaAttention(_RopeAttention, EvaAttention):  # type: ignore[misc]
     """EVA's attention, whose keys have no bias: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = EvaAttention
-
-    def _elsa_packed(self, x: Tensor) -> Tensor:
-        if self.q_bias is None:
-            return project(self, self.qkv, x)
-        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        if self.qkv_bias_separate:
-            packed = project(self, self.qkv, x)
-            packed += bias
-            return packed
-        return project_by(self, x, self.qkv.weight, bias)

@@ -73,11 +73,12 @@ class Pending(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        found = _pendings(args, kwargs or {})
-        if not found:  # within something of which PyTorch knows no tensors
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return found[0].watch.__torch_function__(func, types, args, kwargs)
+        for one in _tensors((*args, *(kwargs or {}).values())):
+            if type(one) is Pending:
+                return one.watch.__torch_function__(func, types, args, kwargs)
+        # within something of which PyTorch knows no tensors
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -197,7 +198,9 @@ class Watch(TorchFunctionMode):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         grad = torch.is_grad_enabled()
-        for one in _pendings(args, kwargs):
+        for one in _tensors((*args, *kwargs.values())):
+            if type(one) is not Pending:
+                continue
             if one.made is not None:
                 args, kwargs = _real((args, kwargs), lambda p: p if p.made is None else p.made)
             elif one.tied and not grad:  # perhaps within a function with its own backward
@@ -249,7 +252,7 @@ class Watch(TorchFunctionMode):
             one is target
             for pending in self._alive
             if pending.made is None
-            for one in _pendings(pending.call.args, {})
+            for one in _tensors(pending.call.args)
         )
         if target.call.function in rules.VIEWS or any(used):
             return rules.MISSING
@@ -544,16 +547,6 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
-
-
-def _pendings(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Pending]:
-    found: list[Pending] = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if type(value) is Pending:
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _pendings(value, {})
-    return found
 
 
 def _real(value: Any, of: Callable[[Pending], Tensor] = compute) -> Any:
