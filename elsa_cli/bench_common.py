@@ -138,6 +138,8 @@ def judge(session: Session, own: Document, other: Document) -> None:
         busy = own["results"].get("busy")
         free = f"; the machine was not free: {busy}" if busy else ""
         raise VerdictError(f"worse than published: {named}{more}{free}")
+    if not found.rows:
+        raise VerdictError("nothing was compared: no case of this run was published")
 
 
 def _compared(own: Document, other: Document) -> Comparison:

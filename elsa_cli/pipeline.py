@@ -66,6 +66,12 @@ def open_model(
         import_timm(hub=options.pretrained or not _TIMM_NAME.fullmatch(text.strip()))
         from elsa_core.loading import UninitialisedParameters, parse
 
+        if options.paths is not None:  # one that the device cannot take is known before loading too
+            import torch
+
+            from elsa_core.proof.paths import chosen
+
+            chosen(options.paths, torch.device(device))
         spec = parse(text)
     of_library = spec.path is None and spec.source != "hub" and not options.pretrained
     unfilled = UninitialisedParameters() if shapes_alone and of_library else nullcontext()

@@ -181,6 +181,8 @@ class CheckRun:
         alive = [path for path, each in judged.items() if not each.error]
         exact = self.sides.exact(batch) if alive else None
         for path in alive:
+            if path != paths.EAGER:  # its first batch may take minutes to compile
+                self.tick(f"{name}, {path}", 0)
             try:
                 two = self.by_path[path].patched(batch)
             except PatchedError as error:

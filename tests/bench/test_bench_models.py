@@ -241,6 +241,12 @@ def test_compare_of_two_files(
     assert run([*line, "mine.json"]) == 1
     out, err = capsys.readouterr()
     assert "FAIL worse" in out and err.startswith("error: worse than published: vit/")
+    other = json.loads(json.dumps(published))
+    for case in other["results"]["cases"]:
+        case["case"]["name"] += "-of-another-run"
+    Path("other.json").write_text(json.dumps(other))
+    assert run([*line, "other.json"]) == 1
+    assert "error: nothing was compared: no case of this run" in capsys.readouterr().err
     assert run([*line, "mine.json", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     schema.validate(document)

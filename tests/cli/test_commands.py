@@ -201,7 +201,8 @@ def test_check_by_paths(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     elsa("check", *FEW, "--path", "fast").fails(2, "--path", "'fast'")
     if not torch.cuda.is_available():
-        elsa("check", *FEW, "--path", "graph").fails(3, "graph", "CUDA")
+        Path("broken.pth").write_bytes(b"no weights")  # which would be said of it if it were read
+        elsa("check", "broken.pth", "--path", "graph").fails(3, "graph", "CUDA")
 
 
 def filled(cls: Any, **known: Any) -> Any:

@@ -66,7 +66,10 @@ def test_what_is_wrong_only_compiled(quick: None) -> None:
     model = vit()
     model.blocks[1].attn.__class__ = WrongCompiled
     assert checked(model).ok
-    report = checked(model, paths=("eager", "compile"))
+    steps: list[str] = []
+    told = lambda what, *_: steps.append(what)  # noqa: E731
+    report = checked(model, paths=("eager", "compile"), progress=told)
+    assert steps.index("noise, compile") < steps.index("noise")
     assert [case.ok for case in report.cases] == [True, False]
     assert report.failures[0].startswith("model on 'noise' by compile: error")
 
