@@ -60,12 +60,13 @@ def check(text: str) -> None:
     is_path = given.startswith((".", "/", "~")) or given.lower().endswith((*_WEIGHTS, *_OTHERS))
     if exists(given):
         return
-    if is_path or (slash and owner not in OWNERS):
+    spoken = _SHORT.fullmatch(given.lower()) is not None  # ViT-B/16
+    if is_path or (slash and owner not in OWNERS and not spoken):
         hub = ""
         if _HUB_ID.fullmatch(given) and not given.startswith(".") and not given.endswith(_WEIGHTS):
             hub = f"; for a model of the Hugging Face hub write hf-hub:{given}"
         raise ModelFileError(f"no such file or directory: {given}{hub}")
-    if not slash and "\\" not in given:
+    if spoken or (not slash and "\\" not in given):
         _check_name("timm", given, given)
 
 

@@ -143,14 +143,18 @@ def checked(session: Session, report: CheckReport) -> None:
 
 
 def verdict(report: CheckReport) -> str:
-    """The check in one phrase, with the model's errors on its worst input."""
+    """The check in one phrase, with the model's errors on its worst input; with those of the worst
+    site or gradients, where they fail and no output does."""
     if not report.tested:
         return "nothing was tested"
     said = "outputs agree" if report.ok else "outputs do NOT agree"
-    worst = max(report.cases, key=lambda case: case.excess, default=None)
+    found: list[tuple[str, Any]] = [("", case) for case in report.cases]
+    if all(case.ok for case in report.cases):
+        found = [(f"{name}: ", one) for name, _, one, *_ in report.rows() if not one.ok] or found
+    where, worst = max(found, key=lambda pair: pair[1].excess, default=("", None))
     if worst is None:
         return said
-    return f"{said} (error {worst.patched_error:.1e}, original {worst.original_error:.1e})"
+    return f"{said} ({where}error {worst.patched_error:.1e}, original {worst.original_error:.1e})"
 
 
 def _numbers(site: AttentionSite) -> list[str]:

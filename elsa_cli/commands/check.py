@@ -41,7 +41,9 @@ def command(session: Session, /, model: str, **values: Any) -> None:
     line = f"{len(report.patched)} of {total} sites patched · {render.verdict(outcome)}"
     session.verdict(line, good=outcome.ok)
     if not outcome.ok:
-        raise VerdictError(f"check failed: {first_of(outcome.failures)}")
+        lossy = isinstance(options.sparsity, float) and not options.sparsity_bound
+        hint = "; --sparsity-bound allows the error of a number as --sparsity" * lossy
+        raise VerdictError(f"check failed: {first_of(outcome.failures)}{hint}")
     if loaded.report is None:
         step = session.again("patch", "-o", "DIR", without=("--grad",),
                              valued=("--path", "--sparsity", "--sparsity-bound"))  # fmt: skip

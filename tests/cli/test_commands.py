@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -237,6 +237,11 @@ def test_a_failed_check_prints_its_document(elsa: Elsa, monkeypatch: pytest.Monk
     assert "✗ blocks.1.attn" in answer.out
     assert "outputs do NOT agree (error nan, original 1.0e-07)" in answer.out
     assert (answer.code, answer.err) == (1, line)
+    # where no output is wrong, what is wrong is named, and what it takes to allow it
+    report = replace(report, cases=(replace(case, ok=True, reason="", excess=0.5),))
+    answer = elsa("check", *FEW, "--sparsity", "0.3")
+    assert "outputs do NOT agree (blocks.1.attn: error nan" in answer.out
+    assert "--sparsity-bound allows" in answer.err
 
 
 def test_include_and_exclude(elsa: Elsa) -> None:

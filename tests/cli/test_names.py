@@ -74,6 +74,7 @@ def test_what_is_not_there_is_said_without_heavy_imports(
         ("dinov2_vitl14_reg", "vit_large_patch14_reg4_dinov2"),
         ("vit_bse_patch16_224", "vit_base_patch16_224"),
         ("ViT-B-32", "open_clip:ViT-B-32"),
+        ("ViT-B/16", "open_clip:ViT-B-16"),
         ("vitb32", "torchvision:vit_b_32"),
         ("open_clip:ViT-B-33", "open_clip:ViT-B-32"),
         ("timm:vit_bse_patch16_224", "vit_base_patch16_224"),
