@@ -475,6 +475,10 @@ STUDIES: Final[dict[tuple[str, str], Callable[[Sequence[Row]], Table]]] = {
     ("distributed_2xh100", "calls"): distributed_table,
     ("long_context_h100", "calls"): long_table,
     ("convergence", "accuracy"): convergence_table,
+    ("graphed_calls_h200", "calls"): calls_of(
+        "original eager", "original graphed", "original compiled", "patched graphed"
+    ),
+    ("recognised_h200", "calls"): calls_of("original", "attention", "model"),
     ("host_h200", "calls"): lambda rows: calls_table(rows, 1e6, "us"),
     **{(name, "calls"): calls_table for name in _CALLS},
     ("entmax_peers_h200", "ratios"): ratios_table,
