@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx_files import one_node
 from processes import at_once
 
 import elsa_core  # noqa: F401  (defines the operator)
@@ -22,7 +23,7 @@ from elsa_core.exporting import ort_library
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
-from onnx import TensorProto, helper  # noqa: E402
+from onnx import TensorProto  # noqa: E402
 
 FLOAT, HALF, DOUBLE, INT, BOOL = (
     TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.INT64, TensorProto.BOOL,
@@ -38,22 +39,9 @@ def library() -> str:
 
 
 def model(op_type: str, types: list[int | None], **attributes: Any) -> bytes:
-    """One node whose inputs have a type but no shape; None is an input left out."""
-    names = [f"input_{i}" if kind is not None else "" for i, kind in enumerate(types)]
-    node = helper.make_node(op_type, names, ["out"], domain="elsa", **attributes)
-    inputs = [
-        helper.make_tensor_value_info(name, kind, None)
-        for name, kind in zip(names, types, strict=True)
-        if kind is not None
-    ]
-    first = next(kind for kind in types if kind is not None)
-    out = helper.make_tensor_value_info("out", first, None)
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("elsa", 1)]
-    made = helper.make_model(
-        helper.make_graph([node], "one", inputs, [out]), opset_imports=opsets, ir_version=8
-    )
-    serialized: bytes = made.SerializeToString()
-    return serialized
+    """One node whose inputs have a type but no shape."""
+    inputs = [None if kind is None else (kind, None) for kind in types]
+    return one_node(op_type, inputs, **attributes)
 
 
 def session(library: str, made: bytes, threads: int = 2) -> Any:

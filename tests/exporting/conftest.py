@@ -99,6 +99,12 @@ def compiled(
 
 
 @pytest.fixture(scope="package")
+def library() -> str:
+    """The library for ONNX Runtime."""
+    return str(ort_library.build())
+
+
+@pytest.fixture(scope="package")
 def driver(once: Callable[[str, Callable[[Path], None]], Path]) -> str:
     """A folder with a CUDA driver that runs nothing."""
     stub = ROOT / "tests" / "backends" / "cuda_stub.cpp"

@@ -150,11 +150,7 @@ def test_a_reference_that_holds_a_pickle(copy: Path) -> None:
 def test_what_this_machine_cannot_run_is_skipped_by_name(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def elsewhere(manifest: dict[str, Any]) -> None:
-        manifest["libraries"]["lib/libelsa_torch.so"]["platform"] = "linux-riscv64"
-        manifest["libraries"]["lib/libelsa_onnxruntime.so"]["platform"] = "linux-riscv64"
-
-    rewrite(copy, elsewhere)
+    rewrite(copy, lambda m: [x.update(platform="linux-riscv64") for x in m["libraries"].values()])
     report = verify(copy)
     assert report.ok and set(report.skipped) == {"torchscript", "onnx", "pt2"}
     assert all("is for linux-riscv64" in each.reason for each in report.artefacts)

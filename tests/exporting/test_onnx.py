@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError, ExportError
 from elsa_core.exporting import onnx as exporting
-from elsa_core.exporting import ort_library
 from elsa_core.exporting.artefacts import checked_operators
 from elsa_core.exporting.onnx import export_onnx
 
@@ -25,11 +24,6 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 timm = pytest.importorskip("timm")
-
-
-@pytest.fixture(scope="module")
-def library() -> str:
-    return str(ort_library.build())
 
 
 @pytest.fixture(scope="module")

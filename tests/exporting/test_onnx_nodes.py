@@ -13,18 +13,12 @@ from onnx_files import ULPS, run, session
 from torch import Tensor, nn
 
 import elsa_core as elsa
-from elsa_core.exporting import ort_library
 from elsa_core.exporting.onnx import export_onnx
 from elsa_core.ops.window.api import window_attention
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
-
-
-@pytest.fixture(scope="module")
-def library() -> str:
-    return str(ort_library.build())
 
 
 def error(out: Tensor, exact: Tensor) -> float:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from fake_ort import OUT, STREAM
 from layouts import layout
+from onnx_files import one_node
 from processes import environment, python
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,9 +31,8 @@ from elsa_core.exporting.description import readme
 from elsa_core.exporting.templates import load as template
 from elsa_core.loading.loader import Loaded
 
-onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
-from onnx import helper  # noqa: E402
 
 HERE = Path(__file__).parent
 FLOAT, BOOL, HALF = 1, 9, 10
@@ -83,18 +83,7 @@ NODES: dict[str, tuple[str, dict[str, Any], list[Any], tuple[int, ...]]] = {
 
 def model(folder: Path, op_type: str, terms: dict[str, Any], inputs: list[Any]) -> Path:
     """A file of one node."""
-    names = [f"input_{i}" if each is not None else "" for i, each in enumerate(inputs)]
-    values = [
-        helper.make_tensor_value_info(name, *each)
-        for name, each in zip(names, inputs, strict=True)
-        if each is not None
-    ]
-    node = helper.make_node(op_type, names, ["out"], domain="elsa", **terms)
-    out = helper.make_tensor_value_info("out", inputs[0][0], None)
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("elsa", 1)]
-    graph = helper.make_graph([node], "one", values, [out])
-    made = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    (folder / "model.onnx").write_bytes(made.SerializeToString())
+    (folder / "model.onnx").write_bytes(one_node(op_type, inputs, **terms))
     return folder / "model.onnx"
 
 

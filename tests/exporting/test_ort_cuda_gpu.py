@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx_files import one_node
 from processes import at_once, python, without
 
 import elsa_core  # noqa: F401  (defines the operators)
@@ -19,9 +20,8 @@ from elsa_core.backends.cuda import library, planfile
 from elsa_core.exporting import gpu_library, ort_library
 
 pytest.importorskip("triton")
-onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
-from onnx import helper  # noqa: E402
 
 PROVIDER = "CUDAExecutionProvider"
 pytestmark = [
@@ -59,25 +59,12 @@ NODES: dict[str, tuple[str, dict[str, Any], list[Any]]] = {
 Session = Callable[..., np.ndarray]
 
 
-def node(folder: Path, name: str, dtype: str) -> Path:
-    """A file of one node."""
-    op_type, terms, inputs = NODES[name]
-    values = [
-        helper.make_tensor_value_info(f"input_{i}", TYPES[kind or dtype], sizes)
-        for i, (kind, sizes) in enumerate(inputs)
-    ]
-    made = helper.make_node(op_type, [v.name for v in values], ["out"], domain="elsa", **terms)
-    out = helper.make_tensor_value_info("out", TYPES[dtype], None)
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("elsa", 1)]
-    graph = helper.make_graph([made], "one", values, [out])
-    whole = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    (folder / "model.onnx").write_bytes(whole.SerializeToString())
-    return folder / "model.onnx"
-
-
 def bundle(folder: Path, name: str, dtype: str) -> Path:
     """The node, and lib/ with the plans of its calls on this GPU."""
-    path = node(folder, name, dtype)
+    op_type, terms, inputs = NODES[name]
+    path = folder / "model.onnx"
+    given = [(TYPES[kind or dtype], sizes) for kind, sizes in inputs]
+    path.write_bytes(one_node(op_type, given, **terms))
     if not cuda.status().ok:
         pytest.skip(f"the CUDA library: {cuda.status().reason}")
 

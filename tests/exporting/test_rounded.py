@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_hostile import rewrite
 
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ExportError, ModelError
@@ -87,13 +88,6 @@ def test_an_int8_bundle_verifies_and_is_called_an_approximation(
     assert (int8.path / "model.int8.onnx").stat().st_size < 0.6 * (
         int8.path / "model.onnx"
     ).stat().st_size
-
-
-def rewrite(bundle: Path, change: Any) -> None:
-    path = bundle / "manifest.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
 
 
 def test_an_int8_file_that_errs_more_than_it_did_fails(int8: Bundle, tmp_path: Path) -> None:

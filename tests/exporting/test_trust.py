@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import resource
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from processes import alive, environment, gone, seen_from_proc, signalled, started
 from sampling import some
+from test_hostile import rewrite
 
 from elsa_cli.main import run
 from elsa_core.base import files
@@ -38,10 +38,7 @@ SSH = serialization.Encoding.OpenSSH
 @pytest.fixture
 def elsewhere(copy: Path) -> Path:
     """A bundle of which nothing can run here: its libraries are for another machine."""
-    manifest = json.loads((copy / "manifest.json").read_text())
-    for library in manifest["libraries"].values():
-        library["platform"] = "linux-riscv64"
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    rewrite(copy, lambda m: [x.update(platform="linux-riscv64") for x in m["libraries"].values()])
     return copy
 
 
@@ -136,9 +133,7 @@ def test_a_signal_ends_what_a_verification_has_started(
 
 def test_what_runs_is_what_was_compared(copy: Path) -> None:
     """Whoever may write to the bundle exchanged its files after they had been compared."""
-    content = json.loads((copy / "manifest.json").read_text())
-    content["artefacts"] = {"onnx": content["artefacts"]["onnx"]}
-    (copy / "manifest.json").write_text(json.dumps(content))
+    rewrite(copy, lambda m: m.update(artefacts={"onnx": m["artefacts"]["onnx"]}))
 
     def exchange(signed: bool) -> None:
         for each in files_in(copy):

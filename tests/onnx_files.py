@@ -11,6 +11,26 @@ from torch import Tensor
 ULPS = 2.4e-7  # two roundings, so that a peer that happens to be exact is no trap
 
 
+def one_node(op_type: str, inputs: list[Any], **attributes: Any) -> bytes:
+    """A model of one of elsa's nodes; inputs: ONNX's number of a type, and sizes or None for any;
+    None is an input left out."""
+    from onnx import helper
+
+    names = [f"input_{i}" if each is not None else "" for i, each in enumerate(inputs)]
+    values = [
+        helper.make_tensor_value_info(name, *each)
+        for name, each in zip(names, inputs, strict=True)
+        if each is not None
+    ]
+    node = helper.make_node(op_type, names, ["out"], domain="elsa", **attributes)
+    first = next(each[0] for each in inputs if each is not None)
+    out = helper.make_tensor_value_info("out", first, None)
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("elsa", 1)]
+    graph = helper.make_graph([node], "one", values, [out])
+    made: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
+    return made
+
+
 def session(path: Path, library: str | None = None) -> Any:
     """On the CPU, with the library of elsa's nodes if it is given."""
     import onnxruntime
