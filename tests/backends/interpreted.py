@@ -68,9 +68,3 @@ def rows_of(script: str, *names: str) -> Iterator[Rows]:
             yield Rows(process, errors)
         finally:
             process.kill()
-
-
-def run(script: str) -> list[dict]:
-    """Every row that a program of this folder prints."""
-    with rows_of(script) as rows:
-        return [rows[name] for name in rows]

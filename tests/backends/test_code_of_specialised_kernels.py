@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from interpreted import run
+from interpreted import rows_of
 from triton_compile import compile_launch
 
 from elsa_core.backends.triton.attention import planner, tiling
@@ -115,8 +115,9 @@ def test_an_unknown_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_flagged_blocks_are_folded_again() -> None:
     """By Triton's interpreter: those blocks are right, and nothing else is written."""
-    rows = run("fma_fallback_interpreted.py")
+    with rows_of("fma_fallback_interpreted.py") as printed:
+        rows = dict(printed)
     assert len(rows) == 4
-    for row in rows:
+    for row in rows.values():
         assert row["blocks"] > 0 and row["untouched"] and row["empty"]
         assert row["error"] < 6e-7 and row["lse"] < 1e-5

@@ -309,10 +309,10 @@ def test_threads_load_a_kernel_once(gpu: Driver, monkeypatch) -> None:
     assert [given[4] for given in gpu.launched] == [FUNCTION] * 3
 
 
-def misses(found: Launch) -> None:
+def misses(found: Launch | None = None) -> None:
     """The launch goes to the JIT, which the fixture has fail."""
     with pytest.raises(pytest.fail.Exception, match="compiled"):
-        called(found)
+        called(found or recorded()[0])
     assert lookup.COUNTS["hits"] == 0
 
 
@@ -324,27 +324,24 @@ def test_a_call_without_its_kernel_goes_to_the_jit(gpu: Driver) -> None:
 def test_packs_are_not_used_unless_asked_for(gpu: Driver, monkeypatch) -> None:
     for value in ("", "0"):
         monkeypatch.setenv(lookup.VARIABLE, value)
-        misses(recorded()[0])
+        misses()
     assert not lookup.COUNTS
 
 
 def test_another_triton_or_other_sources_are_a_miss(gpu: Driver, monkeypatch, caplog) -> None:
     monkeypatch.setattr(triton, "__version__", "3.8.7")
-    with caplog.at_level(logging.WARNING, "elsa"):
-        misses(recorded()[0])
+    misses()
     assert "needs Triton" in caplog.text and "this is 3.8.7" in caplog.text
     monkeypatch.setattr(triton, "__version__", VERSION)
     monkeypatch.setattr(specialize, "sources_digest", lambda: "0" * 64)
     lookup.forget()
-    with caplog.at_level(logging.WARNING, "elsa"):
-        misses(recorded()[0])
+    misses()
     assert "it is of another version of elsa" in caplog.text
 
 
 def test_settings_are_a_miss(gpu: Driver, monkeypatch, caplog) -> None:
     monkeypatch.setenv("PTXAS_OPTIONS", "-O1")
-    with caplog.at_level(logging.WARNING, "elsa"):
-        misses(recorded()[0])
+    misses()
     assert caplog.messages == ["kernel packs are not used: PTXAS_OPTIONS is set"]
 
 
@@ -356,8 +353,7 @@ def test_a_damaged_kernel_is_a_miss_in_one_line(gpu: Driver, packs: Path, tmp_pa
     content[-len(content) // 4] ^= 1
     data.write_bytes(content)
     monkeypatch.setenv(lookup.VARIABLE, str(tmp_path))
-    with caplog.at_level(logging.WARNING, "elsa"):
-        misses(recorded()[0])
+    misses()
     (line,) = caplog.messages
     assert "is damaged" in line and "\n" not in line and not gpu.loaded
 
@@ -375,8 +371,7 @@ def test_metadata_of_no_kernel_is_a_miss(
     header = {"arch": 90, "triton": pack.triton, "elsa": "0", "sources": pack.sources}
     store.write(tmp_path / "sm_90", header, kernels)
     monkeypatch.setenv(lookup.VARIABLE, str(tmp_path))
-    with caplog.at_level(logging.WARNING, "elsa"):
-        misses(recorded()[0])
+    misses()
     (line,) = caplog.messages
     assert "is not used" in line and not gpu.loaded
 
@@ -386,8 +381,7 @@ def test_a_driver_that_refuses_is_a_miss(gpu: Driver, caplog) -> None:
         raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
 
     gpu.utils.load_binary = refuse
-    with caplog.at_level(logging.WARNING, "elsa"):
-        misses(recorded()[0])
+    misses()
     assert "image is invalid" in caplog.text
 
 

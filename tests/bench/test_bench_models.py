@@ -18,7 +18,6 @@ from elsa_core.errors import ArgumentError
 from elsa_core.loading.fit import with_image_size
 from elsa_core.loading.libraries import default_recipe
 from elsa_core.loading.spec import parse
-from elsa_core.measuring import busy
 from elsa_core.profiling.bench import compare, models, published, runner
 from elsa_core.profiling.bench.runner import ModelCase
 
@@ -34,9 +33,7 @@ SHORT = ("--device", "cpu", "--rounds", "3", "--budget", "0.3")
 
 
 @pytest.fixture(autouse=True)
-def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(busy, "reason", lambda _: "")
+def _place(free_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.TABLES, "cpu", TINY["cpu"])
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks import tables
 from elsa_cli.main import run
-from elsa_core.measuring import busy
 from elsa_core.profiling.bench import published, training
 from elsa_core.profiling.bench.runner import ModelCase
 
@@ -28,9 +27,7 @@ SHORT = ("--device", "cpu", "--rounds", "3", "--budget", "0.1")
 
 
 @pytest.fixture(autouse=True)
-def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(busy, "reason", lambda _: "")
+def _place(free_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(training.TABLES, "cpu", TINY["cpu"])
 
 

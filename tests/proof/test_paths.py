@@ -9,36 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from graphs.tape import Tape, taped
+from graphs.tape import taped
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
-from elsa_core.patching.adapters.timm_attention import ElsaAttention
 from elsa_core.proof import paths
 
 from .test_blind_spots import checked, vit
+from .test_check import broken
 
-
-class WrongCompiled(ElsaAttention):
-    """Right in eager mode, off by a thousandth in compiled code."""
-
-    elsa_base = Attention
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        out = super().forward(*args, **kwargs)
-        return out * 1.001 if torch.compiler.is_compiling() else out
-
-
-class WrongCaptured(ElsaAttention):
-    """Right in eager mode, off by a thousandth where a tape records it."""
-
-    elsa_base = Attention
-    tape: Tape
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        out = super().forward(*args, **kwargs)
-        return out * 1.001 if self.tape.recording else out
+# Right in eager mode, off by a thousandth in compiled code.
+WrongCompiled = broken(lambda out: out * 1.001 if torch.compiler.is_compiling() else out)
 
 
 def test_each_verdict_names_its_path(quick: None) -> None:
@@ -158,12 +140,12 @@ def test_a_graph_is_what_graphed_replays(monkeypatch: pytest.MonkeyPatch) -> Non
         assert report.ok and not report.left_out, report.failures
         assert tape.captures >= 2 and tape.replays
         assert [one.path for one in report.gradients][-2:] == ["model", "model by graph"]
-        model.blocks[1].attn.__class__ = WrongCaptured
-        WrongCaptured.tape = tape
+        wrong = broken(lambda out: out * 1.001 if tape.recording else out)
+        model.blocks[1].attn.__class__ = wrong
         report = checked(model, grad=True)
     assert [case.ok for case in report.cases] == [True, False]
-    wrong = [line.partition(": ")[0] for line in report.failures]
-    assert wrong == ["model on 'noise' by graph", "model by graph"]
+    failed = [line.partition(": ")[0] for line in report.failures]
+    assert failed == ["model on 'noise' by graph", "model by graph"]
 
 
 class Listed(nn.Module):

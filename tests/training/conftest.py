@@ -112,3 +112,11 @@ def assert_as_exact(found: Gradients, original: Gradients, oracle: Gradients) ->
             comparison.add(exact, one, two)
     assert comparison.reason() == ""
     assert comparison.oracle.maximum > 0
+
+
+def assert_step_as_exact(found: Subject, labels: Tensor | None = None) -> None:
+    """A step of the patched model, beside the original's."""
+    labels = found.labels if labels is None else labels
+    oracle = step(found.exact(), found.images.double(), labels)
+    original = step(found.plain, found.images, labels)
+    assert_as_exact(step(found.patched, found.images, labels), original, oracle)
