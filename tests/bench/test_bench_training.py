@@ -8,12 +8,14 @@ from typing import Any
 
 import jsonschema
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from benchmarks import tables
 from elsa_cli.main import run
 from elsa_core.profiling.bench import published, training
 from elsa_core.profiling.bench.runner import ModelCase
+from elsa_core.profiling.runs.training import gradient_comparison
 
 from .conftest import Offered
 
@@ -84,3 +86,21 @@ def test_a_wrong_gradient_ends_with_1(capsys: pytest.CaptureFixture[str], offere
     assert "FAIL wrong" in answer.out and "wrong results" in answer.err
     assert run(["bench", "training", "--device", "cpu", "--baselines", "eager+graph"]) == 3
     assert "eager+graph needs a CUDA GPU" in capsys.readouterr().err
+
+
+class _Two(nn.Module):
+    def __init__(self, *, loses: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.loses = nn.Linear(4, 4), nn.Linear(4, 4), loses
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.second(hidden.detach() if self.loses else hidden)
+
+
+def test_a_gradient_that_is_lost_is_wrong() -> None:
+    """Parameters without a gradient were left out of the comparison."""
+    whole, loses = _Two(loses=False), _Two(loses=True)
+    assert not gradient_comparison(whole, _Two(loses=False), torch.randn(2, 4), "fp32").reason()
+    assert gradient_comparison(whole, loses, torch.randn(2, 4), "fp32").patched_error > 0.1

@@ -211,13 +211,11 @@ def gradient_comparison(
     gradients = []
     for model, cast, given in cases:
         model.eval()
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        wanted = [each for each in model.parameters() if each.requires_grad]
         loss = computed_loss(model, given, loss_for(first.shape[0], seed), cast, first.device)
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        gradients.append(dict(zip(named, found, strict=True)))
+        # A gradient that is lost counts as zeros.
+        gradients.append(torch.autograd.grad(loss, wanted, materialize_grads=True))
     comparison = Comparison(_FACTOR)
-    for name, oracle in gradients[0].items():
-        others = [each[name] for each in gradients[1:]]
-        if oracle is not None and None not in others:
-            comparison.add(oracle, *others)
+    for three in zip(*gradients, strict=True):
+        comparison.add(*three)
     return comparison
