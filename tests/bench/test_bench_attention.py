@@ -124,3 +124,10 @@ def test_a_wrong_result_is_never_a_fast_one(error: float) -> None:
     result = field(3e-7, error)
     assert result["wrong"] == ["fast"] and result["best_peer"] == "right"
     assert result["reached"] is True
+
+
+def test_a_case_that_does_not_fit_ends_nothing() -> None:
+    large = Case("vit", 1, 1, 2 * 10**11, 2 * 10**11, 64)
+    found = attention.run([large, CASE], device=CPU, settings=QUICK)["results"]["cases"]
+    assert "allocate memory" in found[0]["left_out"]["all"] and not found[0]["measurements"]
+    assert found[1]["measurements"]

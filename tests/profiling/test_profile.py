@@ -224,6 +224,17 @@ def test_a_baseline_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.left_out == {"compile": "no compiler", "patched+compile": "no compiler"}
 
 
+def test_an_error_of_elsa_in_a_baseline_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise UnavailableError("not here")
+
+    monkeypatch.setattr(torch, "compile", refused)
+    model, images = nn.Linear(2, 2), (torch.randn(1, 2),)
+    built = variants.build(model, model, images, ("eager", "compile", "patched"))
+    assert [each.name for each in built.contenders] == ["eager", "patched"]
+    assert built.left_out == {"compile": "not here"}
+
+
 def test_arguments_that_are_wrong() -> None:
     model, images = small_vit(), torch.randn(1, 3, 96, 96)
     with pytest.raises(ModelError, match="eager does not run on these inputs"):

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from elsa_core import reference
+from elsa_core.base.messages import first_line
 from elsa_core.measuring import busy, environment, timing
 from elsa_core.measuring.documents import finite, started
 from elsa_core.measuring.intervals import digits, percentile
+from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.measuring.timing import Contender, float32_products
 from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench.cases import Case, Inputs, bench_of, inputs
@@ -88,8 +90,10 @@ def measure(
     try:
         tensors = inputs(case, device, settings.seed)
         expected, pick = _oracle(case, tensors)
-    except torch.OutOfMemoryError as error:
-        return judged(case, [], {"all": str(error).splitlines()[0]})
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return judged(case, [], {"all": first_line(error)})
     contenders, left_out = field_of(case, tensors, backend=settings.backend, flex=settings.flex)
     if not contenders:
         return judged(case, [], left_out)

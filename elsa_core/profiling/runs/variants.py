@@ -159,18 +159,15 @@ def build(
                     call()
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # an asynchronous failure must show here
-        except _NotDifferentError as reason:
-            built.left_out[name] = str(reason)
         except Exception as error:
             # Compilers fail in many ways, and a baseline that fails ends nothing.
-            if isinstance(error, ElsaError):
+            if name not in ("eager", "patched"):
+                built.left_out[name] = first_line(error)
+            elif isinstance(error, ElsaError) or is_out_of_memory(error):
                 raise
-            if name in ("eager", "patched"):
-                if is_out_of_memory(error):
-                    raise
+            else:
                 why = f"profile: {name} does not run on these inputs: {first_line(error)}"
                 raise ModelError(why) from error
-            built.left_out[name] = first_line(error)
         else:
             built.contenders.append(Contender(name, call))
             built.first_seconds[name] = time.perf_counter() - start
@@ -193,10 +190,6 @@ def _first(call: Callable[[], object], held: Any) -> int:
     if not held.captures:
         raise RuntimeError(held.reasons[-1] if held.reasons else "no graph was captured")
     return max(0, reserved() - before)
-
-
-class _NotDifferentError(Exception):
-    """A way to run the model that is the same as another one; the message says which."""
 
 
 def _module(name: str, model: nn.Module, patched: nn.Module) -> Callable[..., object]:
@@ -225,9 +218,9 @@ def with_sdpa(model: nn.Module) -> nn.Module:
         if isinstance(module.__dict__.get(switch), bool)
     ]
     if not switches:
-        raise _NotDifferentError("the model has no switch for fused attention")
+        raise ModelError("the model has no switch for fused attention")
     if all(module.__dict__[switch] for module, switch in switches):
-        raise _NotDifferentError("fused attention is on already: the same as eager")
+        raise ModelError("fused attention is on already: the same as eager")
     for module, switch in switches:
         setattr(module, switch, True)
     return fused
