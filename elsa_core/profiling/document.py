@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,6 +67,7 @@ _SHAPES: Final[dict[str, dict[tuple[type, ...], str]]] = {
     },
     "ratio": {_NUMBER: "value low high", (int,): "rounds", _TEXT: "verdict"},
 }  # fmt: skip
+_LARGEST: Final = 1e300  # a whole number of JSON may have any length
 _PARTS: Final = ("forward", "backward", "optimizer")
 _POSITIVE: Final = ("seconds", "seconds_before", "seconds_after", "value", "low", "high", "batch")
 
@@ -95,7 +95,7 @@ def _check_profile(found: Any) -> None:
         parts = run.get("parts")  # of a training step
         named = isinstance(parts, dict) and tuple(parts) == _PARTS
         spans = parts.values() if named else ()
-        right = all(type(s) in _NUMBER and math.isfinite(s) and s >= 0 for s in spans)
+        right = all(type(s) in _NUMBER and 0 <= s < _LARGEST for s in spans)
         if parts is not None and not (named and right):
             raise _MisfitError("the parts of a run are no seconds of " + ", ".join(_PARTS))
     for site in found["sites"]:
@@ -120,7 +120,7 @@ def _fits(value: Any, kind: str) -> None:
             # bool is an int to Python.
             if not right or (isinstance(held, bool) and bool not in types):
                 raise _MisfitError(f"{name} of a {kind} is missing or of the wrong type")
-            if isinstance(held, float) and not math.isfinite(held):
+            if isinstance(held, int | float) and not abs(held) < _LARGEST:  # NaN is not either
                 raise _MisfitError(f"{name} of a {kind} is not finite")
             if name in _POSITIVE and isinstance(held, int | float) and not held > 0:
                 raise _MisfitError(f"{name} of a {kind} is not positive")

@@ -121,6 +121,7 @@ def test_a_document_survives_its_file(document: dict[str, Any], tmp_path: Path) 
         (("points", 0, "profile"), None, "profile is no object"),
         (("points", 0, "profile", "runs", 0, "seconds"), -1.0, "not positive"),
         (("points", 0, "profile", "runs", 0, "seconds"), True, "wrong type"),
+        (("points", 0, "profile", "runs", 0, "memory_bytes"), 10**310, "not finite"),
         (("points", 0, "profile", "runs", 0, "ratio"), {"value": 1}, "of a ratio"),
         (("points", 0, "profile", "sites", 0, "path"), 3, "wrong type"),
         (("points", 0, "profile", "best_patched"), "mine", "lacks its runs"),
