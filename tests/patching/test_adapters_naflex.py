@@ -61,6 +61,17 @@ def test_agrees_with_the_original(name: str, packed: list[Any]) -> None:
 
 
 @torch.no_grad()
+def test_the_scale_of_an_unfused_attention_is_its_own(packed: list[Any]) -> None:
+    original, given = model(), batch()
+    for block in original.blocks:
+        block.attn.fused_attn, block.attn.scale = False, 0.1
+    patched = copy.deepcopy(original)
+    elsa.patch(patched, scope="attention")
+    assert_as_exact(original, patched, given)
+    assert packed
+
+
+@torch.no_grad()
 def test_images_of_one_size_have_no_mask(packed: list[Any]) -> None:
     original = model()
     patched = copy.deepcopy(original)

@@ -238,8 +238,15 @@ def test_a_class_that_no_module_has_is_gone() -> None:
 @torch.no_grad()
 def test_the_precision_reaches_the_operator() -> None:
     """One that is lost on the way is `strict`, which no result on a CPU shows."""
-    model = ByModule().eval()
+    model, x, recorded = ByModule().eval(), torch.randn(1, 3, 16), []
     patch(model, precision="ieee")
     with Calls() as calls:
-        model(torch.randn(1, 3, 16))
+        model(x)
     assert [args[-1] for args, _ in calls.elsa] == ["ieee"]
+
+    def backend(graph, example):
+        recorded.extend(n.args for n in graph.graph.nodes if "elsa.attention" in str(n.target))
+        return graph.forward
+
+    torch.compile(model, backend=backend)(x)
+    assert [args[-1] for args in recorded] == ["ieee"]

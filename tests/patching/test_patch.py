@@ -15,6 +15,7 @@ from judging import assert_recorded, assert_same_gradients
 from originals import of_original
 from processes import at_once
 from sampling import thinned
+from seen import Calls
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
@@ -237,6 +238,20 @@ def test_changes_dtype_after_patching(kind: str, dtype: torch.dtype) -> None:
     assert (found.double() - expected).norm() < 50 * torch.finfo(dtype).eps * expected.norm()
 
 
+@torch.no_grad()
+def test_the_backend_reaches_the_operator() -> None:
+    """PyTorch's attention calls no operator of elsa's; one that is lost on the way is `auto`."""
+    counts = []
+    for backend in ("auto", "sdpa"):
+        model = make("vit")
+        patch(model, backend=backend)
+        with Calls() as calls:
+            model(images("vit"))
+        counts.append(len(calls.elsa))
+    assert counts == [2, 0]
+
+
+@torch.no_grad()
 def test_patching_again_updates() -> None:
     model = unwritten()
     first = patch(model)
