@@ -334,8 +334,9 @@ def predictions(model: Model, files: Sequence[Path], given: Any) -> Iterator[dic
             try:
                 arrays.append(preprocess(file))
                 good.append(file)
-            except (OSError, ValueError) as error:
-                yield {"file": str(file), "error": str(error).splitlines()[0]}
+            except Exception as error:  # decoders raise almost anything on a damaged file
+                lines = str(error).splitlines() or [type(error).__name__]
+                yield {"file": str(file), "error": lines[0]}
         rows = min((size for size in sizes if size >= len(arrays)), default=len(arrays))
         outputs = model(np.concatenate((arrays * rows)[:rows])) if arrays else []
         for row, file in enumerate(good):
