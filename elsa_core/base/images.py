@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,10 +128,11 @@ def _walk(top: Path) -> Iterator[Path]:
                 f" ({error.strerror})"
             ) from error
         for entry in entries:
-            if entry.is_dir():
-                folders.append(entry)
-            else:
-                yield entry
+            with suppress(OSError):  # a link that leads nowhere: reading it says why
+                if entry.is_dir():
+                    folders.append(entry)
+                    continue
+            yield entry
 
 
 def _read(file: Path, mode: str, transform: Any, target: tuple[float, float] | None) -> Tensor:

@@ -342,6 +342,7 @@ def _staged(target: Path, zip: bool) -> Iterator[Path]:
         yield staging
         packed = folder / "bundle.zip"
         write_zip(staging, packed)
+        files.flush(packed)
         packed.replace(target)
 
 

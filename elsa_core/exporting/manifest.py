@@ -91,10 +91,9 @@ def files_in(directory: Path) -> list[Path]:
         if len(folder.relative_to(directory).parts) > MAX_DEPTH:
             raise ModelError(f"{directory} holds more than {MAX_DEPTH} nested folders: no bundle")
         for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                folders.append(path)
-            else:
-                found.append(path)
+            # asked first: to follow a link may fail
+            plain = not path.is_symlink() and path.is_dir()
+            (folders if plain else found).append(path)
             if len(found) + len(folders) > MAX_FILES:
                 raise ModelError(f"{directory} holds more than {MAX_FILES} entries: no bundle")
     return sorted(found)

@@ -246,7 +246,10 @@ def load_model(
         elif parsed.source == "hub":
             loaded = _from_hub(parsed, size, pretrained, dtype, drawn, given)
         else:
-            loaded = _from_file(parsed, size, arch, dtype, given, weights)
+            try:
+                loaded = _from_file(parsed, size, arch, dtype, given, weights)
+            except OSError as error:  # such as a link that leads nowhere
+                raise ModelError(f"{parsed.name} cannot be read: {error}") from error
     stated = with_said(loaded.preprocess, asked)
     recipe = dataclasses.replace(loaded.recipe, preprocess=stated)
     # with nothing left to the library's defaults, which a tag can change

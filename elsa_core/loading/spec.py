@@ -101,9 +101,14 @@ def _from_path(text: str, given: str) -> ModelSpec:
             f"no such file or directory: {text}{hub if _HUB_ID.fullmatch(text) else ''}"
         )
     if path.is_dir():
-        if not any((path / name).is_file() for name in CONFIG_NAMES):
+        try:
+            described = any((path / name).is_file() for name in CONFIG_NAMES)
+            bundle = (path / "manifest.json").is_file()
+        except OSError as error:  # a link that leads nowhere
+            raise ModelError(f"{text} cannot be read: {error}") from None
+        if not described:
             what = "not a model directory"
-            if (path / "manifest.json").is_file():
+            if bundle:
                 what = "a bundle of one tower or of a model of your own, which its load.py runs"
             raise ModelError(f"{text} holds no config.json or open_clip_config.json: {what}")
         return ModelSpec("directory", str(path), given, None, path)

@@ -57,6 +57,15 @@ def test_missing_extra_and_short_files(copy: Path) -> None:
     assert any(line.startswith("load.py has") for line in report.failures)
 
 
+@pytest.mark.parametrize("name", ["more", "lib/more", "manifest.json"])
+def test_a_link_that_no_file_system_follows(copy: Path, name: str) -> None:
+    """Its target was asked for before the link was seen: an OSError, and no verdict."""
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).symlink_to("x" * 300)
+    with pytest.raises(ModelError, match=r"is a link|no regular file"):
+        verify(copy, run=False)
+
+
 @pytest.mark.parametrize("name", ["model.ts", "lib", "manifest.json"])
 def test_links_are_refused(copy: Path, tmp_path: Path, name: str) -> None:
     elsewhere = (copy / name).rename(tmp_path / "elsewhere")

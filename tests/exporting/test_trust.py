@@ -25,7 +25,7 @@ from elsa_cli.main import run
 from elsa_core.base import files
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.exporting import archive, signature
-from elsa_core.exporting.bundle import check_output, export
+from elsa_core.exporting.bundle import _staged, check_output, export
 from elsa_core.exporting.manifest import files_in, hashed
 from elsa_core.exporting.verify import verify
 from elsa_core.loading.loader import Loaded
@@ -342,3 +342,20 @@ def test_a_target_is_never_missing_while_it_is_replaced(tmp_path: Path) -> None:
     watcher.join()
     assert missing == 0 and [path.name for path in second.iterdir()] == ["b49"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_a_zip_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the files that it was packed from were: a crash could leave an empty bundle."""
+    target, flushed, flush = tmp_path / "bundle.zip", set[int](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        assert not target.exists()
+        flushed.add(os.fstat(descriptor).st_ino)
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with _staged(target, True) as staging:
+        (staging / "README.md").write_text("a bundle")
+    assert target.stat().st_ino in flushed

@@ -186,6 +186,16 @@ def test_links_of_the_hubs_cache_are_read(tmp_path: Path) -> None:
     assert read_safetensors(snapshot / "model.safetensors.index.json").shapes == {"w": (2,)}
 
 
+@pytest.mark.parametrize("name", ["config.json", "manifest.json", "model.safetensors"])
+def test_a_link_that_no_file_system_follows(tmp_path: Path, name: str) -> None:
+    """To ask whether it is a file raised OSError, an internal error for who had typed the name."""
+    (tmp_path / "config.json").write_text('{"architecture": "test_vit"}')
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("x" * 300)
+    with pytest.raises(ModelError, match=rf"{tmp_path.name} cannot be read: .*{name}"):
+        load_model(tmp_path)
+
+
 def test_a_link_in_a_bundle_is_refused(tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     bundle.mkdir()

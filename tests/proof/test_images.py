@@ -74,7 +74,7 @@ def test_grey_model(tmp_path: Path) -> None:
         read_folder(tmp_path, (12, 16, 16), (0.5,), (0.2,))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "text", "empty", "link"])
+@pytest.mark.parametrize("damage", ["truncated", "text", "empty", "link", "long link"])
 def test_broken_image_is_named(tmp_path: Path, damage: str) -> None:
     write(tmp_path / "a.png")
     bad = write(tmp_path / "broken.png", 200, 200)
@@ -86,7 +86,7 @@ def test_broken_image_is_named(tmp_path: Path, damage: str) -> None:
         bad.write_bytes(b"")
     else:
         bad.unlink()
-        bad.symlink_to(tmp_path / "nowhere.png")
+        bad.symlink_to(tmp_path / ("nowhere.png" if damage == "link" else "x" * 300))
     with pytest.raises(ModelError, match=r"broken\.png") as error:
         read_folder(tmp_path, (3, 16, 16), MEAN, STD)
     assert "\n" not in str(error.value)
