@@ -125,7 +125,9 @@ class Session:
             self.written.append(documents.write(document, path))
 
     def text(self, text: str) -> None:
-        self._write(text if text.endswith("\n") else text + "\n")
+        """Print a text as it is; nothing with --json."""
+        if not self.json:
+            self._write(text.rstrip("\n") + "\n")
 
     def line(self, text: str = "", style: str = "", *, even_quiet: bool = False) -> None:
         """Print one line of the human result (nothing with --json; with --quiet only verdicts)."""

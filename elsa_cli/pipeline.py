@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _TIMM_NAME = re.compile(r"(timm:)?[\w.-]+")
 CHOICES = (
-    *("precision", "backend", "include", "exclude", "scope", "all_sites", "sparsity", "offload"),
-)
+    "precision", "backend", "include", "exclude", "scope", "all_sites", "sparsity", "offload",
+)  # fmt: skip
 
 
 def import_torch(session: Session) -> None:

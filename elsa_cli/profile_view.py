@@ -135,9 +135,7 @@ def _sites(session: Session, sites: list[Document]) -> None:
                      words.group_short(left), share, "", ""])  # fmt: skip
     rows.append([rest["path"], "", "", _ms(rest["seconds_before"]), _ms(rest["seconds_after"]),
                  words.ratio_text(rest["ratio"], short=True), shares[-1], "", ""])  # fmt: skip
-    columns = (
-        *("site", "~>tokens", "~>heads", ">ms", ">after", ">times", ">share", "~>error", "~by"),
-    )
+    columns = "site", "~>tokens", "~>heads", ">ms", ">after", ">times", ">share", "~>error", "~by"
     session.table(columns, rows)
     session.line()
 

@@ -27,17 +27,14 @@ def header(
     size = loaded.example_size or loaded.input_size
     if loaded.example is not None:
         size = next((tuple(one.shape) for one in loaded.example if hasattr(one, "shape")), ())
-    device = next(loaded.model.parameters()).device
+    import torch
+
+    device, count = next(loaded.model.parameters()).device, torch.get_num_threads()
     place = str(device)
     if device.type == "cpu":
-        import torch
-
-        count = torch.get_num_threads()
         place = f"cpu ({count} thread{'s' * (count != 1)})"
     elif device.type == "cuda":
-        import torch
-
-        place = f"{device} ({torch.cuda.get_device_name(0)})"
+        place = f"{device} ({torch.cuda.get_device_name(device)})"
     said = ["x".join(map(str, size)), options.dtype, place]
     if routes:
         backends = "/".join(dict.fromkeys(route.backend for route in routes.values()))

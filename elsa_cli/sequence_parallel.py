@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 # What concerns one process alone.
 _OTHERS = (
-    *("train", "baselines", "policy", "output", "resume", "html", "plot", "include", "exclude"),
-    *("inputs", "input_size"),
-)
+    "train", "baselines", "policy", "output", "resume", "html", "plot", "include", "exclude",
+    "inputs", "input_size",
+)  # fmt: skip
 _ONE_OF = {
     "img_size": "--img", "batch_size": "--batch-size", "dtype": "--dtype",
     "precision": "--precision",

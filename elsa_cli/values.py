@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,17 @@ class _Shown(click.ParamType):  # type: ignore[type-arg]  # generic in new Click
         return self.metavar
 
 
+@dataclass(eq=False, repr=False)
 class Parsed(_Shown):
     """What `read` makes of the match of a pattern with a text. A text that does not match, or of
     which it makes None, is a usage error that ends in `refusal`; its ValueError is one too."""
 
-    def __init__(
-        self, name: str, pattern: str, read: Callable[[re.Match[str]], Any], refusal: str,
-        metavar: str | None = None, offered: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        self.name, self.pattern, self.read, self.refusal = name, pattern, read, refusal
-        self.metavar, self.offered = metavar, offered
+    name: str
+    pattern: str
+    read: Callable[[re.Match[str]], Any]
+    refusal: str
+    metavar: str | None = None
+    offered: Sequence[str] = ()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):

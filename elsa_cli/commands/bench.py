@@ -113,21 +113,18 @@ def command(session: Session, /, kind: str | None, **values: Any) -> None:
     worse.
     """
     options = Options(**values)
-    _check(kind, options)
     published = bench_common.published(options.compare)
     of_file = None if published is None else published["command"].partition(" ")[2]
     if options.earlier is not None and published is None:
         raise click.UsageError("--from goes with --compare")
-    if kind is None and of_file is None:
-        raise click.UsageError("Missing argument 'attention', 'linear', 'models' or 'training'")
-    if None not in (kind, of_file) and kind != of_file:
-        raise click.UsageError(f"--compare: {options.compare} holds {of_file}, not {kind}")
+    kind = kind or of_file
     if kind is None:
-        kind = of_file
-        _check(kind, options)
+        raise click.UsageError("Missing argument 'attention', 'linear', 'models' or 'training'")
+    if of_file not in (None, kind):
+        raise click.UsageError(f"--compare: {options.compare} holds {of_file}, not {kind}")
+    _check(kind, options)
     if published is not None and options.earlier is not None:
-        alone = typed(name for name in values if name not in ("compare", "earlier"))
-        if alone:
+        if alone := typed(name for name in values if name not in ("compare", "earlier")):
             raise click.UsageError(f"{alone[0]} is about a new run: --from takes an earlier one")
         bench_common.files(session, options.earlier, published)
         return
@@ -144,16 +141,14 @@ def command(session: Session, /, kind: str | None, **values: Any) -> None:
     elif options.tune:
         bench_tiles.tune_linear(session, options)
     else:
-        bench_models.run(session, options, published, str(kind))
+        bench_models.run(session, options, published, kind)
 
 
-def _check(kind: str | None, options: Options) -> None:
+def _check(kind: str, options: Options) -> None:
     """Flags that the kind does not take, or that contradict one another, end the command."""
-    if kind is not None:
-        name = "linear --tune" if kind == "linear" and options.tune else kind
-        alien = typed(_NOT_FOR[name])
-        if alien:
-            raise click.UsageError(f"{alien[0]} is not for {name}")
+    name = "linear --tune" if kind == "linear" and options.tune else kind
+    if alien := typed(_NOT_FOR[name]):
+        raise click.UsageError(f"{alien[0]} is not for {name}")
     if options.resume and options.output is None:
         raise click.UsageError("--resume goes on with what --output holds: name it")
     if options.trace and options.tune:

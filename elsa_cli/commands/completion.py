@@ -33,5 +33,4 @@ def command(session: Session, /, shell: str | None, **_: Any) -> None:
     assert kind is not None
     script = kind(ctx.find_root().command, {}, "elsa", "_ELSA_COMPLETE").source()
     session.document("completion", {"shell": name, "script": script})
-    if not session.json:
-        session.text(script)
+    session.text(script)

@@ -39,5 +39,4 @@ def command(session: Session, /, name: str | None, kind: str | None, **_: Any) -
         here = click.Context(found, here, info_name=name)
     text = here.get_help()
     session.document("help", {"command": here.command_path, "text": text})
-    if not session.json:
-        session.text(text)
+    session.text(text)

@@ -176,3 +176,5 @@ def _show_all(session: Session, match: str | None, options: Options) -> None:
     )  # fmt: skip
     if bad:
         raise VerdictError(f"{len(bad)} architectures differ or fail, {bad[0].name} first")
+    if not options.checked:
+        session.line(f"Next: {session.again('inspect', '--check')}", "dim")
