@@ -178,6 +178,36 @@ def test_the_best_set_that_the_processor_has_is_chosen(run: Run) -> None:
     assert ours == f"native {names[theirs]}"
 
 
+BITS = """
+import hashlib, torch, elsa_core as elsa
+torch.manual_seed(0)
+x = torch.randn(1, 2, 60, 24, requires_grad=True)
+image, ends = (lambda x: x.reshape(1, 6, 10, 48)), torch.tensor([0, 23, 60])
+calls = {
+    "attention": lambda x: elsa.attention(x, x, x, backend="native"),
+    "entmax": lambda x: elsa.entmax_attention(x, x, x, backend="native"),
+    "packed": lambda x: elsa.varlen_attention(*[x[0].mT.reshape(60, 2, 24)] * 3, ends,
+                                              backend="native"),
+    "windows": lambda x: elsa.window_attention(image(x), None, num_heads=2, window_size=(6, 5),
+                                               backend="native"),
+}
+for name, call in calls.items():
+    out = call(x)
+    grad, = torch.autograd.grad(out.square().sum(), x)
+    found = [t.detach().contiguous().numpy().tobytes() for t in (out, grad)]
+    print(name, hashlib.sha256(b"".join(found)).hexdigest())
+"""
+
+
+def test_every_operator_runs_the_set_that_is_named(run: Run) -> None:
+    """Each set adds in an order of its own: the bits tell which one ran."""
+    done = {name: run(BITS, ELSA_CPU_ISA=name.lower()) for name in compiler.kernels()}
+    lines = [one.stdout.splitlines() for one in done.values() if "lacks it" not in one.stderr]
+    assert lines and all(len(operators) == 4 for operators in lines), done
+    for operator in zip(*lines, strict=True):
+        assert len(set(operator)) == len(lines), operator
+
+
 def test_threads_load_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that asked at once defined operators twice, which switched the library off."""
     within, most = [], []

@@ -14,7 +14,13 @@ CONFORMANCE = "tests/conformance/test_conformance.py"
 CONTRACT = "tests/conformance/test_contract.py"
 TRACE = "tests/bench/test_bench_trace.py"
 MATH = "tests/backends/test_native_math.py"
-BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_told_of_a_wrong_set"
+BUILD = "tests/backends/test_native_build.py"
+WRONG_SET = f"{BUILD}::test_a_process_without_elsa_is_told_of_a_wrong_set"
+SETS = (
+    f"{BUILD}::test_every_operator_runs_the_set_that_is_named",
+    f"{BUILD}::test_the_best_set_that_the_processor_has_is_chosen",
+)
+LSE = "tests/distributed/test_shards.py::test_the_lse_of_a_state_keeps_the_digits_of_large_scores"
 RUNTIME = ("tests/backends/test_ort_library.py",)
 FAMILIES = "tests/patching/test_adapters_"
 SCOPE = "tests/patching/test_scope.py"
@@ -37,16 +43,14 @@ class Suite:
     language: str = "c++"
 
 
-def _native(*operators: str, also: str = "") -> tuple[str, ...]:
+def _native(*operators: str, also: tuple[str, ...] = ()) -> tuple[str, ...]:
     """The CPU kernels' rows of these operators in the conformance suite, as words of pytest, after
-    the tests of a file."""
+    other files or tests."""
     rows = " or ".join(f"cpu-{name}-" for name in operators)
     wanted = f"({rows}) and -native and not compiled and not exported"
-    files, other = (CONFORMANCE, CONTRACT), "native_operators"
-    if also:
-        name = also.rpartition("::")[2].rpartition("/")[2].removesuffix(".py")
-        files, other = (also, *files), f"{other} or {name}"
-    return *files, "-k", f"({wanted}) or {other}"
+    names = [one.rpartition("::")[2].rpartition("/")[2].removesuffix(".py") for one in also]
+    words = " or ".join([wanted, "native_operators", "pytorch_is_told", "strict_rounds", *names])
+    return *also, CONFORMANCE, CONTRACT, "-k", words
 
 
 def _adapter(pattern: str, *tests: str) -> Suite:
@@ -83,12 +87,12 @@ SUITES = (
     Suite("csrc/elsa/gradient*", _native("attention", "varlen_attention", "window_attention")),
     Suite("csrc/elsa/philox.h", _native("dropout")),
     Suite("csrc/elsa/window*", _native("window_attention")),
-    Suite("csrc/elsa/attention*", _native("attention", "sparsity", "dropout")),
-    Suite("csrc/elsa/simd.h", _native("attention", "window_attention", also=MATH)),
-    Suite("csrc/elsa/*", _native("attention", "window_attention", "dropout")),
-    Suite("csrc/torch/common.h", _native("attention", "window_attention", also=BUILD)),
+    Suite("csrc/elsa/attention*", _native("attention", "sparsity", "dropout", also=(*SETS, LSE))),
+    Suite("csrc/elsa/simd.h", _native("attention", "window_attention", also=(MATH,))),
+    Suite("csrc/elsa/*", _native("attention", "window_attention", "dropout", also=SETS)),
+    Suite("csrc/torch/common.h", _native("attention", "window_attention", also=(WRONG_SET,))),
     Suite("csrc/torch/window.cpp", _native("window_attention")),
-    Suite("csrc/torch/*", _native("attention", "sparsity", "dropout", also=TRACE)),
+    Suite("csrc/torch/*", _native("attention", "sparsity", "dropout", also=(TRACE,))),
     Suite("csrc/onnxruntime/*", RUNTIME, 50),
     _adapter("timm_swin*", "swin", "tests/patching/test_stale.py"),
     _adapter("timm_windows", "windows", "maxvit", "tests/patching/test_stale.py"),
