@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -45,14 +45,6 @@ class Sample:
     sites: dict[str, float] = field(default_factory=dict)
 
 
-class Clock(Protocol):
-    """Times parts of a contender's calls: seconds of each since `reset`, which is called before
-    each call; the GPU has come to its end."""
-
-    def reset(self) -> None: ...
-    def read(self) -> dict[str, float]: ...
-
-
 @dataclass(frozen=True)
 class Settings:
     """How to measure: samples of each contender at least, fewer where they exceed the budget, which
@@ -69,6 +61,8 @@ class Settings:
 
 
 Samples = dict[str, list[Sample]]
+Clock = Callable[[], dict[str, float]]
+"""Seconds of each part of a contender's last call; the GPU has come to its end."""
 
 
 def take_samples(
@@ -135,8 +129,6 @@ def _round_seconds(
 
 def _once(call: Callable[[], object], device: torch.device, clock: Clock | None) -> Sample:
     """One call, awaited, and what its clock saw of it."""
-    if clock is not None:
-        clock.reset()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         start, begin = time.perf_counter(), timing.mark(device)
@@ -147,7 +139,7 @@ def _once(call: Callable[[], object], device: torch.device, clock: Clock | None)
         found = Sample(waited, host, timing.between(begin, end))
     else:
         found = Sample(timing.timed(call, 1))
-    return found if clock is None else replace(found, sites=clock.read())
+    return found if clock is None else replace(found, sites=clock())
 
 
 def busy_seconds(contender: Contender, *, is_graph: bool) -> float | None:

@@ -111,7 +111,7 @@ def _others(module: nn.Module, inner: nn.Module) -> Iterator[nn.Module]:
 
 
 class SiteClock:
-    """Sums the time that a model's forwards spend in the attention of the sites at some paths.
+    """Sums the time that a model's last forward spent in the attention of the sites at some paths.
 
     On CUDA the times are those between two events on the current stream, so that watching waits
     for nothing. Events of a call that is captured become nodes of its CUDA graph, which every
@@ -121,7 +121,7 @@ class SiteClock:
     def __init__(self, model: nn.Module, paths: Sequence[str], device: torch.device) -> None:
         self._paths = tuple(paths)
         self._spans: list[tuple[str, Any, Any]] = []
-        self._captured: list[tuple[str, Any, Any]] = []
+        model.register_forward_pre_hook(lambda *_: self._spans.clear())
         for path in paths:
             begun: list[Any] = []
 
@@ -129,20 +129,14 @@ class SiteClock:
                 begun.append(mark(device))
 
             def leave(path: str = path, begun: list[Any] = begun) -> None:
-                capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-                spans = self._captured if capturing else self._spans
-                spans.append((path, begun.pop(), mark(device)))
+                self._spans.append((path, begun.pop(), mark(device)))
 
             around(model.get_submodule(path), enter, leave)
 
-    def reset(self) -> None:
-        """Forget the calls so far."""
-        self._spans.clear()
-
     def read(self) -> dict[str, float]:
-        """Seconds by path since `reset`. On CUDA the caller has waited for the GPU."""
+        """Seconds by path. On CUDA the caller has waited for the GPU."""
         found = dict.fromkeys(self._paths, 0.0)
-        for path, begin, end in (*self._spans, *self._captured):
+        for path, begin, end in self._spans:
             found[path] += between(begin, end)
         return found
 

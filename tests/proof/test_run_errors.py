@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends import eager
-from elsa_core.measuring.rounds import Settings
-from elsa_core.profiling.profile import profile
-from elsa_core.profiling.runs.runs import ProfileReport, measure_runs
+from elsa_core.profiling.profile import ProfileReport, profile
 
 from .test_blind_spots import kernel, vit
 from .test_paths import WrongCompiled
 
-SHORT = Settings(3, 0.5, 0)
+SHORT: dict[str, Any] = {"rounds": 3, "budget_seconds": 0.5, "sites": False}
 pytestmark = pytest.mark.usefixtures("quick")
 
 
@@ -26,7 +24,7 @@ def errors(found: ProfileReport) -> dict[str, Any]:
 
 def test_every_run_has_its_error() -> None:
     images = torch.randn(3, 3, 32, 32)
-    found = measure_runs(vit(), images, SHORT, baselines=("eager", "sdpa", "compile"))
+    found = profile(vit(), images, **SHORT, baselines=("eager", "sdpa", "compile"))
     own = errors(found)
     assert set(own) == {"eager", "compile", "patched", "patched+compile"} | (
         set() if "sdpa" in found.left_out else {"sdpa"}
@@ -39,7 +37,8 @@ def test_every_run_has_its_error() -> None:
 def test_what_is_wrong_only_compiled() -> None:
     model = vit()
     model.blocks[1].attn.__class__ = WrongCompiled
-    found = measure_runs(model, torch.randn(3, 3, 32, 32), SHORT, baselines=("eager", "compile"))
+    images = torch.randn(3, 3, 32, 32)
+    found = profile(model, images, **SHORT, baselines=("eager", "compile"))
     own = errors(found)
     assert own["patched"] < 1e-5 < 1e-4 < own["patched+compile"]
     assert found.wrong == ("patched+compile",)
@@ -54,7 +53,7 @@ def test_what_is_wrong_from_the_second_image_on() -> None:
 
     model, images = vit(), torch.randn(3, 3, 32, 32)
     with kernel("attention_eager", broken):
-        one = measure_runs(model, images[:1], SHORT)
+        one = profile(model, images[:1], **SHORT)
         three = profile(model, images, rounds=3, budget_seconds=1.0, sites=True)
         unknown = profile(model, images, rounds=3, budget_seconds=1.0, sites=False, errors=False)
     assert one.wrong == () and three.wrong == ("patched",)

@@ -18,7 +18,7 @@ from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench import families
 from elsa_core.profiling.bench.runner import Document, ModelCase, Runner, result
 from elsa_core.profiling.runs import variants
-from elsa_core.profiling.runs.runs import Progress, measure_runs
+from elsa_core.profiling.runs.runs import Progress, prepare, timed
 from elsa_core.proof import check
 
 _PEERS: Final = {"cpu": ("eager", "sdpa")}  # more than a profile measures by default
@@ -124,10 +124,13 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
     few = case.table == families.TABLE
     tell("building", 0, 0)
     model, given = build(case, device, settings["seed"])
-    found = measure_runs(
-        model, given, Settings(settings["rounds"], settings["budget_seconds"], settings["seed"]),
-        baselines=settings["baselines"], precision=case.precision, backend=settings["backend"],
-        progress=tell, errors=not few or (case.batch, case.dtype) == (1, "fp32"), costs=not few,
+    ready = prepare(
+        model, (given,), settings["baselines"], tell, precision=case.precision,
+        backend=settings["backend"],
+    )  # fmt: skip
+    found, _ = timed(
+        ready, Settings(settings["rounds"], settings["budget_seconds"], settings["seed"]), tell,
+        errors=not few or (case.batch, case.dtype) == (1, "fp32"), costs=not few,
     )  # fmt: skip
     if few:
         return result(case, found, [])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core import dispatch
-from elsa_core.base.inputs import ModelInput, as_cases, chunks
+from elsa_core.base.inputs import chunks
 from elsa_core.base.messages import first_line
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ElsaError
@@ -32,7 +32,7 @@ from elsa_core.patching import (
     unpatch,
 )
 from elsa_core.profiling.runs import variants
-from elsa_core.profiling.runs.variants import first_tensor, on_device
+from elsa_core.profiling.runs.variants import first_tensor
 from elsa_core.profiling.words import profile_summary
 from elsa_core.proof import TURBO_EPS, Comparison, floating_outputs, map_floating
 
@@ -183,25 +183,6 @@ class Prepared:
     trains: bool = False
 
 
-def measure_runs(
-    model: nn.Module,
-    inputs: ModelInput,
-    settings: Settings,
-    *,
-    baselines: Sequence[str] | None = None,
-    progress: Progress | None = None,
-    errors: bool = True,
-    costs: bool = True,
-    **patching: Any,
-) -> ProfileReport:
-    """`profile` without sites; `errors` and `costs` as of `timed`."""
-    tell = progress or (lambda what, done, total: None)
-    arguments = next(iter(as_cases(inputs).values()))
-    with on_device(first_tensor(arguments).device):
-        ready = prepare(model, arguments, baselines, tell, **patching)
-        return timed(ready, settings, tell, errors=errors, costs=costs)[0]
-
-
 def prepare(
     model: nn.Module,
     arguments: tuple[Any, ...],
@@ -217,7 +198,7 @@ def prepare(
     backend, include, exclude and scope, as for `elsa_core.patch`.
     """
     first = first_tensor(arguments)
-    names = variants.chosen(baselines, first.device)
+    names = variants.chosen(baselines, first.device, trains=step is not None)
     tell("patching", 0, 0)
     plain = shared_copy(model)
     unpatch(plain)

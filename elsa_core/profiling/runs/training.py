@@ -68,9 +68,6 @@ class Step:
             self._optimizer.zero_grad(set_to_none=True)
             self._marks.append(mark(self._device))
 
-    def reset(self) -> None:
-        """Nothing to forget: each step has marks of its own."""
-
     def read(self) -> dict[str, float]:
         """Seconds by part of the last step; the GPU has come to its end."""
         return dict(zip(PARTS, starmap(between, pairwise(self._marks)), strict=True))
@@ -135,7 +132,6 @@ def profile_training(
     tell = progress or (lambda what, done, total: None)
     arguments = next(iter(as_cases(inputs).values()))
     first = first_tensor(arguments)
-    names = chosen(baselines, first.device)
     own = own_copy(model)
     wanted = [each for each in own.parameters() if each.requires_grad]
     if not wanted:
@@ -147,8 +143,8 @@ def profile_training(
         Step, arguments=arguments, loss=loss, optimizer=optimizer, dtype=dtype, device=first.device
     )
     with on_device(first.device):
-        ready = prepare(own, arguments, names, tell, step=step, **patching)
-        clocks = {c.name: c.call for c in ready.built.contenders if isinstance(c.call, Step)}
+        ready = prepare(own, arguments, baselines, tell, step=step, **patching)
+        clocks = {c.name: c.call.read for c in ready.built.contenders if isinstance(c.call, Step)}
         settings = Settings(rounds, budget_seconds, seed, decide)
         found, samples = timed(ready, settings, tell, clocks)
     runs = []
