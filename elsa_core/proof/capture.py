@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -156,24 +156,28 @@ def _measure(
     k, v = key[images], value[images]
     mask = _mask(given, images, rows)
     turbo = given["precision"] == "turbo" and query.dtype == torch.float32
-    row_lse = lse[images][:, :, rows]
     # the rounding that every fp32 score and lse has, of which P is the exponential
     ulp = TURBO_EPS if turbo else torch.finfo(lse.dtype).eps
     sizes = _scores(query[images][:, :, rows].abs(), k.abs(), None, abs(scale))
     seen: list[tuple[Drift, float, float]] = []
 
-    def sample(query: Tensor, out: Tensor, lse: Tensor) -> tuple[_Pair, _Pair]:
+    @cache
+    def sample(seed: int) -> tuple[_Pair, _Pair]:
         """Errors of P and of Y, the operator's and the peer's; of the first one also its drift."""
-        q = query[images][:, :, rows]
+        moved, own, norms = query, out, lse
+        if seed != 0:
+            moved = jittered(query, seed)
+            own, norms, *_ = operator(**(given | {"query": moved}))
+        q = moved[images][:, :, rows]
         scores = _scores(q, k, mask, scale)
-        row_lse = lse[images][:, :, rows].unsqueeze(-1)
+        row_lse = norms[images][:, :, rows].unsqueeze(-1)
         p = torch.where(row_lse == -math.inf, torch.zeros_like(scores), (scores - row_lse).exp())
         p_peer, y_peer = reference.algorithm2(q, k, v, mask, scale=scale)
         p_exact, y_exact = reference.algorithm2(
             q.double(), k.double(), v.double(), mask, scale=scale
         )
-        y = out[images][:, :, rows]
-        if not seen:
+        y = own[images][:, :, rows]
+        if seed == 0:
             # The size of the scores' terms, sum |q_i k_i| * scale, as it reaches the weights:
             # scores that cancel are rounded as their terms are.
             norm, reached = p_exact.norm(), torch.where(p_exact > 0, sizes * p_exact, 0.0).norm()
@@ -183,18 +187,15 @@ def _measure(
         of_p = reference.relative_l2(p, p_exact), reference.relative_l2(p_peer, p_exact)
         return of_p, _errors(y, y_peer, y_exact)
 
-    def again(seed: int) -> tuple[_Pair, _Pair]:
-        other = jittered(query, seed)
-        return sample(other, *operator(**(given | {"query": other}))[:2])
-
-    first = sample(query, out, lse)
-    largest_lse = float(row_lse.nan_to_num(0.0, 0.0, 0.0).abs().max())
-    band = 2 * ulp * max(1.0, largest_lse, seen[0][2]) + bound
-    p_error, p_allowed = _settled(first[0], factor, band, lambda seed: again(seed)[0])
+    sample(0)
+    drift, largest_logit, weighed = seen[0]
+    largest_lse = float(lse[images][:, :, rows].nan_to_num(0.0, 0.0, 0.0).abs().max())
+    band = 2 * ulp * max(1.0, largest_lse, weighed) + bound
+    p_error, p_allowed = _settled(lambda seed: sample(seed)[0], factor, band)
     eps = TURBO_EPS if turbo else torch.finfo(out.dtype).eps
-    y_error, y_allowed = _settled(first[1], factor, eps + bound, lambda seed: again(seed)[1])
+    y_error, y_allowed = _settled(lambda seed: sample(seed)[1], factor, eps + bound)
     return OperatorCall(
-        drift=seen[0][0], rows=len(images) * heads * len(rows), largest_logit=seen[0][1],
+        drift=drift, rows=len(images) * heads * len(rows), largest_logit=largest_logit,
         p_error=p_error, p_allowed=p_allowed, y_error=y_error, y_allowed=y_allowed,
         keys=key.shape[2],
     )  # fmt: skip
@@ -237,10 +238,11 @@ def _measure_windows(
     given = given | {"qkv": qkv[images]}
     exact, wide = map_floating(given, torch.float64), map_floating(given, torch.float32)
     plain = ops.WINDOW_ATTENTION.reference
-    y_ref = plain(**exact)
-    y = out[images]
+    y, y_ref = out[images], plain(**exact)
 
-    def again(seed: int) -> _Pair:
+    def sample(seed: int) -> _Pair:
+        if seed == 0:
+            return _errors(y, plain(**wide), y_ref)
         other = {"qkv": jittered(given["qkv"], seed)}
         return _errors(
             operator(**(given | other)),
@@ -250,7 +252,7 @@ def _measure_windows(
 
     turbo = given["precision"] == "turbo" and out.dtype == torch.float32
     eps = TURBO_EPS if turbo else torch.finfo(out.dtype).eps
-    y_error, y_allowed = _settled(_errors(y, plain(**wide), y_ref), factor, eps, again)
+    y_error, y_allowed = _settled(sample, factor, eps)
     heads = (-1, given["num_heads"], out.shape[-1] // given["num_heads"])
     windows = zip(qkv.shape[1:4], given["window_size"], strict=True)
     return OperatorCall(
@@ -266,13 +268,13 @@ def _errors(own: Tensor, peer: Tensor, exact: Tensor) -> _Pair:
     return reference.relative_l2(own, exact), reference.relative_l2(peer.to(own.dtype), exact)
 
 
-def _settled(first: _Pair, factor: float, ulp: float, again: Callable[[int], _Pair]) -> _Pair:
-    """(error, allowed) of one sample, or of many where that one condemns the call."""
-    error, peer = first
+def _settled(sample: Callable[[int], _Pair], factor: float, ulp: float) -> _Pair:
+    """(error, allowed) of the call, sample 0, or of that and nearby ones where it is condemned."""
+    error, peer = sample(0)
     if not error <= factor * peer + ulp:
-        samples = [first]
+        samples = [(error, peer)]
         for seed in range(1, _SAMPLES):
-            samples.append(again(seed))
+            samples.append(sample(seed))
             hopeless = all(e > 10 * (factor * p + ulp) for e, p in samples)
             if hopeless and seed + 1 >= _HOPELESS_SAMPLES:
                 break
