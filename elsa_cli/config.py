@@ -48,7 +48,7 @@ def find(start: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]
     passed over, and so is, with a line to `warn`, a file of another user that has settings.
     """
     for path in (f / name for f in (start, *start.parents) for name in (_OWN, "pyproject.toml")):
-        if not path.is_file():
+        if not os.path.isfile(path):  # noqa: PTH113  # nor where the folder cannot be looked into
             continue
         # Root may do anything; of a link, both ends are asked.
         own = all(facts.st_uid in (os.geteuid(), 0) for facts in (path.stat(), path.lstat()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from typing import Any
 
@@ -120,5 +121,5 @@ def _packs(session: Session, options: Options) -> None:
         session.line(f"{said} · serves {built.served:.0%} of {built.calls} calls", even_quiet=True)
         found.append({**built.to_dict(), "seconds": time.perf_counter() - start})
     session.document("build", {"packs": found})
-    named = "" if options.output is None else f"ELSA_PACK={options.output} "
+    named = "" if options.output is None else f"ELSA_PACK={shlex.quote(str(options.output))} "
     session.line(f"Next: {named}elsa doctor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,7 +248,7 @@ def _show(session: Session, bundle: Bundle) -> None:
     )
     zipped = bundle.path.suffix == ".zip"
     page = "README.md in it" if zipped else str(bundle.path / "README.md")
-    session.line(f"Next: elsa verify {bundle.path}, or see {page}", "dim")
+    session.line(f"Next: elsa verify {shlex.quote(str(bundle.path))}, or see {page}", "dim")
 
 
 def artefact_row(report: ArtefactReport, file: str) -> list[str]:

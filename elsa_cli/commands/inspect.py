@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def _show_bundle(session: Session, path: Path) -> None:
     session.line()
     count = len(rows)
     session.verdict(f"{count} artefact{'s' if count != 1 else ''}, {len(manifest.files)} files")
-    session.line(f"Next: elsa verify {path}", "dim")
+    session.line(f"Next: elsa verify {shlex.quote(str(path))}", "dim")
 
 
 def _show_all(session: Session, match: str | None, options: Options) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import pytest
+from processes import python
 
 from elsa_cli.commands import inspect, patch
 from elsa_cli.config import COMMAND_LINE_ONLY
@@ -231,3 +232,27 @@ def test_what_overwrites_is_for_the_command_line_alone(
 def test_a_size_of_thousands_of_digits(elsa: Elsa) -> None:
     elsa("patch", "vit", "--img-size", "9" * 5000).fails(2, "--img-size")
     elsa("patch", "vit", "--seed", "9" * 5000).fails(2, "--seed")
+
+
+LOOKS_UP = """
+import os, sys
+from pathlib import Path
+from elsa_cli import config
+os.chdir(sys.argv[1])
+here = Path.cwd()
+os.chmod(here.parent, 0)
+if os.geteuid() == 0:
+    os.seteuid(65534)
+print(config.find(here, print))
+"""
+
+
+def test_a_folder_that_cannot_be_looked_into_has_no_settings(tmp_path: Path) -> None:
+    """`sudo -u NAME elsa` in a folder of one's own: no command could be run there."""
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    try:
+        done = python("-c", LOOKS_UP, inner)
+    finally:
+        inner.parent.chmod(0o700)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
