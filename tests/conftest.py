@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from warm import Warm, warm
 
 # What this machine lacks, read before any test changes the environment.
 LACKING = {name for name in ("g++", "c++", "clang++") if shutil.which(name) is None}
@@ -147,15 +146,6 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
         return folder
 
     return find
-
-
-@pytest.fixture(scope="session")
-def with_torch() -> Iterator[Warm]:
-    """Programs in processes of their own, which have torch and its compiler already: see `warm.py`.
-    Nothing else is imported: what elsa imports can be asked for.
-    """
-    with warm("torch", "torch._dynamo") as processes:
-        yield processes
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from processes import environment, python
-from warm import Warm
 
 triton = pytest.importorskip("triton")
 
@@ -107,18 +105,9 @@ def test_declarations_are_those_of_cuda(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="module")
-def run(with_torch: Warm) -> Run:
+def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Code, its arguments and variables, in a process of its own."""
-
-    def call(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **variables}
-        return with_torch.run(code, *arguments, env=environment, timeout=600)
-
-    return call
+    return python("-c", code, *arguments, env=environment(**variables), timeout=600)
 
 
 ASKED = """
@@ -141,7 +130,7 @@ print(cuda.status().ok, cuda.status().reason)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
-def test_asked_for(run: Run, tmp_path: Path) -> None:
+def test_asked_for(tmp_path: Path) -> None:
     """The library takes its operators over at import; calls on the CPU are as they were."""
     done = run(ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0")
     served = "True serves attention, attention_backward, linear, linear_backward, "
@@ -150,7 +139,7 @@ def test_asked_for(run: Run, tmp_path: Path) -> None:
     assert "is off" not in done.stderr
 
 
-def test_nothing_is_built_without_a_gpu(run: Run) -> None:
+def test_nothing_is_built_without_a_gpu() -> None:
     for setting in ("", "0"):
         done = run(ASKED, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY=setting, CUDA_VISIBLE_DEVICES="")
         off = "False off: there is no GPU\n"
@@ -179,7 +168,7 @@ print(*(has(f"elsa::{name}", "CUDA") for name in ("attention", "linear", "linear
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
-def test_the_first_call_on_a_gpu_loads_it(run: Run, tmp_path: Path) -> None:
+def test_the_first_call_on_a_gpu_loads_it(tmp_path: Path) -> None:
     """Not the import; and where it is switched off, or cannot be built, Triton serves unsaid."""
     for first in ("operator", "direct"):
         done = run(GPU, first, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="")
@@ -217,13 +206,13 @@ print(cuda.ready(), len(cuda._SERVED) == len(cuda.OFFERED), cuda._FAILED)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
-def test_an_interrupt_while_it_loads(run: Run) -> None:
+def test_an_interrupt_while_it_loads() -> None:
     """Ctrl-C left the library with the operators that it had by then."""
     done = run(INTERRUPTED, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="")
     assert (done.returncode, done.stdout) == (0, "1\nTrue True []\n"), done.stderr
 
 
-def test_a_value_that_means_nothing_is_said(run: Run) -> None:
+def test_a_value_that_means_nothing_is_said() -> None:
     done = run("import elsa_core", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="off")
     assert done.returncode == 0
     assert done.stderr.count("ELSA_CUDA_LIBRARY='off' is neither 0 nor 1: ignored") == 1
@@ -247,13 +236,13 @@ print(kernel.call_boxed(on_cuda, torch.ones(2, 3), torch.ones(4, 3), *terms))
 """
 
 
-def test_a_bundle_that_was_loaded_before_the_package(run: Run) -> None:
+def test_a_bundle_that_was_loaded_before_the_package() -> None:
     """It took the key of CUDA tensors for the layouts of its file; the package serves others."""
     done = run(BUNDLE_FIRST, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="0")
     assert done.returncode == 0 and done.stdout.startswith("tensor([[3., 3., 3., 3.]"), done.stderr
 
 
-def test_what_cannot_be_built_is_one_line(run: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_built_is_one_line(tmp_path: Path) -> None:
     """Triton's kernels are registered as ever."""
     done = run(
         ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0", CXX="no-such-compiler",

@@ -8,12 +8,10 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import at_once
-from warm import Warm
+from processes import at_once, environment, python
 
 from elsa_core.backends import compiler, native
 from elsa_core.errors import UnavailableError
@@ -37,17 +35,9 @@ print(route.backend, native.isa() if route.backend == "native" else "|".join(rou
 """
 
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="module")
-def run(with_torch: Warm) -> Run:
+def run(program: str = LOAD, **variables: str) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own, with these variables changed."""
-
-    def call(program: str = LOAD, **variables: str) -> subprocess.CompletedProcess[str]:
-        return with_torch.run(program, env={**os.environ, **variables})
-
-    return call
+    return python("-c", program, env=environment(**variables))
 
 
 def one_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -99,7 +89,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_what_fails_leaves_eager_and_one_line(
-    run: Run, library: Path, variables: dict[str, str], words: list[str], tmp_path: Path
+    library: Path, variables: dict[str, str], words: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     given = {"ELSA_CACHE_DIR": str(tmp_path / variables.get("ELSA_CACHE_DIR", ""))}
@@ -110,7 +100,7 @@ def test_what_fails_leaves_eager_and_one_line(
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_it_can_be_switched_off(run: Run) -> None:
+def test_it_can_be_switched_off() -> None:
     done = run(ELSA_NATIVE="0")
     assert done.stdout.strip() == "eager native: switched off by ELSA_NATIVE=0"
     assert done.stderr == ""
@@ -134,7 +124,7 @@ def test_it_needs_no_python_and_no_cxx_symbol_of_torch(library: Path) -> None:
     assert not [name for name in names if re.match(r"_?Py|_ZN2at|_ZN3c10|_ZN5torch", name)]
 
 
-def test_it_serves_a_process_without_elsa(run: Run, library: Path) -> None:
+def test_it_serves_a_process_without_elsa(library: Path) -> None:
     program = f"""
 import torch
 torch.ops.load_library({str(library)!r})
@@ -155,7 +145,7 @@ print("served")
     assert done.stdout.strip() == "served", done.stderr
 
 
-def test_a_process_without_elsa_is_told_of_a_wrong_set(run: Run, library: Path) -> None:
+def test_a_process_without_elsa_is_told_of_a_wrong_set(library: Path) -> None:
     """There nobody asks for the kernels' name first: the operator itself refuses."""
     program = f"""
 import torch
@@ -167,7 +157,7 @@ torch.ops.elsa.attention(q, q, q, None, False, 0.25, "strict")
     assert done.returncode == 1 and "ELSA_CPU_ISA=avx9000 is unknown" in done.stderr
 
 
-def test_the_best_set_that_the_processor_has_is_chosen(run: Run) -> None:
+def test_the_best_set_that_the_processor_has_is_chosen() -> None:
     """PyTorch asks the processor for itself."""
     names = {"AVX512": "avx512", "AVX2": "avx2"}
     program = LOAD + "print(torch.backends.cpu.get_cpu_capability())"
@@ -319,7 +309,7 @@ def test_it_is_on_the_disk_before_it_has_its_name(
 
 
 def test_without_a_compiler_the_newest_library_built_ahead_serves(
-    run: Run, library: Path, bare: Path
+    library: Path, bare: Path
 ) -> None:
     with pytest.raises(UnavailableError, match=r"no C\+\+ compiler was found"):
         native.build()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from onnx_files import no_worse, run
+from processes import python
 from sampling import thinned
 from torch import Tensor, nn
-from warm import Warm
 
 import elsa_core as elsa
 from elsa_core import ops
@@ -232,7 +232,7 @@ def test_torch_jit_script_says_what_to_do() -> None:
     torch.jit.script(model)
 
 
-def test_a_trace_shows_no_warning_of_elsas_own_code(with_torch: Warm) -> None:
+def test_a_trace_shows_no_warning_of_elsas_own_code() -> None:
     """Checks of arguments looked to users like faults of their models."""
     code = """
 import sys, warnings, timm, torch, elsa_core as elsa
@@ -244,7 +244,7 @@ for once_more in (False, True):
         print("all of them", file=sys.stderr)
     torch.jit.trace(model, torch.ones(2, 3, 32, 32), check_trace=False)
 """
-    done = with_torch.run(code)
+    done = python("-c", code)
     usual, mark, every = done.stderr.partition("all of them")
     assert mark
 

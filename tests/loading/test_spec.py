@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import timm
-from warm import Warm
+from processes import python
 
 from elsa_core.errors import ModelError
 from elsa_core.loading import timm_models
@@ -121,7 +121,7 @@ def test_a_model_name_wins_over_a_directory_of_that_name(
     assert parse("mine").source == "directory"
 
 
-def test_a_path_needs_no_library(with_torch: Warm, tmp_path: Path) -> None:
+def test_a_path_needs_no_library(tmp_path: Path) -> None:
     """timm takes seconds to import; a file's name must not cost that."""
     path = tmp_path / "model.safetensors"
     path.touch()
@@ -129,11 +129,11 @@ def test_a_path_needs_no_library(with_torch: Warm, tmp_path: Path) -> None:
         "import sys; sys.modules['timm'] = sys.modules['open_clip'] = None\n"
         f"from elsa_core.loading.spec import parse; print(parse({str(path)!r}).source)"
     )
-    done = with_torch.run(code)
+    done = python("-c", code)
     assert done.stdout.strip() == "safetensors", done.stderr
 
 
-def test_without_timm_the_error_says_what_to_install(with_torch: Warm) -> None:
+def test_without_timm_the_error_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['timm'] = None\n"
         "from elsa_core.loading.spec import parse\n"
@@ -141,7 +141,7 @@ def test_without_timm_the_error_says_what_to_install(with_torch: Warm) -> None:
         "try:\n    parse('vit_base_patch16_224')\n"
         "except UnavailableError as error:\n    print(error)"
     )
-    done = with_torch.run(code)
+    done = python("-c", code)
     assert "pip install timm" in done.stdout, done.stderr
 
 

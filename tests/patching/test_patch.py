@@ -13,13 +13,12 @@ import pytest
 import torch
 from judging import assert_recorded, assert_same_gradients
 from originals import of_original
-from processes import at_once
+from processes import at_once, python
 from sampling import thinned
 from seen import Calls
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
-from warm import Warm
 
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.patching import adapters
@@ -132,7 +131,7 @@ def test_copies_and_pickles(kind: str) -> None:
         assert unpatch(twin) == len(patched_sites(model))
 
 
-def test_a_fresh_process_unpickles_without_patching_anything(with_torch: Warm, tmp_path) -> None:
+def test_a_fresh_process_unpickles_without_patching_anything(tmp_path) -> None:
     """Watched classes exist in no file: their module rebuilds them from the name."""
     model, x = unwritten(), images("vit")
     patch(model, precision="ieee", backend="eager")
@@ -143,7 +142,7 @@ def test_a_fresh_process_unpickles_without_patching_anything(with_torch: Warm, t
         "assert len(patched_sites(model)) == 4 and torch.allclose(model(x), y, atol=1e-6)\n"
         "print({m.elsa_precision for m in patched_sites(model).values()})"
     )
-    done = with_torch.run(code, str(tmp_path / "model.pt"))
+    done = python("-c", code, str(tmp_path / "model.pt"))
     assert (done.returncode, done.stdout.strip()) == (0, "{'ieee'}"), done.stderr
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 from torch import nn
-from warm import Warm
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError
@@ -104,7 +104,7 @@ def test_a_class_of_another_package(made_up: Any, tmp_path: Path) -> None:
 
 
 def test_a_fresh_process_unpickles_it(
-    made_up: Any, with_torch: Warm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    made_up: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The package registers as it is imported, which pickle does."""
     elsa.register_adapter(made_up.ElsaMadeUp)
@@ -119,7 +119,7 @@ def test_a_fresh_process_unpickles_it(
         "assert elsa.unpatch(model) == 2 and len(elsa.patch(model).patched) == 2"
     )
     monkeypatch.chdir(tmp_path)
-    done = with_torch.run(script)
+    done = python("-c", script)
     assert done.returncode == 0, done.stderr
 
 
