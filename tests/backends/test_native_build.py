@@ -189,7 +189,7 @@ for name, call in calls.items():
 """
 
 
-def test_every_operator_runs_the_set_that_is_named(run: Run) -> None:
+def test_every_operator_runs_the_set_that_is_named() -> None:
     """Each set adds in an order of its own: the bits tell which one ran."""
     done = {name: run(BITS, ELSA_CPU_ISA=name.lower()) for name in compiler.kernels()}
     lines = [one.stdout.splitlines() for one in done.values() if "lacks it" not in one.stderr]
