@@ -69,7 +69,7 @@ def open_model(
         if options.paths is not None:  # one that the device cannot take is known before loading too
             import torch
 
-            from elsa_core.proof.paths import chosen
+            from elsa_core.proof import chosen
 
             chosen(options.paths, torch.device(device))
         spec = parse(text)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         map_floating,
     )  # fmt: skip
     from elsa_core.proof.labelled import LabelledImages, labelled_images
+    from elsa_core.proof.paths import chosen
     from elsa_core.proof.report import CheckReport
     from elsa_core.proof.samples import nudged
     from elsa_core.proof.sides import exactly
@@ -30,13 +31,14 @@ _HOMES = {
     "compare": ("TURBO_EPS", "Comparison", "Norms", "floating_outputs", "map_floating"),
     "labelled": ("LabelledImages", "labelled_images"),
     "sides": ("exactly",),
+    "paths": ("chosen",),
     "report": ("CheckReport",),
     "samples": ("nudged",),
 }
 
 __all__ = [
     "TURBO_EPS", "CheckReport", "Comparison", "EvalReport", "LabelledImages", "Norms", "check",
-    "evaluate", "exactly", "floating_outputs", "labelled_images", "map_floating",
+    "chosen", "evaluate", "exactly", "floating_outputs", "labelled_images", "map_floating",
     "nudged",
 ]  # fmt: skip
 
