@@ -309,7 +309,7 @@ class _Observer:
         """The modules whose forwards run now, outermost first."""
         return tuple(self._stack)
 
-    def ran(self, begun: tuple[str, ...], query: Tensor, key: Tensor) -> None:
+    def ran(self, begun: tuple[str, ...]) -> None:
         """Count an attention for the innermost module that saw all of it."""
         both = [a for a, b in zip(begun, self._stack, strict=False) if a == b]
         self.found.paths[both[-1] if both else ""] += 1

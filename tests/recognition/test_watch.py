@@ -132,6 +132,12 @@ def heads_and_queries_exchanged(q, k, v):
     return scores.softmax(-1).transpose(1, 2) @ v
 
 
+def copies_that_are_the_scores_computed_early(q, k, v):
+    scores = (q @ k.mT).contiguous()
+    largest = scores.mean()
+    return (scores * 0.5 - largest).softmax(-1) @ v
+
+
 KEPT = [value for value in list(globals().values()) if callable(value) and (
     getattr(value, "__code__", None) is not None
     and value.__code__.co_varnames[:3] == ("q", "k", "v")

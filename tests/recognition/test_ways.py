@@ -27,7 +27,7 @@ class Seen:
     def place(self) -> None:
         return None
 
-    def ran(self, begun: Any, query: Tensor, key: Tensor) -> None:
+    def ran(self, begun: Any) -> None:
         self.count += 1
 
 

@@ -371,6 +371,19 @@ def softmax_over_queries(m, q, k, v):
 
 
 @look_alike
+def moved_scores_times_keys(m, q, k, v):
+    """What is added to a row alike is not alike behind factors of keys."""
+    return ((q @ k.mT + 1.5) * k.norm(dim=-1).unsqueeze(-2)).softmax(-1) @ v
+
+
+@look_alike
+def centred_scores_times_keys(m, q, k, v):
+    attn = q @ k.mT
+    attn = (attn - attn.amax(-1, keepdim=True)) / (1 + k[..., :1].mT.square())
+    return attn.softmax(-1) @ v
+
+
+@look_alike
 def top_weights(m, q, k, v):
     attn = (q @ k.mT).softmax(-1)
     return attn.masked_fill(attn < attn.topk(4, dim=-1).values[..., -1:], 0.0) @ v

@@ -91,7 +91,7 @@ def attention_forward(
         )
     around: Any = _get_current_function_mode()
     if type(around) is Watch and around.observer is not None:
-        around.observer.ran(around.observer.place(), query, key)
+        around.observer.ran(around.observer.place())
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[-2]]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -140,8 +140,8 @@ class Watch(TorchFunctionMode):
 
     Args:
         precision, backend: as `elsa_core.attention` takes them.
-        observer: its place() says where in the model a call is made now; its ran(begun, query, key)
-            is told that an attention, whose first product was made at the place `begun`, ended.
+        observer: its place() says where in the model a call is made now; its ran(begun) is told
+            that an attention, whose first product was made at the place `begun`, ended.
         attend: what is called in the place of `elsa_core.attention`.
     """
 
@@ -206,7 +206,7 @@ class Watch(TorchFunctionMode):
             elif one.tied and not grad:  # perhaps within a function with its own backward
                 return self._computed(func, args, kwargs)
         rule = rules.RULES.get(func)
-        if rule is None or not args:
+        if rule is None or not args or kwargs.get("out") is not None:
             return _SPECIAL.get(func, Watch._computed)(self, func, args, kwargs)
         out = self._ruled(rule, func, args, kwargs)
         return self._computed(func, args, kwargs) if out is rules.MISSING else out
@@ -216,8 +216,6 @@ class Watch(TorchFunctionMode):
         return func(*_real(args), **_real(kwargs))
 
     def _ruled(self, rule: rules.Rule, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        if kwargs and kwargs.get("out") is not None:
-            return rules.MISSING
         states = list(args)
         for i, one in enumerate(args):
             if type(one) is Pending:
@@ -225,8 +223,9 @@ class Watch(TorchFunctionMode):
         named = kwargs
         if kwargs:
             named = {n: getattr(one, "scores", None) or one for n, one in kwargs.items()}
+        known = any(type(one) is Scores for one in (*states, *named.values()))
         try:
-            found = rule(states, named)
+            found = rule(states, named) if known else rules.MISSING
         except (IndexError, TypeError, ValueError):  # PyTorch has the words for it
             return rules.MISSING
         if type(found) is not Scores:
@@ -385,7 +384,7 @@ class Watch(TorchFunctionMode):
             return None
         weights.scores = scores._replace(stage=USED)  # used again, they are computed
         if self.observer is not None:
-            self.observer.ran(scores.place, scores.left, scores.right)
+            self.observer.ran(scores.place)
         self._memory.add(_address(out))
         return out
 
@@ -397,7 +396,7 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         out = self._run(*args, **kwargs)
         if self.observer is not None:
-            self.observer.ran(self.observer.place(), given["query"], given["key"])
+            self.observer.ran(self.observer.place())
         return out
 
     def _multihead(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

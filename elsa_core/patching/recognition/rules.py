@@ -121,9 +121,9 @@ def _added(args: Any, kwargs: Any, *, kind: str = "add") -> Any:
     if isinstance(other, Scores):
         if kind != "sub" or other.stage != MAXIMUM or other.origin is not scores:
             return MISSING
-        return scores._replace(key=other.key)  # the same from every score of a row
+        return scores.and_then("row", None, scores.dtype)._replace(key=other.key)
     if _is_number(other) and math.isfinite(other):
-        return scores._replace()  # other scores, whose maximum is another
+        return scores.and_then("row", None, scores.dtype)
     return _with_tensor(scores, kind, other)
 
 

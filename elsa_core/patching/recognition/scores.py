@@ -35,8 +35,8 @@ LEAST_FILL = -1e4
 
 
 class Term(NamedTuple):
-    """One step from the product to the scores: "mul", "div", "add", "sub", or "fill" with a mask
-    and a number."""
+    """One step from the product to the scores: "mul", "div", "add", "sub", "fill" with a mask and a
+    number, or "row", which adds the same to all scores of a row."""
 
     kind: str
     value: Any
@@ -190,9 +190,12 @@ def _with_terms(  # noqa: PLR0912, PLR0915
     ends = len(batch), len(batch) + len(queries)
     biases: list[Tensor] = []
     hidden: Tensor | None = None
-    finite = False
+    finite = shifted = False
     for term in terms:
         given = term.value
+        if term.kind == "row":
+            shifted = True
+            continue
         if term.kind in ("mul", "div") and not isinstance(given, Tensor):
             factor = given if term.kind == "mul" else 1 / given
             scale *= factor
@@ -219,7 +222,7 @@ def _with_terms(  # noqa: PLR0912, PLR0915
             biases = [bias * factors for bias in biases]
             of_query = any(n != 1 for n in factors.shape[ends[0] : ends[1]])
             of_key = any(n != 1 for n in factors.shape[ends[1] :])
-            if of_query and of_key:
+            if of_key and (of_query or shifted):
                 raise RefusedError
             if of_key:
                 k = k * _per_token(factors, batch, keys, range(*ends)).to(k.dtype)
