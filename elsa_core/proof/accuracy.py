@@ -127,7 +127,8 @@ def evaluate(
         progress: called with (what, images done, images in all).
 
     Raises:
-        TypeError: `model` is no `nn.Module`, or `batches` gives no pairs of tensors.
+        TypeError: `model` is no `nn.Module`, or `batches` gives no pairs of tensors, of which the
+            labels are whole numbers.
         NothingPatchedError: no site of the model is patched.
         ArgumentError: there is no batch, or a label is none of the model's classes.
         ModelError: the model's output is no [B, classes].
@@ -199,7 +200,9 @@ def _pairs(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, T
         pair = isinstance(batch, tuple | list) and len(batch) == 2
         if not pair or not all(isinstance(each, Tensor) for each in batch):
             raise TypeError("batches must give pairs of torch.Tensor: (images, labels)")
-        yield batch[0], batch[1].cpu()
+        if batch[1].is_floating_point():
+            raise TypeError(f"labels must be whole numbers, not {batch[1].dtype}")
+        yield batch[0], batch[1].cpu().long()  # unsigned ones have no -1
 
 
 def _run(model: nn.Module, images: Tensor) -> tuple[Tensor, float]:

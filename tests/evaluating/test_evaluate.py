@@ -98,7 +98,18 @@ def test_features_are_no_classes() -> None:
     model = timm.create_model("test_vit", img_size=32, num_classes=0, global_pool="").eval()
     elsa.patch(model)
     with pytest.raises(ModelError, match=r"needs logits \[2, classes\]"):
-        elsa.evaluate(model, [(torch.zeros(2, 3, 32, 32), torch.zeros(2))])
+        elsa.evaluate(model, [(torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64))])
+
+
+def test_labels_are_whole_numbers_of_any_type() -> None:
+    """Unsigned ones, which wrap around below zero, are classes like others; 1.5 is none."""
+    model, images = timm.create_model("test_vit", img_size=32), torch.randn(2, 3, 32, 32)
+    elsa.patch(model)
+    for dtype in (torch.uint8, torch.int16):
+        report = elsa.evaluate(model, [(images, torch.tensor([1, 2], dtype=dtype))])
+        assert report.labelled == 2
+    with pytest.raises(TypeError, match="labels must be whole numbers, not torch"):
+        elsa.evaluate(model, [(images, torch.tensor([1.5, 2.0]))])
 
 
 def test_folders_and_files_name_classes(digits: Path, tmp_path: Path) -> None:
