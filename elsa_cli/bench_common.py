@@ -13,7 +13,7 @@ from elsa_cli.options import Options, resolve_device
 if TYPE_CHECKING:
     import torch
 
-    from elsa_core.profiling.bench.compare import Comparison
+    from elsa_core.profiling.bench.published import Comparison
 
 Document = dict[str, Any]
 
@@ -144,7 +144,7 @@ def judge(session: Session, own: Document, other: Document) -> None:
 
 def _compared(own: Document, other: Document) -> Comparison:
     from elsa_core.errors import ModelError
-    from elsa_core.profiling.bench.compare import compare
+    from elsa_core.profiling.bench.published import compare
 
     try:
         return compare(own, other)

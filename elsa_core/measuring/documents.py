@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from elsa_core.base.files import write_text
 from elsa_core.base.version import __version__
@@ -24,24 +24,14 @@ def started(command: str, environment: dict[str, Any], results: dict[str, Any]) 
 
 
 class Plain:
-    """A dataclass that becomes plain data, with all that it holds."""
+    """A dataclass that becomes plain data, with all that it holds and the properties `also`."""
+
+    also: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}  # type: ignore[arg-type]
-
-
-class Named(Plain):
-    """Plain data with a name that is made of it."""
-
-    @property
-    def name(self) -> str:
-        """Unique among its like."""
-        raise NotImplementedError
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"name": self.name, **super().to_dict()}
+        names = (*self.also, *(each.name for each in fields(self)))  # type: ignore[arg-type]
+        return {name: _plain(getattr(self, name)) for name in names}
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class Ratio(Plain):
         rounds: how many ratios there were.
     """
 
+    also = ("verdict",)
     value: float
     low: float
     high: float
@@ -60,10 +61,6 @@ class Ratio(Plain):
         off = max(math.log(self.low), -math.log(self.high))
         clear = off >= width / 2 > 0 and width < max(2 * _USEFUL, off / 2)
         return self.rounds >= FEWEST_ROUNDS and (width < 2 * _NARROW or (decide and clear))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return super().to_dict() | {"verdict": self.verdict}
 
 
 def ratio(

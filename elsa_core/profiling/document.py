@@ -26,13 +26,9 @@ def read(path: Path) -> Document:
         raise ModelError(f"{path} is no JSON document: {str(error)[:100]}") from error
     try:
         _check(document)
-    except _MisfitError as misfit:
+    except ValueError as misfit:
         raise ModelError(f"{path} is no result of `elsa profile`: {misfit}") from None
     return document
-
-
-class _MisfitError(Exception):
-    """What is wrong with a document."""
 
 
 def _refused(constant: str) -> None:
@@ -75,7 +71,7 @@ _POSITIVE: Final = ("seconds", "seconds_before", "seconds_after", "value", "low"
 def _check(document: Any) -> None:
     _fits(document, "document")
     if document["command"] != COMMAND or document.get("schema_version") != documents.SCHEMA_VERSION:
-        raise _MisfitError(
+        raise ValueError(
             f"it is not of the command {COMMAND}, schema_version {documents.SCHEMA_VERSION}"
         )
     _fits(document["results"], "result")
@@ -83,7 +79,7 @@ def _check(document: Any) -> None:
         _fits(point, "point")
         _fits(point["configuration"], "configuration")
         if point["status"] not in (DONE, NO_MEMORY, NOT_APPLICABLE):
-            raise _MisfitError("a point has an unknown status")
+            raise ValueError("a point has an unknown status")
         if point["status"] == DONE:
             _check_profile(point["profile"])
 
@@ -97,36 +93,36 @@ def _check_profile(found: Any) -> None:
         spans = parts.values() if named else ()
         right = all(type(s) in _NUMBER and 0 <= s < _LARGEST for s in spans)
         if parts is not None and not (named and right):
-            raise _MisfitError("the parts of a run are no seconds of " + ", ".join(_PARTS))
+            raise ValueError("the parts of a run are no seconds of " + ", ".join(_PARTS))
     for site in found["sites"]:
         _fits(site, "site")
         within = site.get("within", [])
         if not (isinstance(within, list) and all(isinstance(path, str) for path in within)):
-            raise _MisfitError("within of a site is no list of texts")
+            raise ValueError("within of a site is no list of texts")
     names = {run["name"] for run in found["runs"]}
     if not {"eager", found["best_baseline"], found["best_patched"]} <= names:
-        raise _MisfitError("a point lacks its runs")
+        raise ValueError("a point lacks its runs")
     if not all(isinstance(line, str) for line in (*found["warnings"], *found["notes"])):
-        raise _MisfitError("warnings or notes are no texts")
+        raise ValueError("warnings or notes are no texts")
 
 
 def _fits(value: Any, kind: str) -> None:
     if not isinstance(value, dict):
-        raise _MisfitError(f"a {kind} is no object")
+        raise ValueError(f"a {kind} is no object")
     for types, names in _SHAPES[kind].items():
         for name in names.split():
             held = value.get(name)
             right = name in value and isinstance(held, types)
             # bool is an int to Python.
             if not right or (isinstance(held, bool) and bool not in types):
-                raise _MisfitError(f"{name} of a {kind} is missing or of the wrong type")
+                raise ValueError(f"{name} of a {kind} is missing or of the wrong type")
             if isinstance(held, int | float) and not abs(held) < _LARGEST:  # NaN is not either
-                raise _MisfitError(f"{name} of a {kind} is not finite")
+                raise ValueError(f"{name} of a {kind} is not finite")
             if name in _POSITIVE and isinstance(held, int | float) and not held > 0:
-                raise _MisfitError(f"{name} of a {kind} is not positive")
+                raise ValueError(f"{name} of a {kind} is not positive")
             if name in ("gain", "ratio", "ratio_to_best") and held is not None:
                 _fits(held, "ratio")
             if name == "image_size" and held is not None:
                 whole = all(type(each) is int and each > 0 for each in held)
                 if len(held) != 2 or not whole:
-                    raise _MisfitError("an image_size is no height and width")
+                    raise ValueError("an image_size is no height and width")

@@ -60,8 +60,13 @@ def page(document: Document) -> str:
     parts += [f'<p class="warning">{pages.text(line)}</p>' for line in warning_lines(rows)]
     if rows:
         parts.append("<h2>Against what one would otherwise run</h2>")
-        drawn = (pages.figure(title, chart) for title, chart in metric_charts(rows))
-        parts += ['<div class="charts">', *drawn, "</div>"]
+        drawn = [
+            (title, [(name, [([("ours" if patched else "before", value)], three(value))])
+                     for name, value, patched in bars])
+            for title, bars in metrics(rows)
+        ]  # fmt: skip
+        charts = (pages.figure(title, _chart(bars)) for title, bars in drawn)
+        parts += ['<div class="charts">', *charts, "</div>"]
     parts += [_points(results["points"])]
     for row in rows:
         runs = row["profile"]["runs"]
@@ -159,20 +164,6 @@ def metrics(rows: Sequence[Document]) -> list[tuple[str, list[tuple[str, float, 
         if bars:
             found.append((title, bars))
     return found
-
-
-def metric_charts(rows: Sequence[Document]) -> list[tuple[str, str]]:
-    """(title, chart) of `metrics`."""
-    return [
-        (
-            title,
-            _chart([
-                (name, [([("ours" if patched else "before", value)], three(value))])
-                for name, value, patched in bars
-            ]),
-        )
-        for title, bars in metrics(rows)
-    ]  # fmt: skip
 
 
 def site_chart(sites: Sequence[Document]) -> str:

@@ -18,7 +18,8 @@ from elsa_core.errors import ArgumentError
 from elsa_core.loading.fit import with_image_size
 from elsa_core.loading.libraries import default_recipe
 from elsa_core.loading.spec import parse
-from elsa_core.profiling.bench import compare, models, published, runner
+from elsa_core.profiling.bench import models, runner
+from elsa_core.profiling.bench import published as results
 from elsa_core.profiling.bench.runner import ModelCase
 
 TINY = {
@@ -97,7 +98,7 @@ def test_a_run_is_kept_resumed_shown_and_rendered(
     swin = again["results"]["cases"][1]
     assert swin["case"]["window"] == 4
     assert "sdpa" in {m["contender"] for m in swin["measurements"]}  # Swin leaves it off
-    kept = published.load(Path("m.json"))
+    kept = results.load(Path("m.json"))
     assert kept["results"] == again["results"]
     lines = tables.of_document(kept, "batch8").splitlines()
     assert lines[0].startswith("| model | px | batch | eager, ms | sdpa, ms | patched, ms | gain")
@@ -156,7 +157,7 @@ def test_a_limit_leaves_models_for_later(capsys: pytest.CaptureFixture[str]) -> 
         assert run(["bench", "models", *SHORT, "-o", "m.json", "--limit", "1"]) == 0
     out = capsys.readouterr().out
     assert "1 of 2 models are left; --resume -o m.json goes on" in out
-    assert not published.load(Path("m.json"))["results"]["complete"]
+    assert not results.load(Path("m.json"))["results"]["complete"]
 
 
 def test_a_model_that_fails_is_a_row(
@@ -167,7 +168,7 @@ def test_a_model_that_fails_is_a_row(
     assert run(["bench", "models", *SHORT, "-o", "m.json"]) == 0
     out, err = capsys.readouterr()
     assert "no: not measured" in out and "multiple of the patch size" in err
-    document = published.load(Path("m.json"))
+    document = results.load(Path("m.json"))
     assert "| Odd | 33 | 1 | - |" in tables.of_document(document, "batch8")
     assert "Not measured: batch8/Odd-33x1-fp32 (" in tables.of_document(document, "summary")
 
@@ -186,7 +187,7 @@ def test_a_backend_that_served_no_model(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.fixture(name="published")
 def published_cpu() -> dict[str, Any]:
     """With what a run's own document has besides."""
-    document = published.read(published.RESULTS / "attention_cpu.csv")
+    document = results.read(results.RESULTS / "attention_cpu.csv")
     for case in document["results"]["cases"]:
         case["case"]["quick"], case["reached"] = False, None
         for measured in case["measurements"]:
@@ -204,9 +205,9 @@ def worse(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_same_run_is_no_regression(published: dict[str, Any]) -> None:
-    found = compare.compare(published, published)
+    found = results.compare(published, published)
     assert found.same_machine and not found.missing
-    assert not [row for row in found.rows if row.verdict == compare.REGRESSION]
+    assert not [row for row in found.rows if row.verdict == results.REGRESSION]
     assert {row.verdict for row in found.rows} == {"same"}
     rows = found.to_dict()["rows"]
     assert len(rows) > 80 and rows[0]["seconds"] is not None
@@ -214,14 +215,14 @@ def test_the_same_run_is_no_regression(published: dict[str, Any]) -> None:
 
 def test_regressions_are_called(published: dict[str, Any]) -> None:
     name = published["results"]["cases"][0]["case"]["name"]
-    found = compare.compare(worse(published), published)
-    assert [row.name for row in found.rows if row.verdict == compare.REGRESSION] == [name]
-    assert compare.compare(published, worse(published)).rows[0].verdict == "better"
+    found = results.compare(worse(published), published)
+    assert [row.name for row in found.rows if row.verdict == results.REGRESSION] == [name]
+    assert results.compare(published, worse(published)).rows[0].verdict == "better"
     wrong = copy.deepcopy(published)
     wrong["results"]["cases"][0]["measurements"][0]["error"] *= 3
     wrong["environment"]["cpu"] = "Another"
-    found = compare.compare(wrong, published)
-    assert [row.name for row in found.rows if row.verdict == compare.REGRESSION] == [name]
+    found = results.compare(wrong, published)
+    assert [row.name for row in found.rows if row.verdict == results.REGRESSION] == [name]
     assert "error" in found.rows[0].note and found.to_dict()["rows"][0]["seconds"] is None
 
 

@@ -14,7 +14,7 @@ from elsa_core import explain, monoid
 from elsa_core.backends import native
 from elsa_core.backends.partition import Partition, RoundTrip
 from elsa_core.backends.support import Request
-from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.errors import UnavailableError
 from elsa_core.profiling.bench import trace
 from elsa_core.profiling.bench.cases import Case, inputs
 
@@ -84,8 +84,6 @@ def test_one_query_and_what_the_gpu_does_not_take() -> None:
         trace.trace(Case("t", 1, 1, 4, 4, 16, "fp64"), CUDA, "strict")
     with pytest.raises(UnavailableError, match="triton alone plans calls, not 'native'"):
         trace.trace(Case("t", 1, 1, 4, 4, 16), CUDA, "strict", backend="native")
-    with pytest.raises(ArgumentError, match="turbo"):
-        trace.run([Case("t", 1, 1, 4, 4, 16, "fp16")], device=CUDA, precision="turbo")
 
 
 def test_a_replay_follows_any_partition() -> None:

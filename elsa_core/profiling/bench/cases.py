@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elsa_core import ops
 from elsa_core.errors import ArgumentError
-from elsa_core.measuring.documents import Named
+from elsa_core.measuring.documents import Plain
 from elsa_core.precision import DTYPES, validate
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ WINDOW_IMAGES: Final = 4  # images that the windows of a case come from
 
 
 @dataclass(frozen=True)
-class Case(Named):
+class Case(Plain):
     """One attention call to measure: query [batch, heads, queries, head_dim], key and value
     [batch, heads, keys, head_dim].
 
@@ -42,6 +42,7 @@ class Case(Named):
         quick: whether --quick includes it.
     """
 
+    also = ("name",)
     table: str
     batch: int
     heads: int
@@ -197,29 +198,26 @@ CUDA_TABLES: Final = {
 }  # fmt: skip
 
 
-_KINDS: Final = ("bench", "bench_gradients")  # what a record calls its measurements
+def _benches() -> list[Bench]:
+    """What the operators' records call their measurements."""
+    kinds = ("bench", "bench_gradients")
+    found = [record.part(kind) for kind in kinds for record in ops.records()]
+    return [bench for bench in found if bench is not None]
 
 
 def all_tables() -> dict[str, dict[str, tuple[Case, ...]]]:
     """Cases by device type and table, of every operator whose record has some, in their order."""
     found: dict[str, dict[str, tuple[Case, ...]]] = {}
-    for kind in _KINDS:
-        for record in ops.records():
-            bench = record.part(kind)
-            for device_type, tables in bench.tables.items() if bench is not None else ():
-                found.setdefault(device_type, {}).update(tables)
+    for bench in _benches():
+        for device_type, tables in bench.tables.items():
+            found.setdefault(device_type, {}).update(tables)
     return found
 
 
 def bench_of(case: Case) -> Bench:
     """What measures a case: that of the operator in whose tables it is, or of attention."""
-    for kind in _KINDS:
-        for record in ops.records():
-            bench: Bench | None = record.part(kind)
-            if bench is not None and any(case.table in each for each in bench.tables.values()):
-                return bench
-    attention: Bench = ops.ATTENTION.part("bench")
-    return attention
+    own = (b for b in _benches() if any(case.table in each for each in b.tables.values()))
+    return next(own, ops.ATTENTION.part("bench"))
 
 
 def select(device_type: str, precision: str | None = None, **chosen: Any) -> tuple[Case, ...]:

@@ -24,7 +24,7 @@ from elsa_core import dispatch, reference
 from elsa_core.base.files import write_text
 from elsa_core.base.messages import first_line, milliseconds
 from elsa_core.measuring import environment, timing
-from elsa_core.measuring.documents import Named
+from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import digits, percentile, ratio
 from elsa_core.measuring.timing import Contender, float32_products
 from elsa_core.ops.linear.api import linear
@@ -37,9 +37,10 @@ _ROUNDING: Final = 2.0**-24
 
 
 @dataclass(frozen=True)
-class ProductCase(Named):
+class ProductCase(Plain):
     """One product [rows, channels] x [columns, channels]^T + bias, of `table`."""
 
+    also = ("name",)
     table: str
     rows: int
     channels: int

@@ -18,7 +18,7 @@ from elsa_core.base.messages import first_line
 from elsa_core.base.reading import RESULT_BYTES, read_text
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
 from elsa_core.measuring import busy, environment
-from elsa_core.measuring.documents import Named, started
+from elsa_core.measuring.documents import Plain, started
 from elsa_core.measuring.memory_limit import limited, release
 from elsa_core.measuring.timing import float32_products
 from elsa_core.profiling.bench.cases import selected
@@ -33,12 +33,13 @@ Case = Any
 
 
 @dataclass(frozen=True)
-class ModelCase(Named):
+class ModelCase(Plain):
     """One model (`timm:...`, or `open_clip:...` for its image tower) at one size in pixels.
 
     `label` is what the tables call it; `window` the window size of a Swin, None for its own.
     """
 
+    also = ("name",)
     table: str
     label: str
     model: str

@@ -29,7 +29,7 @@ from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.timing import float32_products
 from elsa_core.monoid import State
 from elsa_core.ops.attention.api import attention
-from elsa_core.precision import DTYPES, unit_roundoff, validate
+from elsa_core.precision import unit_roundoff
 from elsa_core.profiling.bench.attention import TURBO_ULP
 from elsa_core.profiling.bench.cases import Case, Inputs, inputs
 from elsa_core.profiling.runs.runs import Progress
@@ -81,15 +81,14 @@ class Trace:
 
 
 def run(
-    cases: Sequence[Case], *, device: torch.device, precision: str | None = None,
-    backend: str = "auto", seed: int = 0, progress: Progress = lambda what, done, total: None,
+    cases: Sequence[Case], *, device: torch.device, backend: str = "auto", seed: int = 0,
+    progress: Progress = lambda what, done, total: None,
 ) -> tuple[Trace, ...]:  # fmt: skip
-    """Trace `cases` on `device`, each in `precision` (its own first one where None)."""
+    """Trace `cases` on `device`, each in its first precision."""
     traces = []
     for i, case in enumerate(cases):
         progress(case.name, i, len(cases))
-        chosen = validate(precision or case.precisions[0], DTYPES[case.dtype])
-        traces.append(trace(case, device, chosen, backend=backend, seed=seed))
+        traces.append(trace(case, device, case.precisions[0], backend=backend, seed=seed))
     return tuple(traces)
 
 

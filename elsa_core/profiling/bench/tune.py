@@ -11,7 +11,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -104,15 +104,17 @@ def candidates(
         specialized=specialized,
     )  # fmt: skip
     shipped = planned(table)
-    found = {_key(shipped): (shipped, True)}
     bytes_shared = shared or table.shared_memory
     variations = _variations(shipped.tile, mode, shape, bytes_shared)
     if specialized and mode == "split":
         variations = itertools.chain(_specialized(shipped.tile, shape, bytes_shared), variations)
-    for tile in variations:
-        plan = planned(replace(table, tiles=(tile,)))
-        found.setdefault(_key(plan), (plan, False))
-    return tuple(found.values())
+    found: dict[Plan, Plan] = {}
+    others = (planned(replace(table, tiles=(tile,))) for tile in variations)
+    for plan in itertools.chain([shipped], others):
+        # what a plan launches: these only say for which calls
+        launched = replace(plan.tile, dim=0, keys=None, programs=None)
+        found.setdefault(replace(plan, tile=launched), plan)
+    return tuple((plan, plan is shipped) for plan in found.values())
 
 
 def candidates_on(
@@ -134,13 +136,6 @@ def candidates_on(
     return table.gpu, candidates(
         case, precision, table, multiprocessors=count, shared=shared, specialized=specialized
     )
-
-
-def _key(plan: Plan) -> tuple[Any, ...]:
-    """What a plan launches; `dim`, `keys` and `programs` only say for which calls."""
-    aside = ("dim", "keys", "programs")
-    tile = {f.name: getattr(plan.tile, f.name) for f in fields(Tile) if f.name not in aside}
-    return (*tile.values(), plan.partitions, plan.chunk)
 
 
 def _variations(shipped: Tile, mode: str, shape: Shape, shared: int) -> Iterator[Tile]:
