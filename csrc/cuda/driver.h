@@ -61,7 +61,6 @@ struct Config {  // CUlaunchConfig
   F(set_attribute, "cuFuncSetAttribute", Function, int, int)             \
   F(set_cache, "cuFuncSetCacheConfig", Function, int)                    \
   F(launch, "cuLaunchKernelEx", const Config*, Function, void**, void**) \
-  F(allocate, "cuMemAlloc_v2", Address*, size_t)                         \
   F(fill, "cuMemsetD8Async", Address, unsigned char, size_t, Stream)     \
   F(error_name, "cuGetErrorName", Result, const char**)                  \
   F(error_text, "cuGetErrorString", Result, const char**)

@@ -61,32 +61,14 @@ Handle allocate(const Output& output, Where where) {
   return Handle(error == AOTI_TORCH_SUCCESS ? handle : nullptr);
 }
 
-void reserve_spare(Bound& bound) {
-  constexpr Device kMostDevices = 64;
-  static std::array<Address, kMostDevices> held{};  // for the life of the process
-  static std::mutex guard;
-  if (bound.spare_bytes == 0 || bound.spare_bytes > kSpareBytes || bound.device >= kMostDevices) {
-    return;
-  }
-  const std::lock_guard<std::mutex> lock(guard);
-  Address& memory = held[static_cast<size_t>(bound.device)];
-  if (memory == 0 && driver().allocate(&memory, kSpareBytes) != 0) memory = 0;
-  bound.spare = memory;
-}
-
 bool run(const Bound& bound, const Address* inputs, Where where, Handle* outputs,
          const Output* first) {
   const Plan& plan = bound.plan;
-  const Address spare = first != nullptr ? bound.spare : 0;
   Address slots[2 * kMostValues + 1];
   Handle workspace;
   uint32_t slot = 0;
   for (; slot < plan.inputs; ++slot) slots[slot] = inputs[slot];
   for (size_t i = 0; i < plan.outputs.size(); ++i) {
-    if (i > 0 && spare != 0) {
-      slots[slot++] = spare;
-      continue;
-    }
     outputs[i] = allocate(i == 0 && first != nullptr ? *first : plan.outputs[i], where);
     if (outputs[i].get() == nullptr) return false;
     slots[slot++] = address_of(outputs[i].get());
@@ -243,15 +225,11 @@ bool run(const elsa_cuda::Bound& bound, const Arguments& arguments, StableIValue
   return true;
 }
 
-// spares: whether calls may come that want the first result alone. Not while a graph is recorded.
-std::unique_ptr<const elsa_cuda::Bound> bound_of(elsa_cuda::Plan plan, elsa_cuda::Device device,
-                                                 bool spares = false) {
+std::unique_ptr<const elsa_cuda::Bound> bound_of(elsa_cuda::Plan plan, elsa_cuda::Device device) {
   const elsa_cuda::Current current(device);
   if (current.foreign()) throw std::runtime_error("the current CUDA context is not PyTorch's");
   if (!elsa_cuda::gives_streams()) throw std::runtime_error("this PyTorch gives no CUDA stream");
-  auto bound = std::make_unique<elsa_cuda::Bound>(elsa_cuda::bind(std::move(plan), device));
-  if (spares) elsa_cuda::reserve_spare(*bound);
-  return bound;
+  return std::make_unique<const elsa_cuda::Bound>(elsa_cuda::bind(std::move(plan), device));
 }
 
 // Keeps what `elsa::<name>_plan` said of a layout: nothing; "N", that such calls are not for this
@@ -268,7 +246,7 @@ void keep(const Operator& op, const elsa_cuda::Key& key, uint64_t generation,
   }
   auto entry = std::make_shared<Entry>();
   if (bytes[0] == 'P') {
-    entry->bound = bound_of(elsa_cuda::parse(bytes + 1, rest), device_of(arguments), true);
+    entry->bound = bound_of(elsa_cuda::parse(bytes + 1, rest), device_of(arguments));
     const elsa_cuda::Plan& plan = entry->bound->plan;
     if (plan.inputs != arguments.tensors || plan.outputs.size() != op.results) {
       throw std::runtime_error(op.name + ": a plan is for another operator");

@@ -84,17 +84,9 @@ Stream current_stream(Device device);
 // Memory of PyTorch's allocator; empty where there is none.
 Handle allocate(const Output& output, Where where);
 
-// Gives a plan on the current device memory for results that nobody reads: one piece for each
-// device, which all share and none reads. It is the driver's own: what PyTorch's allocator gives
-// may have been another stream's or a graph's. None where the results do not fit, or a launch might
-// read them, or there is no memory.
-constexpr uint64_t kSpareBytes = 1 << 20;
-void reserve_spare(Bound& bound);
-
 // Runs a planned call: allocates `outputs`, at most kMostValues, and launches. first: what the
-// first one is allocated as, of the plan's bytes, where nobody reads the others; null: as the plan
-// says, and all. False: nothing was launched, for want of memory (PyTorch then says so itself) or
-// in a context that is not PyTorch's.
+// first one is allocated as, of the plan's bytes; null: as the plan says. False: nothing was
+// launched, for want of memory (PyTorch then says so itself) or in a context that is not PyTorch's.
 bool run(const Bound& bound, const Address* inputs, Where where, Handle* outputs,
          const Output* first = nullptr);
 

@@ -1,6 +1,5 @@
 #include "plan.h"
 
-#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -219,21 +218,6 @@ Step read_step(Reader& reader, const std::vector<uint64_t>& sizes, uint32_t inpu
   return step;
 }
 
-uint64_t bytes_behind_first(const Plan& plan) {
-  uint64_t most = 0;
-  for (uint32_t i = 1; i < plan.outputs.size(); ++i) {
-    int steps = 0;
-    for (const Step& step : plan.steps) {
-      const auto names = [&](const Pointer& each) { return each.place.slot == plan.inputs + i; };
-      const bool zeroed = step.bytes != 0 && step.zeroed.slot == plan.inputs + i;
-      steps += zeroed || std::any_of(step.pointers.begin(), step.pointers.end(), names) ? 1 : 0;
-    }
-    if (steps > 1) return 0;
-    most = std::max(most, bytes_of(plan.outputs[i]));
-  }
-  return most;
-}
-
 }  // namespace
 
 Plan parse(const uint8_t* bytes, uint64_t size) {
@@ -271,7 +255,6 @@ Bound bind(Plan plan, Device device) {
     bound.kernels.push_back(kernel);
     bound.functions.push_back(launches ? function_of(step.kernel, device) : nullptr);
   }
-  bound.spare_bytes = bytes_behind_first(plan);
   bound.plan = std::move(plan);
   return bound;
 }

@@ -135,10 +135,6 @@ struct Bound {
   Device device = 0;
   std::vector<const Kernel*> kernels;  // of each step
   std::vector<Function> functions;
-  // Bytes of the largest output behind the first, if no output behind the first is a part of more
-  // than one step: a later step might read what an earlier one wrote. Else 0.
-  uint64_t spare_bytes = 0;
-  Address spare = 0;  // see `reserve_spare`
 };
 
 // Loads what a plan launches. Throws std::runtime_error: a kernel is unknown or not loaded.

@@ -117,7 +117,7 @@ def serves(stub: str) -> None:
     x = operands(count=1)[0]
     attend(x, x, x)
     loads = [line for line in lines() if line not in ("push 1", "pop")]
-    assert loads == ["load scale;8,8,4,8,8", "allocate 1048576"] and KERNELS.count == 1
+    assert loads == ["load scale;8,8,4,8,8"] and KERNELS.count == 1
     q, k, v = operands()
     out, lse = attend(q, k, v)
     assert KERNELS.count == 1 and loaded.counts() == (1, 1)

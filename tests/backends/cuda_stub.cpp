@@ -150,12 +150,6 @@ STUB Result cuLaunchKernelEx(const Config* config, Function function, void** par
   say(line + (extra == nullptr ? "" : " extra"));
   return answer("cuLaunchKernelEx");
 }
-STUB Result cuMemAlloc_v2(Address* address, size_t size) {
-  say("allocate " + number(size));
-  if (const int error = answer("cuMemAlloc_v2")) return error;
-  *address = reinterpret_cast<Address>(std::calloc(size, 1));
-  return 0;
-}
 STUB Result cuMemsetD8Async(Address address, unsigned char value, size_t size, Stream stream) {
   std::memset(reinterpret_cast<void*>(address), value, size);
   say("memset " + number(address) + " " + std::to_string(size) + " " +
