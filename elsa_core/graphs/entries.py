@@ -238,7 +238,7 @@ class Training:
                 if not is_plain(grad):
                     raise RefusedError(f"a gradient is a {type(grad).__qualname__} of its own kind")
                 if storage_of(grad) in taken or grad.stride() != leaf.stride():
-                    own = torch.empty_like(leaf, requires_grad=False).copy_(grad)
+                    own = torch.empty_like(leaf).copy_(grad)
                 taken.add(storage_of(own))  # type: ignore[arg-type]
             grads.append(own)
         self.grads = grads

@@ -122,6 +122,16 @@ def test_a_change_of_a_live_model(tape: Tape, name: str) -> None:
     agree(held, twin)
 
 
+def test_a_backward_hook_is_called(tape: Tape) -> None:
+    held, twin = pair()
+    seen: list[int] = []
+    held.model.second.register_full_backward_hook(lambda *_: seen.append(1))
+    for calls in (1, 2, 3):
+        agree(held, twin)
+        assert len(seen) == calls
+    assert not tape.captures
+
+
 class Sets(Net):
     """Its forward makes a setting of the process."""
 

@@ -22,7 +22,7 @@ _NAMES = {
 }  # fmt: skip
 # Changes of these show in no result: messages, hints to the compiler, notes for type checkers.
 _NO_CODE = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
-_SPEED = {"num_stages", "num_warps", "eviction_policy", "cache_modifier"}
+_SPEED = {"num_stages", "num_warps", "eviction_policy", "cache_modifier", "strict"}
 _HINTS = {"static_assert", "multiple_of", "max_contiguous", "debug_barrier", "warning", "info"}
 
 

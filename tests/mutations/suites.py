@@ -22,6 +22,7 @@ SETS = (
 )
 LSE = "tests/distributed/test_shards.py::test_the_lse_of_a_state_keeps_the_digits_of_large_scores"
 RUNTIME = ("tests/backends/test_ort_library.py",)
+GRAPHS = tuple(f"tests/graphs/test_{name}.py" for name in ("graphed", "graphed_state", "training"))
 FAMILIES = "tests/patching/test_adapters_"
 SCOPE = "tests/patching/test_scope.py"
 
@@ -112,6 +113,10 @@ SUITES = (
     _adapter("torch_layers", SCOPE),
     _adapter("timm_*", "timm", "eager", "watched", SCOPE),
     _adapter("common", "transformers", "timm", "eager", "watched", SCOPE),
+    *(
+        Suite(f"elsa_core/graphs/{name}.py", GRAPHS, 40, "python")  # capture.py needs a GPU
+        for name in ("cache", "checks", "entries", "model")
+    ),
     _triton(
         "attention/fma_fallback",
         "tests/backends/test_code_of_specialised_kernels.py::test_flagged_blocks_are_folded_again",
