@@ -9,61 +9,19 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import timm
 import torch
+from conformance.models import DISTURBANCES, MODELS, SIDES, parts
 from originals import torchvision_swin
 from sampling import taken
 from timm.layers import set_fused_attn
 from torch import Tensor, nn
 
 import elsa_core as elsa
-
-VIT = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
-HIERARCHY = {"img_size": 64, "num_classes": 5}
-MODELS: dict[str, dict[str, Any]] = {
-    "vit_tiny_patch16_224": {**VIT, "init_values": 0.5, "drop_path_rate": 0.1},
-    "vit_relpos_small_patch16_224": VIT,
-    "vit_base_patch16_rope_224": VIT,
-    "eva02_tiny_patch14_224": VIT,
-    "beit_base_patch16_224": VIT,
-    "deit3_small_patch16_224": VIT,
-    "cait_xxs24_224": VIT,
-    "convit_tiny": {"img_size": 32, "patch_size": 8, "depth": 12, "embed_dim": 8, "num_heads": 4},
-    "samvit_base_patch16_224": {
-        **VIT, "img_size": 64, "window_size": 3, "global_attn_indexes": (1,),
-    },
-    "xcit_tiny_12_p8_224": {"img_size": 32, "depth": 2, "embed_dim": 32, "num_heads": 2},
-    "swin_tiny_patch4_window7_224": {
-        "img_size": 64, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2),
-    },
-    "swinv2_tiny_window8_256": {
-        "img_size": 64, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2),
-    },
-    "swinv2_cr_tiny_224": {
-        "img_size": 64, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2),
-    },
-    "twins_svt_small": {"img_size": 64, "depths": (1, 1, 1, 1), "wss": (2, 2, 2, 2)},
-    "tnt_s_patch16_224": {"img_size": 64, "depth": 2, "embed_dim": 48},
-    "crossvit_tiny_240": {},
-    "volo_d1_224": {"img_size": 64},
-    "nest_tiny": {"img_size": 64},
-    "levit_128s": {},
-    "mvitv2_tiny": {"img_size": 64},
-    "hiera_tiny_224": {"img_size": 64, "stages": (1, 1, 1, 1)},
-    "pvt_v2_b0": {"depths": (1, 1, 1, 1)},
-    "davit_tiny": {"depths": (1, 1, 1, 1)},
-    "visformer_tiny": {"img_size": 64, "depth": (1, 1, 1)},
-    "gcvit_xxtiny": {"img_size": 224},
-    "tiny_vit_5m_224": {"depths": (1, 1, 1, 1)},
-    "efficientformer_l1": {},
-    "maxvit_rmlp_pico_rw_256": {"img_size": 64},
-}  # fmt: skip
-
 
 SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "num_classes": 5}
 
@@ -107,8 +65,6 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 # In inference PyTorch's fast path reads the weights of an encoder's parts and calls none, whatever
 # stands in their places; hooks turn it off. Patched layers call their parts, as in training.
 ONLY_HOOKS = ("torch encoder",)
-SIDES = {"crossvit_tiny_240": 240, "levit_128s": 224, "gcvit_xxtiny": 224, "pvt_v2_b0": 64,
-         "davit_tiny": 64, "tiny_vit_5m_224": 224, "efficientformer_l1": 224}  # fmt: skip
 # Changed by name of the part, attribute and value; of the first part of that name.
 SETTINGS = (
     ("proj", "stride", lambda conv: tuple(s // 2 for s in conv.stride)),
@@ -121,53 +77,7 @@ SETTINGS = (
     ("self_attention", "add_zero_attn", lambda _: True),
     ("1", "size", lambda attn: attn.size // 2),
 )
-FACTOR = 1.25
 WAYS = tuple(itertools.product(("model", "attention"), ("after", "before", "warm")))
-
-
-def scaled(out: Any) -> Any:
-    if isinstance(out, Tensor):
-        return FACTOR * out
-    return (FACTOR * out[0], *out[1:]) if isinstance(out, tuple) else out
-
-
-class Wrapped(nn.Module):
-    """As activation checkpointing wraps a module: what it lacks it asks the module for."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("part"), name)
-
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return scaled(self.part(*given, **named))
-
-
-def hook(model: nn.Module, path: str) -> None:
-    model.get_submodule(path).register_forward_hook(lambda part, given, out: scaled(out))
-
-
-def wrap(model: nn.Module, path: str) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, Wrapped(model.get_submodule(path)))
-
-
-def derive(model: nn.Module, path: str) -> None:
-    part: Any = model.get_submodule(path)
-    base = type(part)
-
-    def forward(self: Any, *given: Any, **named: Any) -> Any:
-        return scaled(base.forward(self, *given, **named))
-
-    part.__class__ = type(base.__name__, (base,), {"forward": forward})
-
-
-DISTURBANCES: tuple[Callable[[nn.Module, str], None], ...] = (hook, wrap, derive)
 
 
 @pytest.fixture(autouse=True)
@@ -186,17 +96,6 @@ def made(name: str, fuses: bool) -> nn.Module:
         for parameter in model.parameters():
             parameter.normal_(0.1, 0.3)
     return model
-
-
-def parts(model: nn.Module) -> list[str]:
-    """The first module of each name, which no other module contains alone."""
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        name = re.sub(r"\d+", "", path.rpartition(".")[2])
-        callable_ = type(module).forward is not nn.Module.forward
-        if path and callable_ and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            found.setdefault(name or path, path)
-    return list(found.values())
 
 
 def outcome(model: nn.Module, x: Tensor) -> Any:
