@@ -7,14 +7,16 @@ machine meets all alike; `elsa_core.measuring.intervals` says what a difference 
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, SupportsIndex
 
 import torch
 
+from elsa_core.errors import ArgumentError
 from elsa_core.graphs import capture
 from elsa_core.measuring import timing
 from elsa_core.measuring.intervals import ratio
@@ -48,7 +50,7 @@ class Sample:
 @dataclass(frozen=True)
 class Settings:
     """How to measure: samples of each contender at least, fewer where they exceed the budget, which
-    is for warming up and rounds.
+    is for warming up and rounds. Raises TypeError and ArgumentError.
 
     `decide`: end as soon as every interval decides; otherwise there are more rounds until every
     interval is within 1% on either side (`Ratio.suffices`).
@@ -58,6 +60,16 @@ class Settings:
     budget_seconds: float = 60.0
     seed: int = 0
     decide: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rounds, int) or not isinstance(self.budget_seconds, int | float):
+            raise TypeError("profile: rounds must be a whole number and budget_seconds a number")
+        if not isinstance(self.seed, SupportsIndex):
+            raise TypeError(f"seed must be a whole number, not {type(self.seed).__name__}")
+        if self.rounds < 1 or not self.budget_seconds > 0 or operator.index(self.seed) < 0:
+            raise ArgumentError(
+                "profile: rounds and budget_seconds must be positive, and seed not negative"
+            )
 
 
 Samples = dict[str, list[Sample]]
@@ -84,7 +96,8 @@ def take_samples(
     end = time.perf_counter() + _ROUNDS_END * settings.budget_seconds
     cost = _round_seconds(contenders, device, settings.budget_seconds, first or {})
     start = time.perf_counter()
-    affordable = max(_FEWEST, min(_MOST_ROUNDS, int((end - start) / cost)))  # if the cost is right
+    most = max(_MOST_ROUNDS, settings.rounds)
+    affordable = max(_FEWEST, int(min(most, (end - start) / cost)))  # if the cost is right
     # Noise has a rhythm of its own: rounds that are over in a moment would all meet one beat.
     checkpoint = max(min(settings.rounds, affordable), min(affordable, int(_SECONDS / cost)))
 
@@ -104,7 +117,7 @@ def take_samples(
         return all(each.suffices(decide=settings.decide) for each in found)
 
     return timing.interleaved(
-        contenders, _MOST_ROUNDS,
+        contenders, most,
         lambda each: _once(each.call, device, clocks.get(each.name)), enough, settings.seed,
     )  # fmt: skip
 

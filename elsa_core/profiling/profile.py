@@ -8,14 +8,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, SupportsIndex
+from typing import Any, Final
 
 from torch import Tensor, nn
 
 from elsa_core.base.inputs import ModelInput, as_cases
 from elsa_core.base.messages import first_line, shown
 from elsa_core.base.processes import environment_kept
-from elsa_core.errors import ArgumentError, ElsaError
+from elsa_core.errors import ElsaError
 from elsa_core.measuring.intervals import FEWEST_ROUNDS, Ratio, middle_means, ratio
 from elsa_core.measuring.rounds import Clock, Sample, Settings, take_samples
 from elsa_core.measuring.timing import Contender
@@ -100,15 +100,9 @@ def profile(
         NothingPatchedError: no site of the model can be patched.
         UnavailableError: a baseline or backend that this machine lacks.
     """
-    if not isinstance(rounds, int) or not isinstance(budget_seconds, int | float):
-        raise TypeError("profile: rounds must be a whole number and budget_seconds a number")
-    if not isinstance(seed, SupportsIndex):
-        raise TypeError(f"seed must be a whole number, not {type(seed).__name__}")
-    if rounds < 1 or not budget_seconds > 0:
-        raise ArgumentError("profile: rounds and budget_seconds must be positive")
+    settings = Settings(rounds, budget_seconds, seed, decide=True)
     model = plain_model(model)
     arguments = next(iter(as_cases(inputs).values()))
-    settings = Settings(rounds, budget_seconds, seed, decide=True)
     device, start = first_tensor(arguments).device, time.perf_counter()
     with shown(progress) as told, on_device(device):
         tell = told or (lambda what, done, total: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -158,6 +159,13 @@ def test_equal_models_are_measured_until_the_budget_ends(monkeypatch: pytest.Mon
     pair = [clock.contender(name, noisy(clock, seed, 0.3, 0.2)) for seed, name in enumerate("ab")]
     rounds.take_samples(pair, CPU, Settings(20, 60.0, decide=True))
     assert 50 < clock.now <= 60
+
+
+def test_a_budget_without_end_and_many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pair = [clock.contender(name, noisy(clock, seed, 0.3, 0.2)) for seed, name in enumerate("ab")]
+    samples = rounds.take_samples(pair, CPU, Settings(2500, math.inf))
+    assert len(samples["a"]) == len(samples["b"]) == 2500
 
 
 def test_slow_calls_are_not_warmed_up_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from elsa_core.patching import find_sites
 from elsa_core.profiling.profile import ProfileReport, profile
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import run_errors
+from elsa_core.profiling.runs.training import profile_training
 from elsa_core.profiling.sites import served
 
 from .conftest import small_vit, two_blocks
@@ -241,6 +242,10 @@ def test_arguments_that_are_wrong() -> None:
         profile(model, torch.randn(1, 3, 50, 50))
     with pytest.raises(ArgumentError, match="rounds"):
         profile(model, images, rounds=0)
+    with pytest.raises(ArgumentError, match="seed"):  # before anything is measured
+        profile(model, images, seed=-1)
+    with pytest.raises(ArgumentError, match="'half' is none of fp32, fp16, bf16"):
+        profile_training(model, images, dtype="half")
     with pytest.raises(ArgumentError, match="precision"):
         profile(model, images, precision="exact")
     with pytest.raises(NothingPatchedError):

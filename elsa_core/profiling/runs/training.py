@@ -127,8 +127,9 @@ def profile_training(
         NothingPatchedError: no site of the model can be patched.
         UnavailableError: a backend that this machine lacks.
     """
-    if rounds < 1 or not budget_seconds > 0:
-        raise ArgumentError("profile: rounds and budget_seconds must be positive")
+    settings = Settings(rounds, budget_seconds, seed, decide)
+    if dtype not in AUTOCAST:
+        raise ArgumentError(f"training: dtype {dtype!r} is none of {', '.join(AUTOCAST)}")
     tell = progress or (lambda what, done, total: None)
     arguments = next(iter(as_cases(inputs).values()))
     first = first_tensor(arguments)
@@ -145,7 +146,6 @@ def profile_training(
     with on_device(first.device):
         ready = prepare(own, arguments, baselines, tell, step=step, **patching)
         clocks = {c.name: c.call.read for c in ready.built.contenders if isinstance(c.call, Step)}
-        settings = Settings(rounds, budget_seconds, seed, decide)
         found, samples = timed(ready, settings, tell, clocks)
     runs = []
     for run in found.runs:
