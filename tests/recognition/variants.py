@@ -384,6 +384,17 @@ def centred_scores_times_keys(m, q, k, v):
 
 
 @look_alike
+def filled_scores_of_little_weight(m, q, k, v):
+    attn = (q @ k.mT).masked_fill(m.hidden, -1e4) * 1e-4
+    return attn.softmax(-1) @ v
+
+
+@look_alike
+def moved_below_what_is_filled_in(m, q, k, v):
+    return (q @ k.mT - 2e4).masked_fill(m.hidden, -1e4).softmax(-1) @ v
+
+
+@look_alike
 def top_weights(m, q, k, v):
     attn = (q @ k.mT).softmax(-1)
     return attn.masked_fill(attn < attn.topk(4, dim=-1).values[..., -1:], 0.0) @ v

@@ -121,9 +121,10 @@ def _added(args: Any, kwargs: Any, *, kind: str = "add") -> Any:
     if isinstance(other, Scores):
         if kind != "sub" or other.stage != MAXIMUM or other.origin is not scores:
             return MISSING
-        return scores.and_then("row", None, scores.dtype)._replace(key=other.key)
+        return scores.and_then("row", 0.0, scores.dtype)._replace(key=other.key)
     if _is_number(other) and math.isfinite(other):
-        return scores.and_then("row", None, scores.dtype)
+        number = float(other) if kind == "add" else -float(other)
+        return scores.and_then("row", number, scores.dtype)
     return _with_tensor(scores, kind, other)
 
 

@@ -32,11 +32,12 @@ SCORES, MAXIMUM, POWERS, SUM, WEIGHTS = "scores", "maximum", "powers", "sum", "w
 USED = "used"
 # Filled in for a masked score: exp of it is 0 beside any score that a model computes.
 LEAST_FILL = -1e4
+_HIDES = -100.0  # such a score does so still, after factors
 
 
 class Term(NamedTuple):
     """One step from the product to the scores: "mul", "div", "add", "sub", "fill" with a mask and a
-    number, or "row", which adds the same to all scores of a row."""
+    number, or "row": the same was added to all scores of a row, of which a number is known or 0."""
 
     kind: str
     value: Any
@@ -191,14 +192,15 @@ def _with_terms(  # noqa: PLR0912, PLR0915
     biases: list[Tensor] = []
     hidden: Tensor | None = None
     finite = shifted = False
+    level, lowest = 0.0, float("-inf")  # a number that the scores were moved by; fills above it
     for term in terms:
         given = term.value
         if term.kind == "row":
-            shifted = True
+            shifted, level = True, level + given
             continue
         if term.kind in ("mul", "div") and not isinstance(given, Tensor):
             factor = given if term.kind == "mul" else 1 / given
-            scale *= factor
+            scale, level, lowest = scale * factor, level * factor, lowest * factor
             biases = [bias * factor for bias in biases]
             if factor <= 0 and hidden is not None:
                 raise RefusedError
@@ -210,6 +212,7 @@ def _with_terms(  # noqa: PLR0912, PLR0915
             if hidden is not None and finite != (term.fill != float("-inf")):
                 raise RefusedError
             finite = term.fill != float("-inf")
+            lowest = max(lowest, term.fill - level)
             hidden = spread if hidden is None else hidden | spread
         elif term.kind in ("add", "sub"):
             if finite:
@@ -228,7 +231,7 @@ def _with_terms(  # noqa: PLR0912, PLR0915
                 k = k * _per_token(factors, batch, keys, range(*ends)).to(k.dtype)
             else:
                 q = q * _per_token(factors, batch, queries, range(ends[1], len(every))).to(q.dtype)
-    if not scale > 0:
+    if not scale > 0 or lowest > _HIDES:
         raise RefusedError
     if finite and hidden is not None:
         # a row that is hidden whole weighs all keys alike: its queries become 0, it hides nothing
