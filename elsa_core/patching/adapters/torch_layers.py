@@ -73,12 +73,13 @@ class ElsaPatchConv2d(nn.Conv2d):
         return "its windows overlap, are padded or grouped"
 
     def forward(self, input: Tensor) -> Tensor:
-        # its settings may have changed since `patch`
-        if not isinstance(input, Tensor):  # of torch.fx
-            return super().forward(input)
-        if input.dim() != 4 or not _cuts_patches(self) or (not input.is_cuda and calls.recorded()):
-            return super().forward(input)
-        if is_small(self, input, input.numel() * self.out_channels, "linear"):
+        if (
+            not isinstance(input, Tensor)  # of torch.fx
+            or (not input.is_cuda and calls.recorded())
+            or is_small(self, input, input.numel() * self.out_channels, "linear")
+            or input.dim() != 4
+            or not _cuts_patches(self)  # its settings may have changed since `patch`
+        ):
             return super().forward(input)
         height, width = self.weight.shape[2:]
         rows, columns = input.shape[2] // height, input.shape[3] // width
