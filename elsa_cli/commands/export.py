@@ -157,6 +157,11 @@ def _check_early(model: str, options: Options) -> tuple[str, ...]:
         raise click.UsageError(
             "--quantize is made of model.onnx in fp32: name onnx in --formats and leave --dtype out"
         )
+    if options.dtype == "bf16" and "onnx" in options.formats:
+        raise click.UsageError(
+            "model.onnx cannot be verified in bfloat16: use --dtype fp16, or leave onnx out "
+            "of --formats"
+        )
     names.check(model)
     names.check_file(options.sign, "private key")
     if options.gpu_archs and options.device == "cpu":
@@ -227,9 +232,10 @@ def _show(session: Session, bundle: Bundle) -> None:
         heads = [f"  against {cost['against']}", ">mean error", ">largest", ">class changed"]
         table = [[f"  {name}", *cells] for name, *cells in cost_rows(cost)]
         session.table(heads, table, wrap=1)
+        yours = "" if "images " in cost["inputs"] else "; --images DIR measures it on yours"
         session.line(f"{cost['rows']} inputs: {cost['inputs']}; the exact "
                      f"{manifest['outputs'][0]['name']} spread by {cost['output_std']:.2g} "
-                     "(standard deviation); --images DIR measures it on yours", "dim")  # fmt: skip
+                     f"(standard deviation){yours}", "dim")  # fmt: skip
         session.line()
     for each in bundle.artefacts:
         if each.openvino not in ("", "ok"):

@@ -90,6 +90,7 @@ def test_a_bundle_says_what_was_assumed(elsa: Elsa, tmp_path: Path) -> None:
         (("--gpu-archs", "sm_75"), 2, ("sm_75 is unknown: choose of sm_80, ",)),
         (("--gpu-archs", "sm_80,ninety"), 2, ("'ninety' is no architecture (like sm_90)",)),
         (("--gpu-archs", "sm_80", "--device", "cpu"), 2, ("--gpu-archs", "--device cuda")),
+        (("--dtype", "bf16"), 2, ("model.onnx", "bfloat16", "--formats")),
         (("--tower", "image"), 2, ("--tower", "not a CLIP")),
         (("--dynamic-size", "--formats", "onnx"), 2, ("--dynamic-size",)),
         (("--include", "nothing.*"), 1, ("nothing to patch",)),
