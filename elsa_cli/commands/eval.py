@@ -14,7 +14,7 @@ from elsa_cli.options import Options, elsa_command
 if TYPE_CHECKING:
     from elsa_core.proof import EvalReport, LabelledImages
 
-_SHOWN = 10  # images of which the table tells; --json has all
+_SHOWN = 10  # images that are named one by one; --json has all
 
 
 @elsa_command(
@@ -102,11 +102,7 @@ def _show(session: Session, outcome: EvalReport, found: LabelledImages) -> None:
     session.line(f"{outcome.images} images, {outcome.labelled} with a class ({found.how})")
     session.table(["", ">original", ">patched"], outcome.rows())
     session.line()
-    rows = [
-        [found.name(one.index), str(one.label) if one.label >= 0 else "", str(one.original),
-         str(one.patched), f"{one.margin:.1e}"]
-        for one in outcome.changed[:_SHOWN]
-    ]  # fmt: skip
+    rows = outcome.changed_rows(found.name)
     session.table(["class changed", ">label", ">original", ">patched", ">margin"], rows)
     if rows:
         more = len(outcome.changed) - len(rows)

@@ -86,6 +86,8 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
     if good:
         step = session.again("patch", "--check", without=("--force",), valued=("--html",))
         session.line(f"Next: {step}", "dim")
+    elif not found.sites:
+        session.line("Next: elsa list (models with attention)", "dim")
 
 
 def _show_bundle(session: Session, path: Path) -> None:

@@ -82,7 +82,7 @@ def command(session: Session, /, glob: str | None, everything: bool, **_: Any) -
     found.sort(key=lambda model: not model.name.lower().startswith(wanted))  # those come first
     if not found:
         close = names.close_names(glob or "")
-        hint = f"; close names: {', '.join(close)}" if close else ""
+        hint = f"; close names: {', '.join(close)}" if close else "; `elsa list` names all"
         raise ModelFileError(f"no model of an installed library matches {glob!r}{hint}")
     shown = found if everything else [model for model in found if model.patchable != 0]
     results = {

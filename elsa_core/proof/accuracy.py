@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -74,14 +74,18 @@ class EvalReport(Summarised):
     def summary(self) -> Summary:
         count = len(self.changed)
         title = f"{self.images} images · {count or 'no'} class{'es' * (count != 1)} changed"
-        changed = [
-            (str(one.index), str(one.label) if one.label >= 0 else "", str(one.original),
-             str(one.patched), f"{one.margin:.1e}")
-            for one in self.changed[:_SHOWN]
-        ]  # fmt: skip
+        changed = self.changed_rows(str)
         columns = (">image", ">label", ">original", ">patched", ">margin")
         then = Summary("classes that changed", columns, changed) if changed else None
         return Summary(title, ("", ">original", ">patched"), self.rows(), then=then)
+
+    def changed_rows(self, name: Callable[[int], str]) -> list[tuple[str, ...]]:
+        """The first images whose class changed, as text; `name` names the image at a place."""
+        return [
+            (name(one.index), str(one.label) if one.label >= 0 else "", str(one.original),
+             str(one.patched), f"{one.margin:.1e}")
+            for one in self.changed[:_SHOWN]
+        ]  # fmt: skip
 
     @property
     def speed_text(self) -> str:

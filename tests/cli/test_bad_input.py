@@ -180,6 +180,7 @@ def test_a_model_without_attention(elsa: Elsa) -> None:
     answer = elsa("inspect", "resnet18")
     assert answer.code == 0
     assert "no attention found in resnet18" in answer.out
+    assert answer.out.splitlines()[-1] == "Next: elsa list (models with attention)"
     assert "\n\n\n" not in answer.out
 
 
