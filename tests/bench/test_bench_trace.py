@@ -161,3 +161,13 @@ def test_a_backend_of_another_package_is_proved(
                 3: "error: backend='toy' tells no partition"}[status] in err  # fmt: skip
         assert ("✗ no" in out) is (status == 1)
     assert run([*arguments, "--backend", "sdpa"]) == 3  # PyTorch's kernels tell nothing
+
+
+def test_entmax_is_not_traced_as_softmax(capsys: pytest.CaptureFixture[str]) -> None:
+    """The traces named cases of entmax, and were of softmax attention on the same shapes."""
+    arguments = ["bench", "attention", "--trace", "--device", "cpu", "--case"]
+    assert run([*arguments, "vit/1x12x197*", "--case", "entmax/8x12x197*"]) == 0
+    out, _ = capsys.readouterr()
+    assert "1 call traced" in out and "entmax" not in out
+    assert run([*arguments, "entmax/8x12x197*"]) == 2
+    assert "none of these calls is of softmax attention" in capsys.readouterr().err

@@ -74,7 +74,8 @@ def test_calls_without_tiles_are_refused() -> None:
     with pytest.raises(ArgumentError, match="lean shares its tiles with strict"):
         listed(precision="lean")
     several = replace(CASE, precisions=("strict", "turbo", "lean"))
-    assert tune.tasks_of([several]) == [(several, "strict"), (several, "turbo")]
+    entmax = replace(CASE, table="entmax")
+    assert tune.tasks_of([several, entmax]) == [(several, "strict"), (several, "turbo")]
     with pytest.raises(ArgumentError, match="cpu has no tile table"):
         tune.run([CASE], device=torch.device("cpu"), settings=Settings())
 

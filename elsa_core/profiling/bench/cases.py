@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SWEEP_TOKENS: Final = (16, 49, 64, 100, 197, 256, 577, 785, 1025, 2048)
 SWEEP_HEAD_DIMS: Final = (32, 64, 80, 128)
 GRADIENTS_TABLE: Final = "gradients"  # a forward, and the gradients of all that went into it
+ENTMAX_TABLE: Final = "entmax"  # another function than softmax attention
 VARLEN_TABLE: Final = "varlen"  # its batches are sequences of different length
 WINDOW_IMAGES: Final = 4  # images that the windows of a case come from
 
@@ -218,6 +219,14 @@ def bench_of(case: Case) -> Bench:
     """What measures a case: that of the operator in whose tables it is, or of attention."""
     own = (b for b in _benches() if any(case.table in each for each in b.tables.values()))
     return next(own, ops.ATTENTION.part("bench"))
+
+
+def of_softmax(cases: Sequence[Case], flag: str) -> tuple[Case, ...]:
+    """The calls of softmax attention, whose partitions and tiles `flag` is about."""
+    found = tuple(case for case in cases if case.table != ENTMAX_TABLE)
+    if not found:
+        raise ArgumentError(f"{flag}: none of these calls is of softmax attention")
+    return found
 
 
 def select(device_type: str, precision: str | None = None, **chosen: Any) -> tuple[Case, ...]:

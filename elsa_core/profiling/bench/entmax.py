@@ -17,7 +17,7 @@ from torch import Tensor
 from elsa_core import ops
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops.entmax.api import entmax_attention, explain_entmax_attention
-from elsa_core.profiling.bench.cases import Case, Inputs, square
+from elsa_core.profiling.bench.cases import ENTMAX_TABLE, Case, Inputs, square
 from elsa_core.profiling.bench.peers import Bench, of_elsa, too_large
 
 ALPHA: Final = 1.5
@@ -92,8 +92,8 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Te
 ENTMAX = Bench(
     {
         device: {
-            "entmax": tuple(
-                square("entmax", shape, dtype=dtype, quick=shape in _QUICK)
+            ENTMAX_TABLE: tuple(
+                square(ENTMAX_TABLE, shape, dtype=dtype, quick=shape in _QUICK)
                 for dtype in dtypes
                 for shape in shapes
             )

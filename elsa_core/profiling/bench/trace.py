@@ -31,7 +31,7 @@ from elsa_core.monoid import State
 from elsa_core.ops.attention.api import attention
 from elsa_core.precision import unit_roundoff
 from elsa_core.profiling.bench.attention import TURBO_ULP
-from elsa_core.profiling.bench.cases import Case, Inputs, inputs
+from elsa_core.profiling.bench.cases import Case, Inputs, inputs, of_softmax
 from elsa_core.profiling.runs.runs import Progress
 
 _ROWS: Final = 32  # sampled query rows of each sampled head
@@ -85,7 +85,7 @@ def run(
     progress: Progress = lambda what, done, total: None,
 ) -> tuple[Trace, ...]:  # fmt: skip
     """Trace `cases` on `device`, each in its first precision."""
-    traces = []
+    traces, cases = [], of_softmax(cases, "--trace")
     for i, case in enumerate(cases):
         progress(case.name, i, len(cases))
         traces.append(trace(case, device, case.precisions[0], backend=backend, seed=seed))

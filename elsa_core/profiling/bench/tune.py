@@ -32,7 +32,7 @@ from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.timing import Contender
 from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench.attention import Settings
-from elsa_core.profiling.bench.cases import Case, inputs
+from elsa_core.profiling.bench.cases import Case, inputs, of_softmax
 from elsa_core.profiling.bench.runner import require_gpu
 from elsa_core.profiling.bench.trace import sample_of, tolerance
 from elsa_core.profiling.runs.runs import Progress
@@ -193,7 +193,7 @@ def tasks_of(cases: Sequence[Case]) -> list[tuple[Case, str]]:
     """Each case in each of its precisions that has tiles of its own."""
     return [
         (case, precision)
-        for case in cases
+        for case in of_softmax(cases, "--tune")
         for precision in case.precisions
         if precision != "lean" or case.precisions == ("lean",)
     ]
