@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from onnx_files import no_worse, run
+from test_torch_onnx import exported
 from torch import Tensor, nn
 
 import elsa_core as elsa
@@ -111,18 +112,12 @@ def test_no_library_is_asked_for_the_node(mode: str, tmp_path: Path) -> None:
     all_no_worse(run(path, x, y), model, x, y)
 
 
-@pytest.mark.parametrize("dynamo", [True, False])
-def test_torch_onnx_writes_standard_operators(dynamo: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["dynamo", "torchscript"])
+def test_torch_onnx_writes_standard_operators(way: str, tmp_path: Path) -> None:
     model, (x, y) = Terms().eval(), operands((3, 5), torch.float32)
     path = tmp_path / "model.onnx"
-    if dynamo:
-        batch = torch.export.Dim("batch")
-        how: dict[str, Any] = {"dynamic_shapes": ({0: batch}, {0: batch}), "verbose": False}
-    else:
-        axes = {name: {0: "batch"} for name in ("x", "y")}
-        how = {"dynamo": False, "input_names": list(axes), "dynamic_axes": axes}
-    torch.onnx.export(model, (x[:2], y[:2]), str(path), opset_version=18, **how)
-    assert not [node for node in onnx.load(path).graph.node if node.domain]
+    found = exported(model, (x[:2], y[:2]), way, 18, path)
+    assert not [node for node in found.graph.node if node.domain]
     all_no_worse(run(path, x, y), model, x, y)
 
 

@@ -68,6 +68,14 @@ def images(kind: str, batch: int = 2) -> Tensor:
     return torch.randn(batch, 3, side, side)
 
 
+def frozen() -> tuple[Any, Tensor]:
+    """A patched and frozen Swin V2, and images for it."""
+    model = make("swin-v2")
+    patch(model)
+    elsa.freeze(model)
+    return model, images("swin-v2")
+
+
 @torch.no_grad()
 def assert_follows(model: nn.Module, x: Tensor) -> None:
     """Patched, the model errs at most twice as much as unpatched with the same weights."""
@@ -159,9 +167,7 @@ def test_what_ends_a_freeze(kind: str, thaw: str) -> None:
 
 def test_a_frozen_model_computes_with_what_was_kept() -> None:
     """The promise that the caller gives, shown by breaking it."""
-    model, x = make("swin-v2"), images("swin-v2")
-    patch(model)
-    elsa.freeze(model)
+    model, x = frozen()
     attention = model.layers[0].blocks[0].attn
     with torch.no_grad():
         before = model(x)
@@ -203,9 +209,7 @@ def test_a_frozen_model_under_autocast() -> None:
 
 @torch.no_grad()
 def test_copies_and_pickles_are_not_frozen() -> None:
-    model, x = make("swin-v2"), images("swin-v2")
-    patch(model)
-    elsa.freeze(model)
+    model, x = frozen()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert not any(site in derived.KEPT for site in patched_sites(other).values())
@@ -229,9 +233,7 @@ def test_what_is_kept_ends_with_its_model() -> None:
 @torch.no_grad()
 def test_hooks_and_modes_of_a_position_network_count() -> None:
     """Its result is not kept where a part of it must run: for a hook, or because it drops."""
-    model, x = make("swin-v2"), images("swin-v2")
-    patch(model)
-    elsa.freeze(model)
+    model, x = frozen()
     attention = model.layers[0].blocks[0].attn
     attention.cpb_mlp[2].register_forward_hook(lambda module, given, out: out * 3)
     assert_follows(model, x)
