@@ -61,6 +61,7 @@ def agree(held: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 def test_a_call_is_captured_once_and_replayed_for_other_values(tape: Tape, net: Net) -> None:
     held = elsa.graphed(net)
+    assert not held.training  # as the model is
     kept = []
     for _ in range(4):
         x = inputs()
@@ -387,6 +388,21 @@ def test_what_no_graph_may_hold_is_the_models_own_call(
         assert all(result is x for result in results)
     if reason == "writes to a tensor":  # the runs before them are undone
         assert [float(r[0, 0] / x[0, 0]) for r in results] == pytest.approx([1, 2, 3])
+
+
+class Making(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        made = x * 2
+        made.add_(1)  # before it makes anything else
+        return made * torch.tensor(3.0)
+
+
+def test_what_a_call_makes_it_may_write_and_read(tape: Tape) -> None:
+    model = Making().eval()
+    held = elsa.graphed(model)
+    for _ in range(3):
+        agree(held, model, inputs())
+    assert tape.captures == held.captures == 1
 
 
 def test_a_capture_that_fails(tape: Tape, net: Net, caplog: pytest.LogCaptureFixture) -> None:
