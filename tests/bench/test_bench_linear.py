@@ -188,15 +188,14 @@ def test_a_table_beside_that_of_tiles():
 @pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize(
     "change",
-    [{"schema": 9}, {"elsa_version": "0"}, {"least_work": "x"}, {"least_work": -1}, None],
-)
+    [{"schema": 9}, {"elsa_version": "0"}, {"least_work": "x"}, {"least_work": -1}, "[1",
+     "[" * 100_000],
+    ids=lambda change: str(change)[:20],
+)  # fmt: skip
 def test_a_faulty_table_is_left_aside_with_a_warning(caplog, change):
-    text = (
-        "[1"
-        if change is None
-        else json.dumps(json.loads(usertable.linear_document(1, [], {})) | change)
-    )
-    written(text)
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(usertable.linear_document(1, [], {})) | change)
+    written(change)
     with caplog.at_level("WARNING", "elsa"):
         assert usertable.least_work(GPU) is None
     assert "left aside" in caplog.text

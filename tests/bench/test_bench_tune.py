@@ -156,17 +156,22 @@ def test_new_rows_replace_those_for_the_same_calls() -> None:
         ({"block_n": 8}, "too few rows"),
         ({"stages": "many"}, "stages 'many'"),
         ({"mode": "fast"}, "mode 'fast'"),
-        (None, "Expecting"),
+        ({"keys": "many"}, "keys 'many'"),
+        ({"programs": [1]}, "programs [1]"),
+        ({"over_dim": None}, "over_dim None"),
+        ("{", "Expecting"),
+        ("[" * 100_000, "not a tuning table"),
     ],
+    ids=lambda given: str(given)[:20],
 )
 def test_a_broken_table_is_left_aside_with_one_warning(
-    change: dict[str, Any] | None, word: str, caplog: pytest.LogCaptureFixture
+    change: dict[str, Any] | str, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = usertable.write(usertable.path("GPU"), (row(),), {})
     data = json.loads(path.read_text())
-    for key, value in (change or {}).items():
+    for key, value in change.items() if isinstance(change, dict) else ():
         (data if key in data else data["tiles"][0])[key] = value
-    path.write_text("{" if change is None else json.dumps(data))
+    path.write_text(change if isinstance(change, str) else json.dumps(data))
     with caplog.at_level(logging.WARNING, logger="elsa"):
         assert usertable.joined(TABLE, "GPU") is TABLE
     assert len(caplog.records) == 1 and word in caplog.text

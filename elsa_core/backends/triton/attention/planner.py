@@ -47,14 +47,14 @@ def plan_call(
         problem = replace(problem, tiles=tiles or tiles_of(problem, specialized))
     schedule = next(each for each in schedules.SCHEDULES if each.serves(problem))
     b, heads, n_q, _ = q.shape
-    launches, workspace = schedule.plan(problem)
+    launches, workspace, words = schedule.plan(problem)
     states = None
     if launches and launches["fold"].grid[1] > 1:
         fold = launches["fold"]
         states = fold.grid[1], b * heads * n_q, v.shape[3]
         launches["merge"] = _merge(heads, n_q, *states, overlap=fold.tail["OVERLAP"])
     out_shape = (b, heads, n_q, v.shape[3])
-    return Call(schedule, out_shape, schedule.words(problem), launches, workspace, states)
+    return Call(schedule, out_shape, words, launches, workspace, states)
 
 
 def plan_state(*arguments: Any) -> Call:

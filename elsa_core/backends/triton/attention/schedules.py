@@ -91,16 +91,15 @@ class Call:
 class Schedule:
     """One way to serve a call.
 
-    name: unique among schedules. serves: whether it takes a problem. plan: its launches, and the
-    float16 elements of its workspace. takes: the pointers of `fold`, as `planner.execute` names
-    them. words: the schedule in the words of `explain`.
+    name: unique among schedules. serves: whether it takes a problem. plan: its launches, the
+    float16 elements of its workspace, and the schedule in the words of `explain`. takes: the
+    pointers of `fold`, as `planner.execute` names them.
     """
 
     name: str
     serves: Callable[[Problem], bool]
-    plan: Callable[[Problem], tuple[dict[str, Launch], int]]
+    plan: Callable[[Problem], tuple[dict[str, Launch], int, str]]
     takes: tuple[str, ...]
-    words: Callable[[Problem], str]
 
 
 def _shared(problem: Problem, unit: int) -> dict[str, Any]:
@@ -113,14 +112,6 @@ def _shared(problem: Problem, unit: int) -> dict[str, Any]:
     for name, t in zip("qkv", operands, strict=True):
         tail |= layout.strides(name, t, unit)
     return tail
-
-
-def _decode_partitions(problem: Problem) -> tuple[int, int]:
-    """(partitions, keys of a partition)."""
-    shape = problem.shape
-    table, multiprocessors = device.device_table(problem.query.get_device())
-    rows = shape.batch * shape.heads
-    return tiling.decode_partitions(rows, shape.keys, multiprocessors, table.decode)
 
 
 def decode_tail(problem: Problem, unit: int, unit_d: bool) -> dict[str, Any]:
@@ -136,12 +127,13 @@ def decode_tail(problem: Problem, unit: int, unit_d: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _plan_decode(problem: Problem) -> tuple[dict[str, Launch], int]:
+def _plan_decode(problem: Problem) -> tuple[dict[str, Launch], int, str]:
     from elsa_core.backends.triton.attention.decode import decode
 
     q, shape = problem.query, problem.shape
-    knobs = device.device_table(q.get_device())[0].decode
-    parts, chunk = _decode_partitions(problem)
+    table, multiprocessors = device.device_table(q.get_device())
+    rows, knobs = shape.batch * shape.heads, table.decode
+    parts, chunk = tiling.decode_partitions(rows, shape.keys, multiprocessors, knobs)
     unit, unit_d = layout.row_unit((problem.key, problem.value))
     if any(s % unit for s in q.stride()[:2]):
         unit = 1
@@ -149,16 +141,11 @@ def _plan_decode(problem: Problem) -> tuple[dict[str, Launch], int]:
         "chunk": chunk, "MASK": layout.mask_kind(problem.mask),
         "PARTIAL": parts > 1, "OVERLAP": parts > 1 and device.overlaps(q.device),
     }  # fmt: skip
-    grid = (shape.batch * shape.heads, parts)
-    return {"fold": Launch(decode, grid, tail, {"num_warps": knobs["warps"]})}, 0
+    words = f"one query: keys streamed by {rows} x {parts} programs, float32 FMA"
+    return {"fold": Launch(decode, (rows, parts), tail, {"num_warps": knobs["warps"]})}, 0, words
 
 
-def _decode_words(problem: Problem) -> str:
-    rows, parts = problem.shape.batch * problem.shape.heads, _decode_partitions(problem)[0]
-    return f"one query: keys streamed by {rows} x {parts} programs, float32 FMA"
-
-
-def _plan_on_chip(problem: Problem) -> tuple[dict[str, Launch], int]:
+def _plan_on_chip(problem: Problem) -> tuple[dict[str, Launch], int, str]:
     from elsa_core.backends.triton.attention import one_launch
 
     q, k, v, shape, t = problem.query, problem.key, problem.value, problem.shape, problem.tile
@@ -175,14 +162,10 @@ def _plan_on_chip(problem: Problem) -> tuple[dict[str, Launch], int]:
         "D0": d0, "V0": v0,
     }  # fmt: skip
     programs = shape.batch * shape.heads * -(-shape.queries // t.block_m)
-    return {"fold": Launch(one_launch.forward, (programs,), tail, {"num_warps": t.warps})}, 0
-
-
-def _on_chip_words(problem: Problem) -> str:
-    text = f"one program per {problem.tile.block_m} queries, with all keys on chip"
+    words = f"one program per {t.block_m} queries, with all keys on chip"
     if problem.mode == "single":
-        text += "; strict's products, faster here in their one launch"
-    return text
+        words += "; strict's products, faster here in their one launch"
+    return {"fold": Launch(one_launch.forward, (programs,), tail, {"num_warps": t.warps})}, 0, words
 
 
 def fold_tail(problem: Problem) -> dict[str, Any]:
@@ -260,16 +243,19 @@ def ahead_launch(problem: Problem, tail: dict[str, Any]) -> tuple[Launch, int]:
     return Launch(split_ahead, (count, 2), own, {"num_warps": 4}), -(-count // 8) * 64 + halves
 
 
-def _plan(problem: Problem) -> tuple[dict[str, Launch], int]:
+def _plan(problem: Problem) -> tuple[dict[str, Launch], int, str]:
     kernel: Any
     tail, launches, workspace, p = fold_tail(problem), {}, 0, problem.tiles
     assert p is not None
     options, own, rows = fold_options(problem, tail), tail, problem.shape.queries
+    words = f"{p.tile.block_m} queries x {p.tile.block_n} keys"
     if p.tile.ahead:
         launches["ahead"], workspace = ahead_launch(problem, tail)
+        words += ", keys and values split ahead"
     if p.tile.specialized:
         from elsa_core.backends.triton.attention.hopper import forward as kernel
 
+        words += ", copied by warps of their own"
         del options["num_stages"]
         own = tail | {
             "scale": tail["scale"] * tail["flip"],
@@ -281,7 +267,10 @@ def _plan(problem: Problem) -> tuple[dict[str, Launch], int]:
     launches["fold"] = Launch(kernel, (programs, p.partitions), own, options)
     if p.tile.specialized:
         launches["fma_fallback"] = fallback_launch(problem, tail)
-    return launches, workspace
+    if p.partitions == 1:
+        return launches, workspace, f"full fold: one program per {words}"
+    parts = f"split keys: {p.partitions} partitions of {p.chunk}, merged by a tree"
+    return launches, workspace, f"{parts}; {words}"
 
 
 def fallback_launch(problem: Problem, tail: dict[str, Any]) -> Launch:
@@ -299,36 +288,21 @@ def fallback_launch(problem: Problem, tail: dict[str, Any]) -> Launch:
     return Launch(fma_fallback.fma_fallback, grid, {**tail, "blocks": blocks}, options)
 
 
-def _words(problem: Problem) -> str:
-    p, t = problem.tiles, problem.tile
-    assert p is not None
-    size = f"{t.block_m} queries x {t.block_n} keys"
-    where = ", keys and values split ahead" if t.ahead else ""
-    if t.specialized:
-        where += ", copied by warps of their own"
-    if p.partitions == 1:
-        return f"full fold: one program per {size}{where}"
-    parts = f"split keys: {p.partitions} partitions of {p.chunk}, merged by a tree"
-    return f"{parts}; {size}{where}"
-
-
 _FOLDED = ("q", "k", "v", "mask", "halves", "out", "lse")
 EMPTY = Schedule(
     "empty", lambda p: not (p.query.numel() and p.key.numel() and p.value.numel()),
-    lambda _: ({}, 0), (), lambda _: "nothing to compute: zeros",
+    lambda _: ({}, 0, "nothing to compute: zeros"), (),
 )  # fmt: skip
 DECODE = Schedule(
-    "decode", lambda p: p.shape.queries == 1, _plan_decode, ("q", "k", "v", "mask", "out", "lse"),
-    _decode_words,
-)  # fmt: skip
+    "decode", lambda p: p.shape.queries == 1, _plan_decode, ("q", "k", "v", "mask", "out", "lse")
+)
 ONE_LAUNCH = Schedule(
-    "one_launch", lambda p: p.tile.one_launch, _plan_on_chip, ("q", "k", "v", "out", "lse"),
-    _on_chip_words,
-)  # fmt: skip
+    "one_launch", lambda p: p.tile.one_launch, _plan_on_chip, ("q", "k", "v", "out", "lse")
+)
 HOPPER = Schedule(
     "hopper", lambda p: p.tile.specialized and p.tile.ahead, _plan,
-    ("q", "halves", "flags", "out", "lse"), _words,
+    ("q", "halves", "flags", "out", "lse"),
 )  # fmt: skip
-SPLIT_AHEAD = Schedule("split_ahead", lambda p: p.tile.ahead, _plan, _FOLDED, _words)
-FORWARD = Schedule("forward", lambda p: p.tiles is not None, _plan, _FOLDED, _words)
+SPLIT_AHEAD = Schedule("split_ahead", lambda p: p.tile.ahead, _plan, _FOLDED)
+FORWARD = Schedule("forward", lambda p: p.tiles is not None, _plan, _FOLDED)
 SCHEDULES = (EMPTY, DECODE, ONE_LAUNCH, HOPPER, SPLIT_AHEAD, FORWARD)

@@ -23,12 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elsa_core.backends.triton.attention.tiling import (
-    Shape,
-    Table,
-    Tile,
-    padded_dim,
-)
+from elsa_core.backends.triton.attention.tiling import Shape, Table, Tile, padded_dim
 from elsa_core.base.files import write_text
 from elsa_core.base.version import __version__
 
@@ -108,7 +103,7 @@ def read(file: Path) -> tuple[UserTile, ...]:
         tiles = tuple(UserTile(**row) for row in document(file)["tiles"])
         for tile in tiles:
             _check(tile)
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a tuning table ({type(error).__name__}: {error})") from error
     return tiles
 
@@ -132,9 +127,13 @@ def _check(tile: UserTile) -> None:
         size = getattr(tile, name)
         if not isinstance(size, int) or not 1 <= size <= 256 or size & (size - 1):
             raise ValueError(f"{name} {size!r} is not a power of two up to 256")
-    for name in ("stages", "registers", "dim", "least_keys", "least_rows", "most_rows"):
-        if not isinstance(getattr(tile, name), int) or getattr(tile, name) < 0:
-            raise ValueError(f"{name} {getattr(tile, name)!r} is not a count")
+    counts = ("stages", "registers", "dim", "over_dim", "least_keys", "least_rows", "most_rows")
+    for name in (*counts, "keys", "programs"):
+        count = getattr(tile, name)
+        if count is None and name not in counts:
+            continue  # any number
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"{name} {count!r} is not a count")
     if min(tile.stages, tile.dim) < 1 or min(tile.block_m, tile.block_n) < 16:
         raise ValueError("a tile of too few rows, keys or stages")
     if tile.specialized and not _exists(tile):
@@ -200,7 +199,7 @@ def least_work(gpu: str) -> int | None:
         least = document(file)["least_work"]
         if least is not None and (type(least) is not int or least < 0):
             raise ValueError(f"least_work {least!r} is not a count")
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error if isinstance(error, (ValueError, OSError)) else f"not a table: {error!r}"
         _LOG.warning("the user's table of products is left aside: %s: %s", file, reason)
         return None
