@@ -164,6 +164,7 @@ def _check(kind: str, options: Options) -> None:
 
 
 def _attention(session: Session, options: Options, published: Document | None) -> None:
+    from elsa_core.profiling import figures
     from elsa_core.profiling.bench import cases
     from elsa_core.profiling.bench.attention import Settings
 
@@ -205,6 +206,8 @@ def _attention(session: Session, options: Options, published: Document | None) -
     else:
         if options.plot is not None:
             names.check_new(options.plot, options.force)
+            planned = [{"case": case.to_dict(), "measurements": []} for case in chosen]
+            figures.family({"results": {"cases": planned}})  # is there one to draw
         bench_common.check_output(device, options, resumes=False)
         _measure(session, chosen, settings, device, options, published)
 

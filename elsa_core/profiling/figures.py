@@ -12,6 +12,7 @@ from typing import Any, Final
 from elsa_core.base.files import staged_file
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring.environment import label
+from elsa_core.profiling.bench.cases import OTHER_TABLES
 from elsa_core.profiling.document import DONE, Document
 from elsa_core.profiling.page import metrics
 
@@ -74,17 +75,20 @@ def family(document: Document) -> tuple[str, dict[str, Points], dict[str, Points
     families: defaultdict[tuple[Any, ...], dict[int, Document]] = defaultdict(dict)
     for result in document["results"]["cases"]:
         case = result["case"]
+        kind = case["table"] if case["table"] in OTHER_TABLES else ""
         decode = case["queries"] == 1
-        key = (case["batch"], case["heads"], case["head_dim"], case["dtype"], case["mask"], decode)
+        key = (case["batch"], case["heads"], case["head_dim"], case["dtype"], case["mask"], decode,
+               kind)  # fmt: skip
         families[key].setdefault(int(case["keys"]), result)
     best = max(families, default=None,
                key=lambda key: (len(families[key]), key[2] == 64, key[4] == "none"))  # fmt: skip
     if best is None or len(families[best]) < 2:
         raise ArgumentError("plot: no two of these cases differ in length alone; measure a sweep")
-    batch, heads, head_dim, dtype, mask, decode = best
+    batch, heads, head_dim, dtype, mask, decode, kind = best
     title = f"{dtype} attention, batch {batch}, {heads} heads, head_dim {head_dim}"
     title += ", additive mask" if mask != "none" else ""
     title += ", one query" if decode else ""
+    title += f", {kind}" if kind else ""
     times: defaultdict[str, Points] = defaultdict(list)
     memory: defaultdict[str, Points] = defaultdict(list)
     for tokens, result in sorted(families[best].items()):

@@ -43,6 +43,24 @@ def test_the_longest_family_is_drawn(document: dict[str, Any]) -> None:
         figures.family(document)
 
 
+def test_operators_are_not_drawn_as_one_line(document: dict[str, Any]) -> None:
+    """A length of packed sequences stood in the line of plain attention, if that lacked it."""
+    document["results"]["cases"] += [case(n, table="varlen") for n in (64, 128, 256, 512)]
+    title, times, _ = figures.family(document)
+    assert title == "fp32 attention, batch 1, 12 heads, head_dim 64, varlen"
+    assert [tokens for tokens, _ in times["elsa-strict"]] == [64, 128, 256, 512]
+
+
+def test_a_plot_of_one_length_is_refused_before_it_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out, plot = tmp_path / "a.json", tmp_path / "a.png"
+    arguments = ["bench", "attention", "--device", "cpu", "--allow-busy", "--shape", "1,2,9,16"]
+    assert run([*arguments, "-o", str(out), "--plot", str(plot)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "no two of these cases differ" in said.err
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_plots_are_written_whole(document: dict[str, Any], tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")

@@ -25,6 +25,7 @@ SWEEP_HEAD_DIMS: Final = (32, 64, 80, 128)
 GRADIENTS_TABLE: Final = "gradients"  # a forward, and the gradients of all that went into it
 ENTMAX_TABLE: Final = "entmax"  # another function than softmax attention
 VARLEN_TABLE: Final = "varlen"  # its batches are sequences of different length
+OTHER_TABLES: Final = (ENTMAX_TABLE, VARLEN_TABLE, GRADIENTS_TABLE)  # not of one forward's softmax
 WINDOW_IMAGES: Final = 4  # images that the windows of a case come from
 
 
