@@ -147,12 +147,13 @@ class Session:
     ) -> str:
         """A next step: this command line as `command`, with words added and flags left out, those
         that are `valued` with their values."""
+        attached = tuple(f"{flag}=" if flag.startswith("--") else flag for flag in valued)
         words = [
             word
             for last, word in pairwise(self.arguments)
             if word not in (*without, *valued)
             and last not in valued
-            and not word.startswith(tuple(f"{flag}=" for flag in valued))
+            and not word.startswith(attached)
         ]
         return shlex.join(["elsa", command, *words, *(a for a in added if a not in words)])
 

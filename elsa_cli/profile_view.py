@@ -8,7 +8,6 @@ from typing import Any
 
 from elsa_cli.console import Session
 from elsa_cli.options import Options
-from elsa_core.base.messages import side
 from elsa_core.profiling import words
 from elsa_core.profiling.document import DONE
 from elsa_core.profiling.runs import variants
@@ -16,6 +15,13 @@ from elsa_core.profiling.runs import variants
 Document = dict[str, Any]
 
 _SLOWEST = 10
+# What of a command line is about measuring alone, or what a plan says itself.
+_OF_PROFILE = ("--sites", "--no-sites", "--no-errors", "--force")
+_VALUED_OF_PROFILE = (
+    "--budget", "--rounds", "--baselines", "--policy", "--plan", "--batch-size", "-b", "--include",
+    "--exclude", "--scope", "--precision", "--backend", "--output", "-o", "--resume", "--html",
+    "--plot",
+)  # fmt: skip
 
 
 def show(session: Session, document: Document) -> None:
@@ -41,29 +47,22 @@ def show(session: Session, document: Document) -> None:
 
 
 def next_steps(session: Session, document: Document, options: Options) -> None:
-    model = document["results"]["model"]["given"]
     if options.policy is not None:
         # What loads the profiled model again, where there was one size and dtype, on the device
         # whose times the plan rests on.
-        line = ["elsa", "patch", model]
-        if options.img_size is not None and len(options.img_size) == 1:
-            line += ["--img", side(options.img_size[0])]
-        if options.seed:
-            line += ["--seed", str(options.seed)]
-        if len(options.dtype) == 1 and options.dtype[0] != "fp32":
-            line += ["--dtype", options.dtype[0]]
-        if options.arch is not None:
-            line += ["--arch", options.arch]
-        if options.device != "auto":
-            line += ["--device", options.device]
-        line += [*["--pretrained"] * options.pretrained, "--plan", str(options.plan), "-o", "DIR"]
-        session.line(f"Next: {shlex.join(line)}", "dim")
+        swept = [*["--img", "--img-size"] * (len(options.img_size or ()) > 1),
+                 *["--dtype"] * (len(options.dtype) > 1)]  # fmt: skip
+        line = session.again(
+            "patch", "--plan", str(options.plan), "-o", "DIR", without=_OF_PROFILE,
+            valued=(*_VALUED_OF_PROFILE, *swept),
+        )  # fmt: skip
+        session.line(f"Next: {line}", "dim")
     elif options.html is None and options.plot is None:
         # --output becomes the --resume that reads what it wrote
         again = (re.sub("^(-o|--output)$", "--resume", word) for word in session.arguments[1:])
         again = (re.sub("^(-o|--output=)(?=.)", "--resume=", word) for word in again)
-        line = ["elsa", "profile", *again, "--html", "report.html"]
-        session.line(f"Next: {shlex.join(line)}", "dim")
+        longer = ["elsa", "profile", *again, "--html", "report.html"]
+        session.line(f"Next: {shlex.join(longer)}", "dim")
     done = [row["profile"] for row in document["results"]["points"] if row["profile"] is not None]
     if len(done) == 1:
         # The last line: the fastest way to run the model, and what to write for it.

@@ -8,6 +8,7 @@ import pytest
 
 from elsa_cli import profile_view
 from elsa_cli.console import Session
+from elsa_cli.options import Options
 from elsa_core.measuring.intervals import Ratio
 from elsa_core.profiling import words
 
@@ -49,3 +50,20 @@ def test_long_paths_stay_whole(
     rest = site("rest of the model", ratio) | {"share": 0.8}
     profile_view._sites(Session(), [site(path, ratio), rest])
     assert path in capsys.readouterr().out
+
+
+def test_the_step_after_a_policy_builds_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """With all that was said of the model, and nothing that is about measuring."""
+    line = "profile vit --img 32 --model-kwargs a=1 --weights ema --budget 5 --sites -b1 -op.json"
+    session = Session()
+    session.arguments = [*line.split(), "--policy=faster", "--plan", "my plan.json"]
+    options = Options(policy="faster", plan="my plan.json", img_size=((32, 32),), dtype=("fp32",))
+    document = {"results": {"points": []}}
+    profile_view.next_steps(session, document, options)
+    assert capsys.readouterr().out == (
+        "Next: elsa patch vit --img 32 --model-kwargs a=1 --weights ema --plan 'my plan.json' "
+        "-o DIR\n"
+    )
+    options.img_size = ((32, 32), (64, 64))  # of a sweep the user chooses
+    profile_view.next_steps(session, document, options)
+    assert "--img" not in capsys.readouterr().out
