@@ -57,8 +57,7 @@ class Formulas:
         results = ", ".join("Tensor" for _ in terms)
         self.backward = Backward(
             f"({', '.join(arguments)}) -> ({results})", self.fake, reference, self.twice,
-            (lambda ctx, given, _: self._keep(ctx, given[: self.operands], given[self.operands :]))
-            if again else None,
+            self.setup_twice if again else None,
         )  # fmt: skip
 
     def setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -111,6 +110,9 @@ class Formulas:
                 first.new_empty(0) if absent else torch.empty_like(term, memory_format=layout)
             )
         return tuple(grads)
+
+    def setup_twice(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        self._keep(ctx, inputs[: self.operands], inputs[self.operands :])
 
     def twice(self, ctx: Any, *grads: Tensor) -> Grads:
         """Second derivatives: the backward once more, recorded, with all its weights alive."""
