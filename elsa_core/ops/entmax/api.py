@@ -96,12 +96,15 @@ def entmax_attention(
         raise ArgumentError(calls.NO_TENSOR_SCALE)
     try:
         require_tensor("query", query)
-        compute: Any = of_nested if query.is_nested else attention
-        out: Tensor = compute(
-            query, key, value, attn_mask, alpha=alpha, is_causal=is_causal, scale=scale,
-            enable_gqa=enable_gqa, precision=precision, backend=backend,
-        )  # fmt: skip
-        return out
+        terms: dict[str, Any] = {
+            "alpha": alpha, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa,
+            "precision": precision, "backend": backend,
+        }  # fmt: skip
+        if not query.is_nested:
+            return attention(query, key, value, attn_mask, **terms)
+        packed, offsets = nested.packed(query, key, value, attn_mask), query.offsets()  # type: ignore[attr-defined]
+        out = entmax_varlen_attention(*packed, **terms).transpose(0, 1)
+        return nested_tensor_from_jagged(out, offsets, jagged_dim=2)
     except (AttributeError, RuntimeError, TypeError) as error:
         explain_types(error, locals())
         raise
@@ -270,6 +273,7 @@ def entmax_varlen_attention(
             )
         given = varlen.checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
         number, head_alpha = _of_sequences(alpha, given)
+        own = number if head_alpha is None else head_alpha
         if query.device.type == "meta":
             return query.new_empty((*query.shape[:2], value.shape[2]))
         q, k, v, _ = autocast(*given[:3], None)
@@ -278,11 +282,11 @@ def entmax_varlen_attention(
         if name and not (calls.exporting_onnx() or dispatch.plain_alone(backend)):
             run, bounds = dispatch.RUNS[_OPERATOR, name], _bounded(given, *told)
         elif not _reads(query):
-            return _by_padding(given, told, number if head_alpha is None else head_alpha, terms)
+            return _by_padding(given, told, own, terms)
         else:
             varlen.longest_of(given, *told)
             if given.cu_seqlens_q.shape[0] > 1:
-                return _by_sequence(given, number if head_alpha is None else head_alpha, terms)
+                return _by_sequence(given, own, terms)
             run, bounds = ops.ENTMAX_VARLEN_ATTENTION.eager, (0, 0)  # no sequence
         factor = default_scale(given.query) if scale is None else scale
         found: Tensor = run(*given, head_alpha, *bounds, number, is_causal, factor, precision)[0]
@@ -323,16 +327,6 @@ def explain_entmax_varlen_attention(
     batch = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
     found = explain_entmax_attention(*batch, alpha=alone, **terms)
     return replace(found, schedule=f"one sequence after another; {found.schedule}")
-
-
-def of_nested(
-    query: Any, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, alpha: float | Tensor,
-    **terms: Any,
-) -> Tensor:  # fmt: skip
-    """`elsa_core.entmax_attention` of jagged [B, H, j, D]: out [B, H, j, Dv], jagged."""
-    packed = nested.packed(query, key, value, attn_mask)
-    out = entmax_varlen_attention(*packed, alpha=alpha, **terms).transpose(0, 1)
-    return nested_tensor_from_jagged(out, query.offsets(), jagged_dim=2)
 
 
 def _of_sequences(alpha: float | Tensor, given: Packed) -> tuple[float, Tensor | None]:

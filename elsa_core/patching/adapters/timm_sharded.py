@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
 from timm.layers import resample_abs_pos_embed
 from timm.layers.attention import Attention
 from timm.layers.mlp import GluMlp, Mlp, SwiGLU
 from timm.layers.patch_embed import PatchEmbed
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from elsa_core.base import calls
 from elsa_core.base.version import __version__
@@ -80,16 +81,13 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
         x = self.norm_pre(_embedded(self, x, grid, start, stop))
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             attn_mask = attn_mask[..., start:stop, :]
+        terms: dict[str, Any] = {} if attn_mask is None else {"attn_mask": attn_mask}
+        if is_causal:
+            terms["is_causal"] = True  # which timm has from 1.0.21 on
+        again = self.grad_checkpointing and torch.is_grad_enabled() and not terms
         for block in self.blocks:
-            if attn_mask is not None or is_causal:
-                more = {"is_causal": True} if is_causal else {}  # which timm has from 1.0.21 on
-                x = _called(block, lengths, x, attn_mask=attn_mask, **more)
-            elif self.grad_checkpointing and torch.is_grad_enabled():
-                x = torch.utils.checkpoint.checkpoint(
-                    _called, block, lengths, x, use_reentrant=False
-                )
-            else:
-                x = _called(block, lengths, x)
+            run = partial(_called, block, lengths)
+            x = checkpoint(run, x, use_reentrant=False) if again else run(x, **terms)
         return self.norm(x)
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Any:
