@@ -130,7 +130,8 @@ def judge(session: Session, own: Document, other: Document) -> None:
         )  # fmt: skip
     worse = [row for row in found.rows if row.verdict == "regression"]
     missing = f"; {len(found.missing)} of its cases were not measured" if found.missing else ""
-    line = f"{len(found.rows)} cases compared, {len(worse)} worse{missing}"
+    count = len(found.rows)
+    line = f"{count} case{'s' * (count != 1)} compared, {len(worse)} worse{missing}"
     session.line(line, "bold red" if worse else "bold", even_quiet=True)
     if worse:
         named = ", ".join(row.name for row in worse[:5])

@@ -44,7 +44,8 @@ def command(session: Session, /, model: str, **values: Any) -> None:
         lossy = isinstance(options.sparsity, float) and not options.sparsity_bound
         hint = "; --sparsity-bound allows the error of a number as --sparsity" * lossy
         raise VerdictError(f"check failed: {first_of(outcome.failures)}{hint}")
-    if loaded.report is None:
-        step = session.again("patch", "-o", "DIR", without=("--grad",),
-                             valued=("--path", "--sparsity", "--sparsity-bound"))  # fmt: skip
-        session.line(f"Next: {step}", "dim")
+    proof = ("--path", "--sparsity", "--sparsity-bound")
+    step = session.again("patch", "-o", "DIR", without=("--grad",), valued=proof)
+    if loaded.report is not None:  # it was saved patched already
+        step = session.again("profile", without=("--grad",), valued=(*proof, "--images"))
+    session.line(f"Next: {step}", "dim")

@@ -177,8 +177,11 @@ def _report(
         by = "" if verdict.path == run_paths.EAGER else f" by {verdict.path}"
         failures += [] if verdict.ok else [f"model on {verdict.case!r}{by}: {verdict.reason}"]
     failures += [f"{one.path}: gradients: {one.reason}" for one in slopes if not one.ok]
-    # a site has to have run elsa's operator, unless all are layers or a registered backend served
-    attends = not all(is_layer(site) for site in run.sites.values())
+    # a site has to have run elsa's operator, unless all are layers, or PyTorch's own attention was
+    # asked for, which is none, or a registered backend served
+    attends = not all(
+        is_layer(site) or vars(site).get("elsa_backend") == "sdpa" for site in run.sites.values()
+    )
     attends &= not any(record.backends for record in sites.records.values())
     if not failures and attends and not any(site.operator_calls for site in results):
         failures.append(NOTHING_TESTED)

@@ -280,4 +280,4 @@ def test_a_run_is_compared_with_a_file(capsys: pytest.CaptureFixture[str], held:
     Path("m.json").write_text(json.dumps(document))
     assert run(["bench", *SHORT, "--compare", "m.json"]) == 1
     out, err = capsys.readouterr()
-    assert "1 cases compared, 1 worse" in out and "batch8/ViT-T-32x2-fp32" in err
+    assert "1 case compared, 1 worse" in out and "batch8/ViT-T-32x2-fp32" in err

@@ -294,6 +294,8 @@ def test_what_comes_next_loads_what_was_saved(elsa: Elsa) -> None:
         "Written: a b. Next: elsa check 'a b' --dtype fp16, "
         "or elsa_core.load('a b', dtype=torch.float16)"
     )
+    checked = elsa("check", "a b", "--dtype", "fp16", "--path", "eager", "-b", "1")
+    assert checked.out.splitlines()[-1] == "Next: elsa profile 'a b' --dtype fp16 -b 1"
 
 
 def test_a_plan_stands_above_defaults(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,20 @@ def test_a_model_that_never_runs_the_operator_is_not_proven() -> None:
     assert str(report).startswith("nothing was tested")
 
 
+def test_pytorchs_own_attention_that_was_asked_for_is_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is no operator of elsa: what the sites give and what the model gives is compared."""
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("test_vit", img_size=32).eval()
+    patch(model, backend="sdpa", scope="attention")
+    report = check(model, torch.randn(2, 3, 32, 32))
+    assert report.ok and report.tested and all(site.calls for site in report.sites)
+    monkeypatch.setenv("ELSA_FAULT_INJECTION", "blocks.1.attn:1e-3")
+    wrong = check(model, torch.randn(2, 3, 32, 32))
+    assert failing_sites(wrong) == ["blocks.1.attn"] and wrong.tested
+
+
 def test_sites_that_a_registered_backend_serves() -> None:
     """Its kernels are no operator of elsa: outputs are judged, and a wrong one fails."""
     timm = pytest.importorskip("timm")
