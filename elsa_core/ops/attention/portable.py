@@ -40,16 +40,20 @@ def attention(
         out = out.masked_fill(none, 0.0)
     if not with_lse:
         return out, query.new_empty(0)
+    return out, scores_of(query, key, mask, is_causal, scale).logsumexp(-1)
+
+
+def scores_of(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    """All scores of as many heads, float32 or wider, -inf where a key is not seen."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * scale
     if is_causal:
-        rows, columns = scores.shape[-2:]
-        mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -math.inf)
-    elif mask is not None:
-        scores = scores + mask
-    return out, scores.logsumexp(-1)
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 
 def varlen_attention(

@@ -74,17 +74,10 @@ def _portable(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * scale
+    scores = portable.scores_of(query, key, attn_mask, is_causal, scale)
     if not key.shape[2]:
         # zeros that depend on the operands, as autograd has to find them
         return (scores @ value.to(wide)).to(query.dtype), query.new_empty(0), query.new_empty(0)
-    if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
-    elif attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask.to(wide)
     a: Tensor | float = max(alpha - 1.0, eager_entmax._LEAST)
     if head_alpha is not None:
         a = eager_entmax._checked(head_alpha.to(wide))
@@ -121,13 +114,12 @@ def _weights(scores: Tensor, found: Solved, a: Tensor | float) -> Tensor:
     A hidden or empty score is replaced by 0 before anything is computed of it, so that no
     derivative meets an infinity.
     """
-    v = eager_entmax.powers(scores.detach(), found, a if not isinstance(a, Tensor) else a.detach())[
-        0
-    ]
+    fixed = a.detach() if isinstance(a, Tensor) else a
+    v = eager_entmax.powers(scores.detach(), found, fixed)[0]
     alive = (v > 0) & (scores.detach() > -math.inf)
     top = found.top.masked_fill(found.top == -math.inf, 0.0)
     x = torch.where(alive, scores - top, 0.0)
-    c = (a.detach() if isinstance(a, Tensor) else a) / found.slope
+    c = fixed / found.slope
     for _ in range(2):
         z, y, _ = _sums(x, alive, c, a)
         c = c - z / y * (c - z ** (-a if isinstance(a, Tensor) else -float(a)))

@@ -265,17 +265,17 @@ def _check_terms(
             )
         _check(qkv, "bias", bias, tuple(bias.shape))
         require_inside(places, bias.shape[0])
-    elif bias is not None:
+    else:
         _check(qkv, "bias", bias, (num_heads, tokens, tokens))
-    if pad_qkv is not None:
-        _check(qkv, "pad_qkv", pad_qkv, (qkv.shape[-1],))
-    if logit_scale is not None:
-        _check(qkv, "logit_scale", logit_scale, (num_heads,))
+    _check(qkv, "pad_qkv", pad_qkv, (qkv.shape[-1],))
+    _check(qkv, "logit_scale", logit_scale, (num_heads,))
 
 
 def _check(
-    qkv: Tensor, name: str, given: Tensor, shape: tuple[int, ...], *, any_dtype: bool = False
+    qkv: Tensor, name: str, given: Any, shape: tuple[int, ...], *, any_dtype: bool = False
 ) -> None:
+    if given is None:
+        return
     require_tensor(name, given)
     if tuple(given.shape) != shape:
         raise ArgumentError(f"{name} of shape {list(given.shape)} must be {list(shape)}")
