@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from drawn import Operands, operands, tokens_first
 from torch import Tensor
+
+Result = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -38,48 +42,25 @@ class Case:
     def lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self.queries, self.keys or self.queries
 
-    def whole(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """Query, key, value, mask and the gradient of the output, of all ranks."""
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    def whole(self) -> Operands:
+        """The operands of all ranks."""
         rows, columns = (sum(n) for n in self.lengths())
-        query = draw(self.batch, self.heads, rows, self.head_dim)
+        shape = {"row": (1, columns), "column": (rows, 1)}.get(self.mask, (rows, columns))
         large = slice(None) if self.of_rank is None else cut(self.queries, self.of_rank)
-        query[:, :, large] *= self.factor
-        key = draw(self.batch, self.kv_heads, columns, self.head_dim)
-        value = draw(self.batch, self.kv_heads, columns, self.value_dim)
-        grad = draw(self.batch, self.heads, rows, self.value_dim)
-        shape = {"row": (1, columns), "column": (rows, 1)}
-        mask: Tensor | None = None
-        if self.mask != "none":
-            mask = draw(self.batch, self.mask_heads, *shape.get(self.mask, (rows, columns)))
-        if self.mask == "bool":
-            assert mask is not None
-            mask = mask > -0.5
-            mask[0, :, 1::4] = False
-        elif self.mask == "hidden":
-            assert mask is not None
-            mask[0, :, ::3, 1::2] = -torch.inf
-            mask[:, :, 2] = -torch.inf
+        of_mask = (self.batch, self.mask_heads, *shape)
+        query, key, value, mask, grad = operands(self, rows, columns, of_mask, large)
         if self.expanded and mask is not None:
             mask = mask.expand(-1, -1, rows, columns).contiguous()
-        tensors = [t.to(self.dtype) for t in (query, key, value)]
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(self.dtype)
-        return tensors[0], tensors[1], tensors[2], mask, grad.to(self.dtype)
+        return query, key, value, mask, grad
 
-    def shard(self, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    def shard(self, rank: int) -> Operands:
         """A rank's part, as leaves with strides of their own."""
         query, key, value, mask, grad = self.whole()
         rows, columns = (cut(lengths, rank) for lengths in self.lengths())
         if mask is not None and mask.shape[2] > 1:
             mask = mask[:, :, rows]
-        # tokens before heads in memory, as a projection leaves them
         query, key, value = (
-            t[:, :, part].transpose(1, 2).contiguous().transpose(1, 2)
+            tokens_first(t[:, :, part])
             for t, part in ((query, rows), (key, columns), (value, columns))
         )
         return query, key, value, mask, grad[:, :, rows]
@@ -92,6 +73,22 @@ class Case:
 def cut(lengths: tuple[int, ...], rank: int) -> slice:
     start = sum(lengths[:rank])
     return slice(start, start + lengths[rank])
+
+
+def differentiated(
+    function: Callable[..., Any], given: Operands, dtype: torch.dtype, device: str = "cpu"
+) -> Result:
+    """A call's output and gradients, back on the CPU; of a whole call or of a rank's part."""
+    *inputs, grad = (t if t is None or t.dtype == torch.bool else t.to(dtype) for t in given)
+    leaves = [
+        None if t is None else t.detach().to(device).requires_grad_(t.dtype != torch.bool)
+        for t in inputs
+    ]
+    out = function(*leaves)
+    out.backward(grad.to(device))
+    grads = [None if t is None or t.grad is None else t.grad.cpu() for t in leaves]
+    names = ("out", "query", "key", "value", "mask")
+    return dict(zip(names, (out.detach().cpu(), *grads), strict=True))
 
 
 BOTH = ("ring", "gather")

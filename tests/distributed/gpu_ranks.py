@@ -14,7 +14,7 @@ import elsa_core as elsa
 
 from . import models
 from .cases import Case
-from .ranks import Result, equal
+from .ranks import call, equal
 
 CASES = {
     "float32": Case((700, 613), batch=1, heads=2, kv_heads=2, head_dim=64, value_dim=64),
@@ -39,26 +39,13 @@ def methods(case: Case) -> tuple[str, ...]:
     return ("ring", "gather", "heads") if case.heads % 2 == 0 else ("ring", "gather")
 
 
-def call(case: Case, rank: int, method: str) -> Result:
-    """Output and gradients of one rank, back on the CPU."""
-    *inputs, grad = case.shard(rank)
-    leaves = [None if t is None else t.detach().cuda() for t in inputs]
-    for leaf in leaves:
-        if leaf is not None and leaf.dtype != torch.bool:
-            leaf.requires_grad_()
-    out = elsa.distributed.attention(*leaves, method=method, **case.arguments())  # type: ignore[arg-type]
-    out.backward(grad.cuda())
-    found: Result = {"out": out.detach().cpu()}
-    for name, leaf in zip(("query", "key", "value", "mask"), leaves, strict=True):
-        found[name] = None if leaf is None or leaf.grad is None else leaf.grad.cpu()
-    return found
-
-
 def equal_again(case: Case, rank: int, method: str) -> bool:
     """Whether equal calls give equal bits where PyTorch's kernels are told to."""
     torch.use_deterministic_algorithms(True)
     try:
-        return equal(call(case, rank, method), call(case, rank, method))
+        return equal(
+            call(case, rank, method, device="cuda"), call(case, rank, method, device="cuda")
+        )
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -73,7 +60,10 @@ def everything(rank: int, port: int, folder: str) -> None:
     found: dict[Any, Any] = {}
     for name, case in CASES.items():
         for method in methods(case):
-            found[name, method] = (call(case, rank, method), equal_again(case, rank, method))
+            found[name, method] = (
+                call(case, rank, method, device="cuda"),
+                equal_again(case, rank, method),
+            )
     found["model"] = model()
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.barrier()

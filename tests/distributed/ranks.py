@@ -21,9 +21,8 @@ import elsa_core as elsa
 from elsa_core.distributed import agreement, ways
 
 from . import heads, models
-from .cases import CASES, Case
+from .cases import CASES, Case, Result, differentiated
 
-Result = dict[str, Tensor | None]
 SHORT = 4.0  # seconds: the timeout of a group in which a rank hangs
 
 
@@ -87,19 +86,14 @@ def everything(rank: int, port: int, world: int, folder: str) -> None:
     os._exit(0)  # after a fault there is nobody to say goodbye to
 
 
-def call(case: Case, rank: int, method: str, function: Any = None, **options: Any) -> Result:
+def call(
+    case: Case, rank: int, method: str, function: Any = None, device: str = "cpu", **options: Any
+) -> Result:
     """Output and gradients of one rank."""
-    *inputs, grad = case.shard(rank)
-    leaves = [
-        t if t is None or t.dtype == torch.bool else t.detach().requires_grad_() for t in inputs
-    ]
-    function = function or elsa.distributed.attention
-    out = function(*leaves, method=method, **case.arguments(), **options)
-    out.backward(grad)
-    found: Result = {"out": out.detach()}
-    for name, leaf in zip(("query", "key", "value", "mask"), leaves, strict=True):
-        found[name] = None if leaf is None else leaf.grad
-    return found
+    run = partial(
+        function or elsa.distributed.attention, method=method, **case.arguments(), **options
+    )
+    return differentiated(run, case.shard(rank), case.dtype, device)
 
 
 def equal(one: Result, two: Result) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,47 +12,26 @@ from torch import Tensor
 import elsa_core as elsa
 from elsa_core import reference
 
-from .cases import CASES, NAMES, Case
+from .cases import CASES, NAMES, Case, Result, differentiated
 from .conftest import Results
 
 
-def differentiated(case: Case, function: Any, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """Output and gradients of the whole call in one process."""
-    query, key, value, mask, grad = case.whole()
-    leaves = [t.to(dtype).requires_grad_() for t in (query, key, value)]
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(dtype).requires_grad_()
-    out = function(*leaves, mask)
-    out.backward(grad.to(dtype))
-    of_mask = None if mask is None else mask.grad
-    return dict(
-        zip(
-            ("out", "query", "key", "value", "mask"),
-            (out.detach(), *(t.grad for t in leaves), of_mask),
-            strict=True,
-        )
-    )
-
-
-def by_float64(case: Case) -> dict[str, Tensor | None]:
+def by_float64(case: Case) -> Result:
     def run(*tensors: Any) -> Tensor:
         return reference.attention(*tensors, is_causal=case.is_causal, scale=case.scale)[0]
 
-    return differentiated(case, run, torch.float64)
+    return differentiated(run, case.whole(), torch.float64)
 
 
-def by_one(case: Case) -> dict[str, Tensor | None]:
-    def run(*tensors: Any) -> Tensor:
-        out = elsa.attention(*tensors, **case.arguments())
-        assert isinstance(out, Tensor)
-        return out
-
-    return differentiated(case, run, case.dtype)
+def by_one(case: Case, device: str = "cpu") -> Result:
+    """By one process."""
+    run = partial(elsa.attention, **case.arguments())
+    return differentiated(run, case.whole(), case.dtype, device)
 
 
-def joined(case: Case, parts: list[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
+def joined(case: Case, parts: list[Result]) -> Result:
     """The ranks' results as those of the whole call."""
-    found: dict[str, Tensor | None] = {}
+    found: Result = {}
     for name in parts[0]:
         tensors = [part[name] for part in parts]
         if any(t is None for t in tensors):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from torch import Tensor
-
-import elsa_core as elsa
+from processes import ports
 
 from . import gpu_ranks
-from .cases import Case
-from .test_attention import by_float64, error, joined
+from .test_attention import by_float64, by_one, error, joined
 from .test_models import assert_as_exact
 
 pytestmark = [
@@ -29,25 +25,8 @@ NAMES = [(name, method) for name, case in gpu_ranks.CASES.items()
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder: Path = tmp_path_factory.mktemp("gpus")
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-    mp.spawn(gpu_ranks.everything, (port, str(folder)), nprocs=2)
+    mp.spawn(gpu_ranks.everything, (*ports(1), str(folder)), nprocs=2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
-
-
-def on_one_gpu(case: Case) -> dict[str, Tensor | None]:
-    query, key, value, mask, grad = case.whole()
-    leaves = [t.cuda().requires_grad_() for t in (query, key, value)]
-    if mask is not None:
-        mask = mask.cuda()
-        mask = mask if mask.dtype == torch.bool else mask.requires_grad_()
-    out = elsa.attention(*leaves, mask, **case.arguments())  # type: ignore[arg-type]
-    assert isinstance(out, Tensor)
-    out.backward(grad.cuda())
-    grads = [None if t is None or t.grad is None else t.grad.cpu() for t in (*leaves, mask)]
-    return dict(zip(("out", "query", "key", "value", "mask"), (out.detach().cpu(), *grads),
-                    strict=True))  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "method"), NAMES)
@@ -57,7 +36,7 @@ def test_as_exact_as_one_gpu(name: str, method: str, found: list[Any]) -> None:
     case = gpu_ranks.CASES[name]
     parts = [found[rank][name, method] for rank in range(2)]
     assert all(same_again for _, same_again in parts)
-    exact, one = by_float64(case), on_one_gpu(case)
+    exact, one = by_float64(case), by_one(case, "cuda")
     factor = 1.1 if case.dtype in (torch.float32, torch.float64) else 2.0
     for term, whole in joined(case, [part for part, _ in parts]).items():
         oracle, alone = exact[term], one[term]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from drawn import Operands, operands, tokens_first
 from torch import Tensor
 
 from elsa_core import reference
@@ -40,34 +41,13 @@ class Case:
     block: int = 16
     query_block: int = 13
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """Query, key, value, mask and the gradient of the output, on the CPU."""
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        query = draw(self.batch, self.heads, self.queries, self.head_dim) * self.factor
-        key = draw(self.batch, self.kv_heads, self.keys, self.head_dim)
-        value = draw(self.batch, self.kv_heads, self.keys, self.value_dim)
-        grad = draw(self.batch, self.heads, self.queries, self.value_dim)
+    def tensors(self) -> Operands:
         shapes = {"row": (1, 1, 1, self.keys), "column": (1, self.heads, self.queries, 1),
                   "heads": (1, self.heads, self.queries, self.keys)}  # fmt: skip
-        mask: Tensor | None = None
-        if self.mask != "none":
-            mask = draw(*shapes.get(self.mask, (self.batch, 1, self.queries, self.keys)))
-        if mask is not None and self.mask == "bool":
-            mask = mask > -0.5
-            mask[0, :, 1::4] = False
-        elif mask is not None and self.mask == "hidden":
-            mask[0, :, ::3, 1::2] = -torch.inf
-            mask[:, :, 2] = -torch.inf
-        parts = [t.to(self.dtype) for t in (query, key, value)]
-        if self.strided:
-            parts = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in parts]
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(self.dtype)
-        return parts[0], parts[1], parts[2], mask, grad.to(self.dtype)
+        of_mask = shapes.get(self.mask, (self.batch, 1, self.queries, self.keys))
+        *parts, mask, grad = operands(self, self.queries, self.keys, of_mask)
+        query, key, value = (tokens_first(t) if self.strided else t for t in parts)
+        return query, key, value, mask, grad
 
     def arguments(self) -> dict[str, Any]:
         grouped = {"enable_gqa": True} if self.heads != self.kv_heads else {}
