@@ -14,12 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core.backends.triton.attention.backward_tiling import (
-    Tile,
-    serves,
-    tile_for,
-    tiles_name,
-)
+from elsa_core.backends.triton.attention.backward_tiling import Tile, serves, tile_for, tiles_name
 from elsa_core.backends.triton.attention.schedules import FRESH_KEYS
 from elsa_core.backends.triton.shared import layout
 from elsa_core.backends.triton.shared.launch import Launch
@@ -44,8 +39,7 @@ class Call:
     prepare: Launch
     normalise: Launch
     rows: int
-    guards: int
-    factors: int
+    guards: int  # and factors
     # of the halves of query, grad_out, key and value; empty unless split
     halves: tuple[int, ...] = ()
     sides: list[Launch] = field(default_factory=list)
@@ -192,7 +186,7 @@ def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options
         normalise=_launch(
             normalise, min(q_tiles, FALLBACK_PROGRAMS), again, replace(tile, stages=1)
         ),
-        rows=3 * q_tiles * UNIT, guards=2 * (q_tiles + k_tiles), factors=2 * (q_tiles + k_tiles),
+        rows=3 * q_tiles * UNIT, guards=2 * (q_tiles + k_tiles),
         sides=_sides(scaled, options, dim),
     )  # fmt: skip
     if split:
@@ -260,7 +254,7 @@ def attention_backward(
     with layout.on_device(query):
         rows = query.new_empty(call.rows, dtype=torch.float32)
         guards = query.new_empty(call.guards, dtype=torch.int32)
-        factors = query.new_empty(call.factors, dtype=torch.float32)
+        factors = query.new_empty(call.guards, dtype=torch.float32)
         halves, of_g = query, grad_out
         of_q, of_k, of_v = query, key, value
         if call.halves:

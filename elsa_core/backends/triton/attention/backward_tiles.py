@@ -21,13 +21,7 @@ from elsa_core.backends.triton.attention.backward_prepare import (
     product,
     with_mask,
 )
-from elsa_core.backends.triton.shared.helpers import (
-    exponent,
-    halves,
-    load_part,
-    power,
-    wide,
-)
+from elsa_core.backends.triton.shared.helpers import exponent, halves, load_part, power, wide
 
 
 @triton.jit

@@ -112,7 +112,7 @@ def plan_call(
     step, unit_d = layout.row_unit((query, key, value))
     half = query.dtype != torch.float32
     rows = ROWS[half]
-    least = 64 if half and step == 1 else 16  # see `schedules.forward._widths`
+    least = 64 if half and step == 1 else 16  # see `schedules._widths`
     frozen = bool(options.relief & FROZEN)
     shift = FROZEN_SHIFT if frozen else SHIFT
     tail: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,12 +16,11 @@ from elsa_core.backends.triton.pack import specialize, store
 from elsa_core.backends.triton.pack.cases import Planner, architectures, expanded, gpus
 from elsa_core.backends.triton.pack.specialize import Job
 from elsa_core.base.files import scratch
-from elsa_core.base.messages import first_line
+from elsa_core.base.messages import Progress, first_line
 from elsa_core.base.processes import running
 from elsa_core.base.version import __version__
 from elsa_core.errors import ArgumentError, UnavailableError
 
-Progress = Callable[[str, int, int], None]
 _KEY = 65  # bytes of a line with a key
 
 
@@ -228,15 +227,15 @@ def _leave_out_debug_sections() -> None:
 
     def changed(*given: Any) -> tuple[str, str]:
         if given:  # else Triton asks what its cache is to be keyed by
-            stages = given[1]
-            assemble = stages["cubin"]
-            stages["cubin"] = lambda text, metadata: suppressed(assemble, text, metadata)
-        return "", ""
+            assemble = given[1]["cubin"]
 
-    def suppressed(assemble: Any, text: str, metadata: Any) -> Any:
-        with knobs.compilation.scope():
-            knobs.compilation.disable_line_info = True  # -lineinfo -suppress-debug-info
-            return assemble(text, metadata)
+            def suppressed(text: str, metadata: Any) -> Any:
+                with knobs.compilation.scope():
+                    knobs.compilation.disable_line_info = True  # -lineinfo -suppress-debug-info
+                    return assemble(text, metadata)
+
+            given[1]["cubin"] = suppressed
+        return "", ""
 
     knobs.runtime.add_stages_inspection_hook = changed
 

@@ -128,7 +128,11 @@ def _attention(case: Case) -> None:
 
     q = heads(h, n, d)
     k, v = heads(row["key_heads"], row["keys"], d), heads(row["key_heads"], row["keys"], dv)
-    mask = _mask(case, (b, h, n, row["keys"]))
+    mask = None
+    if row["mask"] != "none":
+        full = zip((b, h, n, row["keys"]), row["mask_full"], strict=True)
+        dtype = torch.bool if row["mask"] == "bool" else q.dtype
+        mask = torch.empty([n if f else 1 for n, f in full], dtype=dtype, device="meta")
     causal, scale = row["causal"], d**-0.5
     if not case.training:
         triton.attention_forward(q, k, v, mask, causal, scale, "strict")
@@ -142,14 +146,6 @@ def _attention(case: Case) -> None:
     attention_backward.attention_backward(
         out, torch.empty_like(lse), q, k, v, mask, out, lse, causal, scale, "strict", needs
     )
-
-
-def _mask(case: Case, shape: tuple[int, ...]) -> Tensor | None:
-    if case.row["mask"] == "none":
-        return None
-    sizes = [n if full else 1 for n, full in zip(shape, case.row["mask_full"], strict=True)]
-    dtype = torch.bool if case.row["mask"] == "bool" else DTYPES[case.dtype]
-    return torch.empty(sizes, dtype=dtype, device="meta")
 
 
 def _window(case: Case) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.shared.launch import Launch
-from elsa_core.backends.triton.shared.layout import on_device
+from elsa_core.backends.triton.shared.layout import key_of, on_device
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.window import planner, tiling
 from elsa_core.backends.triton.window.tiling import WindowShape
@@ -94,8 +94,7 @@ def window_attention_backward(
         grads[2].zero_()
     if not qkv.numel():
         return grads[0], grads[1].zero_(), grads[2], grads[3].zero_()
-    padded = planner.padding(given, planner.counts_of(given)) == 2
-    wants = wants._replace(pad=wants.pad and padded)
+    wants = wants._replace(pad=wants.pad and planner.padding(given) == 2)
     if not any(wants):
         return grads[0], grads[1], grads[2], grads[3]
     index, pad = given.bias_index, given.pad_qkv
@@ -109,7 +108,7 @@ def window_attention_backward(
         table = (grads[1], index) if index is not None and wants.bias else None
         key = (
             *planner.layout_key("window backward", given), grad_out.data_ptr() % 16, wants,
-            *((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in (*grads, *(table or ()))),
+            *map(key_of, (*grads, *(table or ()))),
         )  # fmt: skip
         call: Call = PLANS.get(key, plan_call, given, wants, table)
         tensors = {

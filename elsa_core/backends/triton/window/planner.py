@@ -11,7 +11,7 @@ from torch import Tensor
 from elsa_core.backends import eager_window
 from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.shared.launch import Launch
-from elsa_core.backends.triton.shared.layout import LOG2E, on_device
+from elsa_core.backends.triton.shared.layout import LOG2E, key_of, on_device
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.window import tiling
 from elsa_core.backends.triton.window.tiling import WindowShape, WindowTable
@@ -73,12 +73,8 @@ def gathered(table: Tensor, index: Tensor) -> Tensor:
     """
     tokens, heads = index.shape[0], table.shape[1]
     out = table.new_empty((heads, tokens, tokens))
-    tensors = (table, index, out)
-    key = (
-        "bias", table.shape, table.stride(), table.dtype, index.shape, index.stride(),
-        index.dtype, table.get_device(), *(t.data_ptr() % 16 for t in tensors),
-    )  # fmt: skip
-    PLANS.get(key, plan_gather, table, index)(*tensors)
+    key = ("bias", table.get_device(), *map(key_of, (table, index, out)))
+    PLANS.get(key, plan_gather, table, index)(table, index, out)
     return out
 
 
@@ -98,14 +94,10 @@ def plan_gather(table: Tensor, index: Tensor) -> Launch:
 
 def layout_key(operator: str, given: WindowCall) -> tuple[Any, ...]:
     """All that a plan depends on, of a call whose bias is dense."""
-    q = given.qkv
-    terms = tuple(
-        None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16)
-        for t in (given.bias, given.pad_qkv, given.logit_scale)
-    )  # fmt: skip
+    read = map(key_of, (given.qkv, given.bias, given.pad_qkv, given.logit_scale))
     return (
-        operator, q.shape, q.stride(), q.dtype, q.get_device(), q.data_ptr() % 16, terms,
-        given.num_heads, tuple(given.window_size), tuple(given.shift_size), *given[8:],
+        operator, given.qkv.get_device(), *read, given.num_heads, tuple(given.window_size),
+        tuple(given.shift_size), *given[8:],
     )  # fmt: skip
 
 
@@ -155,7 +147,7 @@ def common_terms(given: WindowCall) -> dict[str, Any]:
         ),
         "logit_h": 0 if logit is None else logit.stride(0), "BIAS": bias is not None,
         "DENSE": bias is not None and bias.is_contiguous(),
-        "SHIFTED": any(given.shift_size), "PADDED": padding(given, counts),
+        "SHIFTED": any(given.shift_size), "PADDED": padding(given),
         "COSINE": logit is not None, "HEAD_FIRST": given.layout == "head",
         "GRID": given.grid, "VOLUME": q.shape[1] > 1 or given.window_size[0] > 1,
         "WIDE": extent >= INT32, "UNIT": unit,
@@ -191,9 +183,9 @@ def counts_of(given: WindowCall) -> tuple[int, ...]:
     )
 
 
-def padding(given: WindowCall, counts: tuple[int, ...]) -> int:
+def padding(given: WindowCall) -> int:
     """PADDED of the kernels, see `window/helpers.py`."""
-    sizes = zip(given.qkv.shape[1:4], counts, given.window_size, strict=True)
-    if all(size == count * window for size, count, window in sizes):
+    sizes = zip(given.qkv.shape[1:4], given.window_size, strict=True)
+    if not any(size % window for size, window in sizes):
         return 0
     return 1 if given.pad_qkv is None else 2
