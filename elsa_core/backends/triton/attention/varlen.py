@@ -6,6 +6,7 @@ the launch that folds them.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,6 @@ from elsa_core.backends.triton.attention.schedules import (
 from elsa_core.backends.triton.shared import device, layout
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
-from elsa_core.backends.triton.shared.tickets import tickets
 
 # Keys of a sequence, on average, from which single queries go by equal shares: an H200 took 0.09 of
 # the time in float32 and 0.26 in float16 for 32 sequences of 1024 to 65536 keys, 8 heads of 128.
@@ -35,6 +35,13 @@ MOST_PACKED = 64
 RESIDENT = 2
 # units that a program gets, if there are as many: fewer cost more to join than they save
 LEAST = 2
+# counters that are allocated at once, 256 KiB, and those left below which calls that are not
+# recorded allocate again: so that recorded ones, which cannot, find some
+SLAB, FEW_LEFT = 1 << 16, 1 << 14
+_LOCK = threading.Lock()
+_slabs: dict[torch.device, Tensor] = {}  # what is left of each device's
+_kept: list[Tensor] = []  # recorded launches know addresses in them
+_of_streams: dict[tuple[torch.device, int], Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,50 @@ class Streamed:
         logs = q.new_empty(states, dtype=torch.float32)
         counters = tickets(programs, q.device)
         self.fold(q, k, v, starts, others, outputs, logs, counters, out, lse)
+
+
+def tickets(count: int, device: torch.device) -> Tensor:
+    """Counters that programs of one launch on the current stream share: `count` int32 zeros, which
+    the launch sets back to zeros.
+
+    Nothing clears them between calls, so two launches that may run at once must not have the same
+    ones. Launches of one stream follow one another; a CUDA graph may be replayed on any stream, so
+    every launch that is recorded keeps counters of its own. While a graph is recorded and no slab
+    is left, zeros that the graph itself clears.
+    """
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    recording = torch.cuda.is_current_stream_capturing()
+    with _LOCK:
+        if recording:
+            return _cut(count, device, recording)
+        if device not in _slabs or _slabs[device].numel() < FEW_LEFT:
+            _renew(count, device)
+        key = (device, torch.cuda.current_stream(device).cuda_stream)
+        found = _of_streams.get(key)
+        if found is None or found.numel() < count:
+            found = _of_streams[key] = _cut(count, device, recording)
+        return found[:count]
+
+
+def _renew(count: int, device: torch.device) -> None:
+    """A new slab of at least `count`, which all streams see as zeros."""
+    _slabs[device] = torch.zeros(max(SLAB, count), dtype=torch.int32, device=device)
+    _kept.append(_slabs[device])
+    torch.cuda.current_stream(device).synchronize()
+
+
+def _cut(count: int, device: torch.device, recording: bool) -> Tensor:
+    """Counters that no other call has."""
+    left = _slabs.get(device)
+    if left is None or left.numel() < count:
+        if recording:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        _renew(count, device)
+        left = _slabs[device]
+    # whole cache lines: neighbours do not share one
+    _slabs[device] = left[-(-count // 32) * 32 :]
+    return left[:count]
 
 
 def usual_tiles(problem: Problem, sequences: int) -> tiling.Plan:
