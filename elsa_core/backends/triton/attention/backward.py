@@ -72,29 +72,19 @@ def _scales(scale: float, split: bool) -> dict[str, float]:
 
 
 def _tail(operands: dict[str, Tensor], mask: Tensor | None, options: Options) -> dict[str, Any]:
-    q, k, v = operands["q"], operands["k"], operands["v"]
-    step, unit_d = layout.row_unit(tuple(operands[name] for name in ("q", "k", "v", "g", "o")))
-    tail: dict[str, Any] = {
-        "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "n_q": q.shape[2],
-        "n_k": k.shape[2], "batch": q.shape[0], **_scales(options.scale, False),
-        **layout.mask_strides(mask),
+    read = {name: operands[name] for name in "qkvgo"}
+    least = 16 if options.mode == "half" else 32
+    tail = layout.read_terms(read, mask, options.is_causal, least)
+    tail |= {
+        **_scales(options.scale, False),
         "MODE": MODES[options.mode], "SPLIT": options.mode == "split",
-        "MASK": layout.mask_kind(mask), "CAUSAL": options.is_causal,
-        "FRESH": options.mode != "half" or max(q.shape[2], k.shape[2]) > FRESH_KEYS,
-        "STEP": step, "UNIT_D": unit_d,
+        "FRESH": options.mode != "half" or max(tail["n_q"], tail["n_k"]) > FRESH_KEYS,
         "UNIT_OUT": all(operands[name].stride(3) == 1 for name in ("dq", "dk", "dv")),
         "UNIT_K": mask is not None and mask.stride(3) == 1 and mask.shape[3] != 1,
     }  # fmt: skip
-    for name in ("q", "k", "v", "g", "o"):
-        tail |= layout.strides(name, operands[name], step)
     for name in ("dq", "dk", "dv"):
         tail |= layout.strides(name, operands[name], 1)
-    b, h, n = operands["l"].stride()
-    tail |= {"l_b": b, "l_h": h, "l_n": n}
-    least = 16 if options.mode == "half" else 32
-    tail |= {"D": q.shape[3], "D0": layout.padded(q.shape[3], least)}
-    tail |= {"DV": v.shape[3], "V0": layout.padded(v.shape[3], least)}
-    return tail
+    return tail | dict(zip(("l_b", "l_h", "l_n"), operands["l"].stride(), strict=True))
 
 
 def _launch(kernel: Any, grid: int, tail: dict[str, Any], tile: Tile) -> Launch:

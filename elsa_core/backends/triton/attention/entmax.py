@@ -342,10 +342,9 @@ def _launch(kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], warps: int
 def _tail(
     operands: dict[str, Tensor], mask: Tensor | None, head_alpha: Tensor | None, options: Options
 ) -> dict[str, Any]:
-    q, k, v = (operands[name] for name in "qkv")
-    read = tuple(operands[name] for name in "qkvg" if name in operands)
-    step, unit_d = layout.row_unit(read)
-    half = q.dtype != torch.float32
+    read = {name: operands[name] for name in "qkvg" if name in operands}
+    tail = layout.read_terms(read, mask, options.is_causal)
+    dtype = operands["q"].dtype
     powers = {1.5: 2, 2.0: 1}
     alpha_b, alpha_h = (0, 0)
     if head_alpha is not None:
@@ -353,21 +352,16 @@ def _tail(
             0 if size == 1 else stride
             for size, stride in zip(head_alpha.shape[:2], head_alpha.stride()[:2], strict=True)
         )
-    tail: dict[str, Any] = {
-        "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "batch": q.shape[0],
-        "n_q": q.shape[2], "n_k": k.shape[2], "scale": float(options.scale),
-        "alpha": float(options.alpha), "log_keys": math.log(k.shape[2]),
-        "alpha_b": alpha_b, "alpha_h": alpha_h, **layout.mask_strides(mask),
-        "MODE": 0 if half else MODES[options.precision],
+    tail |= {
+        "scale": float(options.scale), "alpha": float(options.alpha),
+        "log_keys": math.log(tail["n_k"]), "alpha_b": alpha_b, "alpha_h": alpha_h,
+        "MODE": MODES[options.precision] if dtype == torch.float32 else 0,
         "POWER": 0 if head_alpha is not None else powers.get(options.alpha, 0),
-        "OF_HEADS": head_alpha is not None, "MASK": layout.mask_kind(mask),
-        "FOLD": layout.mask_kind(mask) < 2 and _FOLDED < options.scale < 1 / _FOLDED,
-        "CAUSAL": options.is_causal, "BM": TILE, "BN": TILE, "STEP": step, "UNIT_D": unit_d,
-        "D": q.shape[3], "D0": layout.padded(q.shape[3]),
-        "DV": v.shape[3], "V0": layout.padded(v.shape[3]),
+        "OF_HEADS": head_alpha is not None, "BM": TILE, "BN": TILE,
+        "FOLD": tail["MASK"] < 2 and _FOLDED < options.scale < 1 / _FOLDED,
     }  # fmt: skip
-    for name, t in operands.items():
-        tail |= layout.strides(name, t, step if name in "qkvg" else 1)
+    for name in operands.keys() - read.keys():
+        tail |= layout.strides(name, operands[name], 1)
     if options.packing is None:
         tail |= {"StartsQ": None, "StartsK": None, "longest": 0, "steps": 0, "PACKED": False}
     else:
@@ -377,6 +371,6 @@ def _tail(
     if options.needs:
         names = ("WANT_Q", "WANT_K", "WANT_V", "WANT_MASK", "WANT_ALPHA")
         tail |= dict(zip(names, options.needs, strict=True))
-        tail["RANGE"] = q.dtype == torch.float16 and tail["POWER"] == 2
+        tail["RANGE"] = dtype == torch.float16 and tail["POWER"] == 2
         tail["CHUNK"] = CHUNK
     return tail

@@ -107,29 +107,23 @@ def plan_call(
     """The launch of a call; everything here depends on layouts, never on data."""
     from elsa_core.backends.triton.attention import sparse_kernels
 
-    batch, heads, queries, head_dim = query.shape
-    keys, value_dim = value.shape[2:]
-    step, unit_d = layout.row_unit((query, key, value))
+    read = {"q": query, "k": key, "v": value}
+    tail = layout.read_terms(read, mask, options.is_causal)
     half = query.dtype != torch.float32
     rows = ROWS[half]
-    least = 64 if half and step == 1 else 16  # see `schedules._widths`
+    if half and tail["STEP"] == 1:  # see `schedules._widths`
+        tail |= {name: max(64, tail[name]) for name in ("D0", "V0")}
     frozen = bool(options.relief & FROZEN)
     shift = FROZEN_SHIFT if frozen else SHIFT
-    tail: dict[str, Any] = {
-        "heads": heads, "group": heads // key.shape[1], "n_q": queries, "n_k": keys,
-        "tiles": -(-keys // KEYS), "scale": float(options.scale) * layout.LOG2E,
-        "threshold": options.threshold,
-        **layout.strides("q", query, step), **layout.strides("k", key, step),
-        **layout.strides("v", value, step), **layout.mask_strides(mask),
-        "MODE": 0 if half else MODES[options.precision], "MASK": layout.mask_kind(mask),
-        "CAUSAL": options.is_causal, "SKIP": options.threshold > -math.inf,
+    tail |= {
+        "tiles": -(-tail["n_k"] // KEYS), "scale": float(options.scale) * layout.LOG2E,
+        "threshold": options.threshold, "MODE": 0 if half else MODES[options.precision],
+        "SKIP": options.threshold > -math.inf,
         "SUMMARIES": bool(options.relief & SUMMARIES), "ORDER": bool(options.relief & ORDER),
         "FROZEN": frozen, "SHIFT": shift if query.dtype == torch.float16 else 0,
-        "STAGES": 2 if half else 1, "BM": rows, "BN": KEYS, "STEP": step, "UNIT_D": unit_d,
-        "D": head_dim, "D0": layout.padded(head_dim, least),
-        "DV": value_dim, "V0": layout.padded(value_dim, least),
+        "STAGES": 2 if half else 1, "BM": rows, "BN": KEYS,
     }  # fmt: skip
     wide = max(tail["D0"], tail["V0"]) > 64
-    grid = (batch * heads * -(-queries // rows),)
+    grid = (tail["batch"] * tail["heads"] * -(-tail["n_q"] // rows),)
     settings = {"num_warps": 8 if wide and half else 4, "num_stages": 1}
     return Launch(sparse_kernels.forward, grid, tail, settings)

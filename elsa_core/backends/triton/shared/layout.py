@@ -74,6 +74,28 @@ def strides(name: str, t: Tensor, unit: int) -> dict[str, int]:
     return {f"{name}_b": b // unit, f"{name}_h": h // unit, f"{name}_n": n // unit, f"{name}_d": d}
 
 
+def read_terms(
+    read: dict[str, Tensor], mask: Tensor | None, is_causal: bool, least: int = 16
+) -> dict[str, Any]:
+    """The arguments of kernels that read q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv],
+    perhaps others of the same kind, and a mask: counts, widths and the powers of two, at least
+    `least`, that hold them, and strides.
+    """
+    q, k, v = (read[name] for name in "qkv")
+    batch, heads, queries, dim = q.shape
+    keys, value_dim = v.shape[2:]
+    step, unit_d = row_unit(tuple(read.values()))
+    terms: dict[str, Any] = {
+        "batch": batch, "heads": heads, "group": heads // k.shape[1], "n_q": queries, "n_k": keys,
+        "MASK": mask_kind(mask), "CAUSAL": is_causal, "STEP": step, "UNIT_D": unit_d,
+        "D": dim, "D0": padded(dim, least), "DV": value_dim, "V0": padded(value_dim, least),
+        **mask_strides(mask),
+    }  # fmt: skip
+    for name, t in read.items():
+        terms |= strides(name, t, step)
+    return terms
+
+
 def mask_strides(mask: Tensor | None) -> dict[str, int]:
     """Strides of a mask, 0 in the dimensions that it is broadcast over."""
     names = ("mask_b", "mask_h", "mask_q", "mask_k")
