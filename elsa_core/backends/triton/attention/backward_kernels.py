@@ -13,11 +13,7 @@ from elsa_core.backends.triton.attention.backward_prepare import (
     slots,
     verdict,
 )
-from elsa_core.backends.triton.attention.backward_tiles import (
-    key_side,
-    query_side,
-    weights,
-)
+from elsa_core.backends.triton.attention.backward_tiles import key_side, query_side, weights
 from elsa_core.backends.triton.shared.helpers import load_part, wide
 
 

@@ -20,12 +20,6 @@ from elsa_core.backends.triton.shared.helpers import (
 
 
 @triton.jit
-def load_keys(p, o_n, o_d, columns, DIM: tl.constexpr, PADDED: tl.constexpr, BOUNDED: tl.constexpr):
-    x = load_tile(p, o_n < columns, o_d < DIM, BOUNDED, BOUNDED or DIM < PADDED)
-    return x.to(tl.float32)
-
-
-@triton.jit
 def fold_keys(
     q, e_s, m, z, acc, p_k, p_v, p_mask, n0, n_k, stride_k, k_d, stride_v, v_d, mask_k, weight,
     MASK: tl.constexpr, BOUNDED: tl.constexpr, UNIT_D: tl.constexpr, BN: tl.constexpr,
@@ -39,10 +33,10 @@ def fold_keys(
     row = wide(n0)
     p = p_k + row * stride_k + o_n[:, None] * stride_k
     p = p + (o_d[None, :] if UNIT_D else o_d[None, :] * k_d)
-    k = load_keys(p, o_n, o_d, columns, D, DP, BOUNDED)  # [BN, DP]
+    k = load_tile(p, o_n < columns, o_d < D, BOUNDED, BOUNDED or D < DP).to(tl.float32)  # [BN, DP]
     p = p_v + row * stride_v + o_n[:, None] * stride_v
     p = p + (o_v[None, :] if UNIT_D else o_v[None, :] * v_d)
-    v = load_keys(p, o_n, o_v, columns, DV, VP, BOUNDED)  # [BN, VP]
+    v = load_tile(p, o_n < columns, o_v < DV, BOUNDED, BOUNDED or DV < VP).to(tl.float32)
     s = finite_score(tl.sum(k * q[None, :], 1), e_s)  # [BN]
     if MASK:
         p = p_mask + (n0 + o_n) * mask_k

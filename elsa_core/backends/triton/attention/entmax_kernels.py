@@ -110,12 +110,6 @@ def scores(
 
 
 @triton.jit
-def natural_power(x, a):
-    """x^a for x > 0."""
-    return tl.exp(a * tl.log(x))
-
-
-@triton.jit
 def powers(s, top, slope, a, POWER: tl.constexpr):
     """v (1 where a weight is 0), r and u = r / v, both 0 there; NaN stays.
 

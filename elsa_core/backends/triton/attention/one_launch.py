@@ -14,10 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from elsa_core.backends.triton.attention import INTEGERS
 from elsa_core.backends.triton.shared.gluon import (
@@ -39,19 +36,15 @@ from elsa_core.backends.triton.shared.helpers import FACTOR_LIMIT, LEAST_VALUE
 # keys of a last tile that holds no more: lengths k * k + 1 leave one key beyond the whole tiles
 NARROW: gl.constexpr = gl.constexpr(16)
 
-# Triton 3.9 renamed it
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+RENAMED: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-    @gluon.jit
-    def in_one(x, R: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr):
-        """Tiles [n, rows, C] in shared memory as one of [R, C]."""
+
+@gluon.jit
+def in_one(x, R: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr):
+    """Tiles [n, rows, C] in shared memory as one of [R, C]."""
+    if RENAMED:  # by Triton 3.9
         return x.reinterpret(gl.float16, [R, C], SHARED)
-else:
-
-    @gluon.jit
-    def in_one(x, R: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr):
-        """Tiles [n, rows, C] in shared memory as one of [R, C]."""
-        return x._reinterpret(gl.float16, [R, C], SHARED)
+    return x._reinterpret(gl.float16, [R, C], SHARED)
 
 
 @gluon.jit

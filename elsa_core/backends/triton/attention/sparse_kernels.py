@@ -29,15 +29,6 @@ MOST_SUM: tl.constexpr = tl.constexpr(2.0**60)
 
 
 @triton.jit
-def tile_at(position, local, ORDER: tl.constexpr):
-    """The tile of keys that is folded at a position: 0, then the local one, then the others."""
-    if ORDER:
-        moved = tl.where(position <= 1, position * local, position - 1)
-        position = tl.where((local > 0) & (position <= local), moved, position)
-    return position
-
-
-@triton.jit
 def first_maxima(
     q, p_k, p_index, tiles, n_k, k_n, k_d, row0, scale,
     MODE: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -76,12 +67,17 @@ def fold_tiles(
 ):  # fmt: skip
     """Positions [first, end) folded into the state (m, z, acc) of BM rows; weights carry 2**SHIFT.
 
-    FROZEN: m stays as it is, and nothing is rescaled.
+    ORDER: at these positions are tile 0, then the local one, then the others. FROZEN: m stays as it
+    is, and nothing is rescaled.
     """
     o_m = tl.arange(0, BM)
     o_n = tl.arange(0, BN)
     for position in tl.range(first, end, num_stages=STAGES):
-        n0 = tile_at(position, local, ORDER) * BN
+        n0 = position
+        if ORDER:
+            moved = tl.where(position <= 1, position * local, position - 1)
+            n0 = tl.where((local > 0) & (position <= local), moved, position)
+        n0 = n0 * BN
         n0_wide = wide(n0)
         columns = n_k - n0
         k = load_part(p_k + n0_wide * k_n, o_n, columns, k_n, k_d, 0, D0, D, UNIT_D, True)
@@ -132,15 +128,6 @@ def fold_tiles(
                 m = m_new
         left_out += 1 - kept
     return m, z, acc, left_out
-
-
-@triton.jit
-def does_not_hold(m, z, acc, o_m, rows):
-    """Whether a frozen maximum was passed by more than the weights' range allows: in some row."""
-    total = tl.sum(z, 1)
-    held = (total >= LEAST_SUM) & (total <= MOST_SUM) & (m > -float("inf"))
-    finite = tl.min((tl.abs(acc) < float("inf")).to(tl.int32), 1) != 0  # false of NaN
-    return tl.max((((held & finite) == 0) & (o_m < rows)).to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -216,7 +203,11 @@ def forward(
             MODE, MASK, CAUSAL, SKIP, ORDER, True, SHIFT, STAGES, BM, BN, D, D0, DV, V0, UNIT_D,
         )  # fmt: skip
         if settled < seen:
-            again = does_not_hold(m, z, acc, o_m, rows)
+            # whether some row passed its frozen maximum by more than the weights' range allows
+            total = tl.sum(z, 1)
+            held = (total >= LEAST_SUM) & (total <= MOST_SUM) & (m > -float("inf"))
+            finite = tl.min((tl.abs(acc) < float("inf")).to(tl.int32), 1) != 0  # false of NaN
+            again = tl.max((((held & finite) == 0) & (o_m < rows)).to(tl.int32), 0)
         if again != 0:
             before = left_out
             m, z, acc, left_out = fold_tiles(

@@ -35,28 +35,14 @@ SEQUENCES: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
-def first_unit(program, units, programs):
-    """Where a program's share begins; that of the program behind the last one is `units`."""
-    return program * units // programs
-
-
-@triton.jit
 def owner(unit, units, programs):
     """The program whose share holds a unit: the last one that begins at it or before."""
     return ((unit + 1) * programs - 1) // units
 
 
 @triton.jit
-def key_tiles_of(i, tiles, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """Key tiles of query i; `tiles` hold all keys of its sequence."""
-    if CAUSAL:
-        return tl.minimum(tiles, (i + BN) // BN)
-    return tiles
-
-
-@triton.jit
 def units_before(i, tiles, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """Units of the queries 0 to i - 1 of one head: the sum of `key_tiles_of`. int64.
+    """Units of the queries 0 to i - 1 of one head: the sum of their key tiles. int64.
 
     Causal ones grow by 1 in BN queries, until they are `tiles`.
     """
@@ -106,16 +92,6 @@ def units_of(
 
 
 @triton.jit
-def all_units(StartsQ, StartsK, sequences, n_q, n_k, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """Units of one head of all sequences."""
-    total = wide(0)
-    for s0 in tl.range(0, sequences, SEQUENCES, num_stages=1):
-        i = s0 + tl.arange(0, SEQUENCES)
-        total += tl.sum(units_of(StartsQ, StartsK, i, sequences, n_q, n_k, BN, CAUSAL), 0)
-    return total
-
-
-@triton.jit
 def sequence_at(
     StartsQ, StartsK, unit, sequences, heads, n_q, n_k, BN: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
@@ -139,11 +115,15 @@ def share_of(StartsQ, StartsK, lines, sequences, n_q, n_k, least, BN: tl.constex
     """(units, programs with a share, program, its first unit, and that behind its last) of a call
     whose sequences have `lines` heads each; `least` units a program, if there are as many.
     """
-    units = all_units(StartsQ, StartsK, sequences, n_q, n_k, BN, CAUSAL) * lines
+    units = wide(0)
+    for s0 in tl.range(0, sequences, SEQUENCES, num_stages=1):
+        i = s0 + tl.arange(0, SEQUENCES)
+        units += tl.sum(units_of(StartsQ, StartsK, i, sequences, n_q, n_k, BN, CAUSAL), 0)
+    units *= lines
     programs = tl.maximum(tl.minimum(wide(tl.num_programs(0)), units // least), 1)
     program = wide(tl.program_id(0))
-    unit = tl.minimum(first_unit(program, units, programs), units)
-    end = tl.minimum(first_unit(program + 1, units, programs), units)
+    unit = tl.minimum(program * units // programs, units)
+    end = tl.minimum((program + 1) * units // programs, units)
     return units, programs, program, unit, end
 
 
@@ -167,7 +147,9 @@ def tile_of(
     i_h = (unit - base) // of_head
     within = unit - base - i_h * of_head
     i_q = query_of(within, tokens, tiles, BN, CAUSAL)
-    count = key_tiles_of(i_q, tiles, BN, CAUSAL)
+    count = tiles
+    if CAUSAL:
+        count = tl.minimum(tiles, (i_q + BN) // BN)
     tile = within - units_before(i_q, tiles, BN, CAUSAL)
     stop = tl.minimum(count, tile + end - unit)
     seen = len_k.to(tl.int32)
