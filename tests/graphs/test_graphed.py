@@ -364,10 +364,15 @@ class Generated(nn.Module):
         return x + torch.rand(8, generator=self.generator)
 
 
+class Elsewhere(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x * 2, torch.empty(2, device="meta")
+
+
 REFUSED = {
     "random numbers": Noisy, "writes to a tensor": Counting, "a tensor that is no": Global,
     "no attribute of its modules": Hidden, "returns a Holder": Wrapped, "generator": Generated,
-    "writes to": Overwriting,
+    "writes to": Overwriting, "a tensor on another device": Elsewhere,
 }  # fmt: skip
 
 
