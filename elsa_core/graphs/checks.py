@@ -154,8 +154,7 @@ def without_cache(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast as it is, but casting weights anew: a cast that it keeps ends with the context."""
     if not torch.is_autocast_enabled(device.type):
         return nullcontext()
-    dtype = torch.get_autocast_dtype(device.type)
-    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+    return torch.autocast(device.type, cache_enabled=False)
 
 
 @contextmanager

@@ -23,6 +23,21 @@ SETS = (
 LSE = "tests/distributed/test_shards.py::test_the_lse_of_a_state_keeps_the_digits_of_large_scores"
 RUNTIME = ("tests/backends/test_ort_library.py",)
 GRAPHS = tuple(f"tests/graphs/test_{name}.py" for name in ("graphed", "graphed_state", "training"))
+OPERATORS = (
+    CONTRACT,
+    *(
+        f"tests/core/test_{name}.py"
+        for name in (
+            "routing",
+            "what_attention_takes",
+            "packed_entmax",
+            "nested",
+            "flops",
+            "layers_by_onednn",
+        )
+    ),
+    *("-k", "not memory"),
+)
 FAMILIES = "tests/patching/test_adapters_"
 SCOPE = "tests/patching/test_scope.py"
 
@@ -116,6 +131,18 @@ SUITES = (
     *(
         Suite(f"elsa_core/graphs/{name}.py", GRAPHS, 40, "python")  # capture.py needs a GPU
         for name in ("cache", "checks", "entries", "model")
+    ),
+    Suite("elsa_core/ops/*", OPERATORS, 80, "python"),
+    Suite(
+        "elsa_core/backends/native_backward.py",
+        (
+            CONFORMANCE,
+            CONTRACT,
+            "-k",
+            "(cpu- and -train and -native and not compiled) or derivatives",
+        ),
+        40,
+        "python",
     ),
     _triton(
         "attention/fma_fallback",
