@@ -83,7 +83,7 @@ def read_plan(path: Path) -> Plan:
         (offload in (None, "host"), "offload must be host"),
     ):
         if not good:
-            raise ModelError(f"{path}: {what}")
+            raise ModelError(f"{path} is no plan of elsa: {what}")
     include, exclude, sites = (tuple(values or ()) for values in lists)
     if not sites:
         raise ModelError(f"{path} names no sites: nothing was patched in it")
