@@ -40,7 +40,7 @@ def attention(
         out = out.masked_fill(none, 0.0)
     if not with_lse:
         return out, query.new_empty(0)
-    return out, scores_of(query, key, mask, is_causal, scale).logsumexp(-1)
+    return out, scores_of(query, key, attn_mask, is_causal, scale).logsumexp(-1)
 
 
 def scores_of(

@@ -44,14 +44,9 @@ class _SwinBlock(WindowBlock):
         called = must_call(attn, self.elsa_expects) or _differs(self, x)
         if called or keeps_original(self, x, attn, window):
             return getattr(self.elsa_base, self.elsa_entry)(self, x)
-        terms = derived(self.elsa_derivation())
-        cosine: dict[str, Any] = {}
-        bias: Tensor | None = None
+        found = derived(self.elsa_derivation())
+        pairs, scale, bias = (found, None, None) if isinstance(found, Bias) else found
         pad: Tensor | None
-        if isinstance(terms, CosineTerms):
-            cosine["logit_scale"] = terms.scale
-            bias = terms.qkv_bias
-            terms = terms.bias
         if bias is not None and not attn.qkv_bias_separate:
             qkv, pad = project_by(self, x, attn.qkv.weight, bias), bias
         else:
@@ -59,8 +54,9 @@ class _SwinBlock(WindowBlock):
             if bias is not None:
                 qkv, pad = qkv + bias, bias if pad is None else pad + bias
         out = attend_windows(
-            self, attn, x, window, terms, qkv=qkv, pad_qkv=pad, shift_size=self.shift_size, **cosine
-        )
+            self, attn, x, window, pairs, qkv=qkv, pad_qkv=pad, shift_size=self.shift_size,
+            logit_scale=scale,
+        )  # fmt: skip
         return attn.proj_drop(out)
 
 

@@ -137,8 +137,8 @@ def attend_windows(
     added, index = (None, None) if bias is None else bias
     out = window_attention(
         qkv, added, bias_index=index, num_heads=attn.num_heads, window_size=window,
-        scale=None if "logit_scale" in terms else scale_of(attn), precision=site.elsa_precision,
-        backend=site.elsa_backend, **terms,
+        scale=None if terms.get("logit_scale") is not None else scale_of(attn),
+        precision=site.elsa_precision, backend=site.elsa_backend, **terms,
     )  # fmt: skip
     return project(site, attn.proj, out.flatten(1, 2) if flat else out)
 
