@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
 from elsa_core import backends, dispatch, ops
@@ -300,6 +301,15 @@ def test_each_gpu_is_asked_about_itself(two_gpus) -> None:
     assert names == ["", "sdpa"]
     with pytest.raises(UnavailableError, match="sm_80"):
         dispatch.choose("attention", "cuda:1", *CUDA_KIND, "triton")
+
+
+def test_a_call_asks_about_the_gpu_of_its_tensors(two_gpus) -> None:
+    found = []
+    with FakeTensorMode():
+        for i in (0, 1):
+            q = torch.empty(1, 2, 300, 64, dtype=torch.float16, device=f"cuda:{i}")
+            found.append(elsa.explain_entmax_attention(q, q, q).backend)
+    assert found == ["triton", "eager"]
 
 
 def test_float64_is_left_to_the_reference(two_gpus) -> None:
