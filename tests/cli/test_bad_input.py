@@ -170,7 +170,7 @@ def test_a_shard_with_a_name_too_long(elsa: Elsa) -> None:
     elsa("inspect", "model.safetensors.index.json").fails(4, "no .safetensors file beside")
 
 
-@pytest.mark.parametrize("command", ["inspect", "patch", "check"])
+@pytest.mark.parametrize("command", ["inspect", "patch", "check", "profile"])
 def test_an_unknown_model_names_close_ones(elsa: Elsa, command: str) -> None:
     elsa(command, "vit_bas_patch16_224").fails(4, "vit_bas_patch16_224", "vit_base_patch16_224")
 
@@ -213,7 +213,9 @@ def test_a_bad_option(elsa: Elsa, arguments: tuple[str, ...]) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there(elsa: Elsa) -> None:
-    elsa("patch", *TINY, "--device", "cuda").fails(3, "--device cuda", "--device cpu")
+    for command in ("patch", "profile"):
+        elsa(command, *TINY, "--device", "cuda").fails(3, "--device cuda", "--device cpu")
+    elsa("profile", *TINY, "--baselines", "compile+graph").fails(3, "needs a CUDA GPU")
     elsa("patch", *TINY, "--backend", "triton").fails(3, "triton")
 
 

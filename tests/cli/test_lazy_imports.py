@@ -16,14 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elsa_core import inspect, load
 
 from .conftest import Elsa
-from .test_start import WATCH
-
-
-def _modules(code: str) -> tuple[str, set[str]]:
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, set(json.loads(done.stderr.splitlines()[-1]))
-
+from .test_start import watched
 
 HEAVY = {
     *("torch._dynamo", "torch._inductor", "sympy", "triton", "onnx", "onnxscript", "onnxruntime"),
@@ -34,7 +27,9 @@ HEAVY = {
 
 @pytest.mark.parametrize("name", some(["test_vit", "swin_tiny_patch4_window7_224"]))
 def test_inspect_imports_little(name: str) -> None:
-    out, modules = _modules(WATCH.format(arguments=["inspect", name]))
+    done, modules = watched("inspect", name)
+    out = done.stdout
+    assert done.returncode == 0, done.stderr
     assert "sites can be patched" in out and "GFLOPs an image" in out and "timm" in modules
     assert not sorted(HEAVY & modules)
 
@@ -64,7 +59,7 @@ def test_random_weights_are_not_drawn_to_inspect(elsa: Elsa) -> None:
 
 
 USED = """
-import json, sys
+import sys
 from elsa_cli.lazy_imports import import_flop_counter, import_timm
 import_timm(hub=False)
 import_flop_counter()
@@ -85,23 +80,22 @@ x = torch.zeros(1, 3, 32, 32)
 compiled = torch.compile(model, backend="eager")
 torch.testing.assert_close(compiled(x), model(x))
 print("works")
-print(json.dumps([]), file=sys.stderr)
 """
 
 
 def test_who_asks_for_what_was_left_out_gets_it() -> None:
-    out, _ = _modules(USED)
-    assert out.strip() == "works"
+    done = python("-c", USED)
+    assert done.stdout == "works\n", done.stderr
 
 
 @pytest.mark.skipif(
     not has_hf_hub(), reason="this timm does not know the huggingface_hub that is installed"
 )
 def test_timm_can_download_where_weights_are_asked_for() -> None:
-    code = "import json, sys\nfrom elsa_cli.lazy_imports import import_timm\nimport_timm()\n"
+    code = "from elsa_cli.lazy_imports import import_timm\nimport_timm()\n"
     code += "from timm.models._hub import has_hf_hub\nprint(has_hf_hub())\n"
-    out, _ = _modules(code + "print(json.dumps([]), file=sys.stderr)")
-    assert out.strip() == "True"
+    done = python("-c", code)
+    assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.parametrize(

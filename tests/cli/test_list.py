@@ -6,26 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import python
 
 from elsa_cli import completion
 from elsa_cli.commands import list as listing
 
 from .conftest import Elsa
 from .test_commands import document
-from .test_start import WATCH
 
 ROOT = Path(__file__).parents[2]
 DEVICES = ROOT / "elsa_core/backends/triton/pack/devices.json"
-
-
-@pytest.mark.parametrize("arguments", [["list", "swin*"], ["help"], ["help", "patch"]], ids=str)
-def test_answers_without_heavy_imports(arguments: list[str]) -> None:
-    done = python("-c", WATCH.format(arguments=arguments))
-    modules = json.loads(done.stderr.splitlines()[-1])
-    heavy = ("torch", "timm", "open_clip", "triton", "numpy", "onnx", "elsa_core")
-    assert done.returncode == 0
-    assert not [name for name in modules if name.split(".")[0] in heavy]
 
 
 def test_a_glob_selects_names(elsa: Elsa) -> None:

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from processes import python
 from sampling import taken
 
 from elsa_cli import names, pipeline
 from elsa_cli.errors import ModelFileError
 
 from .conftest import Elsa
-from .test_start import WATCH
-
-HEAVY = ("torch", "timm", "open_clip", "numpy", "elsa_core")
-
-
-@pytest.mark.parametrize(
-    "command", ["inspect", "patch", "check", "profile", "export", "eval --images ."]
-)
-@pytest.mark.parametrize("text", ["swintiny", "missing/model.safetensors"])
-def test_answered_without_heavy_imports(command: str, text: str) -> None:
-    """inspect took 10 s for a misspelt name and 3.6 s for a missing file."""
-    done = python("-c", WATCH.format(arguments=[*command.split(), text]))
-    line, modules = done.stderr.splitlines()[0], json.loads(done.stderr.splitlines()[-1])
-    assert done.returncode == 4 and line.startswith("error: no ") and text in line
-    assert not [name for name in modules if name.split(".")[0] in HEAVY]
 
 
 @pytest.mark.parametrize(
