@@ -416,6 +416,21 @@ def test_explain_names_who_serves_and_raises_what_the_call_does(operator: str) -
         assert words in str(error.value), change
 
 
+@pytest.mark.parametrize(
+    "operator",
+    ["attention", "entmax_attention", "varlen_attention", "entmax_varlen_attention"],
+)
+def test_explain_speaks_of_what_autocast_makes_of_a_call(operator: str) -> None:
+    """It named the arithmetic of the tensors as they were given."""
+    explain = elsa.explain if operator == "attention" else getattr(elsa, f"explain_{operator}")
+    right = REFUSED[operator][0]
+    tensors = {n: t for n, t in right.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    with torch.autocast("cpu", torch.bfloat16):
+        route = explain(**right)
+    assert route == explain(**right | {n: t.bfloat16() for n, t in tensors.items()})
+    assert route.arithmetic != explain(**right).arithmetic
+
+
 def test_plain_attention_needs_memory_linear_in_tokens() -> None:
     length = 4096
     q = make(1, 1, length, 8)

@@ -296,7 +296,9 @@ def explain(
     """
     if sparsity is not None:
         sparse.asked(query, key, value, attn_mask, dropout_p, sparsity)
-    q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
+    require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
+    cast = autocast(query, key, value, attn_mask)
+    q, k, v, mask = operands(*cast, is_causal, enable_gqa)
     if sparsity is not None:
         route = sparse.route(q, k, v, mask, is_causal, precision, backend, sparsity)
         if route is not None:

@@ -18,7 +18,7 @@ from torch.nested import nested_tensor_from_jagged
 
 from elsa_core import dispatch, ops
 from elsa_core.base import calls, packing
-from elsa_core.base.operands import autocast, leading_dims, operands, require_tensor
+from elsa_core.base.operands import autocast, leading_dims, operands, require_dense, require_tensor
 from elsa_core.dispatch import Route
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.ops.arguments import (
@@ -145,7 +145,9 @@ def explain_entmax_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa,
             precision=precision, backend=backend,
         )  # fmt: skip
-    q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
+    require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
+    cast = autocast(query, key, value, attn_mask)
+    q, k, v, mask = operands(*cast, is_causal, enable_gqa)
     _, head_alpha = of_heads(alpha, q, leading_dims(query, key, value))
     gradient = calls.wanted(
         query=query, key=key, value=value, attn_mask=attn_mask, head_alpha=head_alpha
@@ -315,7 +317,7 @@ def explain_entmax_varlen_attention(
         )
     given = varlen.checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
     number, head_alpha = _of_sequences(alpha, given)
-    q, k, v = given[:3]
+    q, k, v, _ = autocast(*given[:3], None)
     if _served_by(*kind_of(q, v, precision), backend) and not dispatch.plain_alone(backend):
         gradient = calls.wanted(query=q, key=k, value=v, head_alpha=head_alpha)
         mask = dispatch.mask_kind(None, is_causal)

@@ -125,7 +125,8 @@ def explain_varlen_attention(
     Takes the arguments of `varlen_attention` and raises what it would raise.
     """
     given = checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
-    q, k, v = given[:3]
+    q, k, v, _ = autocast(*given[:3], None)
+    given = given._replace(query=q, key=k, value=v)
     told = max_seqlen_q, max_seqlen_k
     longest, kind = longest_of(given, *told), kind_of(q, v, precision)
     wanted = calls.wanted(query=query, key=key, value=value)
