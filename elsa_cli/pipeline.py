@@ -107,7 +107,7 @@ def load(
     loaded.example_size = options.input_size
     if options.inputs is not None:
         names.check_file(options.inputs, "inputs")
-        like = next(loaded.model.parameters(), torch.empty(0))
+        like = loaded.weight
         loaded.example = tuple(
             one.to(like.device, like.dtype if one.is_floating_point() else None)
             if isinstance(one, torch.Tensor)
@@ -155,7 +155,7 @@ def patch_model(
         from elsa_core.ops.attention.api import explain
         from elsa_core.patching import LAYERS
 
-        place = next(loaded.model.parameters())
+        place = loaded.weight
         found: Routes = {}
         for dim in sorted({s.head_dim or 64 for s in report.patched if s.kind not in LAYERS}):
             one = torch.zeros(1, 1, 1, dim, device=place.device, dtype=place.dtype)
@@ -185,7 +185,7 @@ def check_inputs(session: Session, loaded: Loaded, options: Options) -> dict[str
     with session.stage("preparing inputs"):
         inputs: dict[str, Any] = generated_inputs(
             loaded.input_size, options.batch_size, seed=options.seed, dtype=DTYPES[options.dtype],
-            device=next(loaded.model.parameters()).device, text=text_shape(loaded.model),
+            device=loaded.weight.device, text=text_shape(loaded.model),
         )  # fmt: skip
         if options.images is None:
             return inputs

@@ -29,7 +29,7 @@ def header(
         size = next((tuple(one.shape) for one in loaded.example if hasattr(one, "shape")), ())
     import torch
 
-    device, count = next(loaded.model.parameters()).device, torch.get_num_threads()
+    device, count = loaded.weight.device, torch.get_num_threads()
     place = str(device)
     if device.type == "cpu":
         place = f"cpu ({count} thread{'s' * (count != 1)})"
@@ -55,7 +55,7 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
     return {
         "given": loaded.spec.given, "name": loaded.name, "source": loaded.spec.source,
         "weights": loaded.weights, "input_size": list(loaded.input_size),
-        "device": str(next(loaded.model.parameters()).device), "dtype": options.dtype,
+        "device": str(loaded.weight.device), "dtype": options.dtype,
         "notes": list(loaded.notes), "assumed": dict(loaded.recipe.unsaid),
         "preprocess": {
             "mean": list(preprocess.mean), "std": list(preprocess.std),
@@ -80,7 +80,7 @@ def inspection(session: Session, found: Inspection) -> None:
         one = members[0]
         share = sum(site.flops_share or 0.0 for site in members)
         mark = "✓" if one.patchable else "✗"
-        rows.append([f"{mark} {label}", f"{len(members)}x", one.class_name, one.kind,
+        rows.append([f"{mark} {label or 'the model'}", f"{len(members)}x", one.class_name, one.kind,
                      *_numbers(one), f"{share:.1%}" if share else ""])  # fmt: skip
     # Paths stay whole on a narrow terminal, so that they can be copied.
     session.table(["  site", ">", "class", "~kind", "~>heads", ">tokens", ">FLOPs"], rows, wrap=2)
@@ -109,7 +109,7 @@ def inspection(session: Session, found: Inspection) -> None:
 
 def patched(session: Session, report: PatchReport) -> None:
     rows = [
-        [f"✓ {label}", f"{len(members)}x", members[0].class_name, members[0].kind,
+        [f"✓ {label or 'the model'}", f"{len(members)}x", members[0].class_name, members[0].kind,
          _numbers(members[0])[0], ", ".join(members[0].extra)]
         for label, members in group(report.patched, lambda site: site.alike)
     ]  # fmt: skip

@@ -118,7 +118,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
         exact = _exact(session, loaded, options)
     # One scope for all processors, said where this one would take another for the model in Python.
     one_form = (
-        options.scope == AUTO and next(loaded.model.parameters()).device.type == "cpu"
+        options.scope == AUTO and loaded.weight.device.type == "cpu"
         and scope_of(loaded.model, AUTO) == MODEL
     )  # fmt: skip
     options = options.but(scope=ATTENTION) if one_form else options
@@ -173,7 +173,7 @@ def _check_gpu(
     archs: tuple[str, ...], formats: tuple[str, ...], onnx_mode: str, loaded: Loaded
 ) -> None:
     """Refuse what cannot be served on a GPU before minutes go into checking."""
-    device = next(loaded.model.parameters()).device.type
+    device = loaded.weight.device.type
     onnx = device == "cuda" and "onnx" in formats
     if onnx:
         from elsa_core.exporting.artefacts import require_onnx

@@ -109,13 +109,18 @@ class Loaded:
         )
         return values and f"assumed: {values} from {self.name} (not in the file)"
 
+    @property
+    def weight(self) -> Tensor:
+        """One of its weights, which tells device and dtype; an empty tensor where it has none."""
+        return next(self.model.parameters(), torch.empty(0))
+
     def example_inputs(self, batch_size: int = 1, seed: int = 0) -> tuple[Tensor, ...]:
         """Return random inputs for `model(*inputs)`, on the model's device: normalised noise
         [batch, C, H, W] in its dtype, for a CLIP token ids too, int64 [batch, context length]; or
         `example`."""
         if self.example is not None:
             return self.example
-        held = next(self.model.parameters(), torch.empty(0))
+        held = self.weight
         if self.example_size is not None:
             generator = torch.Generator().manual_seed(seed)
             noise = torch.randn((batch_size, *self.example_size), generator=generator)

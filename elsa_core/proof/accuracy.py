@@ -140,7 +140,8 @@ def evaluate(
     model = plain_model(model)
     if not patched_sites(model):
         raise NothingPatchedError("evaluate: no site of this model is patched; call patch first")
-    home = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    weights = (weight for weight in model.parameters() if weight.is_floating_point())
+    home = next(weights, torch.empty(0))
     sides: dict[str, Any] = {"original": original, "patched": nullcontext}
     hits: Counter[tuple[str, int]] = Counter()
     rates: dict[str, list[float]] = {name: [] for name in sides}

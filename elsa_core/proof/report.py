@@ -152,7 +152,7 @@ class CheckReport(Summarised):
         found: list[tuple[str, int, Errors, str]] = []
         for label, members in group(self.sites, lambda site: site.ok):
             worst = max(members, key=lambda site: site.excess)
-            found.append((label, len(members), worst, worst.worst_case))
+            found.append((label or "the model", len(members), worst, worst.worst_case))
         for case in self.cases:
             by = "" if case.path == "eager" else f", {case.path}"
             rows, same = case.top1_rows, case.top1_rows - case.top1_flips

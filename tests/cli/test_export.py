@@ -111,7 +111,7 @@ def test_a_missing_provider_is_said_before_the_check(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
     monkeypatch.setattr(cuda, "status", lambda: Support(False, "no GPU"))
     weight = SimpleNamespace(device=torch.device("cuda"))
-    loaded: Any = SimpleNamespace(model=SimpleNamespace(parameters=lambda: iter([weight])))
+    loaded: Any = SimpleNamespace(weight=weight)
     _check_gpu((), ("torchscript", "pt2"), "custom", loaded)
     with pytest.raises(UnavailableError, match="its CUDAExecutionProvider: pip install"):
         _check_gpu((), ("onnx",), "custom", loaded)

@@ -26,7 +26,13 @@ class Volume(nn.Module):
         q, k, v = self.qkv(tokens).chunk(3, -1)
         return ((q @ k.transpose(1, 2) * scale).softmax(-1) @ v).mean(1)
 
+class Bare(nn.Module):
+    def forward(self, x):
+        q = x.flatten(2).transpose(1, 2)[:, None]
+        return nn.functional.scaled_dot_product_attention(q, q, q).mean((1, 2))
+
 def volume(dim=16): return Volume(dim)
+def bare(): return Bare()
 def broken(): raise ValueError("no such weights")
 def exits(): raise SystemExit(3)
 def number(): return 3
@@ -55,6 +61,16 @@ def test_a_volume_is_inspected_patched_and_checked(own: Path, elsa: Elsa) -> Non
     assert result.code == 0 and "1 of 1 sites patched" in result.out
     result = elsa("inspect", spec, *given)
     assert result.code == 0 and "1 of 1 sites can be patched" in result.out
+    assert "✓ the model" in result.out  # a site without a name
+
+
+def test_a_model_without_weights(own: Path, elsa: Elsa) -> None:
+    given = ("python:own_volume:bare", "--input-size", "3x16x16")
+    for command in ("inspect", "patch"):
+        result = elsa(command, *given)
+        assert result.code == 0 and "1 of 1 sites" in result.out, result.err
+    result = elsa("check", *given)
+    assert result.code == 4 and "no floating weights; nothing can be compared" in result.err
 
 
 @pytest.mark.parametrize(
