@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import elsa_core as elsa
+from elsa_core import ops
 from elsa_core.errors import ArgumentError, UnavailableError
 
 from . import edges
@@ -341,33 +342,46 @@ def test_one_program_serves_all_packed_lengths() -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("grads", [False, True])
-def test_operators_are_what_pytorch_is_told(grads: bool) -> None:
-    """`opcheck`: schema, fake and autograd of the operators that programs hold."""
-    assert elsa.explain(X, X, X, backend="native").backend == "native"  # the library is loaded
+def arguments_of_operators(*, grads: bool = False) -> dict[str, tuple[Any, ...]]:
+    """A call of each operator that programs hold."""
     q, k, mask = make(2, 4, 9, 8), make(2, 2, 65, 8, seed=1), make(1, 4, 9, 65)
     for t in (q, k):
         t.requires_grad_(grads)
     v = (k * 2).detach().requires_grad_(grads)
-    ops = torch.ops.elsa
-    for name in ("attention", "attention_eager"):
-        torch.library.opcheck(getattr(ops, name), (q, k, v, mask, False, 0.3, "strict"))
-    for name in ("entmax_attention", "entmax_attention_eager"):
-        given = (q, k, v, None, None, 1.5, True, 0.3, "strict")
-        torch.library.opcheck(getattr(ops, name), given)
-    seed = torch.tensor([3, 4])
-    for name in ("attention_dropout", "attention_dropout_eager"):
-        given = (q, k, v, mask, False, 0.3, "strict", 0.2, seed)
-        torch.library.opcheck(getattr(ops, name), given)
     x = make(1, 1, 5, 7, 24).requires_grad_(grads)
-    window = (x, make(2, 12, 12), None, None, None, 2, [1, 3, 4], [0, 1, 2], 0.5, -100.0, "qkv")
-    for name in ("window_attention", "window_attention_eager"):
-        torch.library.opcheck(getattr(ops, name), (*window, False, "strict"))
     packed, doubled = (make(9, 2, 8, seed=i).requires_grad_(grads) for i in (0, 1))
     ends = torch.tensor([0, 4, 9])
-    for name in ("varlen_attention", "varlen_attention_eager"):
-        given = (packed, packed, doubled, ends, ends, True, 0.3, "strict")
-        torch.library.opcheck(getattr(ops, name), given)
+    return {
+        "attention": (q, k, v, mask, False, 0.3, "strict"),
+        "entmax_attention": (q, k, v, None, None, 1.5, True, 0.3, "strict"),
+        "attention_dropout": (
+            q, k, v, mask, False, 0.3, "strict", 0.2, torch.tensor([3, 4])),
+        "window_attention": (
+            x, make(2, 12, 12), None, None, None, 2, [1, 3, 4], [0, 1, 2], 0.5, -100.0, "qkv",
+            False, "strict"),
+        "varlen_attention": (packed, packed, doubled, ends, ends, True, 0.3, "strict"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_operators_are_what_pytorch_is_told(grads: bool) -> None:
+    """`opcheck`: schema, fake and autograd of the operators that programs hold."""
+    assert elsa.explain(X, X, X, backend="native").backend == "native"  # the library is loaded
+    for name, given in arguments_of_operators(grads=grads).items():
+        for each in (name, f"{name}_eager"):
+            torch.library.opcheck(getattr(torch.ops.elsa, each), given)
+
+
+@pytest.mark.parametrize("name", arguments_of_operators())
+def test_what_is_exported_stays_on_its_device(name: str) -> None:
+    given = arguments_of_operators()[name]
+    with FakeTensorMode():
+        moved = [
+            torch.empty(t.shape, dtype=t.dtype, device="cuda:1") if isinstance(t, Tensor) else t
+            for t in given
+        ]
+        found = ops.record(name).exported(*moved)
+    assert (found if isinstance(found, Tensor) else found[0]).device == torch.device("cuda:1")
 
 
 # Dropout
