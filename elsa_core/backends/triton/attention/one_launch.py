@@ -204,6 +204,4 @@ def forward(
         )  # fmt: skip
         offset = shift.to(gl.float32)
 
-    store_rows(
-        Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0, BM, DV, V0, O_
-    )  # fmt: skip
+    store_rows(Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0, BM, DV, V0, O_)

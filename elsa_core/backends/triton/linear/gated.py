@@ -89,9 +89,7 @@ def gated_product(
     region_r = tl.where(from_w, region_w, region_v) * 8
     acc = split_products(p_l, p_r, region_l, region_r, 0, depth, SINGLE, EVEN, BK, STAGES)
     of_left = tl.load(LeftPowers + i_m * BM + o_m, mask=o_m < left, other=0.0)
-    p_p = tl.where(
-        o_y % 2 == 0, RightPowers + i_n + o_y // 2, ValuePowers + i_n + o_y // 2
-    )  # fmt: skip
+    p_p = tl.where(o_y % 2 == 0, RightPowers + i_n + o_y // 2, ValuePowers + i_n + o_y // 2)
     of_right = tl.load(p_p, mask=o_y // 2 < beside, other=0.0)
     bad = fails_guard(acc, of_left, of_right, BM, BN)
     y = acc * UNSCALE * ((of_left * LIFT)[:, None] * (of_right * LIFT)[None, :])
@@ -108,7 +106,7 @@ def gated_product(
             o_x = r + tl.arange(0, XM)
             exact = exact_rows(
                 p_x, p_w, o_x, left, (o_y // 2 < beside)[None, :], 0, depth, depth, 1, 1, XK
-            )  # fmt: skip
+            )
             gate(
                 exact, Bias + i_n, ValueBias + i_n, p_out, o_x, left, beside, columns, BIAS,
                 VALUE_BIAS, ACTIVATION,

@@ -94,14 +94,12 @@ def split_rows(
     o_r = tl.arange(0, R)
     if pid < of_x:
         o_r = pid * R + o_r
-        split_tile(
-            X, InputHalves, InputPowers, o_r, rows, depth, x_row * 4, SINGLE, C, WHOLE,
-        )  # fmt: skip
+        split_tile(X, InputHalves, InputPowers, o_r, rows, depth, x_row * 4, SINGLE, C, WHOLE)
     else:
         o_r = (pid - of_x) * R + o_r
         split_tile(
-            Weight, WeightHalves, WeightPowers, o_r, others, depth, w_row * 4, SINGLE, C, WHOLE,
-        )  # fmt: skip
+            Weight, WeightHalves, WeightPowers, o_r, others, depth, w_row * 4, SINGLE, C, WHOLE
+        )
 
 
 @triton.jit

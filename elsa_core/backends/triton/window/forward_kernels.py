@@ -101,10 +101,7 @@ def exact_rows(
                 # scaled products are finite
                 e = scale_exp - e_q[:, None] - e_k[None, :]
                 s = finite_score(s, tl.minimum(tl.maximum(e, -252), 254))
-            bias = bias_tile(
-                Bias, i_h, o_m, o_n, bias_h, bias_q, bias_k,
-                BIAS, DENSE, T, True,
-            )  # fmt: skip
+            bias = bias_tile(Bias, i_h, o_m, o_n, bias_h, bias_q, bias_k, BIAS, DENSE, T, True)
             c_n = token_code(o_n, shift_d, shift_h, shift_w, WD, WH, WW, VOLUME)
             s = add_terms(s, bias, edge, c_m, c_n, mask_value, True, SHIFTED)
             m, z, a, p = advance(s, 1.0, m, z, 0.0, True)
@@ -221,9 +218,8 @@ def window_tile(
                 # in the first turn, while its rows are under way
                 if i_window == first:
                     bias = bias_tile(
-                        Bias, i_h, o, o, bias_h, bias_q, bias_k,
-                        BIAS, DENSE, T, BOUNDED,
-                    )  # fmt: skip
+                        Bias, i_h, o, o, bias_h, bias_q, bias_k, BIAS, DENSE, T, BOUNDED
+                    )
             offset, pixel, inside = locate_tokens(
                 o,
                 w_z, w_y, w_x, n_d, n_h, n_w, depth, height, width, shift_d, shift_h, shift_w,
@@ -259,10 +255,7 @@ def window_tile(
         p += step
         v = load_tokens(p, Pad + start + 2 * step, o, offset, inside, T, D, DP, PADDED, BOUNDED)
         # after the rows, so that all loads are under way together
-        bias = bias_tile(
-            Bias, i_h, o, o, bias_h, bias_q, bias_k,
-            BIAS, DENSE, T, BOUNDED,
-        )  # fmt: skip
+        bias = bias_tile(Bias, i_h, o, o, bias_h, bias_q, bias_k, BIAS, DENSE, T, BOUNDED)
         edge = window_edge(w_z, w_y, w_x, n_d, n_h, n_w)
         x, verdicts = attend(
             q, k, v, bias, edge, code, code, mask_value, scale, scale_exp,
@@ -338,9 +331,8 @@ def fold_keys(
         bad = bad | bad_k | beyond
         s = scores_of(qh, ql, qh, ql, kh, kl, kh, kl, 0, MODE) * f
     bias = bias_tile(
-        Bias, i_h, o_m, o_n, bias_h, bias_q, bias_k,
-        BIAS, DENSE, T, KEYS_BOUNDED or T % BM != 0,
-    )  # fmt: skip
+        Bias, i_h, o_m, o_n, bias_h, bias_q, bias_k, BIAS, DENSE, T, KEYS_BOUNDED or T % BM != 0
+    )
     c_n = token_code(o_n, shift_d, shift_h, shift_w, WD, WH, WW, VOLUME)
     TERMS: tl.constexpr = BIAS or KEYS_BOUNDED
     s = add_terms(s, bias, edge, c_m, c_n, mask_value, TERMS, SHIFTED)
