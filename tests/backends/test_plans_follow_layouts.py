@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,15 +11,9 @@ pytest.importorskip("triton")
 
 from elsa_core import dispatch
 from elsa_core.backends.support import Request
-from elsa_core.backends.triton.attention import (
-    backward,
-    entmax,
-    sparse,
-)
-from elsa_core.backends.triton.attention.backward_tiling import (
-    load_table,
-    tile_for,
-)
+from elsa_core.backends.triton.attention import backward, backward_tiling, entmax, sparse
+from elsa_core.backends.triton.attention.backward_tiling import load_table, tile_for
+from elsa_core.backends.triton.window import backward as window_backward
 
 NEEDS = (True, True, True, True)
 
@@ -76,3 +72,26 @@ def test_auto_does_not_choose_it_and_support_says_why_not():
     assert sparse.support(request).ok
     kind = ("attention_dropout", "cuda", torch.float16, 64, 64, "strict")
     assert dispatch.choose(*kind, mode="train", gradient=("query",)) == "sdpa"
+
+
+def test_gradients_are_chosen_by_the_gpu_of_the_call(monkeypatch):
+    """An H200, which is the current one, beside an L4."""
+    known = {0: ("NVIDIA H200", (9, 0)), 1: ("NVIDIA L4", (8, 9))}
+
+    def capability(device):
+        return known[torch.device(device).index or 0][1]
+
+    def properties(index):
+        name, (major, minor) = known[index]
+        return SimpleNamespace(name=name, major=major, minor=minor)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    for support, operator in (
+        (backward_tiling.support, "attention"), (window_backward.support, "window_attention"),
+    ):  # fmt: skip
+        request = Request("cuda", torch.float32, 32, 32, "strict", operator, tokens=49)
+        found = [support(request._replace(ordinal=ordinal)).ok for ordinal in (-1, 0, 1)]
+        assert found == [True, True, False]

@@ -109,7 +109,7 @@ def support(request: Request) -> Support:
     named = request.precision in ("strict", "turbo")  # the others' kernels were not measured
     if named and request.device_type == "cuda" and torch.cuda.is_available():
         dims = (request.head_dim, request.value_dim)
-        if _faster(request.dtype, dims, torch.device("cuda")):
+        if _faster(request.dtype, dims, request.device):
             return Support(True)
     return Support(False, "was not measured to be faster than PyTorch for such gradients")
 

@@ -101,22 +101,19 @@ def split_tile(x0, x1, before0, before1, factor, W1: tl.constexpr, LIMIT: tl.con
 
 
 @triton.jit
-def load_split(
-    p, o_n, rows, region, W0: tl.constexpr, W1: tl.constexpr, HAS_LOW: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):  # fmt: skip
-    """The halves of a tile that `split.py` wrote: rows of W0 + W1 columns."""
-    h0 = load_part(p, o_n, rows, W0 + W1, 1, 0, W0, W0 + W1, True, BOUNDED)
+def load_split(p, o_n, region, W0: tl.constexpr, W1: tl.constexpr, HAS_LOW: tl.constexpr):
+    """The halves of a whole tile that `split.py` wrote: rows of W0 + W1 columns."""
+    h0 = load_part(p, o_n, 0, W0 + W1, 1, 0, W0, W0 + W1, True, False)
     l0 = h0
     if HAS_LOW:
-        l0 = load_part(p + region, o_n, rows, W0 + W1, 1, 0, W0, W0 + W1, True, BOUNDED)
+        l0 = load_part(p + region, o_n, 0, W0 + W1, 1, 0, W0, W0 + W1, True, False)
     h1 = h0
     l1 = l0
     if W1:
-        h1 = load_part(p, o_n, rows, W0 + W1, 1, W0, W1, W0 + W1, True, BOUNDED)
+        h1 = load_part(p, o_n, 0, W0 + W1, 1, W0, W1, W0 + W1, True, False)
         l1 = h1
         if HAS_LOW:
-            l1 = load_part(p + region, o_n, rows, W0 + W1, 1, W0, W1, W0 + W1, True, BOUNDED)
+            l1 = load_part(p + region, o_n, 0, W0 + W1, 1, W0, W1, W0 + W1, True, False)
     return h0, l0, h1, l1
 
 
@@ -144,9 +141,7 @@ def fold_tile(
     e_k_next = e_k
     e_v_next = e_v
     if PRE:
-        kh0, kl0, kh1, kl1 = load_split(
-            WK + n0 * (D0 + D1), o_n, columns, region_k, D0, D1, MODE == 1, False
-        )
+        kh0, kl0, kh1, kl1 = load_split(WK + n0 * (D0 + D1), o_n, region_k, D0, D1, MODE == 1)
         # the next tile's, so that nothing waits for them
         e_k_next = tl.load(p_e + 2)
         e_v_next = tl.load(p_e + 3)
@@ -188,9 +183,7 @@ def fold_tile(
     m, z, a, p = advance(s, f, m, z, SHIFT, MASK != 0)
 
     if PRE:
-        vh0, vl0, vh1, vl1 = load_split(
-            WV + n0 * (V0 + V1), o_n, columns, region_v, V0, V1, MODE == 1, False
-        )
+        vh0, vl0, vh1, vl1 = load_split(WV + n0 * (V0 + V1), o_n, region_v, V0, V1, MODE == 1)
     else:
         vh0 = load_part(p_v + n0 * v_n, o_n, columns, v_n, v_d, 0, V0, DV, UNIT_D, BOUNDED)
         vh1 = vh0

@@ -29,8 +29,8 @@ from elsa_core.backends.triton.shared.gluon import (
     barrier,
     exponent,
     halves,
-    least_of,
     load_async,
+    nonzero_min,
     power,
     scores,
     softmax,
@@ -106,7 +106,7 @@ def split_queries(
     x = gl.abs(q)
     m_c = gl.max(x, 0)
     e = exponent(gl.max(m_c, 0))
-    least = gl.minimum(least_of(gl.max(x, 1)), least_of(gl.maximum(m_c, before)))
+    least = gl.minimum(nonzero_min(gl.max(x, 1)), nonzero_min(gl.maximum(m_c, before)))
     bad = ((least * power(e) < SPLIT_LIMIT) & (e < 126)) | (e < -114)
     high, low = halves(q * (power(e) * factor))
     sqh.store(high)

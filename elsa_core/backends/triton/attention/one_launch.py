@@ -142,14 +142,14 @@ def forward(
     skl = gl.allocate_shared_memory(gl.float16, [KEYS // BN, BN, D0], SHARED_D)
     svh = gl.allocate_shared_memory(gl.float16, [KEYS // BN, BN, V0], SHARED_V)
     svl = gl.allocate_shared_memory(gl.float16, [KEYS // BN, BN, V0], SHARED_V)
-    k = load_rows(p_k, k_n, 0, n_k, False, KEYS, D, D0, False)
-    q = load_rows(p_q, q_n, 0, rows, row0 > 0, BM, D, D0, True)
+    k = load_rows(p_k, k_n, n_k, None, KEYS, D, D0)
+    q = load_rows(p_q, q_n, rows, row0 > 0, BM, D, D0)
     if TOGETHER:
-        v = load_rows(p_v, v_n, 0, n_k, False, KEYS, DV, V0, False)
+        v = load_rows(p_v, v_n, n_k, None, KEYS, DV, V0)
     high = in_one(skh, KEYS, D0, SHARED_D)
     e_k, bad_k = split(k, 1.0, high, in_one(skl, KEYS, D0, SHARED_D))
     if not TOGETHER:
-        v = load_rows(p_v, v_n, 0, n_k, False, KEYS, DV, V0, False)
+        v = load_rows(p_v, v_n, n_k, None, KEYS, DV, V0)
     e_q, bad_q = split(q, scale, sqh, sql)
     high = in_one(svh, KEYS, V0, SHARED_V)
     e_v, bad_v = split(v, 1.0, high, in_one(svl, KEYS, V0, SHARED_V))

@@ -226,9 +226,8 @@ def stream_decode(
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, sequences: tl.int32,
     least: tl.int32, shift: tl.int32, scale_exp: tl.int32, scale: tl.float32, flip: tl.float32,
     lse_h: tl.int64,
-    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
-    k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
-    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
+    q_h: tl.int64, q_n: tl.int64, q_d: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
+    v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
     CAUSAL: tl.constexpr, UNIT: tl.constexpr, UNIT_D: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,
@@ -238,8 +237,8 @@ def stream_decode(
     Grid (programs). Out [tokens, heads, DV], LSE with `lse_h` from head to head.
 
     StartsQ and StartsK are the cumulative lengths of `sequences`, n_q and n_k the tokens of all.
-    `least`: units that a program gets, if there are as many. Strides as in `forward.forward`, those
-    of the batch unused; PO, PL and Tickets as said above.
+    `least`: units that a program gets, if there are as many. Strides as in `forward.forward`; PO,
+    PL and Tickets as said above.
     """
     units, programs, program, unit, end = share_of(
         StartsQ, StartsK, heads, sequences, n_q, n_k, least, BN, CAUSAL
@@ -285,13 +284,12 @@ def stream_decode(
 
 @triton.jit
 def store_block(
-    p, out, inside, step,
-    DV: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr,
+    p, out, inside, DV: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Columns [START, START + WIDTH) of the rows that are there, `step` from row to row."""
+    """Columns [START, START + WIDTH) of the rows that are there, of DV columns."""
     o_m = tl.arange(0, out.shape[0])
     o_v = START + tl.arange(0, WIDTH)
-    store_tile(p + o_m[:, None] * step + o_v[None, :], out, inside, o_v < DV, True)
+    store_tile(p + o_m[:, None] * DV + o_v[None, :], out, inside, o_v < DV, True)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -300,9 +298,8 @@ def stream_forward(
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, sequences: tl.int32,
     least: tl.int32, shift: tl.int32, scale_exp: tl.int32,
     scale: tl.float32, flip: tl.float32, lse_h: tl.int64,
-    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
-    k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
-    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
+    q_h: tl.int64, q_n: tl.int64, q_d: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
+    v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
     MODE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
     CAUSAL: tl.constexpr, FLIP: tl.constexpr,
     UNIT: tl.constexpr, UNIT_D: tl.constexpr,
@@ -348,15 +345,15 @@ def stream_forward(
         p_out = Out + (row * heads + i_h) * DV
         inside = o_m < group
         if stop - tile == count:
-            store_block(p_out, acc0 * inverse, inside, DV, DV, 0, V0)
+            store_block(p_out, acc0 * inverse, inside, DV, 0, V0)
             if V1:
-                store_block(p_out, acc1 * inverse, inside, DV, DV, V0, V1)
+                store_block(p_out, acc1 * inverse, inside, DV, V0, V1)
             tl.store(p_lse + o_m * lse_h, log * LN2, mask=inside)
         else:
             slot = (2 * program + (tile == 0).to(tl.int64)) * BM
-            store_block(PO + slot * DV, acc0 * inverse, inside, DV, DV, 0, V0)
+            store_block(PO + slot * DV, acc0 * inverse, inside, DV, 0, V0)
             if V1:
-                store_block(PO + slot * DV, acc1 * inverse, inside, DV, DV, V0, V1)
+                store_block(PO + slot * DV, acc1 * inverse, inside, DV, V0, V1)
             tl.store(PL + slot + o_m, log, mask=inside)
             first = owner(unit - tile, units, programs)
             last = owner(unit - tile + count - 1, units, programs)
@@ -364,10 +361,10 @@ def stream_forward(
                 n = (last - first + 1).to(tl.int32)
                 m, s = join_logs(PL, first, n, BM, PARTS)
                 out = join_outputs(PO, PL, first, n, m, s, BM, PARTS, DV, 0, V0)
-                store_block(p_out, out, inside, DV, DV, 0, V0)
+                store_block(p_out, out, inside, DV, 0, V0)
                 if V1:
                     out1 = join_outputs(PO, PL, first, n, m, s, BM, PARTS, DV, V0, V1)
-                    store_block(p_out, out1, inside, DV, DV, V0, V1)
+                    store_block(p_out, out1, inside, DV, V0, V1)
                 tl.store(p_lse + o_m * lse_h, joined_lse(m, s), mask=inside)
                 tl.store(Tickets + first, 0)
         unit += stop - tile

@@ -22,6 +22,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 power = gluon.jit(helpers.power.fn)
 halves = gluon.jit(helpers.halves.fn)
 exponent = gluon.jit(helpers.exponent.fn)
+nonzero_min = gluon.jit(helpers.nonzero_min.fn)
 
 # weights are 2**7 at most, so that small ones stay normal in float16
 SHIFT: gl.constexpr = gl.constexpr(7.0)
@@ -54,33 +55,24 @@ def locate(
 
 
 @gluon.jit
-def load_rows(
-    p, step, first, rows, before, R: gl.constexpr, D: gl.constexpr, D0: gl.constexpr,
-    QUERIES: gl.constexpr,
-):  # fmt: skip
-    """[R, D0] float32 from row `first` on; channels beyond D are zero.
+def load_rows(p, step, rows, before, R: gl.constexpr, D: gl.constexpr, D0: gl.constexpr):
+    """[R, D0] float32; channels beyond D are zero.
 
-    Rows beyond the last are copies of it. Those of QUERIES are the ones R rows earlier where
-    `before` says that there are such: copies would leave single numbers to the guard's means.
+    Rows beyond the last are copies of it; or, of queries, the ones R rows earlier where `before`
+    says that there are such (None: keys): copies would leave single numbers to the guard's means.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D0, D0 // 8], [WARPS, 1], [1, 0])
-    o_n = first + gl.arange(0, R, layout=gl.SliceLayout(1, LANES))
-    if QUERIES:
-        o_n = gl.where(o_n < rows, o_n, gl.where(before, o_n - R, rows - 1))
-    else:
+    o_n = gl.arange(0, R, layout=gl.SliceLayout(1, LANES))
+    if before is None:
         o_n = gl.minimum(o_n, rows - 1)
+    else:
+        o_n = gl.where(o_n < rows, o_n, gl.where(before, o_n - R, rows - 1))
     o_d = gl.arange(0, D0, layout=gl.SliceLayout(0, LANES))
     p = p + o_n[:, None] * step + o_d[None, :]
     if D < D0:
         return gl.load(p, mask=(o_d < D)[None, :], other=0.0)
     return gl.load(p)
-
-
-@gluon.jit
-def least_of(x):
-    """The smallest entry that is not zero (large where all are)."""
-    return gl.min(gl.where(x > 0.0, x, FLOAT_MAX), 0)
 
 
 @gluon.jit

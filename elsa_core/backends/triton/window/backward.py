@@ -53,7 +53,8 @@ def support(request: Request) -> Support:
         return Support(False, f"its gradients take head dimensions up to {LARGEST_DIM}")
     if request.device_type != "cuda" or not torch.cuda.is_available():
         return Support(False, "no CUDA device: PyTorch finds no GPU")
-    most = tiling.load_table(device.table_of(torch.cuda.current_device())).gradients
+    index = request.ordinal if request.ordinal >= 0 else torch.cuda.current_device()
+    most = tiling.load_table(device.table_of(index)).gradients
     if not most:
         return Support(False, "its gradients were not measured to be faster on this GPU")
     if request.tokens > most:

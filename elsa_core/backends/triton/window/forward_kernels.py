@@ -45,7 +45,7 @@ UNBIAS: tl.constexpr = tl.constexpr(1.0 + 2.0**-23)
 
 @triton.jit
 def exact_rows(
-    QKV, Bias, Pad, Logit, Out, p_image, p_out, i_h, row0, rows, w_z, w_y, w_x,
+    p_image, p_out, Bias, Pad, Logit, i_h, row0, rows, w_z, w_y, w_x,
     heads, depth, height, width, n_d, n_h, n_w, shift_d, shift_h, shift_w,
     scale, scale_exp, mask_value, q_d, q_h, q_w,
     bias_h, bias_q, bias_k, logit_h,
@@ -181,9 +181,8 @@ def window_tile(
     PADDED: tl.constexpr, COSINE: tl.constexpr, HEAD_FIRST: tl.constexpr, GRID: tl.constexpr,
     VOLUME: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     WD: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr, T: tl.constexpr, WEIGHT: tl.constexpr,
-    SHIFT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    XM: tl.constexpr, XN: tl.constexpr, STAGES: tl.constexpr, LOOP: tl.constexpr,
-    UNROLL: tl.constexpr,
+    SHIFT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, XM: tl.constexpr,
+    XN: tl.constexpr, STAGES: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """Grid (groups of `count` windows x heads, the head fastest): whole windows of up to BM tokens.
 
@@ -274,10 +273,9 @@ def window_tile(
                         tl.full([], 0, tl.int32) + i_window, n_d, n_h, n_w, VOLUME
                     )
                     exact_rows(
-                        QKV, Bias, Pad, Logit, Out,
                         QKV + i_b.to(tl.int64) * (q_b * UNIT),
                         Out + i_b.to(tl.int64) * pixels * (heads * D) + i_h * D,
-                        i_h, 0, T, w_z, w_y, w_x,
+                        Bias, Pad, Logit, i_h, 0, T, w_z, w_y, w_x,
                         heads, depth, height, width, n_d, n_h, n_w,
                         shift_d, shift_h, shift_w, scale, scale_exp, mask_value, q_d, q_h, q_w,
                         bias_h, bias_q, bias_k, logit_h,
@@ -350,9 +348,9 @@ def fold_keys(
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def window_fold(
     QKV, Bias, Pad, Logit, Out,
-    windows: tl.int32, heads: tl.int32, count: tl.int32,
-    depth: tl.int32, height: tl.int32, width: tl.int32, n_d: tl.int32, n_h: tl.int32,
-    n_w: tl.int32, shift_d: tl.int32, shift_h: tl.int32, shift_w: tl.int32,
+    heads: tl.int32, depth: tl.int32, height: tl.int32, width: tl.int32,
+    n_d: tl.int32, n_h: tl.int32, n_w: tl.int32,
+    shift_d: tl.int32, shift_h: tl.int32, shift_w: tl.int32,
     scale_exp: tl.int32, scale: tl.float32, mask_value: tl.float32,
     q_b: tl.int64, q_d: tl.int64, q_h: tl.int64, q_w: tl.int64,
     bias_h: tl.int64, bias_q: tl.int64, bias_k: tl.int64, logit_h: tl.int64,
@@ -361,8 +359,7 @@ def window_fold(
     VOLUME: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     WD: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr, T: tl.constexpr, WEIGHT: tl.constexpr,
     SHIFT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    XM: tl.constexpr, XN: tl.constexpr, STAGES: tl.constexpr, LOOP: tl.constexpr,
-    UNROLL: tl.constexpr,
+    XM: tl.constexpr, XN: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Grid (windows x tiles of BM queries x heads, the head fastest). Else as `window_tile`."""
     TILES_M: tl.constexpr = (T + BM - 1) // BM
@@ -438,8 +435,7 @@ def window_fold(
     if MODE != 0:  # noqa: SIM102 (one is decided at compile time, the other by the data)
         if bad != 0:
             exact_rows(
-                QKV, Bias, Pad, Logit, Out, p_image, p_out, i_h, i_m * BM,
-                i_m * BM + BM, w_z, w_y, w_x,
+                p_image, p_out, Bias, Pad, Logit, i_h, i_m * BM, i_m * BM + BM, w_z, w_y, w_x,
                 heads, depth, height, width, n_d, n_h, n_w, shift_d, shift_h, shift_w,
                 scale, scale_exp, mask_value, q_d, q_h, q_w,
                 bias_h, bias_q, bias_k, logit_h,
