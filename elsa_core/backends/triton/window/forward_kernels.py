@@ -348,9 +348,9 @@ def fold_keys(
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def window_fold(
     QKV, Bias, Pad, Logit, Out,
-    heads: tl.int32, depth: tl.int32, height: tl.int32, width: tl.int32,
-    n_d: tl.int32, n_h: tl.int32, n_w: tl.int32,
-    shift_d: tl.int32, shift_h: tl.int32, shift_w: tl.int32,
+    windows: tl.int32, heads: tl.int32, count: tl.int32,
+    depth: tl.int32, height: tl.int32, width: tl.int32, n_d: tl.int32, n_h: tl.int32,
+    n_w: tl.int32, shift_d: tl.int32, shift_h: tl.int32, shift_w: tl.int32,
     scale_exp: tl.int32, scale: tl.float32, mask_value: tl.float32,
     q_b: tl.int64, q_d: tl.int64, q_h: tl.int64, q_w: tl.int64,
     bias_h: tl.int64, bias_q: tl.int64, bias_k: tl.int64, logit_h: tl.int64,
