@@ -413,6 +413,19 @@ def test_no_dropout_draws_nothing() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_entmax_keeps_wide_scores_in_derivatives_of_torch_func_under_autocast() -> None:
+    """Products in half precision made them NaN."""
+    q, k, v = (make(2, 2, 64, 32, seed=i).bfloat16() for i in range(3))
+
+    def slope(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.func.grad(lambda t: elsa.entmax_attention(t, k, v).double().square().sum())(q)
+
+    exact = slope(q.double(), k.double(), v.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        error = (slope(q, k, v).double() - exact).norm()
+    assert error < 4 * (slope(q, k, v).double() - exact).norm()
+
+
 # explain
 
 

@@ -70,6 +70,12 @@ def _portable(
     Returns:
         out, and rows and tiles as empty tensors [0].
     """
+    place = query.device.type
+    if place != "meta" and torch.is_autocast_enabled(place):  # scores and sums stay wide
+        with torch.autocast(place, enabled=False):
+            return _portable(
+                query, key, value, attn_mask, head_alpha, alpha, is_causal, scale, precision
+            )
     wide = torch.promote_types(query.dtype, torch.float32)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
