@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
 from triton_compile import compile_launch, planned_call
 
 from elsa_core.backends.triton.attention import (

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import Rows, rows_of
 from stream_interpreted import CASES
 from triton_compile import compile_launch

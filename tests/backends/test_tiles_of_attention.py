@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,7 +11,6 @@ from elsa_core.backends.triton.attention import tiling as tiles
 from elsa_core.backends.triton.shared import device
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
 from triton_compile import planned_call
 
 TABLES = sorted(path.stem for path in tiles.TABLES.glob("*.json"))
