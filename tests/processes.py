@@ -76,6 +76,17 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
 
 
+def stand_in(folder: Path, action: str, version: str = "1.0") -> str:
+    """A compiler that answers `--version` and then does `action`, a line of sh with $output."""
+    path = folder / "stand-in"
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && printf "{version}\\n" && exit\n'
+        f"for output; do :; done\n{action}\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
 def python(
     *words: object, env: dict[str, str] | None = None, timeout: float = 300, **options: Any
 ) -> subprocess.CompletedProcess[str]:

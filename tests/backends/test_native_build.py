@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import at_once, environment, python
+from processes import at_once, environment, python, stand_in
 
 from elsa_core.backends import compiler, native
 from elsa_core.errors import UnavailableError
@@ -54,17 +54,6 @@ def digest_of(library: Path) -> Path:
 @pytest.fixture(scope="module")
 def library() -> Path:
     return native.build()
-
-
-def stand_in(folder: Path, action: str, version: str = "1.0") -> str:
-    """A compiler that answers `--version` and then does `action`, a line of sh with $output."""
-    path = folder / "stand-in"
-    path.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && printf "{version}\\n" && exit\n'
-        f"for output; do :; done\n{action}\n"
-    )
-    path.chmod(0o755)
-    return str(path)
 
 
 @pytest.fixture

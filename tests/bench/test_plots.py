@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +67,3 @@ def test_plots_are_written_whole(document: dict[str, Any], tmp_path: Path, suffi
     head = path.read_bytes()[:200]
     assert head.startswith(b"\x89PNG") if suffix == ".png" else b"<?xml" in head
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
-
-
-def test_plots_say_what_they_need(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run(["bench", "attention", "--device", "cpu", "--plot", "plot.png"]) == 3
-    assert "elsa-attention[plot]" in capsys.readouterr().err

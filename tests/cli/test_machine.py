@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import environment, python, signalled, started
+from processes import environment, python, signalled, stand_in, started
 
 from elsa_cli import probes
 from elsa_cli.values import BACKENDS
@@ -125,14 +125,6 @@ def test_build_of_a_machine_with_a_gpu(elsa: Elsa) -> None:
     assert document(elsa("build", "--json"))["results"]["cuda_library"]["serves"]
 
 
-def compiler(text: str) -> str:
-    """A compiler that answers --version and then does what `text` says."""
-    path = Path("compiler").absolute()
-    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "cc 1.0" && exit 0\n{text}\n')
-    path.chmod(0o755)
-    return str(path)
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path / "cache"))
@@ -149,10 +141,12 @@ def built() -> Path:
 def test_build_twice_at_once(built: Path, cache: Path) -> None:
     """One process compiles, the other waits and takes its library."""
     here = Path.cwd()
-    slow = compiler(f"""for output; do :; done
-echo "${{output##*/}}" >> '{here}/units'
+    slow = stand_in(
+        here,
+        f"""echo "${{output##*/}}" >> '{here}/units'
 while [ ! -e '{here}/go' ]; do sleep 0.05; done
-cp '{built}' "$output\"""")
+cp '{built}' "$output\"""",
+    )
     env = environment(CXX=slow, CUDA_VISIBLE_DEVICES="")
     first = started("-m", "elsa_cli", "build", "--json", env=env)
     while not Path("units").exists():
@@ -176,7 +170,7 @@ cp '{built}' "$output\"""")
 
 
 def test_a_compiler_that_fails(elsa: Elsa, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", compiler("echo 'x.cpp:1: error: no luck' >&2; exit 1"))
+    monkeypatch.setenv("CXX", stand_in(Path.cwd(), "echo 'x.cpp:1: error: no luck' >&2; exit 1"))
     elsa("build").fails(3, "compiler", "no luck")
     assert not list(cache.rglob("*.so"))
     assert not list(cache.rglob(".build-*"))
@@ -200,7 +194,7 @@ def test_patch_goes_on_without_a_compiler(
 
 
 def test_ctrl_c_while_compiling(cache: Path) -> None:
-    slow = compiler("touch started; sleep 60")
+    slow = stand_in(Path.cwd(), "touch started; sleep 60")
     child = started("-m", "elsa_cli", "build", env=environment(CXX=slow))
     ended = signalled(child, Path("started").exists)
     assert ended == (130, "", "interrupted; nothing was written\n")
