@@ -111,8 +111,9 @@ class Loaded:
 
     @property
     def weight(self) -> Tensor:
-        """One of its weights, which tells device and dtype; an empty tensor where it has none."""
-        return next(self.model.parameters(), torch.empty(0))
+        """A floating one, which tells device and dtype; an empty tensor where there is none."""
+        floating = (weight for weight in self.model.parameters() if weight.is_floating_point())
+        return next(floating, torch.empty(0))
 
     def example_inputs(self, batch_size: int = 1, seed: int = 0) -> tuple[Tensor, ...]:
         """Return random inputs for `model(*inputs)`, on the model's device: normalised noise

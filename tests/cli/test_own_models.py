@@ -31,7 +31,13 @@ class Bare(nn.Module):
         q = x.flatten(2).transpose(1, 2)[:, None]
         return nn.functional.scaled_dot_product_attention(q, q, q).mean((1, 2))
 
+class Counted(Volume):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+
 def volume(dim=16): return Volume(dim)
+def counted(): return Counted()
 def bare(): return Bare()
 def broken(): raise ValueError("no such weights")
 def exits(): raise SystemExit(3)
@@ -62,6 +68,11 @@ def test_a_volume_is_inspected_patched_and_checked(own: Path, elsa: Elsa) -> Non
     result = elsa("inspect", spec, *given)
     assert result.code == 0 and "1 of 1 sites can be patched" in result.out
     assert "✓ the model" in result.out  # a site without a name
+
+
+def test_a_model_whose_first_parameter_is_of_integers(own: Path, elsa: Elsa) -> None:
+    result = elsa("check", "python:own_volume:counted", "--input-size", "1x16x16x16")
+    assert result.code == 0 and "outputs agree" in result.out, result.err
 
 
 def test_a_model_without_weights(own: Path, elsa: Elsa) -> None:
