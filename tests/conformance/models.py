@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import elsa_core as elsa
 
 VIT = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
-HIERARCHY = {"img_size": 64, "num_classes": 5}
 MODELS: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {**VIT, "init_values": 0.5, "drop_path_rate": 0.1},
     "vit_relpos_small_patch16_224": VIT,

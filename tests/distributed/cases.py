@@ -91,7 +91,6 @@ def differentiated(
     return dict(zip(names, (out.detach().cpu(), *grads), strict=True))
 
 
-BOTH = ("ring", "gather")
 ALL = ("ring", "gather", "heads", "auto")
 TWO = {
     "plain": Case((17, 17), heads=4, kv_heads=4, methods=ALL),
