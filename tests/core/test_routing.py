@@ -309,7 +309,11 @@ def test_a_call_asks_about_the_gpu_of_its_tensors(two_gpus) -> None:
         for i in (0, 1):
             q = torch.empty(1, 2, 300, 64, dtype=torch.float16, device=f"cuda:{i}")
             found.append(elsa.explain_entmax_attention(q, q, q).backend)
+        p = torch.empty(300, 2, 64, dtype=torch.float16, device="cuda:0")
+        ends = torch.empty(3, dtype=torch.int32, device="cuda:0")
+        packed = elsa.explain_entmax_varlen_attention(p, p, p, ends)
     assert found == ["triton", "eager"]
+    assert packed.schedule.startswith("all sequences in one launch; ")
 
 
 def test_float64_is_left_to_the_reference(two_gpus) -> None:
