@@ -704,6 +704,14 @@ def test_whoever_watches_a_call_sees_the_operator() -> None:
             assert elsa.attention(*[fake.from_tensor(q)] * 3).shape == q.shape
 
 
+def test_gradients_of_a_recorded_layer_are_in_its_dtype() -> None:
+    x, w, b = (make(*s, seed=i).requires_grad_() for i, s in enumerate([(3, 8), (5, 8), (5,)]))
+    out = torch.ops.elsa.linear(x, w, b)
+    exact = torch.autograd.grad((x @ w.mT + b).square().sum(), (x, w, b))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (x, w, b)), exact)
+
+
 def test_a_layer_promotes_and_casts_as_pytorch_does() -> None:
     x, w, scale = make(3, 8).bfloat16(), make(5, 8).bfloat16(), make(5)
     assert elsa.linear(x, w, scale=scale).dtype == torch.float32

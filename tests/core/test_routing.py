@@ -222,6 +222,37 @@ def test_a_backend_of_another_package(guest) -> None:
         dispatch.register(Backend("guest", None, {}))
 
 
+@pytest.fixture
+def fused_by():
+    """A guest that computes layers of GELU without a gradient; the list grows with its calls."""
+    calls = []
+
+    def direct(input, weight, bias, activation, residual, scale, precision):
+        if activation == "none":
+            return None
+        calls.append(activation)
+        out = F.gelu(F.linear(input, weight, bias)) * (1.0 if scale is None else scale)
+        return (out if residual is None else out + residual).detach()
+
+    terms = (lambda _: Support(True), None, "at once", lambda _: "as it is")
+    dispatch.register(Backend("fuser", "cpu", {"linear": Implementation(*terms, direct=direct)}))
+    yield calls
+    dispatch.unregister("fuser")
+
+
+def test_a_layer_that_learns_is_not_fused(fused_by) -> None:
+    """Also where one operand alone wants a gradient."""
+    given = [make(3, 8), make(5, 8), make(5), make(3, 5), make(5)]
+    names = ("input", "weight", "bias", "residual", "scale")
+    for name in names:
+        terms = dict(zip(names, given, strict=True))
+        terms[name] = terms[name].clone().requires_grad_()
+        assert elsa.linear(**terms, activation="gelu").requires_grad
+    assert not fused_by
+    elsa.linear(**dict(zip(names, given, strict=True)), activation="gelu")
+    assert fused_by == ["gelu"]
+
+
 def test_a_guest_that_left_is_gone() -> None:
     q = make(1, 2, 5, 24)
     assert elsa.explain(q, q, q).backend == "native"

@@ -23,21 +23,6 @@ SETS = (
 LSE = "tests/distributed/test_shards.py::test_the_lse_of_a_state_keeps_the_digits_of_large_scores"
 RUNTIME = ("tests/backends/test_ort_library.py",)
 GRAPHS = tuple(f"tests/graphs/test_{name}.py" for name in ("graphed", "graphed_state", "training"))
-OPERATORS = (
-    CONTRACT,
-    *(
-        f"tests/core/test_{name}.py"
-        for name in (
-            "routing",
-            "what_attention_takes",
-            "packed_entmax",
-            "nested",
-            "flops",
-            "layers_by_onednn",
-        )
-    ),
-    *("-k", "not memory"),
-)
 FAMILIES = "tests/patching/test_adapters_"
 SCOPE = "tests/patching/test_scope.py"
 
@@ -67,6 +52,17 @@ def _native(*operators: str, also: tuple[str, ...] = ()) -> tuple[str, ...]:
     names = [one.rpartition("::")[2].rpartition("/")[2].removesuffix(".py") for one in also]
     words = " or ".join([wanted, "native_operators", "pytorch_is_told", "strict_rounds", *names])
     return *also, CONFORMANCE, CONTRACT, "-k", words
+
+
+def _host(folder: str, *operators: str) -> Suite:
+    """The functions of operators: what they promise, and their rows with gradients on the CPU."""
+    names = ("routing", "what_attention_takes", "packed_entmax", "nested", "flops")
+    files = (CONTRACT, *(f"tests/core/test_{name}.py" for name in names))
+    rows = " or ".join(f"cpu-{name}-" for name in operators)
+    words = " or ".join(Path(file).stem for file in files)
+    chosen = f"(({rows}) and -train- and not many) or {words}"
+    tests = (*files, CONFORMANCE, "-k", f"not memory and not compiled and ({chosen})")
+    return Suite(f"elsa_core/ops/{folder}", tests, 80, "python")
 
 
 def _adapter(pattern: str, *tests: str) -> Suite:
@@ -132,7 +128,12 @@ SUITES = (
         Suite(f"elsa_core/graphs/{name}.py", GRAPHS, 40, "python")  # capture.py needs a GPU
         for name in ("cache", "checks", "entries", "model")
     ),
-    Suite("elsa_core/ops/*", OPERATORS, 80, "python"),
+    _host("linear/*", "linear"),
+    _host("window/*", "window_attention"),
+    _host("varlen/*", "varlen_attention"),
+    _host("entmax/*", "entmax_attention", "entmax_varlen_attention"),
+    _host("sparse/*", "sparsity"),
+    _host("*", "attention", "dropout"),
     Suite(
         "elsa_core/backends/native_backward.py",
         (
