@@ -29,6 +29,7 @@ from elsa_core.backends.triton.shared.helpers import (
     fails_guard,
     halves,
     load_part,
+    place,
     power,
     row_before,
     wide,
@@ -49,7 +50,7 @@ SPLIT_GUARD: tl.constexpr = tl.constexpr(2.0**-5)
 
 @triton.jit
 def product(ah, al, bh, bl, MODE: tl.constexpr, B_FIRST: tl.constexpr):
-    """a b in an accumulator of its own. MODE: 0 half, 1 split, 2 three TF32 products, 3 FMA.
+    """a b in an accumulator of its own. MODE: 0 half, 1 split, 2 three TF32 products.
 
     B_FIRST: the product with b's low half first, for scores of keys by queries: sums of the same
     bits as those of queries by keys.
@@ -159,16 +160,10 @@ def prepare(
     count = slots(group, n_q, n_k, SPLIT)
     tile = wide(pid)
     if which < 2:
-        i_bh = pid // q_tiles
-        i_t = pid - i_bh * q_tiles
-        i_b = (i_bh // heads).to(tl.int64)
-        i_h = (i_bh % heads).to(tl.int64)
+        i_bh, i_t, i_b, i_h = place(pid, q_tiles, heads, False)
         p_slot = Guards + (i_b * key_heads + i_h // group) * count + (i_h % group) * q_tiles + i_t
     else:
-        i_bh = pid // k_tiles
-        i_t = pid - i_bh * k_tiles
-        i_b = (i_bh // key_heads).to(tl.int64)
-        i_h = (i_bh % key_heads).to(tl.int64)
+        i_bh, i_t, i_b, i_h = place(pid, k_tiles, key_heads, False)
         p_slot = Guards + wide(i_bh) * count + 2 * group * q_tiles + i_t
     row0 = i_t * UNIT
     if which == 0 and pid < q_rows:
@@ -285,11 +280,9 @@ def normalise(
         row_count = batch.to(tl.int64) * heads * tl.cdiv(n_q, UNIT) * UNIT
         o_m = tl.arange(0, BM)
         for pid in range(tl.program_id(0), batch * heads * tiles, tl.num_programs(0)):
-            i_bh = pid // tiles
-            row0 = (pid - i_bh * tiles) * BM
+            i_bh, i_m, i_b, i_h = place(pid, tiles, heads, False)
+            row0 = i_m * BM
             rows = n_q - row0
-            i_b = (i_bh // heads).to(tl.int64)
-            i_h = (i_bh % heads).to(tl.int64)
             lse = tl.load(Lse + wide(i_bh) * n_q + row0 + o_m, mask=o_m < rows, other=0.0)
             large = (tl.abs(lse) > LARGE_LSE) & (tl.abs(lse) < float("inf"))
             if tl.max(large.to(tl.int32), 0) > 0:

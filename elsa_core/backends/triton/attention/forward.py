@@ -22,6 +22,7 @@ from elsa_core.backends.triton.shared.helpers import (
     SPLIT_LIMIT,
     exponent_elements,
     load_part,
+    place,
     power,
     row_before,
     store_tile,
@@ -230,13 +231,7 @@ def forward(
         gdc_launch_dependents()
     pid = tl.program_id(0)
     i_part = tl.program_id(1)
-    i_bh = pid // q_tiles
-    i_m = pid - i_bh * q_tiles
-    if CAUSAL:
-        # the longest rows first
-        i_m = q_tiles - 1 - i_m
-    i_b = (i_bh // heads).to(tl.int64)
-    i_h = (i_bh % heads).to(tl.int64)
+    i_bh, i_m, i_b, i_h = place(pid, q_tiles, heads, CAUSAL)
     i_kv = i_h // group
     row0 = i_m * BM
     rows = n_q - row0

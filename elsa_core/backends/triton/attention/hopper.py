@@ -31,6 +31,7 @@ from elsa_core.backends.triton.shared.gluon import (
     halves,
     load_async,
     nonzero_min,
+    place,
     power,
     scores,
     softmax,
@@ -299,13 +300,7 @@ def forward(
     q_tiles = gl.cdiv(n_q, BM)
     pid = gl.program_id(0)
     i_part = gl.program_id(1)
-    i_bh = pid // q_tiles
-    i_m = pid - i_bh * q_tiles
-    if CAUSAL:
-        # the longest rows first
-        i_m = q_tiles - 1 - i_m
-    i_b = (i_bh // heads).to(gl.int64)
-    i_h = (i_bh % heads).to(gl.int64)
+    i_bh, i_m, i_b, i_h = place(pid, q_tiles, heads, CAUSAL)
     row0 = i_m * BM
     q_n = q_n * UNIT
     p_q = Q + (i_b * q_b + i_h * q_h) * UNIT + row0.to(gl.int64) * q_n

@@ -19,6 +19,7 @@ from elsa_core.backends.triton.shared.helpers import FLOAT_MAX, LN2, SPLIT_LIMIT
 load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
+place = gluon.jit(helpers.place.fn)
 power = gluon.jit(helpers.power.fn)
 halves = gluon.jit(helpers.halves.fn)
 exponent = gluon.jit(helpers.exponent.fn)
@@ -37,11 +38,7 @@ def locate(
     query, key and value lie.
     """
     q_tiles = gl.cdiv(n_q, BM)
-    pid = gl.program_id(0)
-    i_bh = pid // q_tiles
-    i_m = pid - i_bh * q_tiles
-    i_b = (i_bh // heads).to(gl.int64)
-    i_h = (i_bh % heads).to(gl.int64)
+    i_bh, i_m, i_b, i_h = place(gl.program_id(0), q_tiles, heads, False)
     i_kv = i_h // group
     row0 = i_m * BM
     rows = n_q - row0

@@ -50,6 +50,18 @@ def wide(n):
 
 
 @triton.jit
+def place(program, tiles, heads, CAUSAL: tl.constexpr):
+    """What a program computes: which of batch x heads, its tile, the batch and the head. CAUSAL:
+    the longest rows first.
+    """
+    i_bh = program // tiles
+    i_tile = program - i_bh * tiles
+    if CAUSAL:
+        i_tile = tiles - 1 - i_tile
+    return i_bh, i_tile, (i_bh // heads).to(tl.int64), (i_bh % heads).to(tl.int64)
+
+
+@triton.jit
 def clamped_power(e):
     return power(tl.minimum(tl.maximum(e, -126), 127))
 
