@@ -69,12 +69,8 @@ def page(document: Document) -> str:
         parts += ['<div class="charts">', *charts, "</div>"]
     parts += [_points(results["points"])]
     for row in rows:
-        runs = row["profile"]["runs"]
-        if all(run.get("parts") for run in runs):  # training steps
-            chart = pages.figure("parts of a training step", parts_chart(runs))
-            lines = [[run["name"], *map(duration, run["parts"].values())] for run in runs]
-            table = pages.table((".run", *runs[0]["parts"]), lines)
-            parts += [f"<h2>{pages.text(point_name(row))}</h2>", chart, table]
+        if all(run.get("parts") for run in row["profile"]["runs"]):  # training steps
+            parts += [f"<h2>{pages.text(point_name(row))}</h2>", *_steps(row["profile"]["runs"])]
     with_sites = [row for row in rows if len(row["profile"]["sites"]) > 1]
     if with_sites:
         parts.append("<h2>Where the time goes</h2>")
@@ -113,6 +109,20 @@ def _points(rows: Sequence[Document]) -> str:
         lines += [["", name, f"left out: {why}"]
                   for name, why in row["profile"]["left_out"].items()]  # fmt: skip
     return "<h2>All runs</h2>" + pages.table(columns, lines)
+
+
+def _steps(runs: Sequence[Document]) -> tuple[str, str]:
+    """Every run's training step: forward, backward and optimizer side by side, and as a table."""
+    lines, rows = [], list[tuple[str, list[Bar]]]()
+    for run in runs:
+        spans = run["parts"].values()
+        bars = [(f"b{k}", seconds) for k, seconds in enumerate(spans, 1)]
+        rows.append((run["name"], [(bars, duration(sum(spans)))]))
+        lines.append([run["name"], *map(duration, spans)])
+    names = list(runs[0]["parts"])
+    chart = _chart(rows, [(f"b{k}", name) for k, name in enumerate(names, 1)])
+    table = pages.table((".run", *names), lines)
+    return pages.figure("parts of a training step", chart), table
 
 
 def _sites(sites: Sequence[Document]) -> str:
@@ -181,15 +191,6 @@ def site_chart(sites: Sequence[Document]) -> str:
         for site in ordered
     ]
     return _chart(rows, [("before", "before"), ("ours", "patched")])
-
-
-def parts_chart(runs: Sequence[Document]) -> str:
-    """Every run's training step: forward, backward and optimizer side by side."""
-    rows: list[tuple[str, list[Bar]]] = []
-    for run in runs:
-        parts = [(f"b{k}", seconds) for k, seconds in enumerate(run["parts"].values(), 1)]
-        rows.append((run["name"], [(parts, duration(sum(run["parts"].values())))]))
-    return _chart(rows, [(f"b{k}", name) for k, name in enumerate(runs[0]["parts"], 1)])
 
 
 def _chart(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -46,27 +46,24 @@ _FLASH_4_MAJORS: Final = (9, 10, 11, 12)  # compute capabilities with kernels fo
 _HALF: Final = (torch.float16, torch.bfloat16)
 
 
-class Field(NamedTuple):
-    """Who takes part, and why others do not: {name: reason}."""
-
-    contenders: list[Contender]
-    left_out: dict[str, str]
-
-
-def field_of(case: Case, tensors: Inputs, *, backend: str = "auto", flex: bool = False) -> Field:
-    """Everyone who can compute the case: elsa's precisions first, then the peers.
+def field_of(
+    case: Case, tensors: Inputs, *, backend: str = "auto", flex: bool = False
+) -> tuple[list[Contender], dict[str, str]]:
+    """Everyone who can compute the case, elsa's precisions first, then the peers; and why others
+    take no part, by name.
 
     Each contender is called once here, which compiles and warms it. One that fails is left out
     with the first line of its error.
     """
-    found, bench = Field([], {}), bench_of(case)
+    bench, contenders = bench_of(case), []
+    left_out: dict[str, str] = {}
     makers: dict[str, Callable[[], Contender] | str] = {
         f"elsa-{precision}": partial(bench.elsa, case, tensors, precision, backend)
         for precision in case.precisions
     }
     for name, make in (makers | dict(bench.peers(case, tensors, flex))).items():
         if isinstance(make, str):
-            found.left_out[name] = make
+            left_out[name] = make
             continue
         try:
             with warnings.catch_warnings():
@@ -80,10 +77,10 @@ def field_of(case: Case, tensors: Inputs, *, backend: str = "auto", flex: bool =
             if name in makers and not isinstance(error, _ERRORS):
                 raise
             kind = "" if isinstance(error, _ERRORS) else f"{type(error).__name__}: "
-            found.left_out[name] = f"{kind}{first_line(error)}"[:200]
+            left_out[name] = f"{kind}{first_line(error)}"[:200]
         else:
-            found.contenders.append(contender)
-    return found
+            contenders.append(contender)
+    return contenders, left_out
 
 
 def of_attention(

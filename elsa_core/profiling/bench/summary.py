@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Final
 
 from elsa_core.measuring.environment import label
-from elsa_core.measuring.intervals import NO_DIFFERENCE, SLOWER, UNSURE
+from elsa_core.measuring.intervals import FASTER, NO_DIFFERENCE, SLOWER, UNSURE
 from elsa_core.profiling.bench import families
 
 Document = dict[str, Any]
@@ -54,12 +55,12 @@ def own_of(case: Document) -> Document | None:
 def of_models(document: Document) -> str:
     """Where patching won, and what lost, failed or was wrong."""
     cases = [c for c in document["results"]["cases"] if c["gain"] is not None and not c["wrong"]]
-    verdicts = [case["gain"]["verdict"] for case in cases]
-    text = "Patched models are faster than the fastest baseline in "
-    text += f"{verdicts.count('faster')} of {len(cases)} cases, slower in "
-    text += f"{verdicts.count('slower')}; no difference in {verdicts.count(NO_DIFFERENCE)}"
-    unsure = verdicts.count(UNSURE)
-    text += f", undecided in {unsure} for want of rounds." if unsure else "."
+    counts = Counter(case["gain"]["verdict"] for case in cases)
+    text = (
+        f"Patched models are faster than the fastest baseline in {counts[FASTER]} of {len(cases)} "
+        f"cases, slower in {counts[SLOWER]}; no difference in {counts[NO_DIFFERENCE]}"
+    )
+    text += f", undecided in {counts[UNSURE]} for want of rounds." if counts[UNSURE] else "."
     lost = [c for c in cases if c["gain"]["verdict"] == SLOWER]
     if lost and document["command"] == "bench training":
         named = ", ".join(f"{c['case']['name']} ({c['gain']['value']:.2f})" for c in lost)
