@@ -178,7 +178,7 @@ def _fits(value: Any, form: Any) -> bool:
 
 
 _FILE = {
-    "size": lambda n: type(n) is int and n >= 0,
+    "size": lambda n: type(n) is int and 0 <= n < 2**63,
     "sha256": lambda given: isinstance(given, str) and re.fullmatch(r"[0-9a-f]{64}", given),
 }
 _TENSOR = {

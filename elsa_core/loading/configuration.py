@@ -90,14 +90,15 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
     if given.get("interpolation") == "random":  # of training; open_clip evaluates with this one
         given = {**given, "interpolation": "bicubic"}
     assumed, unsaid = _noted(config.get("elsa", {}), {**given, "crop_pct": 1.0}, where)
-    modes = {word: mode for mode, word in RESIZE_MODES.items()}
-    mode = given.get("resize_mode") or "shortest"
-    if mode not in modes:
-        raise ModelError(f"{where}: resize_mode must be one of {', '.join(modes)}")
+    word = given.get("resize_mode") or "shortest"
+    mode = next((mode for mode, name in RESIZE_MODES.items() if name == word), None)
+    if mode is None:
+        words = ", ".join(RESIZE_MODES.values())
+        raise ModelError(f"{where}: resize_mode must be one of {words}")
     size = model_cfg["vision_cfg"].get("image_size", 224)
     size = [size, size] if type(size) is int else size
     said = {"mean": CLIP_MEAN, "std": CLIP_STD, **{k: v for k, v in given.items() if v is not None}}
-    said |= {"crop_mode": modes[mode], "crop_pct": 1.0}
+    said |= {"crop_mode": mode, "crop_pct": 1.0}
     said["input_size"] = [3, *size] if isinstance(size, list) else None
     name = config.get("architecture") or "custom"
     for each in (name, model_cfg["vision_cfg"].get("timm_model_name") or name):

@@ -68,11 +68,15 @@ def require_network(url: str, *, need: str) -> None:
 
     if constants.HF_HUB_OFFLINE:
         raise _offline(need, "HF_HUB_OFFLINE is set")
-    parts = urllib.parse.urlsplit(url)
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
-        parts = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    server = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+    try:
+        parts = urllib.parse.urlsplit(url)
+        proxy = urllib.request.getproxies().get(parts.scheme)
+        if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+            parts = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        server = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+    except ValueError as error:
+        why = first_line(error)
+        raise _offline(need, f"the server or its proxy has no address ({why})") from None
     outcome: list[str | None] = ["no answer from the name server"]
 
     def attempt() -> None:

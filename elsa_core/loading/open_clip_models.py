@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import nn
 
+from elsa_core.base.files import scratch
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import hub, timm_models
 from elsa_core.loading.library import Library, Size, built, check_tag, imported, unknown
 from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, RESIZE_MODES, Preprocess, Recipe
-from elsa_core.loading.weights import Weights, check_file, one_file
+from elsa_core.loading.weights import Weights, check_file, separate
 
 
 def _lookup(text: str) -> tuple[str, str | None]:
@@ -160,8 +161,13 @@ def _load(target: Recipe, native: Recipe, path: str | Path) -> nn.Module:
 
 
 def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
-    with one_file(weights) as file:
-        return _load(target, native, file)
+    """open_clip reads files alone: one of the tensors under their plain names."""
+    from safetensors.torch import save_file
+
+    with scratch("elsa-weights-") as folder:
+        path = folder / "model.safetensors"
+        save_file(separate(weights.tensors), path)
+        return _load(target, native, path)
 
 
 def _names_like(shapes: Shapes) -> list[str]:

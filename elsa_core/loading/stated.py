@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -140,11 +139,14 @@ def _first(sections: list[Mapping[Any, Any]], *keys: str) -> Any:
 
 def _numbers(value: Any) -> tuple[float, ...] | None:
     if isinstance(value, Tensor):
-        value = value.flatten().tolist() if value.numel() <= MAX_LABELS else None
+        try:
+            value = value.flatten().tolist() if value.numel() <= MAX_LABELS else None
+        except RuntimeError:  # it is sparse, nested, quantised, or on the meta device
+            return None
     value = [value] if type(value) in (int, float) else value
     if not isinstance(value, (list, tuple)) or not value:
         return None
-    good = all(type(n) in (int, float) and math.isfinite(n) and abs(n) < 1e6 for n in value)
+    good = all(type(n) in (int, float) and abs(n) < 1e6 for n in value)
     return tuple(float(n) for n in value) if good else None
 
 
@@ -158,7 +160,7 @@ def parsed(text: str) -> Any:
         pass
     try:
         return ast.literal_eval(text) if len(text) <= _LONGEST_LITERAL else text
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         pass
     try:
         return [float(part) for part in text.replace(",", " ").split()]

@@ -165,7 +165,8 @@ def _preprocess(folder: Path, config: Any) -> tuple[Preprocess, list[str]]:
     found = preprocess_of({k: v for k, v in cfg.items() if v is not None}, str(path))
     # An image is multiplied by this factor: 1 / 255 gives 0..1.
     factor = given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 1.0
-    scale = 255.0 * factor if isinstance(factor, (int, float)) and factor > 0 else 1.0
+    good = isinstance(factor, (int, float)) and 1e-6 <= factor <= 1e6
+    scale = 255.0 * factor if good else 1.0
     if abs(scale - 1.0) > 1e-6:
         mean, std = (tuple(value / scale for value in each) for each in (found.mean, found.std))
         found = replace(found, mean=mean, std=std)

@@ -14,8 +14,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PosixPath
@@ -24,7 +23,6 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from elsa_core.base.files import scratch
 from elsa_core.base.messages import first_line
 from elsa_core.base.reading import check_fits, open_regular, read_json
 from elsa_core.errors import ModelError
@@ -224,7 +222,7 @@ def read_checkpoint(path: Path, key: str | None = None) -> Weights:
         raise ModelError(f"{path} holds no state dict (tensors by name): not a model's checkpoint")
     check_names(path, found)
     _check_stored(path, found)
-    full = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    full = {name: () if t.is_nested else tuple(t.shape) for name, t in found.items()}
     names, notes = bare_names(full, path, ".".join(parts) or None)
     tensors = {name: found[full] for name, full in names.items()}
     check_numbers(path, tensors)
@@ -345,6 +343,8 @@ def check_numbers(path: Path, tensors: Mapping[str, Tensor]) -> None:
         what = ""
         if tensor.layout != torch.strided:
             what = f"is {kind}: save it dense (tensor.to_dense())"
+        elif tensor.is_nested:
+            what = "is nested: save its parts"
         elif tensor.is_meta:
             what = "is on the meta device: it holds no numbers"
         elif tensor.ndim > MAX_AXES:
@@ -358,17 +358,6 @@ def check_numbers(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 what = f"holds {found}; the weights are damaged"
         if what:
             raise ModelError(f"{path}: tensor {name[:120]!r} {what}")
-
-
-@contextmanager
-def one_file(weights: Weights) -> Iterator[Path]:
-    """One file of the tensors under their plain names, which vanishes afterwards."""
-    from safetensors.torch import save_file
-
-    with scratch("elsa-weights-") as folder:
-        path = folder / "model.safetensors"
-        save_file(separate(weights.tensors), path)
-        yield path
 
 
 def separate(state: dict[str, Tensor]) -> dict[str, Tensor]:

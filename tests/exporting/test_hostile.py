@@ -91,6 +91,7 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda m: m.update(files={}), "files must be"),
     (lambda m: m["files"].update({"a": 3}), "size and a sha256"),
     (lambda m: m["files"]["model.ts"].update(size=-1), "size and a sha256"),
+    (lambda m: m["files"]["model.ts"].update(size=10**400), "size and a sha256"),
     (lambda m: m["files"]["model.ts"].update(sha256="0"), "size and a sha256"),
     (lambda m: m.update(artefacts={}), "artefacts must name"),
     (lambda m: m.update(artefacts={"exe": {"file": "load.py"}}), "artefacts must name"),

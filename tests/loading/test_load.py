@@ -206,6 +206,17 @@ def test_offline_fails_in_seconds_and_says_how_to_go_on(spec: str) -> None:
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.parametrize("proxy", ["http://user:secret@127.0.0.1:port", "http://[::1"])
+def test_a_proxy_without_an_address_is_named_as_one(
+    no_cache: None, monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    """It was an internal error."""
+    monkeypatch.setenv("https_proxy", proxy)
+    with pytest.raises(UnavailableError, match="its proxy has no address") as caught:
+        load("test_vit", pretrained=True)
+    assert "secret" not in str(caught.value)
+
+
 def test_hub_offline_is_obeyed(no_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 

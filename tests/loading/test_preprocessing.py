@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from elsa_core.loading.configuration import from_config, from_open_clip_config
 from elsa_core.loading.loader import load_model
 from elsa_core.loading.recipe import CLIP_MEAN, Given
 from elsa_core.loading.stated import of_model
+from elsa_core.loading.transformers_models import PROCESSORS, _preprocess
 
 DEIT = "deit_tiny_patch16_224"
 IMAGENET = Given((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 0.9, "bicubic")
@@ -109,6 +112,22 @@ def test_configurations_that_say_a_part() -> None:
     for noted in (["size"], "mean", [1], [["mean"]]):
         with pytest.raises(ModelError, match="assumed must list"):
             from_config({"architecture": "x", "elsa": {"assumed": noted}}, "config")
+
+
+@pytest.mark.parametrize("factor", [10**400, float("inf"), -1, "1/255"])
+def test_a_factor_that_cannot_be_is_none(tmp_path: Path, factor: Any) -> None:
+    """A number of 400 digits was an internal error, and infinity a deviation of 0."""
+    said = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "rescale_factor": factor}
+    (tmp_path / PROCESSORS[0]).write_text(json.dumps(said))
+    found, _ = _preprocess(tmp_path, SimpleNamespace(image_size=32))
+    assert found.std == (0.25, 0.25, 0.25)
+
+
+@pytest.mark.parametrize("mode", [["squash"], {"squash": 1}, "other"])
+def test_a_resize_mode_that_cannot_be(mode: Any) -> None:
+    towers: dict[str, Any] = {"vision_cfg": {}, "text_cfg": {}}
+    with pytest.raises(ModelError, match="resize_mode must be one of shortest, squash, longest"):
+        from_config({"model_cfg": towers, "preprocess_cfg": {"resize_mode": mode}}, "it")
 
 
 def test_crop_modes_are_kept() -> None:

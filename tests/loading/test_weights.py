@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from elsa_core.errors import ModelError
+from elsa_core.loading.recipe import Given
+from elsa_core.loading.stated import stated
 from elsa_core.loading.weights import read_checkpoint, read_header, read_safetensors
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -130,9 +132,10 @@ W = torch.ones(4, 4)
         (lambda: W.to("meta"), "is on the meta device"),
         (lambda: W.to(torch.complex64), "is complex64"),
         (lambda: torch.quantize_per_tensor(W, 0.1, 0, torch.qint8), "is qint8"),
+        (lambda: torch.nested.nested_tensor([W, W]), "is nested"),
         (lambda: W * torch.nan, "holds NaN"),
     ],
-    ids=["sparse", "meta", "complex", "quantised", "nan"],
+    ids=["sparse", "meta", "complex", "quantised", "nested", "nan"],
 )
 def test_tensors_that_are_no_weights(
     tmp_path: Path, made: Callable[[], torch.Tensor], words: str
@@ -141,6 +144,18 @@ def test_tensors_that_are_no_weights(
     with pytest.raises(ModelError) as caught:
         read_checkpoint(tmp_path / "model.pth")
     assert f"model.pth: tensor 'a.weight' {words}" in str(caught.value)
+
+
+def test_what_a_file_says_and_cannot_be_read_is_not_said(tmp_path: Path) -> None:
+    """Metadata and training arguments of a hostile file raised what no caller knows."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    quantised = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    meta = torch.empty(3, device="meta")
+    for mean in (10**400, [0.5, 10**400], torch.eye(3).to_sparse(), nested, quantised, meta):
+        assert stated({"args": {"mean": mean, "crop_pct": 0.9}}).preprocess == Given(crop_pct=0.9)
+    path = tmp_path / "said.safetensors"
+    save_file({"w": torch.ones(2)}, path, metadata={"model_args": "{[]: 1}"})
+    assert read_safetensors(path).stated.args == {}
 
 
 def test_complex_safetensors(tmp_path: Path) -> None:
