@@ -52,9 +52,8 @@ def attention(
     for start in range(0, max(query.shape[-2], 1), rows):
         stop = min(start + rows, query.shape[-2])
         scores = _scores(query, key, attn_mask, is_causal, scale, start, stop)
-        weights, total, lse = _softmax_parts(scores)
-        weighted = weights @ value
-        outputs.append(_divide_or_zero(weighted, total))
+        _, _, output, lse = _softmax(scores, value)
+        outputs.append(output)
         sums.append(lse)
     return torch.cat(outputs, -2), torch.cat(sums, -1)
 
@@ -74,8 +73,8 @@ def algorithm2(
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     query, key, value = (t.to(wide) for t in _share_heads(query, key, value))
     scores = _scores(query, key, attn_mask, is_causal, scale, 0, query.shape[-2])
-    weights, total, _ = _softmax_parts(scores)
-    return _divide_or_zero(weights, total), _divide_or_zero(weights @ value, total)
+    weights, total, output, _ = _softmax(scores, value)
+    return weights / total.unsqueeze(-1), output
 
 
 def relative_l2(actual: Tensor, expected: Tensor) -> float:
@@ -127,26 +126,15 @@ def drift(p: Tensor | None, p_ref: Tensor | None, y: Tensor, y_ref: Tensor) -> D
     `p` puts its maximum elsewhere. ArgumentError: shapes differ. Reference: ELSA, Sec. C.2."""
     if (p is None) != (p_ref is None):
         raise ArgumentError("p: give both p and p_ref, or neither")
-    y, y_ref = _pair("y", y, y_ref)
-    y_difference = y - y_ref
-    y_max = y_difference.abs().amax(-1)
-    y_l2 = _relative_rows(y_difference, y_ref)
-    outputs = (_spread(y_max, "amax"), _spread(y_l2, relative_l2(y, y_ref)))
+    outputs = _distances("y", y, y_ref)
     if p is None or p_ref is None:
         return Drift(None, None, None, None, *outputs)
-    p, p_ref = _pair("p", p, p_ref)
-    difference = p - p_ref
-    p_max = difference.abs().amax(-1)
-    divergence = _jensen_shannon(p, p_ref)
+    weights = _distances("p", p, p_ref)
+    p, p_ref = p.double(), p_ref.double()
     at_argmax = p_ref.gather(-1, p.argmax(-1, keepdim=True)).squeeze(-1)
     disagrees = (at_argmax < p_ref.amax(-1)).double()
-    return Drift(
-        _spread(p_max, "amax"),
-        _spread(_relative_rows(difference, p_ref), relative_l2(p, p_ref)),
-        _spread(divergence, "mean"),
-        _spread(disagrees, "mean"),
-        *outputs,
-    )
+    divergence = _jensen_shannon(p, p_ref)
+    return Drift(*weights, _spread(divergence, "mean"), _spread(disagrees, "mean"), *outputs)
 
 
 def _share_heads(query: Tensor, *key_value: Tensor) -> tuple[Tensor, ...]:
@@ -181,39 +169,33 @@ def _scores(
     return scores
 
 
-def _softmax_parts(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(scores - max), its row sums, and lse; a row without a key has sum 0 and lse -inf."""
-    if scores.shape[-1] == 0:
-        total = scores.sum(-1)
-        return scores, total, torch.full_like(total, _NEGATIVE_INFINITY)
-    top = scores.detach().amax(-1)
-    anchor = torch.where(top == _NEGATIVE_INFINITY, torch.zeros_like(top), top)
+def _softmax(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """exp(scores - max), its row sums, output and lse. Of a row without a key the weights are 0,
+    the sum is 1, the output 0 and lse -inf."""
+    top = scores.detach().amax(-1) if scores.shape[-1] else scores.detach().sum(-1)
+    anchor = top.masked_fill(top == _NEGATIVE_INFINITY, 0.0)
     weights = torch.exp(scores - anchor.unsqueeze(-1))
     total = weights.sum(-1)
-    safe = torch.where(total == 0, torch.ones_like(total), total)
-    empty = torch.full_like(total, _NEGATIVE_INFINITY)
-    return weights, total, torch.where(total == 0, empty, anchor + torch.log(safe))
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    output = ((weights @ value) / total.unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0.0)
+    lse = (anchor + torch.log(total)).masked_fill(empty, _NEGATIVE_INFINITY)
+    return weights, total, output, lse
 
 
-def _divide_or_zero(numerator: Tensor, total: Tensor) -> Tensor:
-    total = total.unsqueeze(-1)
-    safe = torch.where(total == 0, torch.ones_like(total), total)
-    return torch.where(total == 0, torch.zeros_like(numerator), numerator / safe)
-
-
-def _pair(name: str, actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+def _distances(name: str, actual: Tensor, expected: Tensor) -> tuple[Spread, Spread]:
+    """The largest differences of the rows, and their relative L2 errors."""
     if actual.shape != expected.shape:
         raise ArgumentError(
             f"{name}: shape {tuple(actual.shape)} differs from the reference's "
             f"{tuple(expected.shape)}"
         )
-    return actual.double(), expected.double()
-
-
-def _relative_rows(difference: Tensor, reference: Tensor) -> Tensor:
-    error = torch.linalg.vector_norm(difference, dim=-1)
-    norm = torch.linalg.vector_norm(reference, dim=-1)
-    return torch.where(error == 0, torch.zeros_like(error), error / norm)
+    wanted = expected.double()
+    difference = actual.double() - wanted
+    error, norm = (torch.linalg.vector_norm(each, dim=-1) for each in (difference, wanted))
+    relative = torch.where(error == 0, torch.zeros_like(error), error / norm)
+    most = _spread(difference.abs().amax(-1), "amax")
+    return most, _spread(relative, relative_l2(actual, expected))
 
 
 def _jensen_shannon(p: Tensor, q: Tensor) -> Tensor:

@@ -35,13 +35,6 @@ def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentErro
     return path
 
 
-def require_writable(target: Path) -> None:
-    """OSError where nothing can be made beside `target`, or beside its first missing parent."""
-    above = next(path for path in target.parents if os.path.lexists(path))
-    with tempfile.TemporaryDirectory(prefix=".elsa-", dir=above):
-        pass
-
-
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """Give a fresh directory beside `target` that becomes it on success and vanishes otherwise."""

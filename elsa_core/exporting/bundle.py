@@ -197,7 +197,9 @@ def export(
     try:
         target = given.resolve()
         check_output(target, given, zip, force)
-        files.require_writable(target)
+        above = next(path for path in target.parents if os.path.lexists(path))
+        with files.scratch(".elsa-", folder=above):  # OSError: nothing can be made there
+            pass
         stated = Given(mean, std, crop_pct, interpolation)
         exported = export_target(model, loaded, inputs, seed, chosen.batches, stated)
         if loaded is None and exported.preprocess is not None and exported.preprocess.assumed:

@@ -24,7 +24,6 @@ from elsa_core.exporting.onnx_operator import (
     call,
     static_shape,
     take_over,
-    value_of,
 )
 
 if TYPE_CHECKING:
@@ -39,23 +38,24 @@ _VIEWS = _JOINS | {
 
 
 def _replace_attention(graph: Graph, node: Node) -> None:
-    query, key, value, attn_mask, is_causal, scale = node.args[:6]
+    given: Any = node.args
+    query, key, value, attn_mask, is_causal, scale = given[:6]
     # The getitems that are used: the output alone, as no lse is in the ONNX operator.
     outs = {user.args[1]: user for user in node.users if user.users or user.args[1] == 0}
     if set(outs) - {0}:
         raise ExportError("ONNX: the model uses the log-sum-exp, which the ONNX operator has not")
     out = outs[0]
     for operand in (query, key, value):
-        if value_of(operand).dtype == torch.float64:
+        if operand.meta["val"].dtype == torch.float64:
             raise ExportError("ONNX: float64 attention has no operator; cast the model to float32")
     with graph.inserting_before(node):
         base = _packed_base(query, key, value)
         if base is None:
             operands, terms = (query, key, value, attn_mask), (is_causal, scale)
-            take_over(graph, out, ATTENTION.call(graph, node, operands, terms, value_of(out)))
+            take_over(graph, out, ATTENTION.call(graph, node, operands, terms, out.meta["val"]))
             return
-        batch, heads, tokens, head_dim = value_of(query).shape
-        joined = value_of(base).new_empty((batch, tokens, heads * head_dim))
+        batch, heads, tokens, head_dim = query.meta["val"].shape
+        joined = base.meta["val"].new_empty((batch, tokens, heads * head_dim))
         packed = PACKED.call(graph, node, (base, attn_mask), (heads, is_causal, scale), joined)
     for user in list(out.users):
         # `transpose(1, 2)`, all of whose users join the heads to [B, N, H * D]
@@ -64,7 +64,7 @@ def _replace_attention(graph: Graph, node: Node) -> None:
             turned
             and user.users
             and all(
-                _name(last) in _JOINS and _same(value_of(last).shape, joined.shape)
+                _name(last) in _JOINS and _same(last.meta["val"].shape, joined.shape)
                 for last in user.users
             )
         ):
@@ -76,36 +76,36 @@ def _replace_attention(graph: Graph, node: Node) -> None:
             if not isinstance(batch, int):  # a node asks the tensor
                 rows = graph.call_function(torch.ops.aten.sym_size.int, (packed, 0))
                 rows.meta = {"val": batch}
-            apart, shape = value_of(query).transpose(1, 2), [rows, tokens, heads, head_dim]
+            apart, shape = query.meta["val"].transpose(1, 2), [rows, tokens, heads, head_dim]
             split = call(graph, node, torch.ops.aten.view.default, (packed, shape), apart)
             turn = torch.ops.aten.transpose.int
-            take_over(graph, out, call(graph, node, turn, (split, 1, 2), value_of(out)))
+            take_over(graph, out, call(graph, node, turn, (split, 1, 2), out.meta["val"]))
 
 
 def _name(node: Node) -> str:
     return str(getattr(node.target, "_opname", ""))
 
 
-def _packed_base(query: Any, key: Any, value: Any) -> Node | None:
+def _packed_base(query: Any, key: Any, value: Any) -> Any:
     """The dense [B, N, 3 * H * D] of which query, key and value are the three parts, if any."""
-    bases: set[Node] = set()
+    bases: set[Any] = set()
     for part in (query, key, value):
         base = part
         while base.target is operator.getitem or _name(base) in _VIEWS:
-            if _name(base) in _JOINS and not value_of(base.args[0]).is_contiguous():
+            if _name(base) in _JOINS and not base.args[0].meta["val"].is_contiguous():
                 return None  # may copy
             base = base.args[0]
         bases.add(base)
     if len(bases) > 1:
         return None
     base = bases.pop()
-    whole = value_of(base)
-    batch, heads, tokens, head_dim = value_of(query).shape
+    whole = base.meta["val"]
+    batch, heads, tokens, head_dim = query.meta["val"].shape
     width = heads * head_dim
     if not whole.is_contiguous() or not _same(whole.shape, (batch, tokens, 3 * width)):
         return None
     for index, node in enumerate((query, key, value)):
-        view = value_of(node)
+        view = node.meta["val"]
         wanted = (tokens * 3 * width, head_dim, 3 * width, 1)
         offset = view.storage_offset() - whole.storage_offset()
         found = (*view.shape, *view.stride(), offset)

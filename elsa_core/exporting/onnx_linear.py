@@ -23,7 +23,6 @@ from elsa_core.exporting.onnx_operator import (
     Writer,
     call,
     take_over,
-    value_of,
 )
 
 if TYPE_CHECKING:
@@ -40,14 +39,14 @@ def _replace_linear(graph: Graph, node: Node) -> None:
     given: dict[str, Any] = {} if normal is None else normal.kwargs
     terms = [given[name] for name in ("bias", "residual", "scale")]
     tensors = [each for each in (given["input"], given["weight"], *terms) if each is not None]
-    dtypes = {value_of(each).dtype for each in tensors}
+    dtypes = {each.meta["val"].dtype for each in tensors}
     if len(dtypes) > 1 or not dtypes <= DTYPES.keys() - {torch.bool}:
         return
     weight = given["weight"]
     with graph.inserting_before(node):
-        turned = call(graph, node, torch.ops.aten.t.default, (weight,), value_of(weight).t())
+        turned = call(graph, node, torch.ops.aten.t.default, (weight,), weight.meta["val"].t())
         operands = (given["input"], turned, *terms)
-        out = LINEAR.call(graph, node, operands, (given["activation"],), value_of(node))
+        out = LINEAR.call(graph, node, operands, (given["activation"],), node.meta["val"])
     take_over(graph, node, out)
 
 

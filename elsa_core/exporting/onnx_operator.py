@@ -199,12 +199,6 @@ def take_over(graph: Graph, old: Node, new: Node) -> None:
         graph.erase_node(old)
 
 
-def value_of(node: Any) -> Tensor:
-    """The fake tensor of a node of an exported program."""
-    value: Tensor = node.meta["val"]
-    return value
-
-
 def static_shape(value: ir.Value) -> tuple[Any, ...]:
     """The shape of an ONNX value; open dims are no int. An unknown one is an ExportError."""
     if value.shape is None:

@@ -16,7 +16,6 @@ from elsa_core.exporting.onnx_operator import (
     call,
     static_shape,
     take_over,
-    value_of,
 )
 
 if TYPE_CHECKING:
@@ -24,24 +23,25 @@ if TYPE_CHECKING:
 
 
 def _replace_window(graph: Graph, node: Node) -> None:
-    qkv, bias, bias_index, pad_qkv, logit_scale = node.args[:5]
+    given: Any = node.args
+    qkv, bias, bias_index, pad_qkv, logit_scale = given[:5]
     with graph.inserting_before(node):
         if bias_index is not None:  # table [L, heads] and index [T, T] -> [heads, T, T]
             bias = _dense_bias(graph, node, bias, bias_index)
-        if logit_scale is not None and value_of(logit_scale).dtype != torch.float32:
-            wide = value_of(logit_scale).to(torch.float32)
+        if logit_scale is not None and logit_scale.meta["val"].dtype != torch.float32:
+            wide = logit_scale.meta["val"].to(torch.float32)
             logit_scale = call(
                 graph, node, torch.ops.aten.to.dtype, (logit_scale, torch.float32), wide
             )
         operands = (qkv, bias, pad_qkv, logit_scale)
-        out = WINDOW.call(graph, node, operands, node.args[5:12], value_of(node))
+        out = WINDOW.call(graph, node, operands, node.args[5:12], node.meta["val"])
     take_over(graph, node, out)
 
 
 def _dense_bias(graph: Graph, node: Node, bias: Any, bias_index: Any) -> Node:
     """As `eager_window.dense_bias`: ONNX too reads a negative entry from the end of the table."""
     ops = torch.ops.aten
-    table, index = value_of(bias), value_of(bias_index)
+    table, index = bias.meta["val"], bias_index.meta["val"]
     rows = table.new_empty((*index.shape, table.shape[1]))
     last = table.shape[0] - 1
     inside = call(graph, node, ops.clamp.default, (bias_index, 0, last), index)

@@ -100,11 +100,10 @@ def problem(recipe: Recipe, model: nn.Module | None = None) -> str | None:
         model = build_meta(recipe) if model is None else model
     except ModelError as error:
         return first_line(error)
-    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    _check_memory(held, recipe)
+    needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     images = torch.empty(1, *recipe.preprocess.input_size, device="meta")
     tower: Any = model.visual if recipe.two_towers else model
-    largest = 0
+    largest, found = 0, None
 
     def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
         nonlocal largest
@@ -115,22 +114,19 @@ def problem(recipe: Recipe, model: nn.Module | None = None) -> str | None:
     try:
         with torch.no_grad():
             tower(images)
+        needed += images.nbytes + ALIVE_ACTIVATIONS * largest
     except BUILD_ERRORS as error:
-        return first_line(error)
+        found = first_line(error)
     finally:
         for hook in hooks:
             hook.remove()
-    _check_memory(held + images.nbytes + ALIVE_ACTIVATIONS * largest, recipe)
-    return None
-
-
-def _check_memory(needed: int, recipe: Recipe) -> None:
     present = memory_bytes()
     if present is not None and needed > MEMORY_SHARE * present:
         raise TooLargeError(
             f"image_size (--img-size) {side(recipe.size)} makes {recipe.name} need about"
             f" {needed / 2**30:.0f} GiB for one image; this machine has {present / 2**30:.0f} GiB"
         )
+    return found
 
 
 def check_sizes(spec: ModelSpec, sizes: Sequence[tuple[int, int]]) -> None:

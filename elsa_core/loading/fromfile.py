@@ -172,7 +172,7 @@ def apply(
     misfit = f"{weights.path} does not fit {label(recipe)}"
     plain = build_meta(target)
     dropped: list[str] = []
-    if drops_classifier(given):
+    if given.get("num_classes") == 0:
         with_one = build_meta(dataclasses.replace(recipe, num_classes=2)).state_dict().keys()
         extra = with_one - build_meta(recipe).state_dict().keys()
         dropped = sorted(extra & weights.shapes.keys())
@@ -211,12 +211,6 @@ def apply(
     notes = [("resampled as asked", asked), ("dropped as asked (num_classes=0)", dropped)]
     told = tuple(f"{what}: {listed(names)}" for what, names in notes if names)
     return model.eval().to(dtype=dtype), target, told
-
-
-def drops_classifier(given: Mapping[str, Any]) -> bool:
-    """True where the user has typed `num_classes=0`."""
-    count = given.get("num_classes")
-    return type(count) is int and count == 0
 
 
 def _filled(recipe: Recipe, weights: Weights, strict: bool) -> nn.Module:

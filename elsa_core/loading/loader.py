@@ -23,12 +23,7 @@ from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import hub, libraries
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.fit import checked_size, with_given, with_image_size
-from elsa_core.loading.fromfile import (
-    apply,
-    choose_recipe,
-    drops_classifier,
-    weights_in,
-)
+from elsa_core.loading.fromfile import apply, choose_recipe, weights_in
 from elsa_core.loading.libraries import build, build_published, classes, default_recipe
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
 from elsa_core.loading.recipe import (
@@ -407,7 +402,7 @@ def _from_file(
         path = weights_in(path)
     weights = read_weights(path, key)
     # A classifier that is to be dropped tells the architecture like any other tensor.
-    headless = drops_classifier(given)
+    headless = given.get("num_classes") == 0
     kept = {key: value for key, value in given.items() if not headless or key != "num_classes"}
     choice = choose_recipe(weights, arch, size, kept, config_required=directory)
     chosen = choice.recipe
@@ -424,7 +419,7 @@ def _from_file(
     if not choice.described or arch is not None:
         chosen = with_unsaid(chosen, weights.shapes, given)
     if headless:
-        chosen = with_given(chosen, {"num_classes": 0})
+        chosen = with_given(chosen, {"num_classes": given["num_classes"]})  # refuses 0.0
     model, recipe, changed = apply(chosen, weights, size, dtype, given)
     # What was saved twice comes from where it came from first.
     first = weights.metadata.get("elsa_weights", "").rpartition(_SAVED_FROM)[2][:200]

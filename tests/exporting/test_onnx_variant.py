@@ -19,7 +19,6 @@ from elsa_core.exporting.onnx_operator import (
     Value,
     Writer,
     take_over,
-    value_of,
 )
 
 onnx = pytest.importorskip("onnx")
@@ -50,7 +49,7 @@ SQUARED = OnnxOperator(
 
 def _rewrite(graph: Graph, node: Node) -> None:
     with graph.inserting_before(node):
-        new = SQUARED.call(graph, node, node.args[:2], node.args[2:], value_of(node))
+        new = SQUARED.call(graph, node, node.args[:2], node.args[2:], node.meta["val"])
     take_over(graph, node, new)
 
 
