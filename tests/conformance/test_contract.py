@@ -591,6 +591,15 @@ def test_sparsity_leaves_out_tiles_and_says_so() -> None:
     assert torch.equal(elsa.attention(wide, wide, wide, sparsity=0.01), ordinary)
 
 
+@pytest.mark.parametrize(
+    "terms", [{"scale": 0.9}, {"is_causal": True}, {"attn_mask": torch.ones(40, 40).tril() > 0}]
+)
+def test_a_report_of_sparsity_is_of_the_call(terms: dict[str, Any]) -> None:
+    q, k, v = (make(1, 2, 40, 8, seed=i) for i in range(3))
+    report = elsa.sparsity_report(q, k, v, **terms)
+    assert 0 < report.error < 1e-6 and 0 < report.dense_error < 1e-6
+
+
 def philox(counter: list[int], key: list[int]) -> list[int]:
     """Philox4x32-10 as its paper writes it, in Python's integers."""
     (a, b, c, d), (first, second), word = counter, key, 0xFFFFFFFF
