@@ -135,7 +135,8 @@ def of_model(model: nn.Module, oracle: nn.Module) -> Sides:
 def of_site(
     path: str, module: nn.Module, patched: type[nn.Module], oracle: nn.Module, entry: str
 ) -> Sides:
-    """One site, whose `module` has the original's class now."""
+    """One site, whose `module` has the original's class now. The patched run alone writes to the
+    tensors it is given, where the site does."""
 
     def run_patched(given: Given) -> Any:
         before = type(module)
@@ -146,8 +147,8 @@ def of_site(
             module.__class__ = before
 
     return Sides(
-        path, module, oracle, lambda given: _run(module, entry, given), run_patched,
-        lambda given: _run(oracle, entry, given),
+        path, module, oracle, lambda given: _run(module, entry, own(given)), run_patched,
+        lambda given: _run(oracle, entry, own(given)),
     )  # fmt: skip
 
 
@@ -165,9 +166,12 @@ def finding() -> Iterator[None]:
 
 
 def own(given: Given) -> Given:
-    """Copies for one run: a model may write to its inputs (`x.sub_(mean)`)."""
-    args, kwargs = given
-    return tuple(x.clone() if isinstance(x, Tensor) else x for x in args), kwargs
+    """Copies for one run: a model may write to its inputs (`x.sub_(mean)`). One tensor given twice
+    stays one: attention modules ask whether keys are queries."""
+    flat, spec = pytree.tree_flatten(given)
+    made = {id(leaf): leaf.clone() for leaf in flat if isinstance(leaf, Tensor)}
+    copies: Given = pytree.tree_unflatten([made.get(id(leaf), leaf) for leaf in flat], spec)
+    return copies
 
 
 def _run(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError
@@ -25,6 +26,7 @@ from elsa_core.proof.sides import (
     Sides,
     judge_gradients,
     of_site,
+    own,
     watched,
 )
 from elsa_core.proof.site_cases import FILLED, Seen, SiteCase, site_cases
@@ -162,7 +164,14 @@ class SiteRun:
 
         try:
             with OperatorCapture(self.asked.factor, bound) as capture:
-                judgement.add(sides.exact(given), output, sides.patched(given))
+                left = own(given)
+                found = sides.patched(left)
+                pairs = zip(pytree.tree_leaves(left), pytree.tree_leaves(given), strict=True)
+                if any(isinstance(a, torch.Tensor) and not torch.equal(a, b) for a, b in pairs):
+                    # It writes to its arguments, as the original did before it came here: all
+                    # three get what that left.
+                    output = sides.original(given)
+                judgement.add(sides.exact(given), output, found)
         except PatchedError as error:
             record.errors.append(f"{label}: {error}")
             seen = Seen()

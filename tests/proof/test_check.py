@@ -161,6 +161,30 @@ def test_a_site_that_gives_zeros_whatever_its_weights_is_not_proven() -> None:
     assert "its output is zero" in report.sites[1].reason
 
 
+def test_a_site_that_writes_to_its_input_is_judged_on_one_input(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Original, patched and float64 were each given what the one before had left: the original's
+    error was that of another input, and allowed the patched site as much."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x.sub_(0.5)).unsqueeze(1).chunk(3, -1)
+            return nn.functional.scaled_dot_product_attention(q, k, v).squeeze(1)
+
+    model, x = Writes().eval(), torch.randn(2, 12, 16)
+    patch(model, x)
+    report = check(model, x)
+    assert report.ok and all(site.original_error < 1e-5 for site in report.sites)
+    monkeypatch.setenv("ELSA_FAULT_INJECTION", ":1e-3")
+    wrong = check(model, x, stress=False)
+    assert failing_sites(wrong) == [""]
+
+
 def test_a_model_that_never_runs_the_operator_is_not_proven() -> None:
     """Patched, it asks for the weights each time, which is PyTorch's own attention."""
 
