@@ -27,20 +27,13 @@ from elsa_core.base.version import __version__
 from elsa_core.errors import ElsaError, ExportError, UnavailableError
 from elsa_core.exporting import gpu_library, ort_library
 from elsa_core.exporting.export_target import ExportTarget, attempt
-from elsa_core.exporting.manifest import PLATFORM
+from elsa_core.exporting.manifest import FILES, PLATFORM
 from elsa_core.exporting.onnx import export_onnx, quantise
 from elsa_core.exporting.reference import flat, judge, make_reference
 from elsa_core.exporting.replay import PROVIDER
 from elsa_core.patching import patched_sites
 from elsa_core.precision import dtype_name
 
-FILES = {
-    "torchscript": "model.ts",
-    "onnx": "model.onnx",
-    "pt2": "model.pt2",
-    "aoti": "model.aoti.pt2",
-    "onnx-int8": "model.int8.onnx",
-}
 _FACTS_NAME = "elsa.txt"  # in extra/ of model.ts, and in the metadata of model.aoti.pt2
 # model.onnx comes after model.pt2, whose program it rewrites.
 _ORDER = ("torchscript", "pt2", "aoti", "onnx", "onnx-int8")

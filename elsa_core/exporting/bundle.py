@@ -22,7 +22,6 @@ from elsa_core.errors import ArgumentError, ExportError, ModelError, Unavailable
 from elsa_core.exporting import gpu_library
 from elsa_core.exporting.archive import unpacked, write_zip
 from elsa_core.exporting.artefacts import (
-    FILES,
     Choices,
     Say,
     require_onnx,
@@ -32,7 +31,7 @@ from elsa_core.exporting.artefacts import (
 from elsa_core.exporting.description import describe, readme, write_labels
 from elsa_core.exporting.export_target import ExportTarget, export_target
 from elsa_core.exporting.manifest import (
-    FORMATS,
+    FILES,
     LARGEST_BATCH,
     MANIFEST_NAME,
     REFERENCE_NAME,
@@ -279,7 +278,7 @@ def _choices(
     if not sizes or not 1 <= sizes[0] <= sizes[-1] <= LARGEST_BATCH:
         raise ArgumentError(f"batches: name sizes from 1 to {LARGEST_BATCH}, not {sizes}")
     names += ("aoti",) * aoti + (INT8,) * bool(quantize)
-    names = tuple(name for name in FORMATS if name in names)
+    names = tuple(name for name in FILES if name in names)
     nodes = "onnx" in names and onnx_mode != "standard"
     return Choices(names, onnx_mode, opset, dynamic_size, tuple(sizes), tuple(labels), archs, nodes)
 

@@ -16,9 +16,9 @@ import torch
 from elsa_core.base.version import __version__
 from elsa_core.errors import ArgumentError
 from elsa_core.exporting import ort_library
-from elsa_core.exporting.artefacts import FILES, Choices, size_step
+from elsa_core.exporting.artefacts import Choices, size_step
 from elsa_core.exporting.export_target import ExportTarget
-from elsa_core.exporting.manifest import KIND, SCHEMA_VERSION
+from elsa_core.exporting.manifest import FILES, KIND, SCHEMA_VERSION
 from elsa_core.exporting.onnx import INT8_NOTE
 from elsa_core.exporting.reference import Reference, cost_rows
 from elsa_core.exporting.templates import load as template

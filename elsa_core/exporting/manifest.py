@@ -27,7 +27,13 @@ REFERENCE_NAME = "reference.npz"
 MAX_BYTES = 16_000_000
 MAX_FILES = 10_000
 MAX_DEPTH = 32
-FORMATS = ("torchscript", "onnx", "pt2", "aoti", "onnx-int8")
+FILES = {
+    "torchscript": "model.ts",
+    "onnx": "model.onnx",
+    "pt2": "model.pt2",
+    "aoti": "model.aoti.pt2",
+    "onnx-int8": "model.int8.onnx",
+}
 _BLOCK = 1 << 20
 
 
@@ -135,8 +141,8 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         require(_fits(entry, _FILE), f": {name[:120]!r} must have a size and a sha256")
     files = {name: FileEntry(one["size"], one["sha256"]) for name, one in entries.items()}
     artefacts: Any = content.get("artefacts")
-    good = isinstance(artefacts, dict) and artefacts and set(artefacts) <= set(FORMATS)
-    require(good, f": artefacts must name some of {', '.join(FORMATS)}")
+    good = isinstance(artefacts, dict) and artefacts and set(artefacts) <= set(FILES)
+    require(good, f": artefacts must name some of {', '.join(FILES)}")
     for name, artefact in artefacts.items():
         good = _fits(artefact, {"file": lambda given: isinstance(given, str)})
         require(good, f": the artefact {name} names no file")

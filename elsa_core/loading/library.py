@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
+from elsa_core.loading import hub
 from elsa_core.loading.names import Shapes
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Library:
     # a model with its published weights, and their name
     published: Callable[[Recipe], tuple[nn.Module, str]] | None = None
     # the weights of a hub repository, the preferred name first
-    hub_files: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
+    hub_files: tuple[str, ...] = hub.TIMM_WEIGHTS
 
     # arguments that a config.json implies beside `model_args`; None where it describes none of the
     # library's models; and what it takes from a model's `pretrained_cfg`

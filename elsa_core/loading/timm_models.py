@@ -212,7 +212,6 @@ TIMM = Library(
     explicit=lambda recipe: {"img_size": list(recipe.size)} if _fixed_size(recipe) else {},
     shallow=_shallow,
     published=_published,
-    hub_files=hub.TIMM_WEIGHTS,
     config_args=lambda cfg, seen: {
         **({"img_size": [*seen.input_size[1:]]} if cfg.get("fixed_input_size") is True else {}),
         **({"in_chans": seen.input_size[0]} if seen.input_size[0] != 3 else {}),

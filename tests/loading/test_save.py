@@ -18,9 +18,8 @@ from timm.models._hub import has_hf_hub
 
 from elsa_core.base import files
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
-from elsa_core.exporting.artefacts import FILES
 from elsa_core.exporting.description import LABELS_NAME
-from elsa_core.exporting.manifest import MANIFEST_NAME, REFERENCE_NAME
+from elsa_core.exporting.manifest import FILES, MANIFEST_NAME, REFERENCE_NAME
 from elsa_core.exporting.signature import SIGNATURE_NAME
 from elsa_core.loading import saving as save_module
 from elsa_core.loading.loader import Loaded, load_model
