@@ -180,13 +180,14 @@ def patch(
             + _named(refused)
         )
     _swap(model, selected, precision, backend, sparsity, offload)
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     if mesh is not None:
         timm_sharded.shard(model, mesh)
-    elif example is not None and next(model.parameters(), torch.empty(0)).is_cuda:
+    elif example is not None and like.is_cuda:
         # what fails here, want of memory say, is the next call's to raise
         with suppress(Exception), shown(None) as tell:
             copied = shared_copy(model).eval()
-            args, kwargs = cast_to(next(model.parameters()), example)
+            args, kwargs = cast_to(like, example)
             dispatch.compile_kernels(lambda: copied(*args, **kwargs), tell)
     done = tuple(replace(site, patched=True) for site in selected)
     return PatchReport(
