@@ -1,9 +1,9 @@
 """`python -m tests.mutations --json FILE`: change the sources, one place at a time, in a copy.
 
 Every change (a mutant) should make a test fail. Sources: csrc, the kernels of Triton (by its
-interpreter) and the adapters of models. FILE holds the verdicts; a run that was ended goes on where
-it was. The sources of csrc are compiled by the project's own build, without most of the
-optimisation.
+interpreter), the adapters of models, graphs and the host code of operators. FILE holds the
+verdicts; a run that was ended goes on where it was. The sources of csrc are compiled by the
+project's own build, without most of the optimisation.
 """
 
 from __future__ import annotations

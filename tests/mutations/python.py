@@ -1,4 +1,4 @@
-"""Mutants of Python sources, found in the syntax tree: adapters, and kernels of Triton."""
+"""Mutants of Python sources, found in the syntax tree: host code, and kernels of Triton."""
 
 from __future__ import annotations
 
