@@ -62,7 +62,8 @@ class Settings:
     decide: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rounds, int) or not isinstance(self.budget_seconds, int | float):
+        whole = isinstance(self.rounds, SupportsIndex)
+        if not whole or not isinstance(self.budget_seconds, int | float):
             raise TypeError("profile: rounds must be a whole number and budget_seconds a number")
         if not isinstance(self.seed, SupportsIndex):
             raise TypeError(f"seed must be a whole number, not {type(self.seed).__name__}")

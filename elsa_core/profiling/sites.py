@@ -121,7 +121,9 @@ class SiteClock:
     def __init__(self, model: nn.Module, paths: Sequence[str], device: torch.device) -> None:
         self._paths = tuple(paths)
         self._spans: list[tuple[str, Any, Any]] = []
-        model.register_forward_pre_hook(lambda *_: self._spans.clear())
+        self._depth = 0  # of forwards that call the model again
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
         for path in paths:
             begun: list[Any] = []
 
@@ -132,6 +134,14 @@ class SiteClock:
                 self._spans.append((path, begun.pop(), mark(device)))
 
             around(model.get_submodule(path), enter, leave)
+
+    def _begin(self, *_: Any) -> None:
+        if not self._depth:
+            self._spans.clear()
+        self._depth += 1
+
+    def _end(self, *_: Any) -> None:
+        self._depth -= 1
 
     def read(self) -> dict[str, float]:
         """Seconds by path. On CUDA the caller has waited for the GPU."""

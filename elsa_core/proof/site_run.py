@@ -165,9 +165,11 @@ class SiteRun:
         try:
             with OperatorCapture(self.asked.factor, bound) as capture:
                 left = own(given)
+                # before the call: a site may add to a list
+                pairs = list(zip(*map(pytree.tree_leaves, (left, given)), strict=True))
                 found = sides.patched(left)
-                pairs = zip(pytree.tree_leaves(left), pytree.tree_leaves(given), strict=True)
-                if any(isinstance(a, torch.Tensor) and not torch.equal(a, b) for a, b in pairs):
+                plain = (p for p in pairs if isinstance(p[0], torch.Tensor) and _is_dense(p[0]))
+                if not all(torch.equal(a, b) for a, b in plain):
                     # It writes to its arguments, as the original did before it came here: all
                     # three get what that left.
                     output = sides.original(given)
@@ -194,3 +196,7 @@ class SiteRun:
             judge_gradients(slopes, sides, given, self.asked.dtype, SITE_SAMPLES)
             self.gradients[path].append((label, slopes))
         return seen
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta)

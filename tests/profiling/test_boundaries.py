@@ -79,3 +79,27 @@ def test_the_clock_counts_attention_alone() -> None:
         model(torch.randn(1, 3, 56, 56))
     assert len(paths) == 2
     assert all(0 < seconds < 0.15 for seconds in clock.read().values())
+
+
+def test_the_clock_counts_what_a_forward_spends_in_calls_of_itself() -> None:
+    """One that calls the model again, for the other way round say, kept its last call alone."""
+    import time
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.site = built("vit_tiny_patch16_224").blocks[0].attn
+
+        def forward(self, x: torch.Tensor, again: bool = True) -> torch.Tensor:
+            found = self.site(x)
+            return found + self(x.flip(1), False) if again else found
+
+    model = Twice()
+    model.site.proj.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    clock = SiteClock(model, ["site"], torch.device("cpu"))
+    width = model.site.qkv.in_features
+    with torch.inference_mode():
+        model(torch.randn(1, 5, width))
+        assert 0.1 < clock.read()["site"] < 0.2
+        model(torch.randn(1, 5, width))
+    assert 0.1 < clock.read()["site"] < 0.2

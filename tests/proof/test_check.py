@@ -185,6 +185,30 @@ def test_a_site_that_writes_to_its_input_is_judged_on_one_input(
     assert failing_sites(wrong) == [""]
 
 
+def test_a_site_may_add_to_a_list_that_it_is_given() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+            q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+            kept.append(q)
+            return nn.functional.scaled_dot_product_attention(q, k, v).squeeze(1)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x, [])
+
+    model, x = Whole().eval(), torch.randn(2, 12, 16)
+    patch(model, x)
+    assert check(model, x).ok
+
+
 def test_a_model_that_never_runs_the_operator_is_not_proven() -> None:
     """Patched, it asks for the weights each time, which is PyTorch's own attention."""
 

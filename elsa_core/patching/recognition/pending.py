@@ -512,7 +512,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _autocast(device: str) -> tuple[bool, torch.dtype]:
-    if not torch._C._is_any_autocast_enabled():
+    if device == "meta" or not torch._C._is_any_autocast_enabled():
         return _OFF
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 

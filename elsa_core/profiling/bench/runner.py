@@ -167,6 +167,7 @@ def read(path: Path, fresh: Document) -> Document:
     if held != fresh["results"]["settings"]:
         raise ArgumentError(f"{path} was measured with other settings; use another file or --force")
     environment.require_same(path, document, fresh, "use another file or --force")
+    found["settings"] = fresh["results"]["settings"]  # equal, and of the right types
     return document
 
 
