@@ -36,19 +36,14 @@ def chromium() -> str:
     return found
 
 
-def two_blocks() -> ProfileReport:
-    """A model of two blocks against itself and its patched self."""
+@pytest.fixture(scope="package")
+def report() -> ProfileReport:
+    """A model of two blocks against itself and its patched self, for tests that run alone."""
     model = small_vit()
     images = torch.randn(1, 3, 96, 96)
     return profile(
         model, images, baselines=["eager", "control", "sdpa"], budget_seconds=4, sites=True
     )
-
-
-@pytest.fixture(scope="package")
-def report() -> ProfileReport:
-    """Of `two_blocks`, for tests that run alone."""
-    return two_blocks()
 
 
 @pytest.fixture(scope="session")
