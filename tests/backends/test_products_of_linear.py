@@ -103,7 +103,9 @@ def test_products_fit(gpu):
             tail["BM"], tail["BN"], tail["BK"], options["num_warps"], tail["STAGES"]
         )  # fmt: skip
         assert tile in (*TILES.values(), launches.MEDIUM)
-        assert launches.shared_memory_of(tile, limits) <= gpu.shared_memory
+        # only these read the tile that is multiplied from shared memory
+        held = tile.stages if 90 <= gpu.arch < 120 else tile.stages - 1
+        assert held * (tile.rows + tile.columns) * tile.depth * 4 <= gpu.shared_memory
 
 
 def test_no_length_is_compiled_in():

@@ -157,7 +157,7 @@ def _plan_on_chip(problem: Problem) -> tuple[dict[str, Launch], int, str]:
     tail = _shared(problem, unit) | {
         "scale_exp": factors["scale_exp"], "scale": factors["scale"] * factors["flip"],
         "CAUSAL": problem.causal, "BM": t.block_m, "BN": t.block_n, "KEYS": keys,
-        "TURNS": t.warps > 4 and device.takes_turns(),
+        "TURNS": t.warps > 4 and device.triton_version() < device.BARRIER_BEHIND_PRODUCTS,
         "TOGETHER": keys * (d0 + v0) + t.block_m * d0 <= SPLIT_REGISTERS * 32 * t.warps,
         "D0": d0, "V0": v0,
     }  # fmt: skip

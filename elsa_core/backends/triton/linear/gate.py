@@ -94,7 +94,7 @@ def serve(
     if not _serves(input.device, precision):
         return None
     fused = activation != "none" or residual is not None or scale is not None
-    ordinary = _ordinary(input, weight)
+    ordinary = type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
     recorded = calls.recorded()
     wanted = calls.differentiates(input, weight, bias)
     if wanted and not recorded and input.numel() * weight.shape[0] < LEAST_TRAINED:
@@ -122,16 +122,13 @@ def serve_gated(
     ):
         return None
     given = (input, weight, bias, value, value_bias, activation, precision)
-    if calls.recorded() or not _ordinary(input, weight):
+    ordinary = type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
+    if calls.recorded() or not ordinary:
         out: Tensor = torch.ops.elsa.gated_linear.default(*given)
         return out
     from elsa_core.backends.triton.linear import gated
 
     return gated.gated_linear(*given)
-
-
-def _ordinary(input: Tensor, weight: Tensor) -> bool:
-    return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from elsa_core.backends.triton.shared.helpers import TOP, halves, power
+from elsa_core.backends.triton.shared.helpers import TOP, halves, load_tile, power
 
 
 @triton.jit
@@ -31,12 +31,6 @@ def row_exponent(top):
     biased = top >> 23
     e = tl.minimum(TOP + 127 - biased, 126)
     return tl.where(biased == 255, 0, e)
-
-
-@triton.jit
-def row_power(top):
-    """What the halves of a row are to be multiplied by; 0 says that the row is zero."""
-    return tl.where(top == 0, 0.0, power(-row_exponent(top)))
 
 
 @triton.jit
@@ -75,7 +69,9 @@ def split_tile(
             x = tl.load(p_x + c + o_c[None, :], mask=there, other=0.0)
             x = x * power(row_exponent(top))[:, None]
             store_halves(p_h + c + o_c[None, :], region, x, there, SINGLE)
-    tl.store(Powers + o_r, row_power(top), mask=o_r < rows)
+    # what the halves are to be multiplied by; 0 says that the row is zero
+    factor = tl.where(top == 0, 0.0, power(-row_exponent(top)))
+    tl.store(Powers + o_r, factor, mask=o_r < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "others", "depth", "x_row", "w_row"])
@@ -102,12 +98,6 @@ def split_rows(
         )
 
 
-@triton.jit
-def load_block(X, o_k, o_c, depth, columns, stride):
-    p = X + o_k.to(tl.int64)[:, None] * stride + o_c[None, :]
-    return tl.load(p, mask=(o_k < depth)[:, None] & (o_c < columns)[None, :], other=0.0)
-
-
 @triton.jit(do_not_specialize=["depth", "columns", "stride", "steps"])
 def column_maxima(
     X, Maxima, depth: tl.int32, columns: tl.int32, stride: tl.int64, steps: tl.int32,
@@ -123,7 +113,8 @@ def column_maxima(
     top = tl.zeros([BC], tl.int32)
     for i in tl.range(0, steps):
         o_k = (tl.program_id(0) * steps + i) * BK + tl.arange(0, BK)
-        x = load_block(X, o_k, o_c, depth, columns, stride * 4)
+        p = X + o_k.to(tl.int64)[:, None] * (stride * 4) + o_c[None, :]
+        x = load_tile(p, o_k < depth, o_c < columns, True, True)
         top = tl.maximum(top, tl.max(magnitude(x), 0))
     tl.store(Maxima + tl.program_id(0) * columns + o_c, top, mask=o_c < columns)
 
@@ -144,9 +135,11 @@ def split_turned(
     maxima = tl.load(Maxima + o_i[:, None] * columns + o_c[None, :], mask=seen, other=0)
     top = tl.max(maxima, 0)
     if tl.program_id(0) == 0:
-        tl.store(Powers + o_c, row_power(top), mask=o_c < columns)
+        factor = tl.where(top == 0, 0.0, power(-row_exponent(top)))  # as `split_tile`
+        tl.store(Powers + o_c, factor, mask=o_c < columns)
     o_k = tl.program_id(0) * BK + tl.arange(0, BK)
-    x = load_block(X, o_k, o_c, depth, columns, stride * 4)
+    p_x = X + o_k.to(tl.int64)[:, None] * (stride * 4) + o_c[None, :]
+    x = load_tile(p_x, o_k < depth, o_c < columns, True, True)
     x = tl.trans(x * power(row_exponent(top))[None, :])
     p = Halves + o_c.to(tl.int64)[:, None] * padded + o_k[None, :]
     there = (o_c < columns)[:, None] & (o_k < padded)[None, :]

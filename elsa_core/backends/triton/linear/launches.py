@@ -90,11 +90,11 @@ def cut_for(shape: Shape, gpu: Gpu) -> tuple[Tile, int]:
     multiprocessors = gpu.multiprocessors
     large, small = tiles_of(shape, LARGE), tiles_of(shape, SMALL)
     if shape.depth >= LONG and large * 8 >= multiprocessors:
-
-        def gain(parts: int) -> float:
-            return _fill(large * parts, multiprocessors) / (1 + parts * PART / shape.depth)
-
-        return fitting(LARGE, gpu), max(range(1, 17), key=gain)
+        gains = {
+            parts: _fill(large * parts, multiprocessors) / (1 + parts * PART / shape.depth)
+            for parts in range(1, 17)
+        }
+        return fitting(LARGE, gpu), max(gains, key=gains.__getitem__)
     if _fill(large, multiprocessors) >= FULL:
         return fitting(LARGE, gpu), 1
     parts = max(1, min(2 * multiprocessors // small, shape.depth // 512, 32))
@@ -103,17 +103,15 @@ def cut_for(shape: Shape, gpu: Gpu) -> tuple[Tile, int]:
 
 def fitting(tile: Tile, gpu: Gpu) -> Tile:
     """The tile, or the largest of `SMALLER` that a program of this GPU has shared memory for."""
-    while shared_memory_of(tile, gpu) > gpu.shared_memory and tile in SMALLER:
+    # products that read shared memory themselves (wgmma, tcgen05) hold the tile that is multiplied
+    # there, others hold it in registers
+    in_registers = 0 if 9 <= gpu.capability[0] < 12 else 1
+    while True:
+        held = tile.stages - in_registers
+        under_way = held * (tile.rows + tile.columns) * tile.depth * 4  # bytes of halves
+        if under_way <= gpu.shared_memory or tile not in SMALLER:
+            return tile
         tile = SMALLER[tile]
-    return tile
-
-
-def shared_memory_of(tile: Tile, gpu: Gpu) -> int:
-    """Bytes of the halves under way. Products that read shared memory themselves (wgmma, tcgen05)
-    hold the tile that is multiplied there, others hold it in registers.
-    """
-    held = tile.stages if 9 <= gpu.capability[0] < 12 else tile.stages - 1
-    return held * (tile.rows + tile.columns) * tile.depth * 4
 
 
 def tiles_of(shape: Shape, tile: Tile) -> int:

@@ -170,22 +170,20 @@ def _plan_backward(
         return None
     if columns % 8 or not grad_out.is_contiguous() or not (needs[0] or needs[1]):
         return None
-    fits = (
-        LEAST_ROWS * columns <= grad_out.numel() < columns << 31
-        and (not needs[0] or _turns(columns, weight.shape[1], weight.stride(0)))
-        and (not needs[0] or weight.stride(1) == 1)
-        and (not needs[1] or _turns(columns, input.shape[-1], input.shape[-1]))
-        and (not needs[1] or input.is_contiguous())
-    )
-    if not fits:
+    if not LEAST_ROWS * columns <= grad_out.numel() < columns << 31:
         return None
+    if (needs[0] and weight.stride(1) != 1) or (needs[1] and not input.is_contiguous()):
+        return None
+    # what is turned: its channels, and the step from row to row
+    turned = [(weight.shape[1], weight.stride(0))] if needs[0] else []
+    turned += [(input.shape[-1], input.shape[-1])] if needs[1] else []
+    for depth, stride in turned:
+        least, most = sorted((columns, depth))
+        large = columns * depth >= LEAST_WEIGHT and least >= LEAST_DEPTH
+        if not large or most > MOST_TURNED or depth % 4 or stride % 4:
+            return None
     of_input = _of_input(grad_out, weight) if needs[0] else None
     return of_input, _of_weight(grad_out, input) if needs[1] else None
-
-
-def _turns(columns: int, depth: int, stride: int) -> bool:
-    large = columns * depth >= LEAST_WEIGHT and min(columns, depth) >= LEAST_DEPTH
-    return large and max(columns, depth) <= MOST_TURNED and depth % 4 == stride % 4 == 0
 
 
 def _of_input(grad_out: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

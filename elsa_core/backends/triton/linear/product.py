@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from elsa_core.backends.triton.shared.helpers import FLOAT_MAX
+from elsa_core.backends.triton.shared.helpers import FLOAT_MAX, load_tile
 
 # row tiles whose columns follow one another, so that they find their rows in cache
 GROUP: tl.constexpr = tl.constexpr(8)
@@ -139,14 +139,6 @@ def tile_of_program(rows, columns, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def load_half(p, inside, EVEN: tl.constexpr):
-    """A tile of hi or lo; zeros beyond the last channel (if not EVEN)."""
-    if EVEN:
-        return tl.load(p)
-    return tl.load(p, mask=inside, other=0.0)
-
-
-@triton.jit
 def split_products(
     p_l, p_r, region_l, region_r, first, last, SINGLE: tl.constexpr, EVEN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr,
@@ -158,13 +150,13 @@ def split_products(
     acc = tl.zeros([p_l.shape[0], p_r.shape[1]], tl.float32)
     for k0 in tl.range(first, last, BK, num_stages=STAGES):
         deep = k0 + o_k < last
-        lh = load_half(p_l, deep[None, :], EVEN)
-        rh = load_half(p_r, deep[:, None], EVEN)
+        lh = load_tile(p_l, deep, deep, False, not EVEN)
+        rh = load_tile(p_r, deep, deep, not EVEN, False)
         if SINGLE:
             part = tl.dot(lh, rh)
         else:
-            part = tl.dot(load_half(p_l + region_l, deep[None, :], EVEN), rh)
-            part = tl.dot(lh, load_half(p_r + region_r, deep[:, None], EVEN), part)
+            part = tl.dot(load_tile(p_l + region_l, deep, deep, False, not EVEN), rh)
+            part = tl.dot(lh, load_tile(p_r + region_r, deep, deep, not EVEN, False), part)
             part = tl.dot(lh, rh, part)
         # by name: written with + the compiler lets the products accumulate into acc
         acc = tl.fma(part, 1.0, acc)

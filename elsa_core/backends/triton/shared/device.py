@@ -24,7 +24,7 @@ GLUON = ((3, 6), (3, 9))
 # passes them: read in their sources (CompiledKernel.__getitem__), run with 3.6
 DIRECT_LAUNCH = ((3, 4), (3, 9))
 # from here on Triton puts a barrier of all warpgroups behind a product: with turns at a product
-# they would wait for one another for ever
+# those of `one_launch.py` would wait for one another for ever
 BARRIER_BEHIND_PRODUCTS = (3, 9)
 
 
@@ -100,11 +100,6 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU; None for every other device."""
     if _described:
         return _described[-1].capability
-    return _capability_of(device)
-
-
-@lru_cache(maxsize=64)
-def _capability_of(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.hip:
         return None
     return torch.cuda.get_device_capability(device)
@@ -126,18 +121,6 @@ def specializes(device: torch.device) -> bool:
 def gluon_known() -> bool:
     """Gluon is young and changes: a Triton that is not known gets plain Triton kernels alone."""
     return GLUON[0] <= triton_version() <= GLUON[1]
-
-
-def direct_launch_known() -> bool:
-    """Whether this Triton's compiled kernels take their arguments as `launch.Launch` passes them;
-    with another one every launch goes through Triton's public JIT.
-    """
-    return DIRECT_LAUNCH[0] <= triton_version() <= DIRECT_LAUNCH[1]
-
-
-def takes_turns() -> bool:
-    """Whether the warpgroups of `one_launch.py` may take turns at a product."""
-    return triton_version() < BARRIER_BEHIND_PRODUCTS
 
 
 def triton_version() -> tuple[int, ...]:

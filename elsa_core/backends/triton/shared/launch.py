@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends.triton.pack import lookup
-from elsa_core.backends.triton.shared.device import INTERPRETED, direct_launch_known
+from elsa_core.backends.triton.shared.device import DIRECT_LAUNCH, INTERPRETED, triton_version
 
 # Whether it took the launch: False of a thread that it does not record.
 Recorder = Callable[["Launch", tuple[Tensor, ...]], bool | None]
@@ -104,13 +104,15 @@ class Launch:
         for recorder in _recorders[-1:]:  # looked up once: another thread may end it
             if recorder(self, pointers) is not False:
                 return False
-        if lookup.wanted() and not INTERPRETED and direct_launch_known():
+        first, last = DIRECT_LAUNCH
+        direct = not INTERPRETED and first <= triton_version() <= last
+        if direct and lookup.wanted():
             found = lookup.find(self.kernel, pointers, self.tail, self.options)
             if found is not None and self._launched(found, pointers):
                 return None
         with _loading():
             compiled = self.kernel[self.grid](*pointers, **self.tail, **self.options)
-        if not INTERPRETED and hasattr(compiled, "__getitem__") and direct_launch_known():
+        if direct and hasattr(compiled, "__getitem__"):
             self._keep(compiled, pointers)
             self._bind()
         return None
