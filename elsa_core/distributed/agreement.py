@@ -45,11 +45,6 @@ class Agreement:
     rank: int  # this one
     common: dict[str, Any]  # what is equal on all ranks, by name
 
-    def columns(self, rank: int) -> tuple[int, int]:
-        """Where a rank's keys begin and end in the whole sequence."""
-        start = sum(self.keys[:rank])
-        return start, start + self.keys[rank]
-
 
 _ANSWERS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Agreement]]
 _ANSWERS = weakref.WeakKeyDictionary()

@@ -90,7 +90,7 @@ def explain(
 
     Takes and raises what `attention` does; sends the small message alone.
     """
-    return operators.agreed_call(*_arguments(query, key, value, attn_mask, **options))[1]
+    return operators.agreed_call(*_arguments(query, key, value, attn_mask, **options)).plan
 
 
 def _arguments(

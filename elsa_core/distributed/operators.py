@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core.distributed import agreement, groups, plan, ways
+from elsa_core.distributed import agreement, groups, ways
+from elsa_core.distributed.plan import plan
 from elsa_core.distributed.shards import Rows, Saved, Wanted
 from elsa_core.errors import ArgumentError
 from elsa_core.ops.factory import Grads
@@ -51,25 +52,24 @@ def define_attention(
 ) -> None:
     """Define `elsa::<name>` of query, key, value, attn_mask and `terms`, and its gradients.
 
-    results: names of what it gives, out and lse first. backward: takes the gradients of these two
-    (that of lse is [0] where nothing depends on it), the operands, the results, the terms and which
-    operands want a gradient; gives those of the operands. fake: gives fake results but for out,
-    whose memory is [B, Nq, Hq, Dv]. refusal: the error of second derivatives.
+    results: names of what it gives, out and lse first. backward: takes the call's arguments, what
+    the gradients read, which of them are wanted, and the results behind lse; gives the gradients.
+    fake: gives fake results but for out, whose memory is [B, Nq, Hq, Dv]. refusal: the error of
+    second derivatives.
     """
     saved = results.split()
     operands = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
 
-    def forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        batch, heads, length, _ = query.shape
-        out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
-        return out, *fake(query, *rest)
-
     @torch.no_grad()
-    def run_backward(*arguments: Any) -> tuple[Tensor, ...]:
-        grads = backward(*arguments)
+    def run_backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        inputs, (out, lse, *more) = arguments[:4], arguments[4 : 4 + len(saved)]
+        *given, needs = arguments[4 + len(saved) :]
+        # that of lse is [0] where nothing depends on it
+        read = Saved(grad_out, out, lse, grad_lse if grad_lse.numel() else None)
+        grads = backward((*inputs, *given), read, Wanted(*needs), *more)
         return tuple(
-            arguments[0].new_empty(0) if grad is None or t is None else grad.to(t.dtype)
-            for grad, t in zip(grads, arguments[2:6], strict=True)
+            grad_out.new_empty(0) if grad is None or t is None else grad.to(t.dtype).contiguous()
+            for grad, t in zip(grads, inputs, strict=True)
         )
 
     def context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -96,7 +96,12 @@ def define_attention(
     define(
         f"{name}({operands}, {terms}) -> ({several})",
         torch.no_grad()(forward),
-        forward_fake,
+        lambda query, key, value, *rest: (
+            query.new_empty(
+                (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+            ).transpose(1, 2),
+            *fake(query, *rest),
+        ),
         formula,
         context,
     )
@@ -116,7 +121,7 @@ def define_attention(
 def agreed_call(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *terms: Any,
     tokens: Tensor | None = None,
-) -> tuple[ways.Call, plan.Plan]:  # fmt: skip
+) -> ways.Call:  # fmt: skip
     """What the ranks agree on for a call of the operator, and how it is served.
 
     tokens: int64 [2, P], the lengths that the ranks agreed on in the forward of this call; without
@@ -132,21 +137,7 @@ def agreed_call(
     agreed = agreement.agree(process_group, said, query.device, lengths, known)
     start = sum(agreed.queries[: agreed.rank])
     rows = Rows(query, attn_mask, start, is_causal, scale, precision, backend)
-    return ways.Call(rows, key, value, agreed, process_group), plan.plan(agreed)
-
-
-def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    call, how = agreed_call(*arguments)
-    out, lse = ways.forward(call, how.method)
-    return out, lse.double(), torch.tensor([how.queries, how.keys])
-
-
-def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor | None]:
-    *inputs, out, lse, tokens = arguments[:7]
-    *terms, needs = arguments[7:]
-    call, how = agreed_call(*inputs, *terms, tokens=tokens)
-    grads = ways.backward(call, how.method, Saved(grad_out, out, lse), Wanted(*needs))
-    return [None if grad is None else grad.contiguous() for grad in grads]
+    return ways.Call(rows, key, value, agreed, process_group, plan(agreed))
 
 
 # lse and the lengths are saved for the gradients, and not given to callers
@@ -154,7 +145,10 @@ define_attention(
     "distributed_attention",
     "bool is_causal, float scale, str precision, str backend, str method, str gradients, "
     "int[] lengths, str group",
-    _forward, _backward,
+    lambda *arguments: ways.forward(agreed_call(*arguments)),
+    lambda arguments, saved, wanted, tokens: ways.backward(
+        agreed_call(*arguments, tokens=tokens), saved, wanted
+    ),
     lambda query, *terms: (
         query.new_empty(query.shape[:3], dtype=torch.float64),
         torch.empty((2, groups.by_name(terms[-1]).size()), dtype=torch.int64, device="cpu"),

@@ -18,6 +18,7 @@ from elsa_core import monoid
 from elsa_core.backends.support import loses_digits
 from elsa_core.distributed import groups, shards
 from elsa_core.distributed.agreement import Agreement
+from elsa_core.distributed.plan import Plan
 from elsa_core.distributed.shards import Rows, Run, Saved, Sums, Wanted
 from elsa_core.monoid import state_dtype
 from elsa_core.ops.attention.dense import attention as attend
@@ -34,6 +35,7 @@ class Call(NamedTuple):
     value: Tensor
     agreed: Agreement
     group: dist.ProcessGroup
+    plan: Plan
 
     def shapes(self, rank: int, wanted: Wanted | None = None) -> list[torch.Size]:
         """Of the keys and values of a rank's shard, or of those of their gradients that are
@@ -49,16 +51,19 @@ class Call(NamedTuple):
         return sum(shape.numel() for shape in self.shapes(rank, wanted))
 
 
-def forward(call: Call, method: str) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, n, Dv] and lse [B, Hq, n] of this rank's rows."""
+def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """out [B, Hq, n, Dv] and lse [B, Hq, n], float64, of this rank's rows, and the tokens of all
+    ranks, int64 [2, P]."""
+    method, tokens = call.plan.method, torch.tensor([call.agreed.queries, call.agreed.keys])
     if method == "heads":
         rows, queries = call.rows, call.agreed.queries
         out, lse = attend(
             *_whole_heads(call), is_causal=rows.is_causal, scale=rows.scale, enable_gqa=True,
             precision=rows.precision, backend=rows.backend, return_lse=True,
         )  # fmt: skip
-        out, lse = (_to_tokens(call, t, queries) for t in (out, lse.unsqueeze(-1)))
-        return out.transpose(1, 2).contiguous().transpose(1, 2), lse.squeeze(-1)
+        out, lse = (_exchanged(call, t, queries, back=True) for t in (out, lse.unsqueeze(-1)))
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        return out, lse.squeeze(-1).double(), tokens
     if method == "gather":
         total = shards.state(call.rows, _gathered(call))
     else:  # own and later shards come first, then the earlier ones: two folds, each in order
@@ -69,18 +74,20 @@ def forward(call: Call, method: str) -> tuple[Tensor, Tensor]:
             else:
                 early = shards.state(call.rows, run, early)
         total = monoid.merge_(early, late) if early and late else early or late
-    return shards.finished(total, call.rows, call.value.shape[3])
+    out, lse = shards.finished(total, call.rows, call.value.shape[3])
+    return out, lse.double(), tokens
 
 
-def backward(call: Call, method: str, saved: Saved, wanted: Wanted) -> Gradients:
+def backward(call: Call, saved: Saved, wanted: Wanted) -> Gradients:
     """The gradients of this rank's query, key, value and mask."""
     grad_out, saved = saved.grad_out, shards.narrowed(saved)
-    if method == "heads":
+    if call.plan.method == "heads":
         return _heads_backward(call, saved, wanted)
-    if method == "gather":
+    if call.plan.method == "gather":
         run, rows = _gathered(call), call.rows
         if loses_digits(saved.lse):
-            run, rows = run.doubled(), rows.doubled()
+            run = run._replace(key=run.key.double(), value=run.value.double())
+            rows = rows.doubled()
             found = shards.finished(shards.state(rows, run), rows, call.value.shape[3])
             saved = Saved(grad_out.double(), *found)
         sums = Sums.zeros(rows, wanted)
@@ -95,7 +102,7 @@ def backward(call: Call, method: str, saved: Saved, wanted: Wanted) -> Gradients
             call = call._replace(
                 rows=call.rows.doubled(), key=call.key.double(), value=call.value.double()
             )
-            saved = Saved(grad_out.double(), *forward(call, "ring"))
+            saved = Saved(grad_out.double(), *forward(call)[:2])
         sums = Sums.zeros(call.rows, wanted)
         own = _ring_backward(call, saved, sums, wanted)
     shapes = call.shapes(call.group.rank(), wanted)
@@ -116,7 +123,8 @@ def _ring(call: Call) -> Iterator[tuple[int, Run]]:
             coming = message.new_empty(call.size(following))
             works = groups.pass_on(call.group, message, coming)
         shard = groups.unpacked(message, call.shapes(here))
-        yield here, Run(*call.agreed.columns(here), *shard)
+        start = sum(call.agreed.keys[:here])
+        yield here, Run(start, start + call.agreed.keys[here], *shard)
         groups.finish(call.group, works)
         message = coming
 
@@ -162,8 +170,8 @@ def _summed_at_home(call: Call, of_key: Tensor, of_value: Tensor, wanted: Wanted
     if not chosen:
         return None
     world = call.group.size()
-    columns = [slice(*call.agreed.columns(rank)) for rank in range(world)]
-    parts = [groups.packed(g[:, :, place] for g in chosen) for place in columns]
+    of_ranks = zip(*(g.split(list(call.agreed.keys), 2) for g in chosen), strict=True)
+    parts = [groups.packed(each) for each in of_ranks]
     if world > 1:
         shapes = [(call.size(call.group.rank(), wanted),)] * world
         doing = "returning gradients of keys and values"
@@ -171,20 +179,19 @@ def _summed_at_home(call: Call, of_key: Tensor, of_value: Tensor, wanted: Wanted
     return sum(parts[1:], parts[0])
 
 
-def _to_heads(call: Call, tensor: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[B, H, own tokens, D] -> [B, H / P, all tokens, D]."""
-    batch, _, _, width = tensor.shape
-    parts = list(tensor.chunk(call.group.size(), 1))
-    shapes = [(batch, parts[0].shape[1], n, width) for n in lengths]
-    return torch.cat(groups.exchange(call.group, parts, shapes, "exchanging tokens for heads"), 2)
-
-
-def _to_tokens(call: Call, tensor: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The way back: [B, H / P, all tokens, D] -> [B, H, own tokens, D]."""
+def _exchanged(
+    call: Call, tensor: Tensor, lengths: tuple[int, ...], *, back: bool = False
+) -> Tensor:
+    """[B, H, own tokens, D] -> [B, H / P, all tokens, D], or the way back."""
     batch, heads, _, width = tensor.shape
-    shapes = [(batch, heads, lengths[call.group.rank()], width)] * call.group.size()
-    parts = tensor.split(list(lengths), 2)
-    return torch.cat(groups.exchange(call.group, parts, shapes, "exchanging heads for tokens"), 1)
+    world = call.group.size()
+    if back:
+        parts, dim, doing = tensor.split(list(lengths), 2), 1, "exchanging heads for tokens"
+        shapes = [(batch, heads, lengths[call.group.rank()], width)] * world
+    else:
+        parts, dim, doing = tensor.chunk(world, 1), 2, "exchanging tokens for heads"
+        shapes = [(batch, heads // world, n, width) for n in lengths]
+    return torch.cat(groups.exchange(call.group, parts, shapes, doing), dim)
 
 
 def _whole_heads(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -195,24 +202,24 @@ def _whole_heads(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         # whole: what a rank receives must not depend on which dims another one leaves out
         mask = mask.expand(*rows.query.shape[:3], sum(agreed.keys))
         moved = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
-        mask = _to_heads(call, moved, agreed.queries).to(mask.dtype)
-    query = _to_heads(call, rows.query, agreed.queries)
-    key, value = (_to_heads(call, t, agreed.keys) for t in (call.key, call.value))
+        mask = _exchanged(call, moved, agreed.queries).to(mask.dtype)
+    query = _exchanged(call, rows.query, agreed.queries)
+    key, value = (_exchanged(call, t, agreed.keys) for t in (call.key, call.value))
     return query, key, value, mask
 
 
 def _heads_backward(call: Call, saved: Saved, wanted: Wanted) -> Gradients:
     rows, agreed = call.rows, call.agreed
     query, key, value, mask = _whole_heads(call)
-    grad_out, out = (_to_heads(call, t, agreed.queries) for t in (saved.grad_out, saved.out))
-    lse = _to_heads(call, saved.lse.unsqueeze(-1), agreed.queries).squeeze(-1)
+    grad_out, out = (_exchanged(call, t, agreed.queries) for t in (saved.grad_out, saved.out))
+    lse = _exchanged(call, saved.lse.unsqueeze(-1), agreed.queries).squeeze(-1)
     grads = torch.ops.elsa.attention_backward(
         grad_out, lse.new_zeros(0) if lse.is_cuda else torch.zeros_like(lse), query, key, value,
         mask, out, lse, rows.is_causal, rows.scale, rows.precision, list(wanted),
     )  # fmt: skip
     lengths = (agreed.queries, agreed.keys, agreed.keys, agreed.queries)
     of_query, of_key, of_value, of_mask = (
-        _to_tokens(call, grad, of) if needed else None
+        _exchanged(call, grad, of, back=True) if needed else None
         for grad, of, needed in zip(grads, lengths, wanted, strict=True)
     )
     if of_mask is not None and rows.attn_mask is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from elsa_core.errors import ArgumentError
 
 _LEAST = 2**16  # bytes: below that a copy takes the host longer than the bytes are worth
+_PLAIN = (Tensor, nn.Parameter)  # no subclass of another
 
 
 class _Saved(NamedTuple):
@@ -42,13 +43,16 @@ class SavedOnHost(torch.autograd.graph.saved_tensors_hooks):
     ) -> None:
         self._away, self._least = away, least
         held = (*model.parameters(), *model.buffers())
-        self._own = {t.untyped_storage().data_ptr() for t in held if _is_plain(t)}
+        self._own = {t.untyped_storage().data_ptr() for t in held if type(t) in _PLAIN
+                     and t.layout == torch.strided}  # fmt: skip
         super().__init__(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> _Saved:
         # detached: the packed value must not hold the tensor that it was packed from
         stays = _Saved(tensor.detach(), None, tensor.shape, tensor._version)
-        if not _is_plain(tensor) or not self._away(tensor) or tensor.nbytes < self._least:
+        if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+            return stays
+        if not self._away(tensor) or tensor.nbytes < self._least:
             return stays
         if tensor.untyped_storage().data_ptr() in self._own:
             return stays
@@ -87,10 +91,6 @@ def streams(site: Any, query: Tensor, key: Tensor, mask: Tensor | None, dropout_
     if not here or not torch.cuda.is_available():
         return False
     return not (dropout_p or torch.is_grad_enabled()) and (mask is None or mask.dtype == torch.bool)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
 def _unpack(saved: _Saved) -> Tensor:

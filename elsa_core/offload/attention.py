@@ -15,7 +15,6 @@ from elsa_core import dispatch
 from elsa_core import precision as precisions
 from elsa_core.base import calls, operands
 from elsa_core.distributed.operators import define_attention
-from elsa_core.distributed.shards import Saved, Wanted
 from elsa_core.errors import ArgumentError
 from elsa_core.monoid import state_dtype
 from elsa_core.offload import passes
@@ -173,18 +172,12 @@ def _call(*arguments: Any) -> passes.Call:
     return call._replace(device=torch.device(call.device))
 
 
-def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse = arguments[:6]
-    *terms, needs = arguments[6:]
-    saved = Saved(grad_out, out, lse, grad_lse if grad_lse.numel() else None)
-    return *passes.backward(_call(*inputs, *terms), saved, Wanted(*needs)), None
-
-
 define_attention(
     "offloaded_attention",
     "bool is_causal, float scale, str precision, str backend, str device, int block, "
     "int query_block",
-    lambda *arguments: passes.forward(_call(*arguments)), _backward,
+    lambda *arguments: passes.forward(_call(*arguments)),
+    lambda arguments, *saved: (*passes.backward(_call(*arguments), *saved), None),
     lambda query, *_: (query.new_empty(query.shape[:3], dtype=state_dtype(query.dtype)),),
     results="out lse",
     refusal="attention with offload='host' is differentiable once",

@@ -100,14 +100,12 @@ def backward(call: Call, saved: Saved, wanted: Wanted) -> tuple[Tensor | None, .
             of_rows, double = Saved(*parts), loses_digits(parts[2])
             if double:  # what the gradients read, in float64: the keys come once more
                 total, rows = None, rows.doubled()  # noqa: PLW2901
-                for seen, run, _ in pass_.keys(rows):
-                    total = shards.state(seen.doubled(), run.doubled(), total)
+                for seen, run, _ in pass_.keys(rows, double=True):
+                    total = shards.state(seen, run, total)
                 out, lse = shards.finished(total, rows, call.value.shape[3])
                 of_rows = of_rows._replace(grad_out=of_rows.grad_out.double(), out=out, lse=lse)
             sums = Sums.zeros(rows, wanted)
-            for seen, run, columns in pass_.keys(rows):
-                if double:
-                    seen, run = seen.doubled(), run.doubled()  # noqa: PLW2901
+            for seen, run, columns in pass_.keys(rows, double=double):
                 grads = shards.gradients(seen, run, of_rows, sums, wanted)
                 pairs = [
                     (grad.to(total.dtype), total[:, :, columns])
@@ -144,7 +142,8 @@ def _require_count(lse: Tensor, attn_mask: Tensor | None) -> None:
 class _Pass:
     def __init__(self, call: Call, *, backward: bool) -> None:
         self.call = call
-        timeline = streaming.begin(call.device)
+        timeline = streaming.Timeline(call.device.type == "cuda")
+        streaming.LAST[:] = [timeline]
         self._queries = streaming.Loader(call.device, timeline, folds=False)
         self._keys = streaming.Loader(call.device, timeline)
         self.writer = streaming.Writer(call.device, timeline)
@@ -163,9 +162,9 @@ class _Pass:
             )
             yield rows, slice(start, stop), parts
 
-    def keys(self, rows: Rows) -> Iterator[tuple[Rows, Run, slice]]:
+    def keys(self, rows: Rows, *, double: bool = False) -> Iterator[tuple[Rows, Run, slice]]:
         """The blocks of keys and values that a block of queries sees, in their order: the rows with
-        the mask of the block's columns, the block, and the columns."""
+        the mask of the block's columns, the block, and the columns; in float64 with `double`."""
         call, mask, end = self.call, self.call.attn_mask, rows.start + rows.query.shape[2]
         seen = min(call.key.shape[2], end) if call.is_causal else call.key.shape[2]
         tensors, dims = [call.key, call.value], [2, 2]
@@ -181,7 +180,10 @@ class _Pass:
             part = own[0] if own else mask
             # a mask of the block's columns alone; without one, rows and columns have their places
             place = (start, stop) if part is None else (0, stop - start)
-            yield replace(rows, attn_mask=part), Run(*place, key, value), slice(start, stop)
+            block = replace(rows, attn_mask=part)
+            if double:
+                block, key, value = block.doubled(), key.double(), value.double()  # noqa: PLW2901
+            yield block, Run(*place, key, value), slice(start, stop)
 
     def put(self, *pairs: tuple[Tensor, Tensor], add: bool = False) -> None:
         """Put results where they belong: in place on the device, by the writer on the host."""
@@ -212,7 +214,12 @@ def sizes(call: Call, *, backward: bool) -> tuple[int, int]:
         row = batch * heads * (2 * head_dim * size + 3 * width * wide)
         row += batch * heads * (2 * head_dim + 2 * width) * wide * backward
         key = batch * kv_heads * (head_dim + width) * size
-        free = int(_SHARE * _free(call.device))
+        free, total = torch.cuda.mem_get_info(call.device)
+        free += torch.cuda.memory_reserved(call.device)
+        # torch 2.10 may lack it: then there is no limit to know of
+        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+        used = torch.cuda.memory_allocated(call.device)
+        free = int(_SHARE * (min(free, share(call.device) * total) - used))
         if not streaming.stays(call.query, call.device):
             rows = max(_SMALLEST, free // 2 // max(1, row))
         rows = max(1, min(call.query_block or rows, length))
@@ -230,11 +237,3 @@ def sizes(call: Call, *, backward: bool) -> tuple[int, int]:
         return rows, call.block
     count = max(1, math.ceil(keys / block))
     return rows, math.ceil(max(1, keys) / count / _ALIGNED) * _ALIGNED
-
-
-def _free(device: torch.device) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    # torch 2.10 may lack it: then there is no limit to know of
-    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-    return int(min(free + held, share(device) * total) - used)

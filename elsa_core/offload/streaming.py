@@ -69,13 +69,7 @@ class Timeline:
         return event
 
 
-_LAST: list[Timeline] = []
-
-
-def begin(device: torch.device) -> Timeline:
-    """The timeline of a pass that begins now."""
-    _LAST[:] = [Timeline(device.type == "cuda")]
-    return _LAST[0]
+LAST: list[Timeline] = []  # of the last pass, or none
 
 
 def report() -> Report | None:
@@ -83,9 +77,9 @@ def report() -> Report | None:
 
     A backward is a pass of its own.
     """
-    if not _LAST:
+    if not LAST:
         return None
-    told = _LAST[0]
+    told = LAST[0]
     marks = [mark for pair in (*told.copies, *told.folds) for mark in pair]
     place = {id(mark): mark for mark in marks}
     if told.cuda:

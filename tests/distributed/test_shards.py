@@ -12,6 +12,7 @@ from torch import Tensor
 from elsa_core import monoid
 from elsa_core.distributed import ways
 from elsa_core.distributed.agreement import Agreement
+from elsa_core.distributed.plan import Plan
 from elsa_core.distributed.shards import Rows, Run, Saved, Wanted, state
 from elsa_core.monoid import State
 from elsa_core.offload import passes
@@ -47,8 +48,9 @@ def test_gradients_of_large_scores_read_no_rounded_lse(method: str, dtype: torch
     else:
         rows = Rows(query, None, 0, is_causal=False, scale=1.0, precision="strict", backend="auto")
         group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-        alone = ways.Call(rows, key, value, Agreement((7,), (12,), 0, {}), group)
-        found = ways.backward(alone, method, wrong, WANTED)[:3]
+        plan = Plan(method, "", (7,), (12,), 0, 0, {})
+        alone = ways.Call(rows, key, value, Agreement((7,), (12,), 0, {}), group, plan)
+        found = ways.backward(alone, wrong, WANTED)[:3]
     for ours, wanted in zip(found, exact, strict=True):
         assert ours is not None
         assert relative(ours, wanted) < 2 * torch.finfo(dtype).eps

@@ -242,7 +242,9 @@ def call_of(queries: int, keys: int, **changed: Any) -> passes.Call:
 def test_sizes_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks fit in the free memory, and are small where a copy is what takes the time."""
     free = 100 << 30
-    monkeypatch.setattr(passes, "_free", lambda device: free)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    share = "get_per_process_memory_fraction"
+    monkeypatch.setattr(torch.cuda, share, lambda device: 1.0, raising=False)
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
     token = 16 * 128 * 4  # bytes of key and value
     rows, block = passes.sizes(call_of(1 << 20, 1 << 20), backward=False)

@@ -140,13 +140,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(Tensor, "copy_", copied)
     monkeypatch.setattr(torch, "empty", made)
     monkeypatch.setattr(streaming, "stays", lambda tensor, device: False)
-    monkeypatch.setattr(passes, "_free", lambda device: 1 << 34)
     for name, fake in {
         "Stream": Actor, "Event": Event, "device": lambda device: nullcontext(),
         "stream": machine.on,
         "current_stream": lambda device=None: machine.current,
+        "mem_get_info": lambda device: (1 << 34, 1 << 34),
+        "get_per_process_memory_fraction": lambda device: 1.0,
     }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch.cuda, name, fake, raising=False)
     return torch.device("cuda", 0)
 
 
