@@ -64,7 +64,8 @@ def _replace_attention(graph: Graph, node: Node) -> None:
             turned
             and user.users
             and all(
-                _name(last) in _JOINS and _same(last.meta["val"].shape, joined.shape)
+                getattr(last.target, "_opname", "") in _JOINS
+                and _same(last.meta["val"].shape, joined.shape)
                 for last in user.users
             )
         ):
@@ -82,17 +83,15 @@ def _replace_attention(graph: Graph, node: Node) -> None:
             take_over(graph, out, call(graph, node, turn, (split, 1, 2), out.meta["val"]))
 
 
-def _name(node: Node) -> str:
-    return str(getattr(node.target, "_opname", ""))
-
-
 def _packed_base(query: Any, key: Any, value: Any) -> Any:
     """The dense [B, N, 3 * H * D] of which query, key and value are the three parts, if any."""
     bases: set[Any] = set()
     for part in (query, key, value):
         base = part
-        while base.target is operator.getitem or _name(base) in _VIEWS:
-            if _name(base) in _JOINS and not base.args[0].meta["val"].is_contiguous():
+        while (
+            name := getattr(base.target, "_opname", "")
+        ) in _VIEWS or base.target is operator.getitem:
+            if name in _JOINS and not base.args[0].meta["val"].is_contiguous():
                 return None  # may copy
             base = base.args[0]
         bases.add(base)
@@ -147,24 +146,32 @@ def _attention_body(op: Writer, query: Value, key: Value, value: Value, mask: Va
 
     The `Attention` of opset 23 leaves such rows open.
     """
-    if "standard" in op:
+    if "standard" in op.traits:
         given = [query, key, value, *([mask] if mask else [])]
         out = op.Attention(*given, is_causal="@is_causal", scale="@scale")
         if mask is None:
             return out
         most = op.ReduceMax(op.Cast(mask, to=1), [-1], keepdims=1)
-        boolean = "boolean_mask" in op
+        boolean = "boolean_mask" in op.traits
         none = op.Equal(most, 0.0) if boolean else op.IsInf(most, detect_positive=0)
         return op.Where(none, op.CastLike(0.0, out), out)
     q, k, v = (op.Cast(each, to=1) for each in (query, key, value))
-    if "grouped" in op:
-        k, v = (_repeat_heads(op, each, q) for each in (k, v))
+    if "grouped" in op.traits:  # [B, Hkv, Nk, D] -> [B, H, Nk, D]: each for its query heads
+        own, wanted = [k, v], op.Shape(q, start=1, end=2)
+        for i, x in enumerate(own):
+            batch, heads = op.Shape(x, end=1), op.Shape(x, start=1, end=2)
+            rest = op.Shape(x, start=2)
+            many = op.Concat(batch, heads, op.Div(wanted, heads), rest, axis=0)
+            whole = op.Concat(batch, wanted, rest, axis=0)
+            own[i] = op.Reshape(op.Expand(op.Unsqueeze(x, [2]), many), whole)
+        k, v = own
     scores = op.Mul(op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2])), op.attribute("scale"))
-    if mask and "boolean_mask" in op:
+    if mask and "boolean_mask" in op.traits:
         scores = op.Where(mask, scores, -math.inf)
     elif mask:
         scores = op.Add(scores, op.Cast(mask, to=1))
-    if "causal" in op:  # [Nq, Nk]: key j <= query i, or everything where the node is not causal
+    if "causal" in op.traits:
+        # [Nq, Nk]: key j <= query i, or everything where the node is not causal
         sizes = op.Shape(scores)
         row, column = (op.Range(0, op.Gather(sizes, axis), 1) for axis in (2, 3))
         past = op.GreaterOrEqual(op.Unsqueeze(row, [1]), column)
@@ -175,14 +182,6 @@ def _attention_body(op: Writer, query: Value, key: Value, value: Value, mask: Va
         none = op.IsInf(op.ReduceMax(scores, [-1], keepdims=1), detect_positive=0)
         weights = op.Where(none, 0.0, weights)
     return op.CastLike(op.MatMul(weights, v), query)
-
-
-def _repeat_heads(op: Writer, x: Value, query: Value) -> Value:
-    """[B, Hkv, Nk, D] -> [B, H, Nk, D]: each key head for its group of query heads."""
-    batch, heads, rest = op.Shape(x, end=1), op.Shape(x, start=1, end=2), op.Shape(x, start=2)
-    wanted = op.Shape(query, start=1, end=2)
-    many = op.Concat(batch, heads, op.Div(wanted, heads), rest, axis=0)
-    return op.Reshape(op.Expand(op.Unsqueeze(x, [2]), many), op.Concat(batch, wanted, rest, axis=0))
 
 
 _OPTIONS = {"is_causal": "INT", "scale": "FLOAT"}

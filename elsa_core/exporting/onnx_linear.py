@@ -67,10 +67,10 @@ def _body(op: Writer, x: Value, weight: Value, bias: Value, residual: Value, sca
     out = op.MatMul(x, weight)
     if bias:
         out = op.Add(out, bias)
-    name = next((name for name in ACTIVATIONS if name in op), None)
-    if name in ("gelu", "gelu_tanh") and op.body.opset >= _GELU_OPSET:
+    name = next((name for name in ACTIVATIONS if name in op.traits), None)
+    if name in ("gelu", "gelu_tanh") and op.opset >= _GELU_OPSET:
         out = op.Gelu(out, approximate="tanh" if name == "gelu_tanh" else "none")
-    elif name == "relu" or (name and "half" not in op):
+    elif name == "relu" or (name and "half" not in op.traits):
         out = ACTIVATIONS[name](op, out)
     elif name:
         out = op.CastLike(ACTIVATIONS[name](op, op.Cast(out, to=1)), out)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,7 @@ ATTENTION_OPSET = 23  # the first that has the standard `Attention`
 DTYPES = {torch.float32: 1, torch.bool: 9, torch.float16: 10, torch.bfloat16: 16}
 _OLDEST_IR = 8  # the first with functions, and all that opset 18 needs: old runtimes read no newer
 _SCOPES = "pkg.torch.onnx.name_scopes"
+_CONSTANTS: dict[type, str] = {list: "value_ints", float: "value_float", int: "value_int"}
 Value = Any  # the name of a value in a body; None where a node has no such input
 
 
@@ -45,53 +46,50 @@ class Body(NamedTuple):
     opset: int  # of the model
 
 
+@dataclass
 class Writer:
     """Writes a body: `op.Add(x, y)` appends a node and returns the name of its output.
 
     In the place of a value a list of integers is a constant of one axis, a number one without axes.
+    A constant is written once.
     """
 
-    def __init__(self, body: Body, attributes: dict[str, str]) -> None:
-        self.body, self.nodes = body, list[Any]()
-        self._attributes, self._known = attributes, dict[Any, str]()
-
-    def __contains__(self, word: str) -> bool:
-        """Whether the body has this trait, or must bear it."""
-        return word in self.body.traits | self.body.more
+    opset: int  # of the model
+    traits: frozenset[str]  # what the body has, and what it must bear
+    attributes: dict[str, str]  # as `OnnxOperator` has them
+    nodes: list[Any] = field(default_factory=list)
+    constants: dict[str, str] = field(default_factory=dict)
 
     def __getattr__(self, op_type: str) -> Callable[..., Value]:
         return partial(self._append, op_type)
 
     def attribute(self, name: str) -> str:
         """The node's own attribute, as a value."""
-        kind = self._attributes[name].lower()
-        return self._once(("attribute", name), **{f"value_{kind}": f"@{name}"})
-
-    def _once(self, key: Any, **value: Any) -> str:
-        if key not in self._known:
-            self._known[key] = self._append("Constant", **value)
-        return self._known[key]
+        kind = self.attributes[name].lower()
+        return str(self.Constant(**{f"value_{kind}": f"@{name}"}))
 
     def _append(self, op_type: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
         import onnx
 
+        constant = repr(attributes) if op_type == "Constant" else ""
+        if constant in self.constants:
+            return self.constants[constant]
         given = [
-            self._once(tuple(each), value_ints=each) if isinstance(each, list)
-            else self._once(each, value_float=each) if isinstance(each, float)
-            else self._once(("scalar", each), value_int=each) if isinstance(each, int)
-            else each
+            self.Constant(**{_CONSTANTS[type(each)]: each}) if type(each) in _CONSTANTS else each
             for each in inputs
-        ]  # fmt: skip
+        ]
         names = [f"v{len(self.nodes)}_{i}" for i in range(outputs)]
         node = onnx.helper.make_node(op_type, given, names)
         for name, value in attributes.items():
             if isinstance(value, str) and value.startswith("@"):
-                kind = getattr(onnx.AttributeProto, self._attributes[value[1:]])
+                kind = getattr(onnx.AttributeProto, self.attributes[value[1:]])
                 one = onnx.AttributeProto(name=name, ref_attr_name=value[1:], type=kind)
             else:
                 one = onnx.helper.make_attribute(name, value)
             node.attribute.append(one)
         self.nodes.append(node)
+        if constant:
+            self.constants[constant] = names[0]
         return names if outputs > 1 else names[0]
 
 
@@ -140,7 +138,8 @@ class OnnxOperator:
         """The model-local function `elsa::<name>`."""
         import onnx
 
-        op, names = Writer(body, self.attributes), list(self.inputs)
+        op = Writer(body.opset, body.traits | body.more, self.attributes)
+        names = list(self.inputs)
         out = self.write(op, *(given if given in body.inputs else None for given in names))
         while names[-1] not in body.inputs:
             names.pop()
@@ -210,11 +209,10 @@ def finish(model: ir.Model, mode: str, opset: int) -> None:
     """Give the nodes of `elsa` their functions, or their places, and every node a readable name."""
     from onnx_ir.passes.common import InlinePass
 
-    nodes = [node for node in model.graph if node.domain == DOMAIN]
+    nodes, known = [node for node in model.graph if node.domain == DOMAIN], onnx_operators()
     if mode == "custom-only":  # what the library has no kernel of needs its body
-        known = onnx_operators()
         nodes = [node for node in nodes if not known[node.op_type].kernel]
-    _add_functions(model, nodes, inlined=mode != "custom", opset=opset)
+    _add_functions(model, nodes, known, inlined=mode != "custom", opset=opset)
     if mode != "custom":
         InlinePass()(model)
         model.graph.opset_imports.pop(DOMAIN, None)
@@ -225,11 +223,13 @@ def finish(model: ir.Model, mode: str, opset: int) -> None:
     _name_nodes(model)
 
 
-def _add_functions(model: ir.Model, nodes: list[ir.Node], *, inlined: bool, opset: int) -> None:
+def _add_functions(
+    model: ir.Model, nodes: list[ir.Node], known: dict[str, OnnxOperator], *, inlined: bool,
+    opset: int,
+) -> None:  # fmt: skip
     """One function a kind of body; the leanest where they are to be inlined."""
     import onnx_ir as ir
 
-    known = onnx_operators()
     kinds: dict[Body, Body] = {}  # what must agree -> all that its nodes need
     of_node = []
     for node in nodes:

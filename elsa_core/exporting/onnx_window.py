@@ -73,8 +73,8 @@ def _body(op: Writer, qkv: Value, bias: Value, pad: Value, logit: Value) -> Valu
     counts = op.Div(op.Sub(op.Add(sizes, window), [1]), window)
     padded = op.Mul(counts, window)
     tokens, windows = (op.ReduceProd(each, [0], keepdims=1) for each in (window, counts))
-    image = _roll(op, qkv, sizes, back=False) if "shifted" in op else qkv
-    if "padded" in op:
+    image = _roll(op, qkv, sizes, back=False) if "shifted" in op.traits else qkv
+    if "padded" in op.traits:
         pads = op.Concat([0] * 6, op.Sub(padded, sizes), [0], axis=0)
         image = op.Pad(image, pads)
         if pad:
@@ -83,8 +83,8 @@ def _body(op: Writer, qkv: Value, bias: Value, pad: Value, logit: Value) -> Valu
     cut = _cut(op, image, counts, window, tokens, op.Shape(qkv, start=4))
     front = op.Concat([0], windows, tokens, axis=0)
     heads = op.Reshape(op.attribute("num_heads"), [-1])
-    order = (heads, [3]) if "head_first" in op else ([3], heads)
-    perm = [4, 0, 1, 3, 2, 5] if "head_first" in op else [3, 0, 1, 4, 2, 5]
+    order = (heads, [3]) if "head_first" in op.traits else ([3], heads)
+    perm = [4, 0, 1, 3, 2, 5] if "head_first" in op.traits else [3, 0, 1, 4, 2, 5]
     six = op.Transpose(op.Reshape(cut, op.Concat(front, *order, [-1], axis=0)), perm=perm)
     parts = op.Split(six, axis=0, num_outputs=3, outputs=3)
     # [B, windows, heads, tokens, head_dim]
@@ -95,16 +95,16 @@ def _body(op: Writer, qkv: Value, bias: Value, pad: Value, logit: Value) -> Valu
     scores = op.Mul(op.MatMul(q, op.Transpose(k, perm=[0, 1, 2, 4, 3])), factor)
     if bias:
         scores = op.Add(scores, op.Cast(bias, to=1))
-    if "shifted" in op:
+    if "shifted" in op.traits:
         scores = op.Add(scores, _region_mask(op, counts, window, padded, tokens))
     out = op.CastLike(op.MatMul(op.Softmax(scores, axis=-1), v), qkv)
-    perm = [0, 4, 1, 5, 2, 6, 3, 7] if "grid" in op else [0, 1, 4, 2, 5, 3, 6, 7]
+    perm = [0, 4, 1, 5, 2, 6, 3, 7] if "grid" in op.traits else [0, 1, 4, 2, 5, 3, 6, 7]
     tokens_first = op.Transpose(out, perm=[0, 1, 3, 2, 4])
     eight = op.Reshape(tokens_first, op.Concat([0], counts, window, [-1], axis=0))
     image = op.Reshape(op.Transpose(eight, perm=perm), op.Concat([0], padded, [-1], axis=0))
-    if "padded" in op:
+    if "padded" in op.traits:
         image = op.Slice(image, [0, 0, 0], sizes, [1, 2, 3])
-    return _roll(op, image, sizes, back=True) if "shifted" in op else image
+    return _roll(op, image, sizes, back=True) if "shifted" in op.traits else image
 
 
 def _roll(op: Writer, image: Value, sizes: Value, *, back: bool) -> Value:
@@ -120,8 +120,8 @@ def _roll(op: Writer, image: Value, sizes: Value, *, back: bool) -> Value:
 
 def _cut(op: Writer, image: Value, counts: Value, window: Value, tokens: Value, last: Any) -> Value:
     """[B, P0, P1, P2, C] -> [B, windows, tokens, C]; `last` is [C]."""
-    order = [3, 0, 4, 1, 5, 2] if "grid" in op else [0, 3, 1, 4, 2, 5]
-    perm = [0, 2, 4, 6, 1, 3, 5, 7] if "grid" in op else [0, 1, 3, 5, 2, 4, 6, 7]
+    order = [3, 0, 4, 1, 5, 2] if "grid" in op.traits else [0, 3, 1, 4, 2, 5]
+    perm = [0, 2, 4, 6, 1, 3, 5, 7] if "grid" in op.traits else [0, 1, 3, 5, 2, 4, 6, 7]
     sides = op.Gather(op.Concat(counts, window, axis=0), order)
     eight = op.Reshape(image, op.Concat([0], sides, [-1], axis=0))
     shape = op.Concat(op.Shape(image, end=1), [-1], tokens, last, axis=0)
