@@ -110,9 +110,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
 
         plan, points = _planned(session, model, options)
     place = environment.describe(plan.device)
-    document = sweep.started(plan, place)
-    if options.resume is not None and options.resume.exists():
-        document = sweep.resumed(options.resume, document)
+    document = sweep.started(plan, place, options.resume)
     keep = partial(session.keep, path=options.resume or options.output)
     try:
         with session.stage("profiling") as update:

@@ -122,26 +122,22 @@ class SiteClock:
         self._paths = tuple(paths)
         self._spans: list[tuple[str, Any, Any]] = []
         self._depth = 0  # of forwards that call the model again
-        model.register_forward_pre_hook(self._begin)
-        model.register_forward_hook(self._end, always_call=True)
+        model.register_forward_pre_hook(partial(self._count, 1))
+        model.register_forward_hook(partial(self._count, -1), always_call=True)
         for path in paths:
             begun: list[Any] = []
+            around(
+                model.get_submodule(path),
+                lambda begun=begun: begun.append(mark(device)),  # type: ignore[misc]
+                lambda path=path, begun=begun: self._spans.append(  # type: ignore[misc]
+                    (path, begun.pop(), mark(device))
+                ),
+            )
 
-            def enter(begun: list[Any] = begun) -> None:
-                begun.append(mark(device))
-
-            def leave(path: str = path, begun: list[Any] = begun) -> None:
-                self._spans.append((path, begun.pop(), mark(device)))
-
-            around(model.get_submodule(path), enter, leave)
-
-    def _begin(self, *_: Any) -> None:
-        if not self._depth:
+    def _count(self, step: int, *_: Any) -> None:
+        if step > 0 and not self._depth:
             self._spans.clear()
-        self._depth += 1
-
-    def _end(self, *_: Any) -> None:
-        self._depth -= 1
+        self._depth += step
 
     def read(self) -> dict[str, float]:
         """Seconds by path. On CUDA the caller has waited for the GPU."""

@@ -80,9 +80,14 @@ def grid(
             for dtype, size, batch, precision in combined
         )
     )
-    refusals = [_refusal(each) for each in found]
-    if all(refusals):
-        raise ArgumentError(refusals[0])
+    refusals = []
+    for each in found:
+        try:
+            validate(each.precision, DTYPES[each.dtype])
+        except ArgumentError as error:
+            refusals.append(error)
+    if len(refusals) == len(found):
+        raise refusals[0]
     return found
 
 
@@ -108,46 +113,43 @@ def run(
     document: Document,
     *,
     keep: Callable[[Document], None],
-    progress: Progress | None = None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Document:
-    """Measure the points that the document does not hold yet, in order."""
-    missing = left(points, document)
+    """Measure the points that the document does not hold yet, in order; it may hold others, of an
+    earlier sweep."""
+    present = [row["configuration"] for row in document["results"]["points"]]
+    missing = [point for point in points if point.to_dict() not in present]
     document["results"]["complete"] = not missing
     loaded: Loaded | None = None
     of: tuple[Any, ...] = ()
-    for point in missing:
-        label = f"{point.name}: " if len(points) > 1 else ""
-
-        def tell(what: str, done: int, total: int, label: str = label) -> None:
-            if progress is not None:
-                progress(label + what, done, total)
-
-        refusal, status, found = _refusal(point), NOT_APPLICABLE, None
-        if not refusal:
-            tell("loading", 0, 0)
+    for i, point in enumerate(missing, 1):
+        label, found = f"{point.name}: " if len(points) > 1 else "", None
+        try:
+            validate(point.precision, DTYPES[point.dtype])
+        except ArgumentError as error:
+            status, reason = NOT_APPLICABLE, str(error)
+        else:
+            progress(f"{label}loading", 0, 0)
             forget_compiled()
             if of != (point.image_size, point.dtype):
                 loaded, of = None, (point.image_size, point.dtype)
                 gc.collect()
-            loaded, found, refusal = _measured(plan, point, loaded, tell)
+            loaded, found, reason = _measured(
+                plan, point, loaded,
+                lambda what, *steps, label=label: progress(label + what, *steps),
+            )  # fmt: skip
             status = NO_MEMORY if found is None else DONE
         if loaded is not None:
             about = {"architecture": loaded.name, "weights": loaded.weights}
             document["results"]["model"] |= about
         document["results"]["points"].append(
-            {"configuration": point.to_dict(), "status": status, "reason": refusal,
+            {"configuration": point.to_dict(), "status": status, "reason": reason,
              "profile": found}
         )  # fmt: skip
-        document["results"]["complete"] = not left(points, document)
+        document["results"]["complete"] = i == len(missing)
         keep(document)
     keep(document)
     return document
-
-
-def left(points: Sequence[Configuration], document: Document) -> list[Configuration]:
-    """The points that the document does not hold yet; it may hold others, of an earlier sweep."""
-    present = [row["configuration"] for row in document["results"]["points"]]
-    return [point for point in points if point.to_dict() not in present]
 
 
 def only(points: Sequence[Configuration], document: Document) -> Document:
@@ -185,32 +187,23 @@ def _measured(
     return loaded, found.to_dict(), ""
 
 
-def _refusal(point: Configuration) -> str:
-    try:
-        validate(point.precision, DTYPES[point.dtype])
-    except ArgumentError as error:
-        return str(error)
-    return ""
-
-
-def started(plan: Plan, environment: Document) -> Document:
-    """An empty document."""
+def started(plan: Plan, environment: Document, resume: Path | None = None) -> Document:
+    """An empty document, or where there is a file `resume` the one that a sweep of this plan left
+    in it, to go on with."""
     results = {
         "model": dict(plan.model), "settings": plan.settings, "complete": False, "points": [],
     }  # fmt: skip
-    return documents.started(COMMAND, environment, results)
-
-
-def resumed(path: Path, fresh: Document) -> Document:
-    """The document that a sweep left in `path`, to go on with it instead of the `fresh` one."""
-    document = read(path)
+    fresh = documents.started(COMMAND, environment, results)
+    if resume is None or not resume.exists():
+        return fresh
+    document = read(resume)
     for name in ("model", "settings"):
         for key, value in fresh["results"][name].items():
             other = document["results"][name].get(key)
             if other != value:
                 raise ArgumentError(
-                    f"{path} is of another sweep: its {key} is {str(other)[:60]}, now it is "
+                    f"{resume} is of another sweep: its {key} is {str(other)[:60]}, now it is "
                     f"{str(value)[:60]}; give another file, or --force without --resume"
                 )
-    require_same(path, document, fresh, "its figures cannot stand beside this one's")
+    require_same(resume, document, fresh, "its figures cannot stand beside this one's")
     return document
