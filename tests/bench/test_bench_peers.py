@@ -23,7 +23,6 @@ from elsa_core.profiling.bench.attention import Settings
 from elsa_core.profiling.bench.cases import (
     Case,
     Inputs,
-    all_tables,
     bench_of,
     from_shape,
     inputs,
@@ -189,7 +188,7 @@ def test_a_variant_says_its_cases_in_one_place() -> None:
         settings = Settings(rounds=3, budget_seconds=0.1, memory=False)
         found = attention.run([OTHER], device=torch.device("cpu"), settings=settings)
         (result,) = found["results"]["cases"]
-        of_windows = all_tables()["cpu"]["window"][0]
+        of_windows = select("cpu", tables=["window"])[0]
         assert bench_of(of_windows) is ops.WINDOW_ATTENTION.part("bench")
         assert bench_of(from_shape("1,2,9,16")) is ops.ATTENTION.part("bench")
     finally:

@@ -105,6 +105,10 @@ def test_the_fastest_is_chosen_where_it_is_worth_it() -> None:
     # The shipped tile does not run on this GPU: any that does is worth it.
     only = tune.conclude(CASE, "strict", "split", timed((3.0, 2.0, 4.0))[1:], [])
     assert only.chosen == tiles[1] and only.gain is None
+    # One that was timed briefly alone is shown in its place, and never chosen.
+    *final, brief = timed((3.0, 2.0, 1.0))
+    found = tune.conclude(CASE, "strict", "split", final, [brief, wrong])
+    assert found.chosen == tiles[1] and found.candidates[0] == brief
 
 
 SHAPE = Shape(8, 12, 12, 197, 197, 64, 64)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -174,22 +175,21 @@ def ceilings(device: torch.device, dtypes: Sequence[str], settings: Settings) ->
     """What this machine reaches at most in matrix products, in FLOP/s: `gemm_<dtype>`, and for
     several threads of a CPU `gemm_fp32_one_thread`."""
     size = _GEMM_SIZE[device.type]
-    budget = min(settings.budget_seconds, 2.0)
-
-    def rate(dtype: torch.dtype) -> float:
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        samples, _ = timing.time_all([Contender("gemm", lambda: a @ b)], device, 10, budget)
-        return 2 * size**3 / statistics.median(samples["gemm"])
-
-    found = {f"gemm_{name}": rate(DTYPES[name]) for name in dtypes}
-    threads = torch.get_num_threads()
+    budget, threads = min(settings.budget_seconds, 2.0), torch.get_num_threads()
+    products = [(f"gemm_{name}", DTYPES[name], threads) for name in dtypes]
     if device.type == "cpu" and threads > 1 and "fp32" in dtypes:
         # whether the threads have cores of their own: virtual ones often share a core
-        torch.set_num_threads(1)
+        products.append(("gemm_fp32_one_thread", torch.float32, 1))
+    found = {}
+    for name, dtype, count in products:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        torch.set_num_threads(count)
         try:
-            found["gemm_fp32_one_thread"] = rate(torch.float32)
+            call = partial(torch.matmul, a, b)
+            samples, _ = timing.time_all([Contender("gemm", call)], device, 10, budget)
         finally:
             torch.set_num_threads(threads)
+        found[name] = 2 * size**3 / statistics.median(samples["gemm"])
     return found
 
 

@@ -207,15 +207,6 @@ def _benches() -> list[Bench]:
     return [bench for bench in found if bench is not None]
 
 
-def all_tables() -> dict[str, dict[str, tuple[Case, ...]]]:
-    """Cases by device type and table, of every operator whose record has some, in their order."""
-    found: dict[str, dict[str, tuple[Case, ...]]] = {}
-    for bench in _benches():
-        for device_type, tables in bench.tables.items():
-            found.setdefault(device_type, {}).update(tables)
-    return found
-
-
 def bench_of(case: Case) -> Bench:
     """What measures a case: that of the operator in whose tables it is, or of attention."""
     own = (b for b in _benches() if any(case.table in each for each in b.tables.values()))
@@ -231,9 +222,14 @@ def of_softmax(cases: Sequence[Case], flag: str) -> tuple[Case, ...]:
 
 
 def select(device_type: str, precision: str | None = None, **chosen: Any) -> tuple[Case, ...]:
-    """The cases of a device, in `precision` alone where one is named, whose goal stays with the
-    precision that it was set for; the rest as of `selected`."""
-    found = selected(all_tables(), device_type, **chosen)
+    """The cases of a device, of every operator whose record has some, in `precision` alone where
+    one is named, whose goal stays with the precision that it was set for; the rest as of
+    `selected`."""
+    tables: dict[str, dict[str, tuple[Case, ...]]] = {}
+    for bench in _benches():
+        for kind, own in bench.tables.items():
+            tables.setdefault(kind, {}).update(own)
+    found = selected(tables, device_type, **chosen)
     if precision is None:
         return found
     return tuple(

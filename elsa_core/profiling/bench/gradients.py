@@ -43,7 +43,7 @@ def slope(query: Tensor) -> Tensor:
 def _trained(
     contender: Callable[[], Contender], forwards: Callable[[], Callable[..., Tensor]],
     leaves: Sequence[Tensor], grad: Tensor,
-    parts: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list,
+    parts: Callable[[Any], Sequence[Tensor]] = list,
 ) -> Contender:  # fmt: skip
     """A contender that computes forward(*leaves) and the leaves' gradients.
 
@@ -57,11 +57,10 @@ def _trained(
             out = forward(*learnt)
             return out, *torch.autograd.grad(out, learnt, grad)
 
-    def read(returned: object) -> Tensor:
-        assert isinstance(returned, tuple)
-        return torch.cat([part.detach().flatten() for part in parts(returned)])
-
-    return replace(made, call=call, read=read)
+    return replace(
+        made, call=call,
+        read=lambda returned: torch.cat([part.detach().flatten() for part in parts(returned)]),
+    )  # fmt: skip
 
 
 def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:

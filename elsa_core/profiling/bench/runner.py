@@ -101,7 +101,7 @@ class Runner:
         device: torch.device,
         keep: Callable[[Document], None] = lambda document: None,
         limit_seconds: float | None = None,
-        progress: Progress | None = None,
+        progress: Progress = lambda what, done, total: None,
     ) -> Document:
         """Measure the cases that the document does not hold yet.
 
@@ -119,15 +119,15 @@ class Runner:
                 whole = device.type == "cpu" or i == 0
                 occupied = busy.reason(device) if whole else busy.gpu_others(device)
                 results["busy"] = results["busy"] or occupied
-
-                def tell(what: str, *_: int, i: int = i, name: str = case.name) -> None:
-                    if progress is not None:
-                        progress(f"{name}: {what}", i, len(missing))
-
                 variants.forget_compiled()
                 try:
                     with limited(device), variants.on_device(device):
-                        found = self.measure(case, device, results["settings"], tell)
+                        found = self.measure(
+                            case, device, results["settings"],
+                            lambda what, *_, i=i, name=case.name: progress(
+                                f"{name}: {what}", i, len(missing)
+                            ),
+                        )  # fmt: skip
                 except (ElsaError, RuntimeError, MemoryError) as error:
                     found = {
                         "case": case.to_dict(), "measurements": [], "best_peer": "", "best_own": "",

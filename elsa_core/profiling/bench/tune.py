@@ -258,42 +258,43 @@ def _tune(case: Case, precision: str, device: torch.device, settings: Settings) 
         else:
             failed.append(replace(timed, error=error, reason=f"wrong: error {error:.1e}"))
 
-    def seconds_of(some: Sequence[int], rounds: int) -> dict[int, float]:
-        """Median seconds of each, rounds interleaved, under CUDA graph."""
-        calls = {str(i): functools.partial(planner.execute, running[i][1], *tensors) for i in some}
-        contenders = [Contender(*each) for each in calls.items()]
-        budget = settings.budget_seconds
-        samples, _ = timing.time_cuda(contenders, rounds=rounds, budget_seconds=budget)
-        return {i: percentile(samples[str(i)], 0.5) for i in some}
-
     # Everyone briefly, then the fastest few and the shipped one as long as asked for.
-    first = seconds_of(range(len(running)), 3) if running else {}
-    order = sorted(first, key=first.__getitem__)
-    final = order[:_FINALISTS] + [i for i in order[_FINALISTS:] if running[i][0].shipped]
-    seconds = first | (seconds_of(final, settings.rounds) if final else {})
-    measured = [replace(running[i][0], seconds=digits(seconds[i])) for i in order]
+    seconds: dict[int, float] = {}
+    final = list(range(len(running)))
+    for rounds in (3, settings.rounds) if running else ():
+        contenders = [
+            Contender(str(i), functools.partial(planner.execute, running[i][1], *tensors))
+            for i in final
+        ]
+        samples, _ = timing.time_cuda(
+            contenders, rounds=rounds, budget_seconds=settings.budget_seconds
+        )
+        seconds |= {i: digits(percentile(samples[str(i)], 0.5)) for i in final}
+        order = sorted(final, key=seconds.__getitem__)
+        final = order[:_FINALISTS] + [i for i in order[_FINALISTS:] if running[i][0].shipped]
+    measured = {i: replace(running[i][0], seconds=each) for i, each in seconds.items()}
+    finalists = [measured.pop(i) for i in final]
     mode = gpu.mode_of(DTYPES[case.dtype], precision)
-    return conclude(case, precision, mode, measured, failed, finalists=len(final))
+    return conclude(case, precision, mode, finalists, [*measured.values(), *failed])
 
 
 def conclude(
-    case: Case,
-    precision: str,
-    mode: str,
-    measured: Sequence[Timed],
-    failed: Sequence[Timed],
-    *,
-    finalists: int | None = None,
+    case: Case, precision: str, mode: str, finalists: Sequence[Timed], others: Sequence[Timed]
 ) -> Tuned:
-    """Choose the fastest of the `finalists` first of `measured`, where it beats the shipped."""
+    """Choose the fastest of the `finalists`, the shipped one among them, where it beats that.
+
+    others: timed briefly, or failed.
+    """
     seconds = operator.attrgetter("seconds")
-    best = min(measured[: finalists or len(measured)], key=seconds, default=None)
-    shipped = next((t for t in measured if t.shipped), None)
+    best = min(finalists, key=seconds, default=None)
+    shipped = next((t for t in finalists if t.shipped), None)
     gain = None
     if best is not None and shipped is not None:
         gain = digits(seconds(shipped) / seconds(best))
     # Where the shipped tile does not run here at all, any that does is worth it.
     worth = best is not None and not best.shipped and (gain is None or gain >= WORTH)
     chosen = best.tile if best is not None and worth else None
-    everyone = (*sorted(measured, key=seconds), *failed)
+    timed = [each for each in (*finalists, *others) if each.seconds is not None]
+    failed = [each for each in others if each.seconds is None]
+    everyone = (*sorted(timed, key=seconds), *failed)
     return Tuned(case, precision, mode, everyone, gain, chosen)

@@ -286,15 +286,14 @@ def _runs(
     baselines = [name for name in times if not name.startswith("patched")]
     best = min((n for n in baselines if n != variants.CONTROL), key=lambda name: times[name])
 
-    def over(reference: str, name: str) -> Ratio:
-        """A ratio is the quotient of the two times."""
-        pair = (times[reference], times[name])
-        return ratio(seconds[reference], seconds[name], settings.seed, pair)
-
     runs = []
     for each in built.contenders:
         name = each.name
         taken, time = seconds[name], times[name]
+        over = {  # a ratio is the quotient of the two times
+            other: ratio(seconds[other], taken, settings.seed, (times[other], time))
+            for other in {"eager", best}
+        }
         host = None
         if first.device.type == "cuda":
             host = digits(statistics.median(sample.host or 0.0 for sample in samples[name]))
@@ -318,8 +317,8 @@ def _runs(
                 joules=joules,
                 error=errors.get(name),
                 first_seconds=digits(built.first_seconds[name]),
-                ratio=None if name == "eager" else over("eager", name),
-                ratio_to_best=None if name in baselines else over(best, name),
+                ratio=None if name == "eager" else over["eager"],
+                ratio_to_best=None if name in baselines else over[best],
             )
         )
     return tuple(runs)

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,29 +69,25 @@ def scaling(
     """
     require_shardable(model)
     group = by_name(name_of(mesh))
-
-    def forwards(group: dist.ProcessGroup | None) -> tuple[float, int | None, Tensor]:
-        with torch.inference_mode():
-            times, peak, out = timed_together(
-                lambda: model(images), images.device, rounds=rounds, budget=budget_seconds,
-                group=group,
-            )  # fmt: skip
-        return statistics.median(times), peak, out
-
+    forwards = partial(
+        timed_together, partial(model, images), images.device, rounds=rounds, budget=budget_seconds
+    )
     seconds_one, memory_one, out_one = None, None, None
     if group.rank() == 0:
         progress("one rank")
-        with contextlib.suppress(torch.OutOfMemoryError):
-            seconds_one, memory_one, out_one = forwards(None)
+        with contextlib.suppress(torch.OutOfMemoryError), torch.inference_mode():
+            times, memory_one, out_one = forwards()
+            seconds_one = statistics.median(times)
     release(images.device)
     dist.barrier(group)
     shard(model, group)
     progress(f"{group.size()} ranks")
-    median, peak, out = forwards(group)
+    with torch.inference_mode():
+        times, peak, out = forwards(group=group)
     difference = None if out_one is None else relative_l2(out, out_one)
     plan = model.elsa_plan(images)  # type: ignore[operator]
     told: list[Any] = [None] * group.size()
-    mine = (median, plan.bytes_sent, peak, (seconds_one, difference, memory_one))
+    mine = (statistics.median(times), plan.bytes_sent, peak, (seconds_one, difference, memory_one))
     dist.all_gather_object(told, mine, group=group)
     seconds, sent, memories, firsts = zip(*told, strict=True)
     slowest, (seconds_one, difference, memory_one) = max(seconds), firsts[0]
