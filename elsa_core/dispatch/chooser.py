@@ -69,7 +69,7 @@ def names(operator: str = "attention") -> tuple[str, ...]:
     has each that has a record.
     """
     runs = {b.name for b in BACKENDS if getattr(b.operators.get(operator), "run", None)}
-    if any(record.name == operator for record in ops.records()):
+    if operator in ops.RECORDS:
         runs.add(PLAIN)
     return ("auto", *(each.name for each in BACKENDS if each.name in runs))
 
@@ -86,7 +86,7 @@ def implementation(operator: str, name: str) -> Implementation:
         if backend.name == name and operator in backend.operators:
             return backend.operators[operator]
     if name == PLAIN:
-        return reference(ops.record(operator))
+        return reference(ops.RECORDS[operator])
     choices = ", ".join(names(operator))
     if any(backend.name == name for backend in BACKENDS):
         raise UnavailableError(f"backend={name!r} has no {operator}: choose one of {choices}")
@@ -366,7 +366,7 @@ def route(
 
 
 def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
-    record, by = ops.record(request.operator), "recomputed in plain PyTorch"
+    record, by = ops.RECORDS[request.operator], "recomputed in plain PyTorch"
     reasons: tuple[str, ...] = ()
     if found.whole:
         by = "PyTorch's own kernels, forward and backward"
@@ -392,7 +392,7 @@ def _forget() -> None:
     tables: tuple[dict[Any, Any], ...] = (RUNS, BY_ROW, SERVING)
     for table in tables:
         table.clear()
-    for record in ops.records():
+    for record in ops.RECORDS.values():
         RUNS[record.name, PLAIN] = record.eager
     homes = {each.name: each.device for each in BACKENDS}
     for each in BACKENDS:
@@ -402,7 +402,7 @@ def _forget() -> None:
             by_row = offered.by_row or (offered.direct if offered.whole else None)
             if by_row is not None:
                 BY_ROW[operator, each.name] = by_row
-            known = ops.of(f"elsa::{operator}")
+            known = ops.BY_SCHEMA.get(f"elsa::{operator}")
             projection = known is not None and known.kind == "linear"
             if not projection or offered.direct is None or each.device is None:
                 continue

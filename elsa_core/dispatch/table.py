@@ -238,7 +238,7 @@ _SDPA = {
         _of_pytorch, gradient=sdpa.varlen_gradient, backward=sdpa.varlen_backward,
     ),
 }  # fmt: skip
-_EAGER = {record.name: reference(record) for record in ops.records()}
+_EAGER = {name: reference(record) for name, record in ops.RECORDS.items()}
 
 BACKENDS: list[Backend] = [
     Backend("native", "cpu", _NATIVE, is_built=_late("native", "is_built")),

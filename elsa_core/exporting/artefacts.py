@@ -319,7 +319,7 @@ def checked_operators(traced: Any, device: str) -> tuple[str, ...]:
         if device == "cpu" and not (answer := native.load()).ok:
             why = f"the native library is off ({answer.reason})"
         raise ExportError(f"the graph calls elsa::{eager[0]}, which no library holds: {why}")
-    records = [ops.of(f"elsa::{name}") for name in found]
+    records = [ops.BY_SCHEMA.get(f"elsa::{name}") for name in found]
     if all(record is not None and record.kind == "linear" for record in records):  # no site
         raise ExportError("the graph calls none of elsa's operators: no patched site was reached")
     return found

@@ -159,7 +159,7 @@ class OnnxExport:
 
 def onnx_operators() -> dict[str, OnnxOperator]:
     """Every operator of the ONNX domain `elsa`, by its name."""
-    exports = (record.part("onnx") for record in ops.records())
+    exports = (record.part("onnx") for record in ops.RECORDS.values())
     return {each.name: each for export in exports if export for each in export.operators}
 
 
@@ -173,7 +173,7 @@ def rewrite(program: torch.export.ExportedProgram) -> int:
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
-        record = ops.of(node.target._schema.name)
+        record = ops.BY_SCHEMA.get(node.target._schema.name)
         export = None if record is None else record.part("onnx")
         if record is None or (record.kind == "linear" and export is None):
             continue

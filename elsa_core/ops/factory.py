@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from collections import ChainMap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,10 @@ from elsa_core.base import calls
 
 Grads = tuple[Tensor | None, ...]
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
-_RECORDS: dict[str, Operator] = {}
-_BY_SCHEMA: dict[str, Operator] = {}
+# All records by their names, "attention" say, in the order of their registration.
+RECORDS: dict[str, Operator] = {}
+# By the names of schemas, "elsa::attention_eager" say; variants are their operator's.
+BY_SCHEMA: dict[str, Operator] = {}
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ class Operator:
             without one `elsa.export` writes the portable form.
         bench: its `elsa_core.profiling.bench.peers.Bench`: cases, peers and the float64 output.
         bench_gradients: the same of calls with their gradients.
+        names: the full names that serve the same call; this and what follows is set by `register`.
+        exported: what a call is written with while `torch.onnx.export` makes a graph.
+        overload: `torch.ops.elsa.<name>.default`. eager: the overload that runs the reference.
 
     `onnx` and the benches are objects, or where to find one when it is asked for
     ("package.module:NAME"): an operator imports neither exporters nor measurements.
@@ -90,16 +95,10 @@ class Operator:
     onnx: Any = None
     bench: Any = None
     bench_gradients: Any = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The full names that serve the same call."""
-        return (f"elsa::{self.name}", *((f"elsa::{self.name}_eager",) if self.twin else ()))
-
-    @property
-    def exported(self) -> Callable[..., Any]:
-        """What a call is written with while `torch.onnx.export` makes a graph."""
-        return self.portable or self.reference
+    names: tuple[str, ...] = ()
+    exported: Any = None
+    overload: Any = None
+    eager: Any = None
 
     def part(self, name: str) -> Any:
         """What "onnx", "bench" or "bench_gradients" stands for; None where the record has none."""
@@ -109,16 +108,6 @@ class Operator:
         module, _, attribute = given.partition(":")
         return getattr(importlib.import_module(module), attribute)
 
-    @property
-    def overload(self) -> Any:
-        """`torch.ops.elsa.<name>.default`."""
-        return getattr(torch.ops.elsa, self.name).default
-
-    @property
-    def eager(self) -> Any:
-        """The overload that runs the reference."""
-        return getattr(torch.ops.elsa, f"{self.name}_eager").default if self.twin else self.overload
-
 
 def register(record: Operator) -> Operator:
     """Define an operator; `elsa_core.dispatch` then knows that its reference serves it.
@@ -126,43 +115,29 @@ def register(record: Operator) -> Operator:
     Raises:
         ValueError: an operator of that name is registered.
     """
-    if record.name in _RECORDS:
+    if record.name in RECORDS:
         raise ValueError(f"the operator {record.name!r} is registered already")
-    for full in record.names:
-        name, backward = full.removeprefix("elsa::"), record.backward
-        _BY_SCHEMA[full] = record
+    record = replace(record, exported=record.portable or record.reference)
+    names = (record.name, f"{record.name}_eager") if record.twin else (record.name,)
+    for name in names:
+        backward = record.backward
         _define(name, record.schema, record.reference, record)
         if record.fake is None:
             continue
         if backward is not None:
+            full = f"elsa::{name}_backward"
             _define(f"{name}_backward", backward.schema, backward.reference, record)
-            torch.library.register_fake(f"{full}_backward", backward.fake, lib=_LIBRARY)
+            torch.library.register_fake(full, backward.fake, lib=_LIBRARY)
             torch.library.register_autograd(
-                f"{full}_backward", backward.formula, setup_context=backward.setup_context,
-                lib=_LIBRARY,
-            )  # fmt: skip
+                full, backward.formula, setup_context=backward.setup_context, lib=_LIBRARY
+            )
         _describe(name, record, f"{name}_backward")
-    _RECORDS[record.name] = record
+    overloads = [getattr(torch.ops.elsa, name).default for name in names]
+    full_names = tuple(f"elsa::{name}" for name in names)
+    record = replace(record, names=full_names, overload=overloads[0], eager=overloads[-1])
+    RECORDS[record.name] = record
+    BY_SCHEMA.update(dict.fromkeys(full_names, record))
     return record
-
-
-def records() -> tuple[Operator, ...]:
-    """All records, in the order of their registration."""
-    return tuple(_RECORDS.values())
-
-
-def record(name: str) -> Operator:
-    """The record of an operator by its name, "attention" say.
-
-    Raises:
-        KeyError: no operator of that name is registered.
-    """
-    return _RECORDS[name]
-
-
-def of(schema_name: str) -> Operator | None:
-    """The record that a schema's name ("elsa::attention_eager") belongs to; None of any other."""
-    return _BY_SCHEMA.get(schema_name)
 
 
 def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
@@ -179,20 +154,19 @@ _ON_CUDA: dict[str, Callable[..., Any]] = {}
 def implement_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
     """Give `elsa::<name>` a kernel for CUDA tensors, where none is registered for them."""
     _ON_CUDA[name] = kernel
-    known = _RECORDS.get(name)
+    known = RECORDS.get(name)
     if known is not None and known.twin:  # of others the reference serves the other devices
-        _LIBRARY.impl(name, _by_device(name, None), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, partial(_by_device, name, None), "CompositeExplicitAutograd")
 
 
-def _by_device(name: str, reference: Callable[..., Any] | None) -> Callable[..., Any]:
-    def kernel(first: Tensor, *rest: Any, **named: Any) -> Any:
-        on_cuda = _ON_CUDA.get(name) if first.is_cuda else None
-        serve = on_cuda or reference
-        if serve is None:
-            raise NotImplementedError(f"elsa::{name} has no kernel for {first.device.type} tensors")
-        return serve(first, *rest, **named)
-
-    return kernel
+def _by_device(
+    name: str, reference: Callable[..., Any] | None, first: Tensor, *rest: Any, **named: Any
+) -> Any:
+    on_cuda = _ON_CUDA.get(name) if first.is_cuda else None
+    serve = on_cuda or reference
+    if serve is None:
+        raise NotImplementedError(f"elsa::{name} has no kernel for {first.device.type} tensors")
+    return serve(first, *rest, **named)
 
 
 def variant(record: Operator, name: str, kernel: Callable[..., Any], key: str) -> Any:
@@ -204,7 +178,7 @@ def variant(record: Operator, name: str, kernel: Callable[..., Any], key: str) -
     """
     _LIBRARY.define(name + record.schema)
     _LIBRARY.impl(name, kernel, key)
-    _BY_SCHEMA[f"elsa::{name}"] = record
+    BY_SCHEMA[f"elsa::{name}"] = record
     _describe(name, record, f"{record.name}_backward")
     return getattr(torch.ops.elsa, name).default
 
@@ -219,7 +193,7 @@ def _define(name: str, schema: str, reference: Callable[..., Any], record: Opera
     elif name.removesuffix("_backward").endswith("_eager"):
         _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     elif not record.twin:
-        _LIBRARY.impl(name, _by_device(name, reference), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, partial(_by_device, name, reference), "CompositeExplicitAutograd")
 
 
 def _describe(name: str, record: Operator, backward: str) -> None:
@@ -252,8 +226,8 @@ def _translate(name: str, record: Operator) -> None:
     """
 
     def decompose(*arguments: Any) -> Any:
-        form = record.exported if calls.exporting_onnx() else record.fake
-        return form(*arguments) if form is not None else NotImplemented
+        form: Any = record.exported if calls.exporting_onnx() else record.fake
+        return form(*arguments)
 
     table: Any = torch._decomp.decomposition_table
     if not isinstance(table, ChainMap) or table.maps[0] is not _TRANSLATIONS:

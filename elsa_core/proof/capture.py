@@ -116,7 +116,7 @@ class OperatorCapture(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        record = ops.of(func._schema.name)
+        record = ops.BY_SCHEMA.get(func._schema.name)
         if record is not None and record.kind in ("attention", "window", "sparse", "varlen"):
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})

@@ -372,7 +372,7 @@ def test_operators_are_what_pytorch_is_told(grads: bool) -> None:
     """`opcheck`: schema, fake and autograd of the operators that programs hold."""
     assert elsa.explain(X, X, X, backend="native").backend == "native"  # the library is loaded
     for name, given in arguments_of_operators(grads=grads).items():
-        for each in ops.record(name).names:
+        for each in ops.RECORDS[name].names:
             operator = getattr(torch.ops.elsa, each.removeprefix("elsa::"))
             torch.library.opcheck(operator, given)
             if not grads:  # float32 results of half precision are what the fake says too
@@ -389,7 +389,7 @@ def test_what_is_exported_stays_on_its_device(name: str) -> None:
             torch.empty(t.shape, dtype=t.dtype, device="cuda:1") if isinstance(t, Tensor) else t
             for t in given
         ]
-        found = ops.record(name).exported(*moved)
+        found = ops.RECORDS[name].exported(*moved)
     assert (found if isinstance(found, Tensor) else found[0]).device == torch.device("cuda:1")
 
 

@@ -25,9 +25,9 @@ def count(call: Callable[[], Any]) -> int:
 
 
 def test_every_operator_with_products_has_a_formula() -> None:
-    names = [name for record in ops.records() if record.fake for name in record.names]
+    names = [name for record in ops.RECORDS.values() if record.fake for name in record.names]
     names += [
-        f"{name}_backward" for record in ops.records() for name in record.names
+        f"{name}_backward" for record in ops.RECORDS.values() for name in record.names
         if record.backward
     ]  # fmt: skip
     names = [name for name in names if not name.startswith("elsa::test_")]  # of other tests

@@ -144,7 +144,7 @@ def test_another_gpu_has_no_rows(h200, monkeypatch) -> None:
 def test_plain_pytorch_is_named_for_every_operator() -> None:
     """Also for those that are no part of this package, as `backend=` takes it."""
     assert dispatch.names("varlen_attention")[0] == "auto"
-    for record in ops.records():
+    for record in ops.RECORDS.values():
         assert dispatch.names(record.name)[-1] == dispatch.PLAIN
     assert dispatch.names("no such operator") == ("auto",)
 
@@ -156,7 +156,7 @@ def test_the_table_is_data_with_its_reasons() -> None:
     assert modes == {"infer", "train", "gradients", "site", "patch"}
     assert all(f"`{mode}`" in reasons for mode in modes)
     for row in rows:
-        assert ops.record(row["operator"])
+        assert row["operator"] in ops.RECORDS
         if row["mode"] in ("infer", "train"):
             assert row["by"] in dispatch.names(row["operator"])
         for name in row["by"] if row["mode"] == "gradients" else ():
@@ -285,7 +285,7 @@ def test_a_variant_with_a_reference_alone() -> None:
     of_it = Request("cpu", torch.float32, 8, 8, "strict", SQUARED.name, gradient=("query",))
     route = dispatch.route(of_it)
     assert route.backend == "eager" and "gradients" in route.reasons[-1]
-    assert ops.of("elsa::test_squared_attention") is SQUARED and not SQUARED.kind
+    assert ops.BY_SCHEMA["elsa::test_squared_attention"] is SQUARED and not SQUARED.kind
     with pytest.raises(ValueError, match="registered already"):
         ops.register(SQUARED)
 

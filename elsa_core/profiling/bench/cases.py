@@ -203,7 +203,7 @@ CUDA_TABLES: Final = {
 def _benches() -> list[Bench]:
     """What the operators' records call their measurements."""
     kinds = ("bench", "bench_gradients")
-    found = [record.part(kind) for kind in kinds for record in ops.records()]
+    found = [record.part(kind) for kind in kinds for record in ops.RECORDS.values()]
     return [bench for bench in found if bench is not None]
 
 
