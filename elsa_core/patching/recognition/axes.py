@@ -81,16 +81,6 @@ class Layout:
         found: Layout = self.known(axes, make, self.left, self.right, self.inner, axes)
         return found
 
-    def over(self, dim: int) -> str:
-        """The operand all of whose tokens, and nothing else, dimension `dim` holds; "" for none."""
-
-        within = -len(self.axes) <= dim < len(self.axes)
-        axis = leaves(self.axes[dim]) if within else ()
-        for kind, operand in ((RIGHT, self.right), (LEFT, self.left)):
-            if axis and axis == of_kind(operand, kind):
-                return kind
-        return ""
-
 
 _MOST = 256  # conclusions from one layout
 
@@ -119,16 +109,15 @@ def product(
             atoms[name] = Atom(kind, size)
     if inner is None:
         return None
-
-    def axes_of(names: Sequence[Any], shape: Sequence[int]) -> Axes:
-        return tuple(
+    operands = zip(labels, (left, right, [sizes[name] for name in labels[2]]), strict=True)
+    one, other, axes = (
+        tuple(
             (atoms[name],) if name in atoms and size != 1 else ()
             for name, size in zip(names, shape, strict=True)
         )
-
-    shape = [sizes[name] for name in labels[2]]
-    one, other = axes_of(labels[0], left), axes_of(labels[1], right)
-    return Layout(one, other, inner, axes_of(labels[2], shape), kept=kept)
+        for names, shape in operands
+    )
+    return Layout(one, other, inner, axes, kept=kept)
 
 
 known_product = functools.lru_cache(maxsize=1024)(product)
@@ -224,18 +213,14 @@ def run(tensor: Tensor, steps: Steps) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def matmul_labels(left: int, right: int) -> tuple[tuple[Any, ...], ...]:
-    """Labels of the dimensions of both operands and of the result of a `matmul` of such ranks."""
-    ranks = max(left, right)
-    batch = tuple(range(ranks - 2))
-    one = (*batch[ranks - left :], "i", "j")
-    other = (*batch[ranks - right :], "j", "k")
-    return one, other, (*batch, "i", "k")
-
-
-@functools.lru_cache(maxsize=256)
-def einsum_labels(equation: str, left: int, right: int) -> tuple[tuple[Any, ...], ...] | None:
-    """The same of an `einsum` of two operands; None for one that sums or repeats within one."""
+def labels_of(equation: str | None, left: int, right: int) -> tuple[tuple[Any, ...], ...] | None:
+    """Labels of the dimensions of both operands, of such ranks, and of the result of an `einsum`,
+    or of a `matmul` where there is no equation; None for one that sums or repeats within one."""
+    if equation is None:
+        ranks = max(left, right)
+        batch = tuple(range(ranks - 2))
+        one, other = (*batch[ranks - left :], "i", "j"), (*batch[ranks - right :], "j", "k")
+        return one, other, (*batch, "i", "k")
     given, arrow, result = equation.replace(" ", "").partition("->")
     parts = given.split(",")
     if len(parts) != 2 or not arrow:

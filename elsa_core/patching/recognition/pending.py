@@ -24,12 +24,7 @@ from torch.overrides import TorchFunctionMode
 from elsa_core.base import calls
 from elsa_core.ops.attention.api import attention
 from elsa_core.patching.recognition import rules
-from elsa_core.patching.recognition.axes import (
-    einsum_labels,
-    known_product,
-    matmul_labels,
-    product,
-)
+from elsa_core.patching.recognition.axes import known_product, labels_of, product
 from elsa_core.patching.recognition.scores import USED, WEIGHTS, RefusedError, Scores, attended
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -496,12 +491,12 @@ def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         one.dim() if type(one) is not Pending or one.scores is None else len(one.scores.layout.axes)
         for one in factors
     ]
-    if equation is not None:
-        labels = einsum_labels(equation, *ranks)
-        return None if labels is None else (left, right, labels)
-    if min(ranks) < 2 or (min(ranks) == 2 and torch.nn.Parameter in (type(left), type(right))):
+    least = min(ranks)
+    parameter = torch.nn.Parameter in (type(left), type(right))
+    if equation is None and (least < 2 or (least == 2 and parameter)):
         return None
-    return left, right, matmul_labels(*ranks)
+    labels = labels_of(equation, *ranks)
+    return None if labels is None else (left, right, labels)
 
 
 def _is_plain(tensor: Any) -> bool:

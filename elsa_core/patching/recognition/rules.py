@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elsa_core.base import calls
-from elsa_core.patching.recognition.axes import Axes, reshaped
+from elsa_core.patching.recognition.axes import LEFT, RIGHT, Axes, leaves, of_kind, reshaped
 from elsa_core.patching.recognition.scores import (
     LEAST_FILL,
     MAXIMUM,
@@ -57,19 +57,6 @@ METADATA: Final = SHAPES.union(
 )  # fmt: skip
 
 
-def _pair(args: Sequence[Any], kwargs: Any, *, ordered: bool = False) -> tuple[Scores, Any] | None:
-    if kwargs or len(args) != 2:
-        return None
-    one, two = args
-    if isinstance(one, Scores):
-        return one, two
-    return None if ordered else (two, one)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _fits(scores: Scores, other: Any) -> bool:
     if not isinstance(other, Tensor) or other.layout is not torch.strided or other.is_nested:
         return False
@@ -82,7 +69,43 @@ def _fits(scores: Scores, other: Any) -> bool:
     )
 
 
-def _with_tensor(scores: Scores, kind: str, other: Any) -> Any:
+def _key(scores: Scores, dim: Any) -> str:
+    """The operand over all of whose tokens, and nothing else, a softmax along `dim` is; "" for
+    none."""
+    layout = scores.layout
+    if not isinstance(dim, int) or not -len(layout.axes) <= dim < len(layout.axes):
+        return ""
+    axis = leaves(layout.axes[dim])
+    for kind, operand in ((RIGHT, layout.right), (LEFT, layout.left)):
+        if axis and axis == of_kind(operand, kind) and scores.key in ("", kind):
+            return kind
+    return ""
+
+
+def _combined(args: Any, kwargs: Any, *, kind: str) -> Any:  # noqa: PLR0911
+    """A sum ("add"), a difference ("sub"), a product ("mul") or a quotient ("div")."""
+    if kwargs or len(args) != 2:
+        return MISSING
+    scores, other = args
+    if not isinstance(scores, Scores):
+        if kind in ("sub", "div"):
+            return MISSING
+        scores, other = other, scores
+    if isinstance(other, Scores):
+        stages = kind, scores.stage, other.stage
+        if other.origin is scores and stages == ("div", POWERS, SUM):
+            return scores._replace(stage=WEIGHTS)
+        if other.origin is scores and stages == ("sub", SCORES, MAXIMUM):
+            return scores.and_then("row", 0.0, scores.dtype)._replace(key=other.key)
+        return MISSING
+    if scores.stage != SCORES:
+        return MISSING
+    if isinstance(other, int | float) and not isinstance(other, bool):
+        factor = kind in ("mul", "div")
+        if not math.isfinite(other) or (factor and other <= 0):
+            return MISSING
+        number = -float(other) if kind == "sub" else float(other)
+        return scores.and_then(kind if factor else "row", number, scores.dtype)
     if not _fits(scores, other) or not other.is_floating_point():
         return MISSING
     dtype = scores.dtype
@@ -91,98 +114,53 @@ def _with_tensor(scores: Scores, kind: str, other: Any) -> Any:
     return scores.and_then(kind, other, dtype)
 
 
-def _key(scores: Scores, dim: Any) -> str:
-    """The operand over all of whose tokens, and nothing else, a softmax along `dim` is."""
-    key = scores.layout.over(dim) if isinstance(dim, int) else ""
-    return key if scores.key in ("", key) else ""
-
-
-def _scaled(args: Any, kwargs: Any, *, kind: str = "mul") -> Any:
-    found = _pair(args, kwargs, ordered=kind == "div")
-    if found is None:
+def _hidden(args: Any, kwargs: Any, *, chosen: bool = False) -> Any:
+    """scores.masked_fill(mask, value), or what `torch.where` has `chosen`."""
+    if not chosen:
+        args = (*args, *(kwargs[name] for name in ("mask", "value") if name in kwargs))
+    if len(args) != 3 or (chosen and kwargs):
         return MISSING
-    scores, other = found
-    if kind == "div" and scores.stage == POWERS and isinstance(other, Scores):
-        if other.stage != SUM or other.origin is not scores:
-            return MISSING
-        return scores._replace(stage=WEIGHTS)
-    if scores.stage != SCORES:
+    scores, mask, value = args
+    inverted = False
+    if chosen and isinstance(value, Scores):  # where(mask, value, scores)
+        mask, value, scores = args
+    elif chosen:  # where(seen, scores, value), scores.where(seen, value)
+        inverted = True
+        if not isinstance(scores, Scores):
+            scores, mask = mask, scores
+    if not isinstance(scores, Scores) or scores.stage != SCORES:
         return MISSING
-    if _is_number(other) and math.isfinite(other) and other > 0:
-        return scores.and_then(kind, float(other), scores.dtype)
-    return _with_tensor(scores, kind, other)
-
-
-def _added(args: Any, kwargs: Any, *, kind: str = "add") -> Any:
-    found = _pair(args, kwargs, ordered=kind == "sub")
-    if found is None or found[0].stage != SCORES:
-        return MISSING
-    scores, other = found
-    if isinstance(other, Scores):
-        if kind != "sub" or other.stage != MAXIMUM or other.origin is not scores:
-            return MISSING
-        return scores.and_then("row", 0.0, scores.dtype)._replace(key=other.key)
-    if _is_number(other) and math.isfinite(other):
-        number = float(other) if kind == "add" else -float(other)
-        return scores.and_then("row", number, scores.dtype)
-    return _with_tensor(scores, kind, other)
-
-
-def _filled(args: Any, kwargs: Any) -> Any:
-    args = (*args, *(kwargs[name] for name in ("mask", "value") if name in kwargs))
-    if len(args) != 3 or not isinstance(args[0], Scores) or args[0].stage != SCORES:
-        return MISSING
-    return _hidden(*args)
-
-
-def _hidden(scores: Scores, mask: Any, value: Any) -> Any:
     if isinstance(value, Tensor):
         # on a GPU the host would wait for the value; a program has none
         if value.numel() != 1 or value.requires_grad or not value.is_cpu or calls.traced():
             return MISSING
         value = value.item()
-    if not _is_number(value) or not value <= LEAST_FILL:
+    if not isinstance(value, int | float) or not value <= LEAST_FILL:
         return MISSING
     if not _fits(scores, mask) or mask.dtype != torch.bool:
         return MISSING
-    return scores.and_then("fill", mask, scores.dtype, float(value))
+    return scores.and_then("fill", ~mask if inverted else mask, scores.dtype, float(value))
 
 
-def _chosen(args: Any, kwargs: Any) -> Any:
-    """torch.where(seen, scores, value), scores.where(seen, value)"""
-    if kwargs or len(args) != 3:
-        return MISSING
-    first, second, third = args
-    if isinstance(third, Scores):
-        return _hidden(third, first, second) if third.stage == SCORES else MISSING
-    scores, seen = (first, second) if isinstance(first, Scores) else (second, first)
-    if scores.stage != SCORES or not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-        return MISSING
-    return _hidden(scores, ~seen, third)
-
-
-def _softmax(args: Any, kwargs: Any) -> Any:
+def _exponents(args: Any, kwargs: Any, *, stage: str) -> Any:
+    """A softmax (WEIGHTS), or the exp (POWERS) of scores whose maximum was subtracted."""
     scores, *rest = args
-    dim = kwargs.get("dim", rest[0] if rest else None)
-    dtype = kwargs.get("dtype", next((one for one in rest if isinstance(one, torch.dtype)), None))
-    key = _key(scores, dim) if scores.stage == SCORES else ""
-    if not key:
+    if scores.stage != SCORES:
         return MISSING
-    return scores._replace(stage=WEIGHTS, key=key, dtype=dtype or _widened(scores))
-
-
-def _widened(scores: Scores) -> torch.dtype:
-    """The dtype of a softmax or an exp: autocast on a GPU computes them in float32."""
-    tensor = scores.left
-    if tensor.is_cuda and torch.is_autocast_enabled("cuda"):
-        return torch.promote_types(scores.dtype, torch.float32)
-    return scores.dtype
-
-
-def _powers(args: Any, kwargs: Any) -> Any:
-    if kwargs or len(args) != 1 or args[0].stage != SCORES or not args[0].key:
-        return MISSING  # without the maximum subtracted exp overflows, which softmax does not
-    return args[0]._replace(stage=POWERS, dtype=_widened(args[0]))
+    key, dtype = scores.key, kwargs.get("dtype")
+    if stage == WEIGHTS:
+        key = _key(scores, kwargs.get("dim", rest[0] if rest else None))
+        dtype = dtype or next((one for one in rest if isinstance(one, torch.dtype)), None)
+    elif kwargs or rest:
+        return MISSING
+    if not key:  # without the maximum subtracted exp overflows, which softmax does not
+        return MISSING
+    if dtype is None:
+        dtype = scores.dtype
+        # autocast on a GPU computes both in float32
+        if scores.left.is_cuda and torch.is_autocast_enabled("cuda"):
+            dtype = torch.promote_types(dtype, torch.float32)
+    return scores._replace(stage=stage, key=key, dtype=dtype)
 
 
 def _of_row(args: Any, kwargs: Any, *, stage: str, of: str) -> Any:
@@ -317,21 +295,24 @@ def _copied(args: Any, kwargs: Any, *, detached: bool = False) -> Any:
 Rule = Callable[[Any, Any], Any]
 
 _KINDS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
-    (_scaled, ("mul", "multiply", "__mul__", "__rmul__", "mul_", "multiply_", "__imul__")),
     (
-        partial(_scaled, kind="div"),
+        partial(_combined, kind="mul"),
+        ("mul", "multiply", "__mul__", "__rmul__", "mul_", "multiply_", "__imul__"),
+    ),
+    (
+        partial(_combined, kind="div"),
         ("div", "divide", "true_divide", "__truediv__", "__div__", "div_", "true_divide_",
          "__itruediv__", "__idiv__"),
     ),
-    (_added, ("add", "__add__", "__radd__", "add_", "__iadd__")),
+    (partial(_combined, kind="add"), ("add", "__add__", "__radd__", "add_", "__iadd__")),
     (
-        partial(_added, kind="sub"),
+        partial(_combined, kind="sub"),
         ("sub", "subtract", "__sub__", "sub_", "subtract_", "__isub__"),
     ),
-    (_filled, ("masked_fill", "masked_fill_")),
-    (_chosen, ("where",)),
-    (_softmax, ("softmax",)),
-    (_powers, ("exp", "exp_")),
+    (_hidden, ("masked_fill", "masked_fill_")),
+    (partial(_hidden, chosen=True), ("where",)),
+    (partial(_exponents, stage=WEIGHTS), ("softmax",)),
+    (partial(_exponents, stage=POWERS), ("exp", "exp_")),
     (partial(_of_row, stage=MAXIMUM, of=SCORES), ("max", "amax")),
     (partial(_of_row, stage=SUM, of=POWERS), ("sum",)),
     (_averaged, ("mean",)),
