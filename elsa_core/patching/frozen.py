@@ -59,7 +59,7 @@ def freeze(model: nn.Module) -> FreezeReport:
         ArgumentError: a patched site is in training mode.
     """
     model = plain_model(model)
-    patched = {path: m for path, m in model.named_modules() if adapters.is_patched(m)}
+    patched = {path: m for path, m in model.named_modules() if adapters.patched_class(m)}
     if not patched:
         raise NothingPatchedError(
             f"freeze: no site of {type(model).__name__} is patched; call patch first"

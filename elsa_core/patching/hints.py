@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any, Final
 
@@ -26,15 +25,11 @@ def may_attend(cls: type, forward: object) -> bool:
     attention function, or a softmax and a product of matrices. A class may get another forward."""
     if cls.__module__.startswith("torch.nn."):
         return False
-    names = set(_names(cls, forward))
-    return bool(_CALLS & names) or bool(_SOFTMAXES & names and _PRODUCTS & names)
-
-
-def _names(cls: type, forward: object) -> Iterator[str]:
     package = cls.__module__.partition(".")[0]
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
     seen: set[Any] = set()
     pending: list[Any] = [forward]
+    names: set[str] = set()
     while pending and len(seen) < _MOST:
         found = pending.pop(0)
         found = getattr(found, "fget", None) or getattr(found, "__func__", found)
@@ -45,12 +40,13 @@ def _names(cls: type, forward: object) -> Iterator[str]:
         codes = [function.__code__]
         for code in codes:  # and of the lambdas and comprehensions inside it
             codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-            yield from code.co_names
-            yield from ("@" for i in dis.get_instructions(code) if i.argrepr in ("@", "@="))
+            names.update(code.co_names)
+            names.update("@" for i in dis.get_instructions(code) if i.argrepr in ("@", "@="))
             for name in code.co_names:
                 pending += [base.__dict__[name] for base in bases if name in base.__dict__]
                 helper = function.__globals__.get(name)
                 if callable(helper):
-                    yield str(getattr(helper, "__name__", name))
+                    names.add(str(getattr(helper, "__name__", name)))
                 if str(getattr(helper, "__module__", "")).partition(".")[0] == package:
                     pending.append(helper)
+    return bool(_CALLS & names) or bool(_SOFTMAXES & names and _PRODUCTS & names)

@@ -24,7 +24,7 @@ from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.ops.sparse.api import checked
 from elsa_core.patching import adapters, layers
-from elsa_core.patching.adapters import derived
+from elsa_core.patching.adapters import derived, watched
 from elsa_core.patching.adapters.common import check_names
 from elsa_core.patching.adapters.offloaded import may_offload, offloaded
 from elsa_core.patching.adapters.table import LAYERS
@@ -209,7 +209,7 @@ def unpatch(model: nn.Module) -> int:
     modules = [
         module
         for module in model.modules()
-        if adapters.is_patched(module) or "elsa_precision" in module.__dict__
+        if adapters.patched_class(module) or "elsa_precision" in module.__dict__
     ]
     own = [_own_class(module) for module in modules]
     classes = [adapters.patched_class(module) for module in modules]
@@ -244,7 +244,7 @@ def original(model: nn.Module) -> Iterator[nn.Module]:
     Not for use while another thread runs the model: it is the same object.
     """
     modules = plain_model(model).modules()
-    patched = {m: (type(m), _own_class(m)) for m in modules if adapters.is_patched(m)}
+    patched = {m: (type(m), _own_class(m)) for m in modules if adapters.patched_class(m)}
     for module, (_, own) in patched.items():
         module.__class__ = own
     try:
@@ -271,13 +271,16 @@ def _swap(
     named = [site.adapter for site in selected]
     named += [None] * (len(modules) - len(named))
     # Every class is made before the first is swapped: a failure leaves the model as it was.
-    classes = [
-        adapters.with_base(module, adapters.replacement(adapters.base_class(module), adapter))
-        for module, adapter in zip(modules, named, strict=True)
-    ]
+    classes = []
+    for module, adapter in zip(modules, named, strict=True):
+        cls = adapters.base_class(module)
+        written = None if adapter == adapters.WATCHED else adapters.written(cls)
+        patched: Any = written or watched.watched(cls)
+        patched.__prepare_scriptable__ = _refuse_script
+        classes.append(adapters.with_base(module, patched))
     whole = None
     if offload is not None and not hasattr(type(model), "elsa_offloads"):
-        if adapters.is_patched(model) or model in modules or not may_offload(model):
+        if adapters.patched_class(model) or model in modules or not may_offload(model):
             raise ArgumentError(
                 f"offload={offload!r} cannot change the class of {type(model).__name__}, which is "
                 "patched or called in a way of its own: call it within "
@@ -297,6 +300,14 @@ def _swap(
     if hasattr(type(model), "elsa_offloads"):
         model.__dict__.pop("elsa_offload", None)
         model.__dict__.update({} if offload is None else {"elsa_offload": offload})
+
+
+def _refuse_script(module: nn.Module) -> nn.Module:
+    raise ModelError(
+        f"torch.jit.script cannot read a patched {adapters.base_class(module).__name__}: "
+        "elsa.export writes TorchScript with elsa's kernels (formats=['torchscript']), "
+        "elsa.unpatch(model) gives the original back"
+    )
 
 
 def _check_served(module: nn.Module, site: AttentionSite, precision: str, backend: str) -> None:

@@ -20,7 +20,7 @@ from elsa_core.base.inputs import resolved_input_size
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ArgumentError
 from elsa_core.patching import adapters, hints, layers
-from elsa_core.patching.adapters import table
+from elsa_core.patching.adapters import table, watched
 from elsa_core.patching.probe import Attentions, Example, Probe, ProbeError, probe, watch
 
 _MAY_HOLD = "its code names what attention is made of: an example of the input tells what runs"
@@ -29,15 +29,19 @@ _RETURNED = "the model returns its attention weights, which PyTorch has to compu
 _NOT_OVER_TOKENS = ("linear", "channel", "other")
 _NO_ATTENTION = (table.BLOCK, table.COMPANION, *table.LAYERS)  # kinds of rows
 _TITLES = ("site", ">count", "class", "kind", ">heads", ">tokens", ">FLOPs", "terms")
-_BIAS_NAMES = (
-    "relative_position_bias_table",
-    "relative_position_bias",
-    "attention_biases",
-    "rel_pos",
-    "rel_pos_bias",
-    "cpb_mlp",
-    "meta_mlp",
-)
+# The terms that attributes of an attention module tell of.
+_TERMS = {
+    "relative bias": (
+        "relative_position_bias_table", "relative_position_bias", "attention_biases", "rel_pos",
+        "rel_pos_bias", "cpb_mlp", "meta_mlp",
+    ),
+    "decomposed relative positions": ("rel_pos_h", "use_rel_pos"),
+    "rope": ("rope",),
+    "qk-norm": ("q_norm", "ln_q"),
+    "scale-norm": ("norm",),  # where an adapter knows the module
+    "gate": ("gate",),
+    "cosine": ("logit_scale", "temperature"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -204,14 +208,14 @@ def find_sites(
     """The sites by code alone, or by what happened in a run; tokens and FLOPs are None."""
     found: list[AttentionSite] = []
     for site in _sites(model, scope == layers.MODEL, ran):
-        reason = ""
+        reason, within = "", f"{site.path}." if site.path else ""
         if ran is None or site.kind in table.LAYERS or not site.patchable or ran.paths[site.path]:
             pass  # of a run, what elsa serves is patchable, and nothing else
-        elif any(_lies_in(one, site.path) for one in ran.paths):
+        elif any(f"{one}.".startswith(within) for one in ran.paths):
             if site.adapter == adapters.WATCHED:  # the modules within it are the sites
                 continue
         elif site.path in ran.returning:
-            if any(_lies_in(site.path, one) for one in ran.paths):
+            if any(not one or within.startswith(f"{one}.") for one in ran.paths):
                 continue  # its attention is that of a module around it
             reason = _RETURNED
         elif site.adapter == adapters.WATCHED or site.path not in ran.entered:
@@ -219,10 +223,6 @@ def find_sites(
         changed = replace(site, patchable=False, reason=reason, adapter=None) if reason else site
         found.append(changed)
     return tuple(found)
-
-
-def _lies_in(path: str, outer: str) -> bool:
-    return not outer or f"{path}.".startswith(f"{outer}.")
 
 
 def _sites(model: nn.Module, whole: bool, ran: Attentions | None) -> Iterator[AttentionSite]:
@@ -235,7 +235,10 @@ def _sites(model: nn.Module, whole: bool, ran: Attentions | None) -> Iterator[At
     for path, module in model.named_modules():
         if module in within:
             continue
-        cls, patched = adapters.base_class(module), adapters.is_patched(module)
+        cls, own = adapters.base_class(module), adapters.patched_class(module)
+        patched, watches = own is not None, getattr(own, "__module__", "") == watched.__name__
+        written = adapters.written(cls)
+        adapter: str | None = adapters.WATCHED if written is None else written.__name__
         layer = layers.support(module) if whole else None
         if layer is not None:
             within.update(adapters.parts(module))
@@ -243,26 +246,25 @@ def _sites(model: nn.Module, whole: bool, ran: Attentions | None) -> Iterator[At
             like = table.LAYER if known is None or known.kind not in table.LAYERS else known.kind
             yield AttentionSite(
                 path, table.qualified(cls), like, patchable=layer.ok, reason=layer.reason,
-                adapter=adapters.name_of(cls) if layer.ok else None, patched=patched,
+                adapter=adapter if layer.ok else None, patched=patched,
             )  # fmt: skip
             continue
         attention = adapters.attention_within(module) or module
         if attention is not module:
             within.add(attention)
         kind: str | None = None
-        own: Any = adapters.base_class(attention)
-        row = _row(own)
+        inner: Any = adapters.base_class(attention)
+        row = _row(inner)
         if row is not None:
             kind = None if row.kind == table.NONE else row.kind
-        elif hints.may_attend(own, getattr(own, "forward", None)):
+        elif hints.may_attend(inner, getattr(inner, "forward", None)):
             kind = table.GLOBAL
         seen = ran is not None and ran.paths[path] > 0
-        if kind is None and not seen and not adapters.is_watched(module):
+        if kind is None and not seen and not watches:
             continue
-        answer, adapter = _support(module, cls, seen)
-        heads = _first_int(attention, "num_heads", "heads", "n_heads", "groups")
+        answer, adapter = _support(module, cls, adapter, seen, watches)
         yield AttentionSite(
-            path, table.qualified(cls), kind or table.GLOBAL, heads, _head_dim(attention, heads),
+            path, table.qualified(cls), kind or table.GLOBAL, *_heads(attention),
             extra=_extras(module, attention), patchable=answer.ok, reason=answer.reason,
             adapter=adapter, patched=patched,
         )  # fmt: skip
@@ -278,15 +280,17 @@ def _row(cls: type) -> table.Row | None:
     return None
 
 
-def _support(module: nn.Module, cls: type[nn.Module], seen: bool) -> tuple[Support, str | None]:
+def _support(
+    module: nn.Module, cls: type[nn.Module], adapter: str | None, seen: bool, watches: bool
+) -> tuple[Support, str | None]:
     """Whether a site can be patched, how or why not, and its adapter; `seen`: whether attention was
-    recognised in a run of its forward."""
+    recognised in a run of its forward, `watches`: whether it is patched and runs watched."""
     row = _row(cls)
     if row is not None and row.reason:
         return Support(False, row.reason), None
-    if adapters.is_watched(module):
+    if watches:
         return adapters.watch_support(module), adapters.WATCHED
-    answer, adapter = adapters.support(module), adapters.name_of(cls)
+    answer = adapters.support(module)
     if seen and not answer.ok:
         answer, adapter = adapters.watch_support(module), adapters.WATCHED
     elif row is None and not seen and adapter == adapters.WATCHED and answer.ok:
@@ -324,46 +328,41 @@ def _extras(site: nn.Module, module: nn.Module) -> tuple[str, ...]:
     """The terms beyond softmax(Q K^T * s) V, by the attributes of the site and of the attention
     module within it."""
 
-    def has(*names: str) -> bool:
+    heads, kv_heads = getattr(module, "num_heads", None), getattr(module, "num_kv_heads", None)
+    dropout = getattr(getattr(module, "attn_drop", None), "p", 0.0)
+    shift = getattr(site, "shift_size", None)
+    known = adapters.written(adapters.base_class(module)) is not None
+    found = {}
+    for term, names in _TERMS.items():
         values = [getattr(module, name, None) for name in names]
-        return any(
+        found[term] = (known or term != "scale-norm") and any(
             value is True
             or (isinstance(value, Tensor | nn.Module) and type(value) is not nn.Identity)
             for value in values
         )
-
-    heads, kv_heads = getattr(module, "num_heads", None), getattr(module, "num_kv_heads", None)
-    dropout = getattr(getattr(module, "attn_drop", None), "p", 0.0)
-    shift = getattr(site, "shift_size", None)
-    found = {
-        "relative bias": has(*_BIAS_NAMES),
-        "decomposed relative positions": has("rel_pos_h", "use_rel_pos"),
-        "rope": has("rope"),
-        "qk-norm": has("q_norm", "ln_q"),
-        "scale-norm": adapters.written(adapters.base_class(module)) is not None and has("norm"),
-        "gate": has("gate"),
-        "cosine": has("logit_scale", "temperature"),
-        "mask": isinstance(shift, tuple | list) and any(shift),  # between regions of windows
-        "grouped keys": isinstance(kv_heads, int) and kv_heads != heads,
-        "dropout": isinstance(dropout, float) and dropout > 0,
-    }
-    return tuple(name for name, present in found.items() if present)
+    found["mask"] = isinstance(shift, tuple | list) and any(shift)  # between regions of windows
+    found["grouped keys"] = isinstance(kv_heads, int) and kv_heads != heads
+    found["dropout"] = isinstance(dropout, float) and dropout > 0
+    return tuple(term for term, present in found.items() if present)
 
 
-def _head_dim(module: nn.Module, heads: int | None) -> int | None:
-    given = _first_int(module, "head_dim", "dim_head", "key_dim")
-    if given is not None or heads is None:
-        return given
-    width = _first_int(module, "embed_dim", "attn_dim", "dim")
+def _heads(module: nn.Module) -> tuple[int | None, int | None]:
+    """The heads of an attention module and the channels of one, by its attributes."""
+    found = []
+    for names in (
+        ("num_heads", "heads", "n_heads", "groups"),
+        ("head_dim", "dim_head", "key_dim"),
+        ("embed_dim", "attn_dim", "dim"),
+    ):
+        values = (getattr(module, name, None) for name in names)
+        found.append(next((v for v in values if isinstance(v, int) and type(v) is not bool), None))
+    heads, head_dim, width = found
     projection = getattr(module, "qkv", None)
     if isinstance(projection, nn.Linear):
         width = projection.out_features // 3
-    return None if width is None else width // heads
-
-
-def _first_int(module: nn.Module, *names: str) -> int | None:
-    values = (getattr(module, name, None) for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
+    if head_dim is None and heads and width is not None:
+        head_dim = width // heads
+    return heads, head_dim
 
 
 # As rows and lines: identical sites of one pattern become `blocks.0-11.attn`, 12 times.

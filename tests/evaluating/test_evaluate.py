@@ -24,7 +24,7 @@ from elsa_core.base.images import reader
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.loading.loader import load_model
 from elsa_core.measuring.intervals import Ratio
-from elsa_core.patching.adapters import is_patched
+from elsa_core.patching.adapters import patched_class
 from elsa_core.proof.labelled import labelled_images
 
 Elsa = Callable[..., tuple[int, str, str]]
@@ -61,14 +61,14 @@ def test_a_trained_model_keeps_its_accuracy(trained: Path, digits: Path) -> None
         hits = sum(int((model(x).argmax(1) == y).sum()) for x, y in given)
     assert report.top1_patched == hits
     assert "360 images · no classes changed" in str(report) and "images per second" in str(report)
-    assert any(is_patched(m) for m in model.modules()) and not model.training
+    assert any(patched_class(m) for m in model.modules()) and not model.training
 
 
 def test_changed_classes_are_found_and_named(trained: Path, digits: Path) -> None:
     """A patched model that computes something else must not pass for the same."""
     model, given = batches(trained, digits)
-    site = next(m for m in model.modules() if is_patched(m) and m is not model)
-    site.register_forward_hook(lambda m, args, out: 40 * out if is_patched(m) else None)
+    site = next(m for m in model.modules() if patched_class(m) and m is not model)
+    site.register_forward_hook(lambda m, args, out: 40 * out if patched_class(m) else None)
     report = elsa.evaluate(model, given)
     assert report.top1_patched < report.top1_original
     assert 0 < len(report.changed) <= 360

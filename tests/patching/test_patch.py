@@ -262,7 +262,7 @@ def test_patching_again_updates() -> None:
     assert all(
         m.__class__.__mro__[1].__module__.startswith("timm")
         for m in model.modules()
-        if adapters.is_patched(m)
+        if adapters.patched_class(m)
     )
     unpatch(model)
     assert not patched_sites(model)

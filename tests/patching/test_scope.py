@@ -140,7 +140,7 @@ def test_unpatch_copies_and_pickles():
     with original(model):
         assert [type(m) for m in model.modules()] == classes
         assert torch.equal(model(image()), wanted)
-    assert adapters.is_patched(model.head)
+    assert adapters.patched_class(model.head)
     elsa.unpatch(model)
     assert [type(m) for m in model.modules()] == classes
     assert not any("elsa_precision" in vars(m) for m in model.modules())

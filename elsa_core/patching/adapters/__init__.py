@@ -12,7 +12,8 @@ from torch.fx import GraphModule
 
 from elsa_core.backends.support import Support
 from elsa_core.errors import ModelError
-from elsa_core.patching.adapters import table, watched
+from elsa_core.patching.adapters import table
+from elsa_core.patching.adapters.common import is_plain_linear
 
 WATCHED = "recognised"  # how reports name the adapter of any class
 
@@ -29,11 +30,6 @@ def base_class(module: nn.Module) -> type[nn.Module]:
     patched = patched_class(module)
     base: type[nn.Module] = type(module) if patched is None else patched.__dict__["elsa_base"]
     return base
-
-
-def is_patched(module: nn.Module) -> bool:
-    """Whether the module's class is one of elsa's, or derived from one."""
-    return patched_class(module) is not None
 
 
 def with_base(module: nn.Module, base: type[nn.Module]) -> type[nn.Module]:
@@ -87,8 +83,9 @@ def computes_otherwise(name: str) -> bool:
 
 def parts(module: nn.Module) -> tuple[nn.Module, ...]:
     """The modules within a layer that its adapter computes: they are no sites of their own."""
-    find: Any = getattr(written(base_class(module)), "elsa_parts", lambda module: ())
-    return find(module)  # type: ignore[no-any-return]
+    names = getattr(written(base_class(module)), "elsa_layers", ())
+    layers = (module._modules.get(name) for name in names)
+    return tuple(layer for layer in layers if layer is not None and is_plain_linear(layer))
 
 
 def entry(module: nn.Module) -> str:
@@ -108,11 +105,6 @@ def support(module: nn.Module) -> Support:
     return Support(not reason, reason or "an adapter is written for this class")
 
 
-def is_watched(module: nn.Module) -> bool:
-    """Whether a patched module runs its own forward, watched."""
-    return getattr(patched_class(module), "__module__", "") == watched.__name__
-
-
 def watch_support(module: nn.Module) -> Support:
     """Whether the module's own forward can run watched, or why not."""
     if "forward" in vars(module):
@@ -122,25 +114,3 @@ def watch_support(module: nn.Module) -> Support:
     if isinstance(module, GraphModule):
         return Support(False, "a traced graph: patch the model before it is traced")
     return Support(True, "its own forward runs, and attention in it is recognised")
-
-
-def replacement(cls: type[nn.Module], adapter: str | None = None) -> type[nn.Module]:
-    """The class that a module of class `cls` takes; `support` has said yes before."""
-    own = None if adapter == WATCHED else written(cls)
-    patched: Any = own or watched.watched(cls)
-    patched.__prepare_scriptable__ = _refuse_script
-    return patched  # type: ignore[no-any-return]
-
-
-def _refuse_script(module: nn.Module) -> nn.Module:
-    raise ModelError(
-        f"torch.jit.script cannot read a patched {base_class(module).__name__}: elsa.export writes "
-        "TorchScript with elsa's kernels (formats=['torchscript']), elsa.unpatch(model) gives the "
-        "original back"
-    )
-
-
-def name_of(cls: type[nn.Module]) -> str:
-    """How reports name the adapter of a class that can be patched."""
-    adapter = written(cls)
-    return WATCHED if adapter is None else adapter.__name__

@@ -49,11 +49,6 @@ class _Mlp(_Module):  # type: ignore[misc]
         known = activation_of(module.act)
         return "" if known else f"its activation is a {type(module.act).__qualname__}"
 
-    @staticmethod
-    def elsa_parts(module: nn.Module) -> tuple[nn.Module, ...]:
-        """The linear layers that it computes."""
-        return tuple(layer for layer in module.children() if is_plain_linear(layer))
-
     def _elsa_first(self, layer: nn.Module, x: Tensor) -> Any:
         activation = "" if is_watched(self.act) else activation_of(self.act)
         if not activation:

@@ -172,7 +172,7 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
     targets += [(block.attn, ShardedAttention) for block in subject.blocks]
     # every class is made before the first is swapped: a failure leaves the model as it was
     classes = [
-        adapters.with_base(module, cls) if adapters.is_patched(module) else cls
+        adapters.with_base(module, cls) if adapters.patched_class(module) else cls
         for module, cls in targets
     ]
     for (module, _), cls in zip(targets, classes, strict=True):

@@ -93,9 +93,10 @@ def _combined(args: Any, kwargs: Any, *, kind: str) -> Any:  # noqa: PLR0911
         scores, other = other, scores
     if isinstance(other, Scores):
         stages = kind, scores.stage, other.stage
-        if other.origin is scores and stages == ("div", POWERS, SUM):
+        of_these = other.origin is scores
+        if of_these and stages == ("div", POWERS, SUM):
             return scores._replace(stage=WEIGHTS)
-        if other.origin is scores and stages == ("sub", SCORES, MAXIMUM):
+        if of_these and stages == ("sub", SCORES, MAXIMUM):
             return scores.and_then("row", 0.0, scores.dtype)._replace(key=other.key)
         return MISSING
     if scores.stage != SCORES:
