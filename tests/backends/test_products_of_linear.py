@@ -1,59 +1,17 @@
-"""Split products of linear layers are exact for numbers of every size; their tiles fit a GPU."""
+"""Split products of linear layers have tiles that fit a GPU, whatever the number of rows."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-import linear_interpreted as program
-from interpreted import Rows, rows_of
-
 from elsa_core.backends.triton.linear import launches, planner
 from elsa_core.backends.triton.linear.product import product
 from elsa_core.backends.triton.pack import cases
 from elsa_core.backends.triton.shared.device import describing
 from elsa_core.backends.triton.shared.launch import recording
 from elsa_core.profiling.bench.linear import SHAPES
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Rows]:
-    """Every case of linear_interpreted.py, in a process of its own."""
-    with rows_of("linear_interpreted.py") as rows:
-        yield rows
-
-
-@pytest.mark.parametrize("name", program.CASES)
-def test_products_of_numbers_of_every_size(interpreted, name):
-    """NaNs and infinities are where PyTorch has them."""
-    row = interpreted[name]
-    assert row["same"] and row["fence"]
-    assert row["error"] <= 2 * row["peer"] + 2**-24 and row["row"] <= 1e-6
-    assert name != "whole numbers" or row["error"] == 0.0
-
-
-@pytest.mark.parametrize("case", program.GRADIENTS)
-def test_gradients(interpreted, case):
-    for ours, peer in interpreted[f"gradient {case}"]["errors"]:
-        assert ours <= 2 * peer + 2**-24
-
-
-@pytest.mark.parametrize("name", program.HOSTILE)
-def test_no_row_of_hostile_data_loses(interpreted, name):
-    row = interpreted[f"hostile, {name}"]
-    assert row["same"] and row["fence"]
-    assert row["excess"] <= 2**-24
-
-
-@pytest.mark.parametrize("name", program.HOSTILE_GRADIENTS)
-def test_no_row_of_hostile_gradients_loses(interpreted, name):
-    """In sums that one product dominates PyTorch rounds once, and operands have 22 bits here."""
-    row = interpreted[f"hostile gradient, {name}"]
-    assert row["same"] and row["fence"]
-    assert max(row["excess"]) <= (2**-23 if name.startswith("rows") else 2**-24)
 
 
 def meta(rows, depth, columns, dtype=torch.float32):

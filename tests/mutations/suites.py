@@ -82,7 +82,10 @@ def _interpreted(*operators: str) -> tuple[str, ...]:
 
 _FORWARD = _interpreted("attention")
 _WINDOWS = _interpreted("window_attention")
-_LINEAR = ("tests/backends/test_products_of_linear.py", *_interpreted("linear"))
+_LINEAR = (
+    "tests/backends/test_interpreted.py::test_kernels_by_the_interpreter[linear]",
+    *_interpreted("linear"),
+)
 
 # Declarations without code: what they say is what the files that include them do.
 _DECLARATIONS = frozenset(
