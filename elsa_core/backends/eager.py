@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -101,7 +101,8 @@ def attention(
     for rows in _blocks(query_length, block_q):
         q = _grouped(query[:, :, rows].to(compute), key.shape[1])
         state = monoid.State.identity(q.shape[:-1], value_dim, dtype=compute, device=query.device)
-        for columns in _blocks(_visible_keys(key, rows, is_causal), block_k):
+        visible = min(key.shape[2], rows.stop) if is_causal else key.shape[2]
+        for columns in _blocks(visible, block_k):
             scores = _scores(q, key[:, :, columns], attn_mask, rows, columns, is_causal, scale)
             v = value[:, :, None, columns].to(compute)
             part = monoid.lift(scores, v[:, :, :, None])
@@ -161,11 +162,12 @@ def backward(
     for rows in _blocks(query.shape[2], block_q):
         q, g_out = (_grouped(t[:, :, rows].to(compute), kv_heads) for t in (query, grad_out))
         shift, g_lse = (_grouped(t[:, :, rows, None], kv_heads) for t in (lse, grad_lse))
-        visible = _visible_keys(key, rows, is_causal)
+        visible = min(key.shape[2], rows.stop) if is_causal else key.shape[2]
         terms = (attn_mask, rows, is_causal, scale, dropout)
         whole = visible <= block_k and not is_shard
         if not whole and again:
-            shift, total, mean = _first_pass(q, g_out, key, value, *terms, block_k)
+            blocks = _blocks(visible, block_k)
+            shift, total, mean = _first_pass(q, g_out, key, value, *terms, blocks)
             g_out, delta = g_out / total, (mean - g_lse) / total  # P is linear in 1 / S
         elif not whole:
             delta = (g_out * _grouped(out[:, :, rows].to(compute), kv_heads)).sum(-1, True) - g_lse
@@ -219,7 +221,7 @@ def sparse_attention(
     state = monoid.State.identity(q.shape[:-1], value_dim, dtype=compute, device=query.device)
     left_out = query.new_zeros((batch, heads), dtype=torch.int64)
     rows = slice(0, queries)
-    for columns in _blocks(_visible_keys(key, rows, is_causal), _TILE):
+    for columns in _blocks(min(keys, queries) if is_causal else keys, _TILE):
         scores = _scores(q, key[:, :, columns], attn_mask, rows, columns, is_causal, scale)
         hidden = _tiles_left_out(scores, state.m, limit * math.log(2.0))
         first = columns.start // _TILE if is_causal else 0  # the tiles of rows that see the keys
@@ -276,20 +278,20 @@ def _add_block(
     if grad_value is not None:
         grad_value[:, :, columns] += (p.mT @ g_out).sum(2)
     if grad_mask is not None:  # dims of size 1 were broadcast
-        target = _mask_block(grad_mask, rows, columns)
+        target = _part(grad_mask, slice(None), slice(None), rows, columns)
         target += g_scores.flatten(1, 2).sum_to_size(target.shape)
 
 
 def _first_pass(
     q: Tensor, g_out: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, rows: slice,
-    is_causal: bool, scale: float, dropout: philox.Dropout | None, block_k: int,
+    is_causal: bool, scale: float, dropout: philox.Dropout | None, blocks: Iterable[slice],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """m, S and sum(P * dP) of each row, [B, Hkv, G, rows, 1]: attention whose values are dP.
 
     A row that sees no key has m = infinity, S = 1 and the sum 0.
     """
     state = monoid.State.identity(q.shape[:-1], 1, dtype=q.dtype, device=q.device)
-    for columns in _blocks(_visible_keys(key, rows, is_causal), block_k):
+    for columns in blocks:
         k, v = key[:, :, columns], value[:, :, None, columns].to(q.dtype)
         scores = _scores(q, k, attn_mask, rows, columns, is_causal, scale)
         keep = _keep(dropout, scores, rows, columns)
@@ -324,10 +326,6 @@ def _blocks(length: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, length))
 
 
-def _visible_keys(key: Tensor, rows: slice, is_causal: bool) -> int:
-    return min(key.shape[2], rows.stop) if is_causal else key.shape[2]
-
-
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     """[B, Hq, N, D] -> [B, Hkv, Hq / Hkv, N, D]: the queries that share a key head side by side."""
     grouped: Tensor = x.unflatten(1, (kv_heads, x.shape[1] // kv_heads if kv_heads else 1))
@@ -345,7 +343,7 @@ def _scores(
 ) -> Tensor:
     scores = (q @ k.unsqueeze(2).to(q.dtype).mT) * scale
     if attn_mask is not None:
-        block = _mask_block(attn_mask, rows, columns)
+        block = _part(attn_mask, slice(None), slice(None), rows, columns)
         block = _grouped(block, k.shape[1]) if block.shape[1] > 1 else block.unsqueeze(1)
         if block.dtype == torch.bool:
             scores = scores.masked_fill(~block, -math.inf)
@@ -358,10 +356,10 @@ def _scores(
     return scores
 
 
-def _mask_block(attn_mask: Tensor, rows: slice, columns: slice) -> Tensor:
-    if attn_mask.shape[2] > 1:
-        attn_mask = attn_mask[:, :, rows]
-    return attn_mask[..., columns] if attn_mask.shape[3] > 1 else attn_mask
+def _part(t: Tensor, *places: slice) -> Tensor:
+    """A view of a tensor that is cut along its first dims; those of size 1 are for every place."""
+    cut = tuple(slice(None) if n == 1 else at for n, at in zip(t.shape, places, strict=False))
+    return t[cut]
 
 
 def _keep(

@@ -119,7 +119,7 @@ def backward(
             p = r / found.total
             if grad_alpha is not None:
                 found_alpha = (slant(p, a) * d_p).sum((-2, -1)).flatten(1, 2)
-                target = _of_heads(grad_alpha, b, h)
+                target = eager._part(grad_alpha, b, h)
                 target += found_alpha[..., None, None].sum_to_size(target.shape)
             d_s = u * found.total ** (_at(a) - 1) * d_p
             cut = [None if g is None else g[b] for g in grads]
@@ -127,7 +127,7 @@ def backward(
                 g if g is None else g[:, i] for g, i in zip(cut[:3], (h, kv, kv), strict=True)
             ]
             if cut[3] is not None:
-                cut[3] = _of_heads(grads[3], b, h)  # type: ignore[arg-type]
+                cut[3] = eager._part(grads[3], b, h)  # type: ignore[arg-type]
             eager._add_block(cut, q, k[:, :, None], g_out, p, d_s, n, slice(None), scale)
     found_grads = [
         query.new_empty(0) if t is None or g is None else g.to(t.dtype)
@@ -224,24 +224,15 @@ def _parts(query: Tensor, key: Tensor) -> Iterator[Rows]:
     kv_heads, keys = key.shape[1:3]
     if not (batch and heads and queries):
         return
-    group = heads // kv_heads
-
-    def most(others: int, limit: int) -> int:
-        return min(limit, max(1, _SCORES_ALIVE // (others * keys)))
-
-    rows = max(TILE, most(group, queries) // TILE * TILE)
-    alive = min(rows, queries)
-    some_heads = most(group * alive, kv_heads)
-    some_batches = most(heads * alive, batch) if some_heads == kv_heads else 1
+    group, alive = heads // kv_heads, _SCORES_ALIVE // keys  # rows of scores
+    rows = max(TILE, min(queries, alive // group) // TILE * TILE)
+    alive //= min(rows, queries)
+    some_heads = max(1, min(kv_heads, alive // group))
+    some_batches = max(1, min(batch, alive // heads)) if some_heads == kv_heads else 1
     for b in eager._blocks(batch, some_batches):
         for h in eager._blocks(kv_heads, some_heads):
             for n in eager._blocks(queries, rows):
                 yield Rows(b, h, slice(h.start * group, h.stop * group), n)
-
-
-def _of_heads(t: Tensor, batch: slice, heads: slice) -> Tensor:
-    t = t[batch] if t.shape[0] > 1 else t
-    return t[:, heads] if t.shape[1] > 1 else t
 
 
 def _operands(
@@ -253,10 +244,10 @@ def _operands(
     b, kv, h, n = part
     k, v = (t[b, kv].to(wide) for t in (key, value))
     q = eager._grouped(query[b, h, n].to(wide), k.shape[1])
-    mask = None if attn_mask is None else _of_heads(attn_mask, b, h)
+    mask = None if attn_mask is None else eager._part(attn_mask, b, h)
     if head_alpha is None:
         return q, k, v, mask, max(alpha - 1.0, _LEAST)
-    a = _checked(_of_heads(head_alpha, b, h).to(wide))
+    a = _checked(eager._part(head_alpha, b, h).to(wide))
     a = eager._grouped(a, k.shape[1]) if a.shape[1] > 1 else a.unsqueeze(1)
     return q, k, v, mask, a
 

@@ -77,7 +77,8 @@ def entmax_attention(
     tiles = query.new_zeros(sizes, dtype=torch.uint8)
     for s, (queries, keys) in enumerate(_parts(query, key, cu_seqlens_q, cu_seqlens_k)):
         q, k, v = _alone(query[queries], key[keys], value[keys])
-        found = eager_entmax.attention(q, k, v, None, _of_sequence(head_alpha, s), *terms)
+        alpha = None if head_alpha is None else eager._part(head_alpha, slice(s, s + 1))
+        found = eager_entmax.attention(q, k, v, None, alpha, *terms)
         out[queries] = found[0][0].transpose(0, 1)
         rows[:, :, queries] = found[1][:, 0]
         tile_rows, tile_columns = _tiles(s, queries, keys)
@@ -107,14 +108,16 @@ def entmax_backward(
     def of_sequence(s: int, queries: slice, keys: slice) -> Sequence[Tensor]:
         g, q, k, v = _alone(grad_out[queries], query[queries], key[keys], value[keys])
         tile_rows, tile_columns = _tiles(s, queries, keys)
+        sequence = slice(s, s + 1)
+        alpha_of_heads = None if head_alpha is None else eager._part(head_alpha, sequence)
         found = eager_entmax.backward(
-            g, q, k, v, None, _of_sequence(head_alpha, s), out, rows[:, None, :, queries],
+            g, q, k, v, None, alpha_of_heads, out, rows[:, None, :, queries],
             tiles[None, :, tile_rows, tile_columns], alpha, is_causal, scale,
             precision, dense,
         )  # fmt: skip
         if of_alpha.numel():
-            target = _of_sequence(of_alpha, s)
-            target += found[4]  # type: ignore[operator]
+            target = eager._part(of_alpha, sequence)
+            target += found[4]
         return found
 
     parts = _parts(query, key, cu_seqlens_q, cu_seqlens_k)
@@ -158,10 +161,3 @@ def _tiles(sequence: int, queries: slice, keys: slice) -> tuple[slice, slice]:
     first = queries.start // TILE + sequence
     rows = -(-(queries.stop - queries.start) // TILE)
     return slice(first, first + rows), slice(0, -(-(keys.stop - keys.start) // TILE))
-
-
-def _of_sequence(head_alpha: Tensor | None, sequence: int) -> Tensor | None:
-    """The part of a tensor [S or 1, Hq or 1, 1, 1]."""
-    if head_alpha is None or head_alpha.shape[0] == 1:
-        return head_alpha
-    return head_alpha[sequence : sequence + 1]

@@ -23,7 +23,7 @@ from torch import Tensor
 from elsa_core.backends.support import Request, Support, loses_digits
 from elsa_core.base import calls
 
-_WIDTH = 16  # bytes that the CUDA kernels load at once
+WIDTH = 16  # bytes that the CUDA kernels load at once
 _BIAS_KEYS = 16  # the rows of a bias are padded to a multiple of this
 _LSE_ROWS = 32  # the rows of lse are padded to a multiple of this
 # Multiply-adds of query key^T from which cuDNN's gradients take less time than flash by more than a
@@ -115,7 +115,7 @@ def _without_nan(query: Tensor, key: Tensor, attn_mask: Tensor) -> tuple[Tensor,
 
 def gradient(request: Request) -> Support:
     """Whether `backward` takes gradients of calls like this one, as far as shapes do not decide."""
-    reason, step = "", step_of(request.dtype)
+    reason, step = "", WIDTH // request.dtype.itemsize
     if request.dtype not in _DTYPES:
         reason = f"has no gradients of {request.dtype}"
     elif request.device_type not in ("cpu", "cuda"):
@@ -193,7 +193,13 @@ def _on_cuda(
     no_seed = torch.empty(0, dtype=torch.int64, device=query.device)  # nothing is dropped
     plain = query.dtype != torch.float32 and bias is None
     if plain and not torch.are_deterministic_algorithms_enabled():
-        operands = [_written(t) for t in (grad_out, query, key, value, out, lse)]
+        # each element in a place of its own, and rows along the last dim aligned
+        operands = [
+            _aligned(t)
+            if all(stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1)
+            else t.clone(memory_format=torch.contiguous_format)
+            for t in (grad_out, query, key, value, out, lse)
+        ]
         for kernel in (_by_cudnn, _by_flash):
             found = kernel(operands, no_seed, is_causal=is_causal, scale=scale)
             if found is not None:
@@ -234,7 +240,7 @@ def _by_cudnn(
     major, _ = torch.cuda.get_device_capability(query.device)
     if major < 9 or not cudnn_takes(query, key, value):
         return None
-    step = queries * width + step_of(query.dtype)
+    step = queries * width + WIDTH // query.dtype.itemsize
     apart = query.new_empty(batch * heads * step)
     apart = apart.as_strided(query.shape, (heads * step, step, width, 1)).copy_(query)
     kernel = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -275,15 +281,15 @@ def cudnn_takes(
 
 def varlen_gradient(request: Request) -> Support:
     """Whether `varlen_backward` takes gradients of packed sequences like these."""
-    reason = ""
+    reason, step = "", WIDTH // request.dtype.itemsize
     if request.device_type != "cuda" or torch.version.hip is not None:
         reason = "PyTorch's kernels of packed sequences are for NVIDIA GPUs"
     elif request.dtype not in (torch.float16, torch.bfloat16):
         reason = "PyTorch's kernels of packed sequences take float16 and bfloat16"
     elif request.head_dim != request.value_dim or not 0 < request.head_dim <= _FLASH_DIM:
         reason = f"wants values as wide as keys, {_FLASH_DIM} channels at most"
-    elif request.head_dim % step_of(request.dtype):
-        reason = f"wants multiples of {step_of(request.dtype)} channels"
+    elif request.head_dim % step:
+        reason = f"wants multiples of {step} channels"
     elif request.mask == "crossed":
         reason = "aligns causal limits to the bottom right"
     elif torch.backends.cuda.is_built() and not torch.backends.cuda.is_flash_attention_available():
@@ -308,12 +314,21 @@ def varlen_backward(
         return None
     if cu_seqlens_q.shape[0] - 1 > _SEQUENCES:
         return None
-    if is_causal and not _is_same(cu_seqlens_q, cu_seqlens_k):
+    starts, others = cu_seqlens_q, cu_seqlens_k
+    if is_causal and not (
+        starts is others
+        or (  # one tensor, which a dispatcher may have wrapped anew
+            starts.shape == others.shape
+            and starts.stride() == others.stride()
+            and starts.dtype == others.dtype
+            and starts.data_ptr() == others.data_ptr()
+        )
+    ):
         return None
     lse = lse.masked_fill(lse.isneginf(), torch.inf)  # exp(-inf - inf) = 0
     no_seed = torch.empty(0, dtype=torch.int64, device=query.device)  # nothing is dropped
     operands = [_aligned(t) for t in (grad_out, query, key, value, out)]
-    starts, others = (t.int().contiguous() for t in (cu_seqlens_q, cu_seqlens_k))
+    starts, others = (t.int().contiguous() for t in (starts, others))
     grads = torch.ops.aten._flash_attention_backward.default(
         *operands, lse.contiguous(), starts, others, query.shape[0], key.shape[0], 0.0, is_causal,
         no_seed, no_seed, scale=scale,
@@ -324,29 +339,9 @@ def varlen_backward(
     )
 
 
-def _is_same(starts: Tensor, others: Tensor) -> bool:
-    """Whether two operands are one tensor, which a dispatcher may have wrapped anew."""
-    return starts is others or (
-        starts.shape == others.shape
-        and starts.stride() == others.stride()
-        and starts.dtype == others.dtype
-        and starts.data_ptr() == others.data_ptr()
-    )
-
-
-def _written(t: Tensor) -> Tensor:
-    """t, each element in a place of its own, and rows along the last dim aligned."""
-    apart = all(stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1)
-    return _aligned(t) if apart else t.clone(memory_format=torch.contiguous_format)
-
-
-def step_of(dtype: torch.dtype) -> int:
-    return _WIDTH // dtype.itemsize
-
-
 def starts_aligned(t: Tensor) -> bool:
     """Whether each row along the last dim starts at a multiple of 16 bytes."""
-    step = step_of(t.dtype)
+    step = WIDTH // t.dtype.itemsize
     # A compiler cannot read where a tensor begins; what it makes of a packed projection begins at a
     # multiple of its strides, and it copies inputs that begin elsewhere.
     begins = torch.compiler.is_compiling() or t.storage_offset() % step == 0

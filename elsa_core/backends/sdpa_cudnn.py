@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from elsa_core.backends.sdpa import cudnn_takes, starts_aligned, step_of
+from elsa_core.backends.sdpa import WIDTH, cudnn_takes, starts_aligned
 from elsa_core.base import calls
 
 
@@ -43,8 +43,10 @@ def reads(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -
     # rows one after another, from a multiple of 16 bytes on; compilers cannot read where a tensor
     # begins, see `starts_aligned`
     rows = attn_mask.stride(-1) == 1 and attn_mask.stride(-2) == attn_mask.shape[-1]
-    step = step_of(attn_mask.dtype)
-    return bool(rows and (torch.compiler.is_compiling() or attn_mask.storage_offset() % step == 0))
+    begins = torch.compiler.is_compiling() or (
+        attn_mask.storage_offset() % (WIDTH // attn_mask.dtype.itemsize) == 0
+    )
+    return bool(rows and begins)
 
 
 def serves(
@@ -68,28 +70,22 @@ def _gives_zeros(place: str) -> bool:
     if place not in _ZEROS:
         if torch.cuda.is_current_stream_capturing():
             return False
+        wanted = torch.ones(128, 64, dtype=torch.float16)
+        wanted[1] = 0.0
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
         try:
-            _ZEROS[place] = _looked_at(place)
+            with torch.no_grad():
+                row = torch.ones(1, 1, 128, 64, dtype=torch.float16, device=place)
+                mask = row.new_zeros(1, 1, 128, 128)
+                mask[..., 1, :] = -math.inf
+                out = cudnn(row, row, row, mask, False)[0][0, 0].cpu()
+            _ZEROS[place] = torch.equal(out, wanted)
         except RuntimeError:  # this cuDNN has no plan for it
             _ZEROS[place] = False
     return _ZEROS[place]
 
 
-@torch.no_grad()
-def _looked_at(place: str) -> bool:
-    row = torch.ones(1, 1, 128, 64, dtype=torch.float16, device=place)
-    mask = row.new_zeros(1, 1, 128, 128)
-    mask[..., 1, :] = -math.inf
-    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-    out = cudnn(row, row, row, mask, False)[0][0, 0].cpu()
-    wanted = torch.ones(128, 64, dtype=torch.float16)
-    wanted[1] = 0.0
-    return torch.equal(out, wanted)
-
-
-def _compiles(
-    place: str, dtype: torch.dtype, head_dim: int, masked: bool, is_causal: bool = False
-) -> bool:
+def _compiles(place: str, dtype: torch.dtype, head_dim: int, masked: bool, is_causal: bool) -> bool:
     """`cudnn_takes` of a short row: a constant for compilers, who have no tensors to ask by."""
     row = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=place)
     if not masked:

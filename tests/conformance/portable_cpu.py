@@ -51,10 +51,9 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """As the kernel on a device of so much shared memory; what it does not write is NaN."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = portable.empty(query, value)
+    query, scale, out, lse = portable.ready(query, value, scale)
     out.fill_(math.nan)
     lse.fill_(math.nan)
-    query, scale = portable._positive(query, scale)
     found = portable.instance_of(query, key, value, mask, causal, limit=limit)
     arguments = portable.arguments_of(query, key, value, mask, scale, out, lse)
     library(found, copies).run_grid(

@@ -70,12 +70,11 @@ def attention(
 
     Source: ELSA, Eq. 4 (the merge of partial states).
     """
-    out, lse = empty(query, value)
+    query, scale, out, lse = ready(query, value, scale)
     if not lse.numel():
         return out, lse
     if not key.shape[2]:
         return out.zero_(), lse.fill_(-math.inf)
-    query, scale = _positive(query, scale)
     found = instance_of(query, key, value, attn_mask, is_causal, tiles)
     arguments = arguments_of(query, key, value, attn_mask, scale, out, lse)
     device = query.get_device()
@@ -105,18 +104,15 @@ def _facts(device: int) -> tuple[int, int]:
     return 10 * facts.major + facts.minor, facts.shared_memory_per_block_optin
 
 
-def empty(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The results' memory: out [B, H, N, Dv] in that of [B, N, H, Dv], lse [B, H, N]."""
+def ready(query: Tensor, value: Tensor, scale: float) -> tuple[Tensor, float, Tensor, Tensor]:
+    """A query and a positive normal scale of the same scores, and the results' memory: out
+    [B, H, N, Dv] in that of [B, N, H, Dv], lse [B, H, N]."""
     batch, heads, length, _ = query.shape
     out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
-    return out, query.new_empty((batch, heads, length))
-
-
-def _positive(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """A query and a positive normal scale of the same scores."""
-    if _LEAST_FACTOR <= scale * _LOG2_E < _LARGEST_FACTOR:
-        return query, scale
-    return query * scale, 1.0
+    lse = query.new_empty((batch, heads, length))
+    if not _LEAST_FACTOR <= scale * _LOG2_E < _LARGEST_FACTOR:
+        query, scale = query * scale, 1.0
+    return query, scale, out, lse
 
 
 def instance_of(
