@@ -35,6 +35,7 @@ class ExportTarget:
 
     model: nn.Module  # patched, in eval mode
     inputs: tuple[Tensor, ...]  # two rows each, or as many as the largest batch has
+    first: tuple[Tensor, ...]  # two rows: what the tracers see
     input_names: tuple[str, ...]  # one a tensor
     output_names: tuple[str, ...]  # one a tensor, that a person can read
     preprocess: Preprocess | None  # of an image; None for text and for unknown models
@@ -45,11 +46,6 @@ class ExportTarget:
     weights: str  # where they come from, in words
     tower: str | None  # "image" or "text" for one side of a CLIP
     loaded: Loaded | None  # what `load` knows, where the module is all of what it loaded
-
-    @property
-    def first(self) -> tuple[Tensor, ...]:
-        """Two rows: what the tracers see."""
-        return tuple(tensor[:2] for tensor in self.inputs)
 
 
 def export_target(
@@ -97,6 +93,7 @@ def export_target(
     return ExportTarget(
         model=_with_tuples(model) if isinstance(out, Mapping) else model,
         inputs=found,
+        first=tuple(tensor[:2] for tensor in found),
         input_names=(single,) if len(found) == 1 else several,
         output_names=outputs,
         preprocess=preprocess,

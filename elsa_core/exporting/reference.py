@@ -102,7 +102,10 @@ def make_reference(
     norms: _AllNorms = {}
     for batch in batches:
         for index, exact in enumerate(oracle):
-            parts = [_norms(run[index][:batch].double() - exact[:batch]) for run in runs]
+            parts, finite = [Norms() for _ in runs], exact[:batch].isfinite()
+            for part, run in zip(parts, runs, strict=True):
+                # an infinity that the oracle has is no error
+                part.add((run[index][:batch].double() - exact[:batch])[finite])
             worst = max(each.l2 for each in parts), max(each.maximum for each in parts)
             norms[batch] = (*norms.get(batch, ()), worst)
     return Reference(inputs, tuple(t.cpu() for t in oracle), norms, eps)
@@ -174,7 +177,8 @@ def norms_of(
     for batch in reference.norms:
         for given, exact in zip(run[batch], reference.oracle, strict=True):
             values = torch.from_numpy(np.asarray(given, dtype=np.float64))
-            norms = _norms((values - exact[:batch])[values.isfinite()])
+            norms = Norms()
+            norms.add((values - exact[:batch])[values.isfinite()])
             found.setdefault(str(batch), []).append([norms.l2, norms.maximum])
     return found
 
@@ -203,16 +207,11 @@ def judge(
             agrees = torch.where(finite, values.isfinite(), values == exact)
             found = Comparison(FACTOR, reference.eps, values=exact.numel())
             found.patched_bad = int((~agrees).sum())
-            found.oracle, found.original = _norms(exact[usable]), Norms(l2**2, maximum)
-            found.patched = _norms((values - exact)[usable])
+            found.oracle.add(exact[usable].double())
+            found.original = Norms(l2**2, maximum)
+            found.patched.add((values - exact)[usable])
             results.append(Judgement(batch, found.patched_error, found.allowed, found.reason()))
     return results
-
-
-def _norms(values: Tensor) -> Norms:
-    norms = Norms()
-    norms.add(values.reshape(-1).double())
-    return norms
 
 
 # Errors of a first output against float64: "mean_error" and "max_error" of the absolute values, inf
@@ -267,18 +266,17 @@ def exact_outputs(model: nn.Module, cases: Mapping[str, ModelInput]) -> Exact:
     )
     inputs = map_floating(inputs, torch.float32)
     source = ", ".join(f"{name} {len(case[0])}" for name, case in zip(cases, tuples, strict=True))
-
-    def run(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
-        """The first output, float64 on the CPU, a few rows at a time."""
-        batches = zip(*(each.split(max(BATCH_SIZES)) for each in inputs), strict=True)
-        return torch.cat([flat(model(*batch))[0] for batch in batches]).double().cpu()
-
+    found = []  # the first output of each, float64 on the CPU
     try:
         with torch.no_grad(), quiet(), original(model):
-            own = run(model, inputs)
-            output = run(copy.deepcopy(model).double(), map_floating(inputs, torch.float64))
+            for dtype in (torch.float32, torch.float64):
+                one = model if dtype == torch.float32 else copy.deepcopy(model).double()
+                columns = (t.split(max(BATCH_SIZES)) for t in map_floating(inputs, dtype))
+                firsts = [flat(one(*batch))[0] for batch in zip(*columns, strict=True)]
+                found.append(torch.cat(firsts).double().cpu())
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ExportError(f"the model fails in float64: {first_line(error)}") from error
+    own, output = found
     return Exact(inputs, output, own, source)
 
 

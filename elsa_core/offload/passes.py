@@ -60,7 +60,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     width, wide = call.value.shape[3], state_dtype(call.query.dtype)
     with torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext():
         pass_ = _Pass(call, backward=False)
-        at_once = streaming.stays(call.query, call.device) and len(pass_.query_bounds) == 1
+        at_once = call.query.device == call.device and len(pass_.query_bounds) == 1
         out = lse = call.query.new_empty(0)
         if not at_once:
             out = call.query.new_zeros((batch, length, heads, width)).transpose(1, 2)
@@ -189,7 +189,7 @@ class _Pass:
         """Put results where they belong: in place on the device, by the writer on the host."""
         moved = []
         for found, target in pairs:
-            if streaming.stays(target, self.call.device):
+            if target.device == self.call.device:
                 target.copy_(target + found if add else found)
             else:
                 moved.append((found, target))
@@ -220,7 +220,7 @@ def sizes(call: Call, *, backward: bool) -> tuple[int, int]:
         share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
         used = torch.cuda.memory_allocated(call.device)
         free = int(_SHARE * (min(free, share(call.device) * total) - used))
-        if not streaming.stays(call.query, call.device):
+        if call.query.device != call.device:
             rows = max(_SMALLEST, free // 2 // max(1, row))
         rows = max(1, min(call.query_block or rows, length))
         left = max(free // 2, free - rows * row) // 2

@@ -145,7 +145,7 @@ class Loader:
         longest, new = max(stop - start for start, stop in bounds), False
         for i, (tensor, dim) in enumerate(operands):
             part = tensor.narrow(dim, 0, longest)
-            for slot in self._slots if not stays(part, self._device) else ():
+            for slot in self._slots if part.device != self._device else ():
                 new |= _reserve(slot.memory, (i, False), part, device=self._device)
                 if not _layout(part).direct:
                     pinned = self._device.type == "cuda"
@@ -180,7 +180,7 @@ class Loader:
         self._count += 1
         found, moved = list(slices), []
         for i, part in enumerate(slices):
-            if stays(part, self._device):
+            if part.device == self._device:
                 continue
             source = part
             if not _layout(part).direct:
@@ -246,11 +246,6 @@ class Writer:
             for event, _, staged, target, add in self._pending.popleft():
                 event.synchronize()
                 (target.add_ if add else target.copy_)(staged)
-
-
-def stays(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is where it is worked on."""
-    return tensor.device == device
 
 
 class _Layout(NamedTuple):

@@ -426,6 +426,26 @@ def test_the_judgement_can_fail(vit: Loaded) -> None:
     assert all(each.reason for each in reference.judge(made, {}))
 
 
+class Hides(nn.Module):
+    def forward(self, logits: Tensor) -> Tensor:
+        return torch.where(torch.arange(logits.shape[-1]) < 3, -torch.inf, logits)
+
+
+def test_an_infinity_that_the_model_returns_is_no_error() -> None:
+    """infinity - infinity would be a NaN among the original's errors, which nothing passes."""
+    loaded = load_model("test_vit", image_size=64)
+    model: Any = loaded.model
+    model.head = nn.Sequential(model.head, Hides())
+    patch(model)
+    inputs = tuple(loaded.example_inputs(3))
+    made = reference.make_reference(model, inputs)
+    with torch.no_grad():
+        good = {size: [model(inputs[0][:size]).numpy()] for size in (1, 2, 3)}
+    assert not any(each.reason for each in reference.judge(made, good))
+    finite = {size: [np.nan_to_num(outputs[0])] for size, outputs in good.items()}
+    assert all("not finite where" in each.reason for each in reference.judge(made, finite))
+
+
 def test_the_text_tower_computes_what_the_clip_does() -> None:
     pytest.importorskip("open_clip")
     loaded = load_model("open_clip:ViT-S-32-alt", image_size=64)

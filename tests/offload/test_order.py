@@ -139,7 +139,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(shards, "gradients", computed(shards.gradients))
     monkeypatch.setattr(Tensor, "copy_", copied)
     monkeypatch.setattr(torch, "empty", made)
-    monkeypatch.setattr(streaming, "stays", lambda tensor, device: False)
     for name, fake in {
         "Stream": Actor, "Event": Event, "device": lambda device: nullcontext(),
         "stream": machine.on,

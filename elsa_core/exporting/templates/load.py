@@ -360,14 +360,6 @@ def plain(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
-def shown(entry: dict[str, Any]) -> str:
-    """An entry for people."""
-    classes, line = entry.get("classes", ()), "{probability:8.2%}  {class:5}  {name}"
-    lines = [line.format(**one).rstrip() for one in classes]
-    lines += [f"  output {list(np.shape(each))}: -o writes it" for each in entry.get("outputs", ())]
-    return "\n".join(map(plain, [entry["file"], *lines]))
-
-
 def as_csv(entries: Sequence[dict[str, Any]]) -> str:
     """Entries as CSV: one line for each class of an image, or for each image's outputs."""
     writer = csv.writer(text := io.StringIO(), lineterminator="\n")
@@ -422,7 +414,11 @@ def main(arguments: Sequence[str]) -> int:
                 word = "error" if failed else "skipped"
                 print(plain(f"{word}: {entry['file']}: {entry['error']}"), file=sys.stderr)
             elif not given.output:
-                print(shown(entry))
+                lines, form = [entry["file"]], "{probability:8.2%}  {class:5}  {name}"
+                lines += [form.format(**one).rstrip() for one in entry.get("classes", ())]
+                outputs = map(np.shape, entry.get("outputs", ()))
+                lines += [f"  output {list(shape)}: -o writes it" for shape in outputs]
+                print("\n".join(map(plain, lines)))
             else:
                 kept.append(entry)
         if given.output:
