@@ -150,7 +150,7 @@ SUITES = (
     ),
     _triton(
         "attention/fma_fallback",
-        "tests/backends/test_code_of_specialised_kernels.py::test_flagged_blocks_are_folded_again",
+        "tests/backends/test_interpreted.py::test_kernels_by_the_interpreter[fma_fallback]",
     ),
     _triton("attention/backward_*", *_FORWARD, lines=80),
     _triton("attention/decode", *_FORWARD),
