@@ -8,7 +8,7 @@ Nothing is saved beyond out and lse; the workspace is linear in the rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -87,10 +87,6 @@ def _tail(operands: dict[str, Tensor], mask: Tensor | None, options: Options) ->
     return tail | dict(zip(("l_b", "l_h", "l_n"), operands["l"].stride(), strict=True))
 
 
-def _launch(kernel: Any, grid: int, tail: dict[str, Any], tile: Tile) -> Launch:
-    return Launch(kernel, (grid,), tail, {"num_warps": tile.warps, "num_stages": tile.stages})
-
-
 def _side_launch(
     tail: dict[str, Any], tile: Tile, wants: tuple[bool, bool, bool], where: int, refine: bool,
     loop: bool = False,
@@ -112,7 +108,8 @@ def _side_launch(
         "KEY_M": blocks[0], "KEY_N": blocks[1], "QUERY_M": of_queries[0],
         "QUERY_N": of_queries[1], "STAGES": tile.stages,
     }  # fmt: skip
-    return _launch(gradients, min(programs, FALLBACK_PROGRAMS) if loop else programs, own, tile)
+    grid = (min(programs, FALLBACK_PROGRAMS) if loop else programs,)
+    return Launch(gradients, grid, own, {"num_warps": tile.warps, "num_stages": tile.stages})
 
 
 def _sides(tail: dict[str, Any], options: Options, dim: int) -> list[Launch]:
@@ -148,7 +145,8 @@ def _mask_launch(tail: dict[str, Any], mask: Tensor, options: Options, dim: int)
     programs = m_b * m_h
     programs *= 1 if own["ALL_Q"] else own["q_blocks"]
     programs *= 1 if own["ALL_K"] else own["k_blocks"]
-    return _launch(mask_gradient, programs, own, tile)
+    settings = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return Launch(mask_gradient, (programs,), own, settings)
 
 
 def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options) -> Call:
@@ -173,8 +171,9 @@ def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options
     grid = (max(q_tiles, k_tiles), 4) if split else (q_tiles, 1)
     call = Call(
         prepare=Launch(prepare, grid, scaled, {"num_warps": PREPARE_WARPS, "num_stages": 1}),
-        normalise=_launch(
-            normalise, min(q_tiles, FALLBACK_PROGRAMS), again, replace(tile, stages=1)
+        normalise=Launch(
+            normalise, (min(q_tiles, FALLBACK_PROGRAMS),), again,
+            {"num_warps": tile.warps, "num_stages": 1},
         ),
         rows=3 * q_tiles * UNIT, guards=2 * (q_tiles + k_tiles),
         sides=_sides(scaled, options, dim),

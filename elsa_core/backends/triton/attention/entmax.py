@@ -116,9 +116,8 @@ def entmax_forward(
     batch, heads, queries, _ = query.shape
     out = query.new_empty((batch, queries, heads, value.shape[3])).transpose(1, 2)
     rows = query.new_empty((3, batch, heads, queries), dtype=torch.float32)
-    tiles = query.new_zeros(
-        (batch, heads, _tiles(queries), _tiles(key.shape[2])), dtype=torch.uint8
-    )
+    sizes = (batch, heads, -(-queries // TILE), -(-key.shape[2] // TILE))
+    tiles = query.new_zeros(sizes, dtype=torch.uint8)
     operands = {"q": query, "k": key, "v": value, "o": out}
     _forward(operands, attn_mask, head_alpha, rows, tiles, Options(*terms))
     return out, rows, tiles
@@ -137,10 +136,11 @@ def entmax_varlen_forward(
     packing = Packing(cu_seqlens_q.shape[0] - 1, longest_q, longest_k)
     out = query.new_empty((tokens, heads, value.shape[2]))
     rows = query.new_empty((3, heads, tokens), dtype=torch.float32)
-    sizes = (heads, tokens // TILE + packing.sequences, _tiles(longest_k))
+    sizes = (heads, tokens // TILE + packing.sequences, -(-longest_k // TILE))
     tiles = query.new_zeros(sizes, dtype=torch.uint8)
     options = Options(*terms, packing=packing)
-    operands = _of_one_batch(q=query, k=key, v=value, o=out)
+    packed = zip("qkvo", (query, key, value, out), strict=True)
+    operands = {name: t.transpose(0, 1)[None] for name, t in packed}  # [1, H, T, D]
     bounds = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     _forward(operands, None, head_alpha, rows, tiles, options, *bounds)
     return out, rows, tiles
@@ -193,7 +193,8 @@ def entmax_varlen_backward(
     packing = Packing(cu_seqlens_q.shape[0] - 1, longest_q, longest_k)
     # of a mask there is no gradient
     options = Options(*terms[:-1], needs=(*wants, False, wants_alpha), packing=packing)
-    operands = _of_one_batch(q=query, k=key, v=value, g=grad_out, o=out)
+    packed = zip("qkvgo", (query, key, value, grad_out, out), strict=True)
+    operands = {name: t.transpose(0, 1)[None] for name, t in packed}  # [1, H, T, D]
     bounds = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     *grads, of_alpha = _backward(operands, None, head_alpha, rows, tiles, options, *bounds)
     return *(g.transpose(1, 2)[0] if g.dim() == 4 else g for g in grads), of_alpha
@@ -226,7 +227,8 @@ def _backward(
     heads = tiles.numel() // (q_tiles * k_tiles)
     columns, per_column = k_tiles, q_tiles
     if packing is not None:
-        columns, per_column = k.shape[2] // TILE + packing.sequences, _tiles(packing.longest_q)
+        columns = k.shape[2] // TILE + packing.sequences
+        per_column = -(-packing.longest_q // TILE)
     with layout.on_device(q):
         pointer, of_heads = layout.mask_pointer(mask, q), q if head_alpha is None else head_alpha
         delta = rows.new_empty((4, *rows.shape[1:]))
@@ -252,15 +254,6 @@ def _backward(
             launches["alpha"](by_row, sums, bounds[0])
         summed = sums[..., None, None].sum_to_size(head_alpha.shape).to(head_alpha.dtype)
         return *grads, summed
-
-
-def _of_one_batch(**packed: Tensor) -> dict[str, Tensor]:
-    """[T, H, D] as [1, H, T, D]."""
-    return {name: t.transpose(0, 1)[None] for name, t in packed.items()}
-
-
-def _tiles(length: int) -> int:
-    return -(-length // TILE)
 
 
 def _planned(
@@ -309,7 +302,7 @@ def plan_call(
         return {"forward": _launch(entmax_forward.forward, grid, tail, tuning.warps)}
     warps, tail["STAGES"] = GRADIENTS[kind]
     rows, columns = blocks(queries), blocks(keys)
-    width = _tiles(keys if packing is None else packing.longest_k)
+    width = -(-(keys if packing is None else packing.longest_k) // TILE)
     own = {"NORMS": False, "length": width, "others": rows, "own_step": width, "step": 1}
     launches = {
         "by_rows": _launch(entmax_gradients.list_tiles, (heads * rows,), tail | own, 4),

@@ -137,9 +137,8 @@ def _plan_decode(problem: Problem) -> tuple[dict[str, Launch], int, str]:
     unit, unit_d = layout.row_unit((problem.key, problem.value))
     if any(s % unit for s in q.stride()[:2]):
         unit = 1
-    tail = decode_tail(problem, unit, unit_d) | layout.mask_strides(problem.mask) | {
-        "chunk": chunk, "MASK": layout.mask_kind(problem.mask),
-        "PARTIAL": parts > 1, "OVERLAP": parts > 1 and device.overlaps(q.device),
+    tail = decode_tail(problem, unit, unit_d) | layout.mask_terms(problem.mask) | {
+        "chunk": chunk, "PARTIAL": parts > 1, "OVERLAP": parts > 1 and device.overlaps(q.device),
     }  # fmt: skip
     words = f"one query: keys streamed by {rows} x {parts} programs, float32 FMA"
     return {"fold": Launch(decode, (rows, parts), tail, {"num_warps": knobs["warps"]})}, 0, words
@@ -175,20 +174,21 @@ def fold_tail(problem: Problem) -> dict[str, Any]:
     assert p is not None
     unit, unit_d = layout.row_unit((q, k, v))
     (d0, d1), (v0, v1) = _widths(problem, unit)
-    m_strides, kind = layout.mask_strides(mask), layout.mask_kind(mask)
+    of_mask = layout.mask_terms(mask)
+    kind = of_mask["MASK"]
     chain = CHAIN_TILES * t.block_n
     tail_stages = 1
     if mode == "half" or t.ahead:
         tail_stages = t.stages if t.one_loop else 2
-    return _shared(problem, unit) | layout.score_scale(problem.scale, mode) | m_strides | {
+    return _shared(problem, unit) | layout.score_scale(problem.scale, mode) | of_mask | {
         "chunk": p.chunk, "tiles": -(-shape.keys // t.block_n),
         "MODE": device.MODES[mode], "PRE": t.ahead, "ONE_LOOP": t.one_loop,
         "FRESH": mode != "half" or shape.keys > FRESH_KEYS,
-        "MASK": kind + 2 if kind and m_strides["mask_q"] == 0 else kind,
+        "MASK": kind + 2 if kind and of_mask["mask_q"] == 0 else kind,
         "CAUSAL": problem.causal, "PARTIAL": p.partitions > 1,
         "OVERLAP": device.overlaps(q.device),
         "BX": t.block_n if mode == "exact" else 16,
-        "UNIT_D": unit_d, "UNIT_K": m_strides["mask_k"] == 1,
+        "UNIT_D": unit_d, "UNIT_K": of_mask["mask_k"] == 1,
         "BM": t.block_m, "BN": t.block_n, "STAGES": t.stages, "TAIL_STAGES": tail_stages,
         "CHAIN": chain if mode in ("split", "single") and p.chunk > chain else 0,
         "SHIFT": 0.0 if q.dtype == torch.bfloat16 else 7.0,

@@ -86,19 +86,16 @@ def sparse_attention(
     cached = ("sparse", query.get_device(), layouts, options)
     launch = PLANS.get(cached, plan_call, query, key, value, attn_mask, options)
     with layout.on_device(query):
-        index = summaries(key) if relief & SUMMARIES else counts
+        index = counts
+        if relief & SUMMARIES:  # the key of the largest norm of each tile, [B, Hkv, tiles]
+            tiles = -(-keys // KEYS)
+            norms = key.float().square().sum(-1)
+            norms = torch.nn.functional.pad(norms, (0, tiles * KEYS - keys), value=-1.0)
+            first = torch.arange(0, tiles * KEYS, KEYS, device=key.device)
+            index = norms.unflatten(-1, (tiles, KEYS)).argmax(-1) + first
         mask = layout.mask_pointer(attn_mask, query)
         launch(query, key, value, mask, index, out, lse, counts)
     return out, lse, counts
-
-
-def summaries(key: Tensor) -> Tensor:
-    """The key of the largest norm of each tile, int64 [B, Hkv, tiles]."""
-    tiles = -(-key.shape[2] // KEYS)
-    norms = key.float().square().sum(-1)
-    norms = torch.nn.functional.pad(norms, (0, tiles * KEYS - key.shape[2]), value=-1.0)
-    first = torch.arange(0, tiles * KEYS, KEYS, device=key.device)
-    return norms.unflatten(-1, (tiles, KEYS)).argmax(-1) + first
 
 
 def plan_call(

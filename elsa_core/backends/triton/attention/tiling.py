@@ -41,7 +41,7 @@ def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = No
     """Of operands [B, H, N, D] and a 4-D mask."""
     widths = query.shape[3], value.shape[3]
     # whether each query has a row of its own; where keys are padding one serves all
-    rows = layout.mask_strides(mask)["mask_q"] != 0
+    rows = layout.mask_terms(mask)["mask_q"] != 0
     return Shape(*query.shape[:2], key.shape[1], query.shape[2], key.shape[2], *widths, rows)
 
 
@@ -82,7 +82,15 @@ class Tile:
         return self.specialized and not self.ahead
 
     def serves(self, mode: str, dim: int, shape: Shape) -> bool:
-        """Whether calls of this mode, padded head dimension and shape are its own."""
+        """Whether calls of this mode, padded head dimension and shape are its own. A turbo call
+        takes a tile of strict, too, where its one launch is the faster one.
+        """
+        if mode == "single" and self.mode == "split":
+            widths = {blocks(shape.head_dim)[0], blocks(shape.value_dim)[0]}
+            few = self.one_launch and shape.keys <= TURBO_KEYS
+            if not few or widths != {ONE_LAUNCH_DIMS[-1]}:
+                return False
+            mode = "split"
         if mode != self.mode or dim > self.dim or (self.masked and not shape.masked):
             return False
         if self.one_launch:
@@ -95,12 +103,6 @@ class Tile:
             return False
         count = shape.batch * shape.heads * -(-shape.queries // self.block_m)
         return self.programs is None or count <= self.programs
-
-    def serves_turbo(self, dim: int, shape: Shape) -> bool:
-        """Whether a turbo call takes this tile of strict: its one launch is the faster one."""
-        widths = {blocks(shape.head_dim)[0], blocks(shape.value_dim)[0]}
-        fits = self.one_launch and shape.keys <= TURBO_KEYS and widths == {ONE_LAUNCH_DIMS[-1]}
-        return fits and self.serves("split", dim, shape)
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def plan(
     tile = next(
         t
         for t in table.tiles
-        if (t.serves(mode, dim, shape) or (mode == "single" and t.serves_turbo(dim, shape)))
+        if t.serves(mode, dim, shape)
         and (workspace or not t.ahead)
         and (specialized or not t.specialized)
     )  # fmt: skip

@@ -8,7 +8,6 @@ the kernels that such calls ask for.
 from __future__ import annotations
 
 import fnmatch
-import functools
 import json
 import math
 from collections.abc import Hashable, Iterable, Iterator
@@ -30,7 +29,7 @@ from elsa_core.backends.triton.window import planner as window_planner
 from elsa_core.backends.triton.window import tiling as window_tiling
 
 CASES = Path(__file__).with_name("cases.json")
-DEVICES = Path(__file__).with_name("devices.json")
+DEVICES = json.loads(Path(__file__).with_name("devices.json").read_text("utf-8"))["devices"]
 BATCHES = (1, 8)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _MASK_VALUE = -100.0
@@ -66,24 +65,18 @@ class Gpu:
     shared_memory: int
 
 
-@functools.cache
-def _devices() -> tuple[Gpu, ...]:
-    rows = json.loads(DEVICES.read_text(encoding="utf-8"))["devices"]
-    return tuple(
-        Gpu(arch, Described(row["name"], divmod(arch, 10), row["multiprocessors"]),
-            row["shared_memory"])
-        for row in rows for arch in (row["arch"],)
-    )  # fmt: skip
-
-
 def gpus(arch: int) -> list[Gpu]:
     """The GPUs of one architecture, as `devices.json` describes them; none for an unknown one."""
-    return [gpu for gpu in _devices() if gpu.arch == arch]
+    return [
+        Gpu(arch, Described(row["name"], divmod(arch, 10), row["multiprocessors"]),
+            row["shared_memory"])
+        for row in DEVICES if row["arch"] == arch
+    ]  # fmt: skip
 
 
 def architectures() -> list[int]:
     """Every architecture that packs can be built for."""
-    return sorted({gpu.arch for gpu in _devices()})
+    return sorted({row["arch"] for row in DEVICES})
 
 
 def expanded(

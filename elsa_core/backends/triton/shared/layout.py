@@ -87,26 +87,23 @@ def read_terms(
     step, unit_d = row_unit(tuple(read.values()))
     terms: dict[str, Any] = {
         "batch": batch, "heads": heads, "group": heads // k.shape[1], "n_q": queries, "n_k": keys,
-        "MASK": mask_kind(mask), "CAUSAL": is_causal, "STEP": step, "UNIT_D": unit_d,
+        "CAUSAL": is_causal, "STEP": step, "UNIT_D": unit_d,
         "D": dim, "D0": padded(dim, least), "DV": value_dim, "V0": padded(value_dim, least),
-        **mask_strides(mask),
+        **mask_terms(mask),
     }  # fmt: skip
     for name, t in read.items():
         terms |= strides(name, t, step)
     return terms
 
 
-def mask_strides(mask: Tensor | None) -> dict[str, int]:
-    """Strides of a mask, 0 in the dimensions that it is broadcast over."""
+def mask_terms(mask: Tensor | None) -> dict[str, int]:
+    """MASK of the kernels, 0 none, 1 boolean, 2 additive, and a mask's strides, 0 in the dimensions
+    that it is broadcast over.
+    """
     names = ("mask_b", "mask_h", "mask_q", "mask_k")
     if mask is None:
-        return dict.fromkeys(names, 0)
-    pairs = zip(names, mask.shape, mask.stride(), strict=True)
-    return {name: 0 if size == 1 else stride for name, size, stride in pairs}
-
-
-def mask_kind(mask: Tensor | None) -> int:
-    """MASK of the kernels: 0 none, 1 boolean, 2 additive."""
-    if mask is None:
-        return 0
-    return 1 if mask.dtype == torch.bool else 2
+        return dict.fromkeys(("MASK", *names), 0)
+    terms = {"MASK": 1 if mask.dtype == torch.bool else 2}
+    for name, size, stride in zip(names, mask.shape, mask.stride(), strict=True):
+        terms[name] = 0 if size == 1 else stride
+    return terms

@@ -47,14 +47,12 @@ class UserTile(Tile):
     most_rows: int = 0
 
     def serves(self, mode: str, dim: int, shape: Shape) -> bool:
+        if mode != self.mode:  # what was measured for strict is no figure of turbo
+            return False
         rows = shape.batch * shape.heads * shape.queries
         near = dim > self.over_dim and shape.keys >= self.least_keys
         near = near and self.least_rows <= rows <= self.most_rows
         return near and super().serves(mode, dim, shape)
-
-    def serves_turbo(self, dim: int, shape: Shape) -> bool:
-        """Never: what was measured for strict is no figure of turbo, which may have its own row."""
-        return False
 
     @property
     def calls(self) -> tuple[Any, ...]:

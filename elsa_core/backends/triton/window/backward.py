@@ -84,7 +84,9 @@ def window_attention_backward(
     qkv, terms = given.qkv, given.differentiable
     if qkv.shape[-1] // (3 * given.num_heads) > LARGEST_DIM or qkv.stride(-1) != 1:
         return None
-    if planner.rolls_over(given) or math.prod(given.window_size) > tiling.WHOLE:
+    if math.prod(given.window_size) > tiling.WHOLE:
+        return None
+    if any(s > n for s, n in zip(given.shift_size, qkv.shape[1:4], strict=True)):
         return None
     grads = [
         t.new_empty(t.shape) if t is not None and needed else qkv.new_empty(0)
@@ -115,7 +117,10 @@ def window_attention_backward(
         tensors = {
             name: qkv.new_empty(size, dtype=dtype) for name, (size, dtype) in call.workspace.items()
         }
-        tensors |= zip(("qkv", "bias", "pad", "logit"), planner.pointers(given), strict=True)
+        tensors |= {
+            name: qkv if t is None else t
+            for name, t in zip(("qkv", "bias", "pad", "logit"), given.differentiable, strict=True)
+        }
         tensors |= zip(("dqkv", "dbias", "dpad", "dlogit"), grads, strict=True)
         tensors |= {"grad": grad_out, "none": qkv, "index": qkv if index is None else index}
         for launch, names in call.steps:

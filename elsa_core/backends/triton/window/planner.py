@@ -38,7 +38,8 @@ def window_attention(*arguments: Any) -> Tensor:
     Source: W-ELSA (arXiv 2604.23798).
     """
     given = WindowCall(*arguments)
-    if rolls_over(given):
+    # kernels take the size off once: no axis is rolled by more than that
+    if any(s > n for s, n in zip(given.shift_size, given.qkv.shape[1:4], strict=True)):
         return eager_window.attention(*given)
     qkv, pad = given.qkv, given.pad_qkv
     if pad is not None and (pad.dtype != qkv.dtype or pad.stride(0) != 1):
@@ -51,18 +52,9 @@ def window_attention(*arguments: Any) -> Tensor:
             assert given.bias is not None
             given = given._replace(bias=gathered(given.bias, given.bias_index), bias_index=None)
         launch: Launch = PLANS.get(layout_key("window", given), plan_call, given)
-        launch(*pointers(given), out)
+        # for a term that there is not, any tensor
+        launch(*(qkv if t is None else t for t in given.differentiable), out)
     return out
-
-
-def rolls_over(given: WindowCall) -> bool:
-    """Whether an axis is rolled by more than its size: kernels take the size off once."""
-    return any(s > n for s, n in zip(given.shift_size, given.qkv.shape[1:4], strict=True))
-
-
-def pointers(given: WindowCall) -> tuple[Tensor, ...]:
-    """What the kernel reads, in its order; for a term that there is not, any tensor."""
-    return tuple(given.qkv if t is None else t for t in given.differentiable)
 
 
 def gathered(table: Tensor, index: Tensor) -> Tensor:
@@ -103,10 +95,11 @@ def layout_key(operator: str, given: WindowCall) -> tuple[Any, ...]:
 
 def shape_of(given: WindowCall) -> WindowShape:
     """What decides a call's tiles."""
-    q = given.qkv
+    batch, *sizes, width = given.qkv.shape
+    counts = (-(-n // w) for n, w in zip(sizes, given.window_size, strict=True))
     return WindowShape(
-        q.shape[0] * math.prod(counts_of(given)), given.num_heads, math.prod(given.window_size),
-        q.shape[-1] // (3 * given.num_heads),
+        batch * math.prod(counts), given.num_heads, math.prod(given.window_size),
+        width // (3 * given.num_heads),
     )  # fmt: skip
 
 
@@ -121,7 +114,8 @@ def tile_terms(given: WindowCall) -> tuple[WindowShape, str, WindowTable, int]:
 def common_terms(given: WindowCall) -> dict[str, Any]:
     """The arguments that the forward's and the gradients' kernels share, by name."""
     q, pad, bias, logit = given.qkv, given.pad_qkv, given.bias, given.logit_scale
-    counts, shape = counts_of(given), shape_of(given)
+    shape = shape_of(given)
+    counts = [-(-n // window) for n, window in zip(q.shape[1:4], given.window_size, strict=True)]
     # 16 bytes in elements if all rows of qkv are aligned so
     unit = 16 // q.element_size()
     aligned = q.data_ptr() % 16 == 0 and (pad is None or pad.data_ptr() % 16 == 0)
@@ -173,14 +167,6 @@ def plan_call(given: WindowCall) -> Launch:
     if t.registers:
         options["maxnreg"] = t.registers
     return Launch(window_tile if p.whole else window_fold, (p.programs,), tail, options)
-
-
-def counts_of(given: WindowCall) -> tuple[int, ...]:
-    """Windows along depth, height and width."""
-    return tuple(
-        -(-size // window)
-        for size, window in zip(given.qkv.shape[1:4], given.window_size, strict=True)
-    )
 
 
 def padding(given: WindowCall) -> int:

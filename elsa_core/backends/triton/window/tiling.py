@@ -53,12 +53,6 @@ class WindowTile:
     least_dim: int = 16
     direction: str = "forward"
 
-    def serves(self, mode: str, dim: int, tokens: int, direction: str = "forward") -> bool:
-        """Whether calls of this mode, padded head dimension, length and direction are its own."""
-        if direction != self.direction or mode != self.mode or dim > self.dim:
-            return False
-        return self.tokens is None or tokens <= self.tokens
-
 
 @dataclass(frozen=True)
 class WindowTable:
@@ -72,6 +66,16 @@ class WindowTable:
     measured: bool
     tiles: tuple[WindowTile, ...]
     gradients: int = 0
+
+    def tile_for(self, mode: str, dim: int, tokens: int, direction: str = "forward") -> WindowTile:
+        """The tile of calls of a mode, padded head dimension, length and direction."""
+        return next(
+            t
+            for t in self.tiles
+            if (t.direction, t.mode) == (direction, mode)
+            and dim <= t.dim
+            and (t.tokens is None or tokens <= t.tokens)
+        )
 
 
 class WindowPlan(NamedTuple):
@@ -124,7 +128,7 @@ def windows_each(windows: int, heads: int, multiprocessors: int, tile: WindowTil
 def plan(shape: WindowShape, mode: str, table: WindowTable, multiprocessors: int) -> WindowPlan:
     """Kernel, tiles and programs of a forward call."""
     dim = padded(shape.head_dim)
-    tile = next(t for t in table.tiles if t.serves(mode, dim, shape.tokens))
+    tile = table.tile_for(mode, dim, shape.tokens)
     whole = shape.tokens <= WHOLE and mode != "exact" and not tile.folded
     if whole:
         block = padded(shape.tokens)
@@ -143,14 +147,11 @@ def plan_backward(
     """Tiles and programs of the gradients of windows of up to `WHOLE` tokens. Of sums: as many
     programs as a GPU runs at once."""
     dim = padded(shape.head_dim)
-
-    def of(mode: str) -> WindowTile:
-        return next(t for t in table.tiles if t.serves(mode, dim, shape.tokens, "backward"))
-
-    tile = of(mode)
+    tile, exact = table.tile_for(mode, dim, shape.tokens, "backward"), None
+    if mode in ("split", "single"):
+        exact = table.tile_for("exact", dim, shape.tokens, "backward")
     groups = tile.resident * multiprocessors // shape.heads
     count = -(-shape.windows // max(1, min(shape.windows, groups)))
-    exact = of("exact") if mode in ("split", "single") else None
     return BackwardPlan(
         tile, exact, padded(shape.tokens), count, -(-shape.windows // count),
         max(dim, tile.least_dim),
