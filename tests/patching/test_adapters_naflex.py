@@ -46,14 +46,19 @@ def batch(valid: tuple[int, ...] = (20, 7, 12), tokens: int = 20) -> dict[str, T
     return {"patches": patches, "patch_coord": coordinates.clone(), "patch_valid": there}
 
 
+def pair(name: str = "avg", **options: Any) -> Any:
+    """A model and its patched copy."""
+    original = model(name)
+    patched = copy.deepcopy(original)
+    assert elsa.patch(patched, scope="attention", **options).scope == "attention"
+    return original, patched
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_agrees_with_the_original(name: str, packed: list[Any]) -> None:
-    original, given = model(name), batch()
-    patched = copy.deepcopy(original)
-    report = elsa.patch(patched, scope="attention")
-    assert report.scope == "attention"
-    assert_as_exact(original, patched, given)
+    original, patched = pair(name)
+    assert_as_exact(original, patched, batch())
     whole = name in ("rope", "eva")  # blocks that read positions, or are none of timm's plain ones
     assert [queries for queries, _ in packed] == [39 + 3 * original.num_prefix_tokens] * 2 * (
         not whole
@@ -62,20 +67,16 @@ def test_agrees_with_the_original(name: str, packed: list[Any]) -> None:
 
 @torch.no_grad()
 def test_the_scale_of_an_unfused_attention_is_its_own(packed: list[Any]) -> None:
-    original, given = model(), batch()
-    for block in original.blocks:
+    original, patched = pair()
+    for block in (*original.blocks, *patched.blocks):
         block.attn.fused_attn, block.attn.scale = False, 0.1
-    patched = copy.deepcopy(original)
-    elsa.patch(patched, scope="attention")
-    assert_as_exact(original, patched, given)
+    assert_as_exact(original, patched, batch())
     assert packed
 
 
 @torch.no_grad()
 def test_images_of_one_size_have_no_mask(packed: list[Any]) -> None:
-    original = model()
-    patched = copy.deepcopy(original)
-    elsa.patch(patched, scope="attention")
+    original, patched = pair()
     image = torch.randn(2, 3, 64, 64)
     assert torch.allclose(patched(image), original(image), atol=1e-5)
     assert not packed
@@ -83,9 +84,7 @@ def test_images_of_one_size_have_no_mask(packed: list[Any]) -> None:
 
 @torch.no_grad()
 def test_a_mask_of_the_callers_is_a_mask(packed: list[Any]) -> None:
-    original, given = model(), batch()
-    patched = copy.deepcopy(original)
-    elsa.patch(patched, scope="attention")
+    (original, patched), given = pair(), batch()
     hidden = torch.rand(3, 1, 24, 24, generator=torch.Generator().manual_seed(2)) > 0.8
     given["attn_mask"] = torch.zeros(hidden.shape).masked_fill(hidden, -1e9)
     assert torch.allclose(patched(given), original(given), atol=1e-4)
@@ -94,8 +93,7 @@ def test_a_mask_of_the_callers_is_a_mask(packed: list[Any]) -> None:
 
 @torch.no_grad()
 def test_hooks_see_padded_batches() -> None:
-    patched, given = model(), batch()
-    elsa.patch(patched, scope="attention")
+    (_, patched), given = pair(), batch()
     shapes: list[torch.Size] = []
     plain = patched(given)
     patched.blocks[1].mlp.register_forward_hook(lambda m, i, out: shapes.append(out.shape))
@@ -127,22 +125,15 @@ def test_weights_that_another_module_changes(since: bool) -> None:
 
 @torch.no_grad()
 def test_a_block_that_is_not_patched_keeps_its_mask(packed: list[Any]) -> None:
-    original, given = model(), batch()
-    patched = copy.deepcopy(original)
-    elsa.patch(patched, scope="attention", exclude="blocks.0.*")
+    (original, patched), given = pair(exclude="blocks.0.*"), batch()
     assert torch.allclose(patched(given), original(given), atol=1e-4)
     assert not packed
 
 
 @torch.no_grad()
 def test_an_image_without_patches() -> None:
-    original, given = model("map"), batch((20, 0, 3))
-    patched = copy.deepcopy(original)
-    elsa.patch(patched, scope="attention")
-    assert_as_exact(original, patched, given)
+    assert_as_exact(*pair("map"), batch((20, 0, 3)))
 
 
 def test_check_agrees() -> None:
-    patched = model()
-    elsa.patch(patched, scope="attention")
-    assert elsa.check(patched, torch.randn(2, 3, 64, 64)).ok
+    assert elsa.check(pair()[1], torch.randn(2, 3, 64, 64)).ok
