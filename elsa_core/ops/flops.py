@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _COUNTER = "torch.utils.flop_counter"
 
@@ -48,13 +47,6 @@ def _window(products: int, before: int, *given: Any, **_: Any) -> int:
     return int(2 * products * pairs * (qkv.shape[4] // 3))
 
 
-def _linear_backward(
-    grad_out: Tensor, input: Tensor, weight: Tensor, _: str, needs: Sequence[bool], **__: Any
-) -> int:
-    depths = [t.shape[-1] for t, wanted in ((weight, needs[0]), (input, needs[1])) if wanted]
-    return 2 * grad_out.numel() * sum(depths)
-
-
 _OF_ATTENTION = ("attention", "attention_dropout", "varlen_attention")
 _OF_ENTMAX = ("entmax_attention", "entmax_varlen_attention")
 _FORWARD = partial(_attention, 1, 1, 0)
@@ -66,7 +58,9 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "attention_portable": _FORWARD,
     "gated_linear": lambda input, weight, *_, **__: 4 * input.numel() * weight.shape[0],
     "linear": lambda input, weight, *_, **__: 2 * input.numel() * weight.shape[0],
-    "linear_backward": _linear_backward,
+    "linear_backward": lambda slope, input, weight, _, needs, **__: (
+        2 * slope.numel() * (weight.shape[-1] * needs[0] + input.shape[-1] * needs[1])
+    ),
     "window_attention": partial(_window, 2, 0),
     "window_attention_backward": partial(_window, 5, 1),
 }

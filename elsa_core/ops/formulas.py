@@ -54,10 +54,11 @@ class Formulas:
             *(f"Tensor {one}" for one in slopes), *given[: self.leading],
             *(f"Tensor {one}" for one in saved), *rest, "bool[] needs",
         )  # fmt: skip
-        results = ", ".join("Tensor" for _ in terms)
+        results, split = ", ".join("Tensor" for _ in terms), self.operands
         self.backward = Backward(
             f"({', '.join(arguments)}) -> ({results})", self.fake, reference, self.twice,
-            self.setup_twice if again else None,
+            None if again is None
+            else lambda ctx, inputs, output: self._keep(ctx, inputs[:split], inputs[split:]),
         )  # fmt: skip
 
     def setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -110,9 +111,6 @@ class Formulas:
                 first.new_empty(0) if absent else torch.empty_like(term, memory_format=layout)
             )
         return tuple(grads)
-
-    def setup_twice(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        self._keep(ctx, inputs[: self.operands], inputs[self.operands :])
 
     def twice(self, ctx: Any, *grads: Tensor) -> Grads:
         """Second derivatives: the backward once more, recorded, with all its weights alive."""

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core import dispatch, ops, reference
-from elsa_core.ops.window.record import largest_score
+from elsa_core.backends import eager_window
+from elsa_core.backends.window_call import WindowCall
 from elsa_core.proof.compare import TURBO_EPS, map_floating
 from elsa_core.proof.samples import jittered
 from elsa_core.reference import Drift
@@ -257,7 +258,8 @@ def _measure_windows(
     windows = zip(qkv.shape[1:4], given["window_size"], strict=True)
     return OperatorCall(
         drift=reference.drift(None, None, y.reshape(heads), y_ref.reshape(heads)),
-        rows=y_ref.reshape(heads).shape[:2].numel(), largest_logit=largest_score(**wide),
+        rows=y_ref.reshape(heads).shape[:2].numel(),
+        largest_logit=eager_window.largest_score(WindowCall(**wide)),
         p_error=0.0, p_allowed=0.0, y_error=y_error, y_allowed=y_allowed,
         keys=math.prod(given["window_size"]),
         padded=any(size % window for size, window in windows),

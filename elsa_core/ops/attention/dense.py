@@ -295,7 +295,7 @@ def explain(
     backend and sparsity. Nested tensors are refused.
     """
     if sparsity is not None:
-        sparse.asked(query, key, value, attn_mask, dropout_p, sparsity)
+        sparsity = sparse.asked(query, key, value, attn_mask, dropout_p, sparsity)
     require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
     cast = autocast(query, key, value, attn_mask)
     q, k, v, mask = operands(*cast, is_causal, enable_gqa)

@@ -123,7 +123,8 @@ def attention(
         )  # fmt: skip
     cast = autocast(query, key, value, attn_mask)
     q, k, v, mask = operands(*cast, is_causal, enable_gqa)
-    number, head_alpha = of_heads(alpha, q, leading_dims(query, key, value))
+    leading = leading_dims(query, key, value)
+    number, head_alpha = of_heads(alpha, query.device, q.shape[:2], leading)
     name = dispatch.choose("entmax_attention", *kind_of(q, v, precision), backend)
     run = dispatch.RUNS["entmax_attention", name]
     if calls.exporting_onnx() or dispatch.plain_alone(backend):
@@ -148,7 +149,8 @@ def explain_entmax_attention(
     require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
     cast = autocast(query, key, value, attn_mask)
     q, k, v, mask = operands(*cast, is_causal, enable_gqa)
-    _, head_alpha = of_heads(alpha, q, leading_dims(query, key, value))
+    leading = leading_dims(query, key, value)
+    _, head_alpha = of_heads(alpha, query.device, q.shape[:2], leading)
     gradient = calls.wanted(
         query=query, key=key, value=value, attn_mask=attn_mask, head_alpha=head_alpha
     )
@@ -174,22 +176,22 @@ def is_softmax(alpha: float | Tensor) -> bool:
 
 
 def of_heads(
-    alpha: float | Tensor, query: Tensor, leading: Sequence[int]
+    alpha: float | Tensor, device: torch.device, sizes: Sequence[int], leading: Sequence[int]
 ) -> tuple[float, Tensor | None]:
-    """The number that `is_softmax` took, or 0 and the tensor as [B or 1, Hq or 1, 1, 1], B and Hq
-    of the query as the operator gets it. leading: batch dims and heads of the call, which may have
-    been merged in another way."""
+    """The number that `is_softmax` took, or 0 and the tensor as [B or 1, Hq or 1, 1, 1]. sizes: B
+    (a packed call's sequences) and Hq of the query as the operator gets it. leading: batch dims and
+    heads of the call, which may have been merged in another way. device: the query's."""
     if not isinstance(alpha, Tensor):
         return float(alpha), None
     if not alpha.dtype.is_floating_point:
         raise ArgumentError(f"alpha must be floating, not {alpha.dtype}")
-    if alpha.device != query.device:
-        raise ArgumentError(f"alpha is on {alpha.device}, query on {query.device}")
-    sizes = (1,) * (4 - alpha.dim()) + tuple(alpha.shape)
-    served = (*query.shape[:2], 1, 1)
+    if alpha.device != device:
+        raise ArgumentError(f"alpha is on {alpha.device}, query on {device}")
+    shape = (1,) * (4 - alpha.dim()) + tuple(alpha.shape)
+    served = (*sizes, 1, 1)
     given = (math.prod(leading[:-1]), leading[-1] if leading else 1, 1, 1)
     fits = [
-        len(sizes) == 4 and all(n in (1, most) for n, most in zip(sizes, full, strict=True))
+        len(shape) == 4 and all(n in (1, most) for n, most in zip(shape, full, strict=True))
         for full in (served, given)
     ]
     if not any(fits):
@@ -200,7 +202,7 @@ def of_heads(
         low, high = (float(end) for end in alpha.detach().aminmax())
         if not LEAST_ALPHA <= low <= high <= MOST_ALPHA:
             raise ArgumentError(f"alpha has entries from {low} to {high}, which must lie in [1, 4]")
-    alpha = alpha.reshape(sizes)
+    alpha = alpha.reshape(shape)
     return 0.0, alpha if fits[0] else alpha.expand(given).reshape(served)
 
 
@@ -274,7 +276,9 @@ def entmax_varlen_attention(
                 query, key, value, cu_seqlens_q, cu_seqlens_k, *told, **terms
             )
         given = varlen.checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
-        number, head_alpha = _of_sequences(alpha, given)
+        # not len(): it makes a symbolic number of sequences a constant
+        sizes = given.cu_seqlens_q.shape[0] - 1, query.shape[1]
+        number, head_alpha = of_heads(alpha, query.device, sizes, sizes)
         own = number if head_alpha is None else head_alpha
         if query.device.type == "meta":
             return query.new_empty((*query.shape[:2], value.shape[2]))
@@ -283,7 +287,9 @@ def entmax_varlen_attention(
         name = _served_by(*kind_of(given.query, given.value, precision), backend)
         if name and not (calls.exporting_onnx() or dispatch.plain_alone(backend)):
             run, bounds = dispatch.RUNS[_OPERATOR, name], _bounded(given, *told)
-        elif not _reads(query):
+        elif torch.compiler.is_compiling() or (
+            query.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):  # which cannot read the lengths
             return _by_padding(given, told, own, terms)
         else:
             varlen.longest_of(given, *told)
@@ -316,7 +322,8 @@ def explain_entmax_varlen_attention(
             query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **terms
         )
     given = varlen.checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
-    number, head_alpha = _of_sequences(alpha, given)
+    sizes = given.cu_seqlens_q.shape[0] - 1, query.shape[1]
+    number, head_alpha = of_heads(alpha, query.device, sizes, sizes)
     q, k, v, _ = autocast(*given[:3], None)
     if _served_by(*kind_of(q, v, precision), backend) and not dispatch.plain_alone(backend):
         gradient = calls.wanted(query=q, key=k, value=v, head_alpha=head_alpha)
@@ -329,13 +336,6 @@ def explain_entmax_varlen_attention(
     batch = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
     found = explain_entmax_attention(*batch, alpha=alone, **terms)
     return replace(found, schedule=f"one sequence after another; {found.schedule}")
-
-
-def _of_sequences(alpha: float | Tensor, given: Packed) -> tuple[float, Tensor | None]:
-    """`of_heads` with a sequence for each batch index: [S or 1, Hq or 1, 1, 1]."""
-    # not len(): it makes a symbolic number of sequences a constant
-    sizes = given.cu_seqlens_q.shape[0] - 1, given.query.shape[1]
-    return of_heads(alpha, given.query.new_empty(sizes), sizes)
 
 
 def _served_by(
@@ -363,7 +363,7 @@ def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) 
     if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
         max_seqlen_k = max_seqlen_q
     missing = max_seqlen_q is None or max_seqlen_k is None
-    if missing and not calls.traced() and _reads(given.query):
+    if missing and not (calls.traced() or torch.cuda.is_current_stream_capturing()):
         (tokens, heads, _), sequences = given.query.shape, len(given[3]) - 1
         tiles = heads * (tokens // 64 + sequences) * (given.key.shape[0] // 64)
         if sequences > 1 and tiles > _MANY_TILES:
@@ -388,12 +388,6 @@ def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) 
             raise ArgumentError(f"max_seqlen_{side}={longest} must not be negative")
         bounds[i] = least(longest, bounds[i])
     return bounds[0], bounds[1]
-
-
-def _reads(query: Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _by_sequence(given: Packed, alpha: float | Tensor, terms: dict[str, Any]) -> Tensor:

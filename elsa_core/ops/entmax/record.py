@@ -126,20 +126,15 @@ def _weights(scores: Tensor, found: Solved, a: Tensor | float) -> Tensor:
     top = found.top.masked_fill(found.top == -math.inf, 0.0)
     x = torch.where(alive, scores - top, 0.0)
     c = fixed / found.slope
-    for _ in range(2):
-        z, y, _ = _sums(x, alive, c, a)
-        c = c - z / y * (c - z ** (-a if isinstance(a, Tensor) else -float(a)))
-    z, _, r = _sums(x, alive, c, a)
+    dead = ~alive.any(-1, keepdim=True)  # rows without a key: sums of 1, weights of 0
+    for step in range(3):
+        bent = torch.where(alive, x * (a / c), 0.0)
+        r = torch.where(alive, torch.exp(torch.log1p(bent) / a), 0.0)
+        z = r.sum(-1, keepdim=True).masked_fill(dead, 1.0)
+        if step < 2:
+            y = (r / (1.0 + bent)).sum(-1, keepdim=True).masked_fill(dead, 1.0)
+            c = c - z / y * (c - z ** (-a if isinstance(a, Tensor) else -float(a)))
     return r / z
-
-
-def _sums(x: Tensor, alive: Tensor, c: Tensor, a: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
-    """Z, Y and r; 1, 1 and zeros in a row without a key."""
-    bent = torch.where(alive, x * (a / c), 0.0)
-    r = torch.where(alive, torch.exp(torch.log1p(bent) / a), 0.0)
-    dead = ~alive.any(-1, keepdim=True)
-    y = (r / (1.0 + bent)).sum(-1, keepdim=True).masked_fill(dead, 1.0)
-    return r.sum(-1, keepdim=True).masked_fill(dead, 1.0), y, r
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

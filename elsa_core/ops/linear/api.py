@@ -199,16 +199,17 @@ def explain_linear(
         input.device.type, input.dtype, weight.shape[-1], weight.shape[0], precision, "linear",
         gradient=gradient, ordinal=input.get_device(),
     )  # fmt: skip
-
-    def explained(request: Request) -> Route:
-        serving = (request.operator, request.device_type, backend) in dispatch.SERVING
-        asked = "auto" if backend == "auto" or serving else dispatch.PLAIN
-        return dispatch.route(request, asked, schedule=(input, weight, bias))
-
-    found = explained(request)
+    requests = [request]
     if value is not None:
         gradient += calls.wanted(value=value[0], value_bias=value[1])
-        gated = explained(request._replace(operator="gated_linear", gradient=gradient))
+        requests.append(request._replace(operator="gated_linear", gradient=gradient))
+    routes = []
+    for each in requests:
+        serving = (each.operator, each.device_type, backend) in dispatch.SERVING
+        asked = "auto" if backend == "auto" or serving else dispatch.PLAIN
+        routes.append(dispatch.route(each, asked, schedule=(input, weight, bias)))
+    found, *of_gated = routes
+    for gated in of_gated:
         if gated.backend != dispatch.PLAIN:
             return gated
         ahead = (f"in one launch with the gate: {reason}" for reason in gated.reasons)

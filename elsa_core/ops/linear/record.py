@@ -140,14 +140,11 @@ def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
     if not again:
         grads = _gradients(operator, grad_out, input, weight, precision, wanted[:3])
         return *grads, None, of_residual, None, None
-
-    def compute(input: Tensor, weight: Tensor, bias: Any, scale: Any) -> tuple[Tensor]:
-        product = torch.ops.elsa.linear.default
-        out = product(input, weight, bias, "none", None, None, precision)
-        return (epilogue(out, activation, None, scale),)
-
-    tensors = (input, weight, bias, scale)
-    found = second(compute, tensors, (), (*wanted[:3], wanted[5]), (grad_out,))
+    product, plainly = torch.ops.elsa.linear.default, ("none", None, None, precision)
+    found = second(
+        lambda *given: (epilogue(product(*given[:3], *plainly), activation, None, given[3]),),
+        (input, weight, bias, scale), (), (*wanted[:3], wanted[5]), (grad_out,),
+    )  # fmt: skip
     return *found[:3], None, of_residual, found[3], None
 
 

@@ -133,7 +133,7 @@ def route(
         return None
     terms = (query, key, value, attn_mask, is_causal, precision)
     found = dispatch.route(request, backend, schedule=terms)
-    limit = threshold(checked(sparsity)) or exact_threshold(query.dtype, key.shape[2])
+    limit = threshold(sparsity) or exact_threshold(query.dtype, key.shape[2])
     words = f"{found.schedule}; tiles of keys whose weights are all below 2**{limit:.1f} left out"
     return replace(found, schedule=words)
 

@@ -202,7 +202,14 @@ def _geometry(
     require_tensor("qkv", qkv)
     if not qkv.dtype.is_floating_point:
         raise ArgumentError(f"qkv must be floating, not {qkv.dtype}")
-    window, shift = _whole("window_size", window_size), _whole("shift_size", shift_size)
+    whole = []
+    for name, sizes in (("window_size", window_size), ("shift_size", shift_size)):
+        try:
+            whole.append(tuple(map(index, sizes)))
+        except TypeError:
+            said = f"{name} must be whole numbers for each axis, not {sizes!r}"
+            raise ArgumentError(said) from None
+    window, shift = whole
     axes = len(window)
     if axes not in (2, 3) or qkv.dim() != axes + 2:
         raise ArgumentError(
@@ -213,18 +220,17 @@ def _geometry(
         if any(shift):
             raise ArgumentError(f"shift_size {shift} must have {axes} numbers, like window_size")
         shift = (0,) * axes
-    for size, moved in zip(window, shift, strict=True):
-        if size < 1:
-            raise ArgumentError(f"window_size {window} must be positive")
-        if not 0 <= moved < size:
-            raise ArgumentError(
-                f"shift_size {shift} must be at least 0 and smaller than window_size {window}"
-            )
-    sizes = qkv.shape[1:-1]
-    if grid and (any(shift) or any(n % w for n, w in zip(sizes, window, strict=True))):
+    if min(window) < 1:
+        raise ArgumentError(f"window_size {window} must be positive")
+    if not all(0 <= moved < size for size, moved in zip(window, shift, strict=True)):
+        raise ArgumentError(
+            f"shift_size {shift} must be at least 0 and smaller than window_size {window}"
+        )
+    image = qkv.shape[1:-1]
+    if grid and (any(shift) or any(n % w for n, w in zip(image, window, strict=True))):
         raise ArgumentError(
             f"grid=True needs an image of a multiple of window_size {window} and no "
-            f"shift, not {list(sizes)} shifted by {shift}"
+            f"shift, not {list(image)} shifted by {shift}"
         )
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout={layout!r} is unknown: choose one of {', '.join(LAYOUTS)}")
@@ -237,13 +243,6 @@ def _geometry(
     if axes == 2:
         window, shift = (1, *window), (0, *shift)
     return channels // (3 * num_heads), window, shift  # type: ignore[return-value]  # three each
-
-
-def _whole(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    try:
-        return tuple(map(index, sizes))
-    except TypeError:
-        raise ArgumentError(f"{name} must be whole numbers for each axis, not {sizes!r}") from None
 
 
 def _check_terms(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends import eager_window
-from elsa_core.backends.window_call import SCHEMA, WindowCall
+from elsa_core.backends.window_call import SCHEMA
 from elsa_core.ops.attention import portable
 from elsa_core.ops.formulas import differentiable, second
 
@@ -25,14 +25,6 @@ _TERMS = ("qkv", "bias", "pad_qkv", "logit_scale")
 def fake(qkv: Tensor, *rest: Any) -> Tensor:
     """What the operator returns, on fake tensors."""
     return qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
-
-
-def largest_score(**call: Any) -> float:
-    """The largest |score| of a call of the operator, masked ones left out; 0 where none is finite.
-
-    Takes what the operator takes.
-    """
-    return eager_window.largest_score(WindowCall(**call))
 
 
 def _again(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
