@@ -186,7 +186,8 @@ def _measure(
             drift = reference.drift(p, p_exact, y, y_exact)
             seen.append((drift, float(scores.nan_to_num(0.0, 0.0, 0.0).abs().max()), weighed))
         of_p = reference.relative_l2(p, p_exact), reference.relative_l2(p_peer, p_exact)
-        return of_p, _errors(y, y_peer, y_exact)
+        of_y = reference.relative_l2(y, y_exact), reference.relative_l2(y_peer.to(y.dtype), y_exact)
+        return of_p, of_y
 
     sample(0)
     drift, largest_logit, weighed = seen[0]
@@ -242,14 +243,13 @@ def _measure_windows(
     y, y_ref = out[images], plain(**exact)
 
     def sample(seed: int) -> _Pair:
-        if seed == 0:
-            return _errors(y, plain(**wide), y_ref)
-        other = {"qkv": jittered(given["qkv"], seed)}
-        return _errors(
-            operator(**(given | other)),
-            plain(**(wide | map_floating(other, torch.float32))),
-            plain(**(exact | map_floating(other, torch.float64))),
-        )
+        own, peer, oracle = y, wide, y_ref
+        if seed != 0:
+            other = {"qkv": jittered(given["qkv"], seed)}
+            own, peer = operator(**(given | other)), wide | map_floating(other, torch.float32)
+            oracle = plain(**(exact | map_floating(other, torch.float64)))
+        error = reference.relative_l2(own, oracle)
+        return error, reference.relative_l2(plain(**peer).to(own.dtype), oracle)
 
     turbo = given["precision"] == "turbo" and out.dtype == torch.float32
     eps = TURBO_EPS if turbo else torch.finfo(out.dtype).eps
@@ -264,10 +264,6 @@ def _measure_windows(
         keys=math.prod(given["window_size"]),
         padded=any(size % window for size, window in windows),
     )  # fmt: skip
-
-
-def _errors(own: Tensor, peer: Tensor, exact: Tensor) -> _Pair:
-    return reference.relative_l2(own, exact), reference.relative_l2(peer.to(own.dtype), exact)
 
 
 def _settled(sample: Callable[[int], _Pair], factor: float, ulp: float) -> _Pair:

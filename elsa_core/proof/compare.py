@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from elsa_core.errors import ModelError
+from elsa_core.proof.samples import jittered
 
 BAND_ULPS = 2.0
 
@@ -213,8 +214,8 @@ class Judgement:
     """What is known of one case so far: of a model by one path, of a site, or of gradients.
 
     `factor` times the original's own error is allowed, and `bound` beside that where sparsity is
-    granted it; `eps` sets the ulp where it is not the dtype's (turbo); `error` is what the patched
-    code raised.
+    granted it (before anything is added); `eps` sets the ulp where it is not the dtype's (turbo);
+    `error` is what the patched code raised.
     """
 
     factor: float
@@ -247,25 +248,21 @@ class Judgement:
             else:
                 comparison.add(exacts[name], expected, twos[name])
 
-    def grant(self, bound: float) -> None:
-        """Allow the error of sparsity, also to what was compared before."""
-        self.bound = bound
-        for comparison in self.comparisons.values():
-            comparison.bound = bound
-
     @property
     def in_doubt(self) -> bool:
         """Whether finite errors condemn the patched code on the samples so far."""
         return any(1.0 < each.excess < math.inf for each in self.comparisons.values())
 
 
-def settle(judgements: Iterable[Judgement], samples: int, again: Callable[[int], None]) -> None:
+def settle(
+    judgements: Iterable[Judgement], samples: int, given: Any, again: Callable[[Any, int], None]
+) -> None:
     """Takes more samples for judgements that one sample alone condemns: up to `samples` in all, 8
     where the errors are far beyond what is allowed. `again` adds one more to each of them, given
-    its seed."""
+    arguments near `given` and their seed."""
     several = [each.comparisons for each in judgements if each.in_doubt]
     for seed in range(1, samples if several else 1):
-        again(seed)
+        again(jittered(given, seed), seed)
         for comparisons in several:
             for comparison in comparisons.values():
                 comparison.samples = seed + 1

@@ -88,11 +88,6 @@ class Coverage(Plain):
         """Sites that compute softmax attention, patchable or not."""
         return self.patchable + sum(kept.sites for kept in self.kept if kept.softmax)
 
-    @property
-    def complete(self) -> bool:
-        """Whether every softmax attention can be patched; False where there is none."""
-        return 0 < self.softmax_sites == self.patchable
-
 
 def architectures(match: str = "*") -> list[str]:
     """Names ("timm:...", "torchvision:...") that a glob selects; one of each family comes first.
@@ -247,13 +242,13 @@ def summarise(records: Sequence[Coverage]) -> dict[str, Any]:
     `attentive` have at least one softmax attention; `complete` are patched whole, a `share` of
     these.
     """
-    attentive = sum(record.softmax_sites > 0 for record in records)
-    complete = sum(record.complete for record in records)
+    attentive = [record for record in records if record.softmax_sites > 0]
+    complete = sum(record.softmax_sites == record.patchable for record in attentive)
     return {
         "architectures": len(records),
-        "attentive": attentive,
+        "attentive": len(attentive),
         "complete": complete,
-        "share": complete / attentive if attentive else 1.0,
+        "share": complete / len(attentive) if attentive else 1.0,
         "sites": sum(record.sites for record in records),
         "patchable": sum(record.patchable for record in records),
         "verdicts": dict(Counter(record.verdict for record in records if record.sites)),

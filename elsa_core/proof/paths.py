@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -33,6 +34,7 @@ _MOST_PROGRAMS: Final = 1 << 16
 _MOST_GRAPHS: Final = 8  # as many as `elsa_core.graphed` keeps
 # What torch.compile raises where a machine lacks the compiler that it needs.
 _NO_COMPILER: Final = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
+_copied = partial(pytree.tree_map_only, Tensor, Tensor.clone)  # of a nested value
 
 
 def chosen(paths: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
@@ -129,10 +131,6 @@ def lacks_compiler(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def _copied(value: Any) -> Any:
-    return pytree.tree_map_only(Tensor, Tensor.clone, value)
 
 
 @contextmanager

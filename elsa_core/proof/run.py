@@ -27,7 +27,7 @@ from elsa_core.proof.compare import (
     settle,
 )  # fmt: skip
 from elsa_core.proof.report import ModelCheck, model_check
-from elsa_core.proof.samples import jittered, moved, nearby, zeros_filled
+from elsa_core.proof.samples import moved, nearby, zeros_filled
 from elsa_core.proof.sides import Given, PatchedError, of_model, own, watched
 from elsa_core.proof.site_cases import FILLED
 from elsa_core.proof.site_run import Asked, SiteRun
@@ -151,8 +151,8 @@ class CheckRun:
         for seed in range(math.ceil(MIN_VALUES / fewest) - 1):
             self._batch(name, (nearby(first[0], seed), {}), judged)
         doubtful = {path: each for path, each in judged.items() if each.in_doubt and not each.error}
-        settle(doubtful.values(), MODEL_SAMPLES,
-               lambda seed: self._batch(name, jittered(first, seed), doubtful))  # fmt: skip
+        settle(doubtful.values(), MODEL_SAMPLES, first,
+               lambda given, _: self._batch(name, given, doubtful))  # fmt: skip
         label = name + self.label
         return [model_check(label, path, inputs, each, shown=self.shown)
                 for path, each in judged.items()]  # fmt: skip
@@ -177,7 +177,7 @@ class CheckRun:
                     f"({first_line(error)})"
                 ) from error
         for each in judged.values():  # the sites were judged as the original ran through them
-            each.grant(self.site_run.granted)
+            each.bound = self.site_run.granted
         alive = [path for path, each in judged.items() if not each.error]
         exact = self.sides.exact(batch) if alive else None
         for path in alive:

@@ -24,7 +24,6 @@ from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.patching import entry, original
 from elsa_core.proof.compare import Judgement, floating_outputs, map_floating, settle
-from elsa_core.proof.samples import jittered
 
 # Positional and named arguments of one call.
 Given = tuple[tuple[Any, ...], dict[str, Any]]
@@ -207,7 +206,7 @@ def judge_gradients(
 
     try:
         add(given, 0)
-        settle([judgement], samples, lambda seed: add(jittered(given, seed), seed))
+        settle([judgement], samples, given, add)
     except PatchedError as error:
         judgement.error = str(error)
     return judgement

@@ -98,12 +98,6 @@ def site_cases(
     tokens = 1 if getattr(module, "batch_first", True) else 0  # the dim that counts them
     batch = 1 - tokens
 
-    def three(x: Tensor) -> Tensor:
-        """Three images of other tokens where one came; more than one stay as they are."""
-        shifted = -2 if tokens else 0
-        parts = (x, x.roll(1, shifted), x.flip(shifted))
-        return x if x.shape[batch] > 1 else torch.cat(parts, batch)
-
     def longer(x: Tensor) -> Tensor:
         """One sequence of MANY_KEYS tokens, the first one's repeated with small changes."""
         if x.ndim != 3:
@@ -114,7 +108,12 @@ def site_cases(
         return jittered(made, 0)  # type: ignore[no-any-return]
 
     if is_first:
-        args, kwargs = _change_tokens(method, given, three)
+        shifted = -2 if tokens else 0
+        # three images of other tokens where one came; more than one stay as they are
+        args, kwargs = _change_tokens(method, given, lambda x: (
+            x if x.shape[batch] > 1
+            else torch.cat((x, x.roll(1, shifted), x.flip(shifted)), batch)
+        ))  # fmt: skip
         pairs = zip((*args, *kwargs.values()), (*given[0], *given[1].values()), strict=True)
         if any(a is not b for a, b in pairs):
             yield SiteCase(ROWS, (args, kwargs), may_refuse=True)

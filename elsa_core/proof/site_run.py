@@ -18,7 +18,7 @@ from elsa_core.patching import entry, is_layer
 from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.compare import SITE_SAMPLES, TURBO_EPS, Judgement, floating_outputs, settle
 from elsa_core.proof.report import SiteRecord
-from elsa_core.proof.samples import jittered, zeros_filled
+from elsa_core.proof.samples import zeros_filled
 from elsa_core.proof.sides import (
     Given,
     Hook,
@@ -30,11 +30,6 @@ from elsa_core.proof.sides import (
     watched,
 )
 from elsa_core.proof.site_cases import FILLED, Seen, SiteCase, site_cases
-
-
-def is_inexact(site: nn.Module) -> bool:
-    """Whether a patched site leaves out weights by a number."""
-    return isinstance(vars(site).get("elsa_sparsity"), float)
 
 
 @dataclass(frozen=True)
@@ -156,33 +151,40 @@ class SiteRun:
         path = sides.what
         record, eps = self.records[path], TURBO_EPS if path in self.turbo else None
         judgement = Judgement(self.asked.factor, eps)
-        bound = self.asked.bound if is_inexact(self.sites[path]) else 0.0
-
-        def again(seed: int) -> None:
-            other = jittered(given, seed)
-            judgement.add(sides.exact(other), sides.original(other), sides.patched(other))
-
+        # of a site that leaves out weights by a number
+        inexact = isinstance(vars(self.sites[path]).get("elsa_sparsity"), float)
+        bound = self.asked.bound if inexact else 0.0
         try:
             with OperatorCapture(self.asked.factor, bound) as capture:
                 left = own(given)
                 # before the call: a site may add to a list
                 pairs = list(zip(*map(pytree.tree_leaves, (left, given)), strict=True))
                 found = sides.patched(left)
-                plain = (p for p in pairs if isinstance(p[0], torch.Tensor) and _is_dense(p[0]))
-                if not all(torch.equal(a, b) for a, b in plain):
+                dense = (
+                    (a, b)
+                    for a, b in pairs
+                    if isinstance(a, torch.Tensor) and a.layout == torch.strided
+                    and not (a.is_nested or a.is_meta)
+                )  # fmt: skip
+                if not all(torch.equal(a, b) for a, b in dense):
                     # It writes to its arguments, as the original did before it came here: all
                     # three get what that left.
                     output = sides.original(given)
+                if any(call.tiles for call in capture.calls):
+                    # a layer was patched so too, and is exact
+                    judgement.bound, self.granted = bound, max(self.granted, bound)
                 judgement.add(sides.exact(given), output, found)
         except PatchedError as error:
             record.errors.append(f"{label}: {error}")
             seen = Seen()
         else:
             calls = capture.calls
-            if any(call.tiles for call in calls):  # a layer was patched so too, and is exact
-                judgement.grant(bound)
-                self.granted = max(self.granted, bound)
-            settle([judgement], SITE_SAMPLES, again)
+            settle(
+                [judgement], SITE_SAMPLES, given,
+                lambda other, _: judgement.add(
+                    sides.exact(other), sides.original(other), sides.patched(other)
+                ),
+            )  # fmt: skip
             record.add(label, judgement.comparisons, calls)
             record.backends |= capture.backends
             padded = [call.padded for call in calls]
@@ -196,7 +198,3 @@ class SiteRun:
             judge_gradients(slopes, sides, given, self.asked.dtype, SITE_SAMPLES)
             self.gradients[path].append((label, slopes))
         return seen
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta)
