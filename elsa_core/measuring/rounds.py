@@ -36,14 +36,14 @@ _BUSY_REPLAYS: Final = 5  # of a graph, between two events
 class Sample:
     """One call of one contender, in seconds.
 
-    `seconds` is what the caller waits, with the GPU's end awaited. On CUDA `host` is the time until
-    the call returns and `device` the time between two events around it. `sites` holds the
-    seconds spent in each watched module.
+    `seconds` is what the caller waits, with the GPU's end awaited, and `span` what the sites are
+    part of: on CUDA the time between two events around the call, else the same. On CUDA `host` is
+    the time until the call returns. `sites` holds the seconds spent in each watched module.
     """
 
     seconds: float
+    span: float
     host: float | None = None
-    device: float | None = None
     sites: dict[str, float] = field(default_factory=dict)
 
 
@@ -150,9 +150,10 @@ def _once(call: Callable[[], object], device: torch.device, clock: Clock | None)
         end, host = timing.mark(device), time.perf_counter() - start
         torch.cuda.synchronize(device)
         waited = time.perf_counter() - start
-        found = Sample(waited, host, timing.between(begin, end))
+        found = Sample(waited, timing.between(begin, end), host)
     else:
-        found = Sample(timing.timed(call, 1))
+        waited = timing.timed(call, 1)
+        found = Sample(waited, waited)
     return found if clock is None else replace(found, sites=clock())
 
 

@@ -30,7 +30,7 @@ from elsa_core.patching import (
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import Prepared, ProfileReport, Progress, prepare, timed
 from elsa_core.profiling.runs.variants import first_tensor, on_device
-from elsa_core.profiling.sites import SiteClock, outermost, profiles, served, whole
+from elsa_core.profiling.sites import SiteClock, outermost, profiles, served
 from elsa_core.proof import check
 
 __all__ = ["ProfileReport", "profile"]
@@ -201,7 +201,7 @@ def _timed_sites(
         contenders.append(replace(built[name], call=replay))
     progress = partial(tell, "sites")
     samples = take_samples(contenders, ready.first.device, how, clocks, progress)
-    seconds = {name: [whole(sample) for sample in own] for name, own in samples.items()}
+    seconds = {name: [sample.span for sample in own] for name, own in samples.items()}
     watched_seconds = [seconds[name] for name in _WATCHED]
     order = [before * after for before, after in zip(*watched_seconds, strict=True)]
     means = middle_means(order, watched_seconds)
@@ -211,8 +211,8 @@ def _timed_sites(
         busy = run.seconds if pair == _PAIR else run.device_seconds or run.seconds
         by.append(mean / run.seconds)
         scaled.append([
-            Sample(
-                whole(each) * run.seconds / mean,
+            replace(
+                each, span=each.span * run.seconds / mean,
                 sites={path: taken * busy / mean for path, taken in each.sites.items()},
             )
             for each in samples[own]

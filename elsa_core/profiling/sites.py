@@ -176,8 +176,8 @@ def profiles(
 
     `sites`: each with the paths of those within. `routes` and `errors` (patched, before) by path.
     """
-    order = [whole(old) * whole(new) for old, new in zip(before, after, strict=True)]
-    (total,) = middle_means(order, [[whole(sample) for sample in before]])
+    order = [old.span * new.span for old, new in zip(before, after, strict=True)]
+    (total,) = middle_means(order, [[sample.span for sample in before]])
 
     def row(
         site: AttentionSite, within: tuple[str, ...], pick: Callable[[Sample], float]
@@ -204,13 +204,8 @@ def profiles(
     ]
     rows.sort(key=lambda each: -each.seconds_before)
     # Two clocks: between events that follow one another at once, nothing may be left.
-    rest = row(_REST_SITE, (), lambda sample: whole(sample) - sum(sample.sites.values()))
+    rest = row(_REST_SITE, (), lambda sample: sample.span - sum(sample.sites.values()))
     return (*rows, rest)
-
-
-def whole(sample: Sample) -> float:
-    """The time that the sites are part of: on CUDA that between events, not the caller's wait."""
-    return sample.seconds if sample.device is None else sample.device
 
 
 _SHARED: Final = (

@@ -42,12 +42,6 @@ class Configuration(Plain):
     dtype: str = "fp32"
     precision: str = "strict"
 
-    @property
-    def name(self) -> str:
-        """`384, batch 8, fp32 strict`."""
-        size = "own size" if self.image_size is None else side(self.image_size)
-        return f"{size}, batch {self.batch}, {self.dtype} {self.precision}"
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -123,7 +117,9 @@ def run(
     loaded: Loaded | None = None
     of: tuple[Any, ...] = ()
     for i, point in enumerate(missing, 1):
-        label, found = f"{point.name}: " if len(points) > 1 else "", None
+        size = "own size" if point.image_size is None else side(point.image_size)
+        label = f"{size}, batch {point.batch}, {point.dtype} {point.precision}: "
+        label, found = label if len(points) > 1 else "", None
         try:
             validate(point.precision, DTYPES[point.dtype])
         except ArgumentError as error:

@@ -65,28 +65,27 @@ def _trained(
 
 def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
     chosen: dict[str, Any] = {"precision": precision, "backend": backend}
-    notes: dict[str, str] = {}
-    parts: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list
-    if case.window:  # within images as a projection leaves them
-        assert tensors.mask is not None
-        leaves: list[Tensor] = [peers.joined(case, *tensors[:3]), tensors.mask[0]]
-        grad, cut = peers.joined(case, slope(tensors.query)), partial(peers.windows_of, case)
-        forward: Any = partial(
-            window_attention, num_heads=case.heads, window_size=(case.window,) * 2, **chosen
-        )
-
-        def parts(returned: Sequence[Tensor]) -> Sequence[Tensor]:
-            out, of_image, of_bias = returned
-            return [cut(out), *(cut(part) for part in of_image.chunk(3, -1)), of_bias]
-    else:
-        leaves = [t for t in tensors if t is not None]
+    plain = partial(Contender, f"elsa-{precision}", lambda: None, precision=precision)
+    grad = slope(tensors.query)
+    if not case.window:
         query, key, value = (t.detach().requires_grad_() for t in tensors[:3])
         route = explain(query, key, value, tensors.mask, **chosen)
         told = [reason for reason in route.reasons if reason.startswith("gradients")]
         notes = {"backend": route.backend, "schedule": "; ".join([route.schedule, *told])}
-        grad, forward = slope(query), partial(attention, **chosen)
-    plain = Contender(f"elsa-{precision}", lambda: None, precision=precision, notes=notes)
-    return _trained(lambda: plain, lambda: forward, leaves, grad, parts)
+        leaves = [t for t in tensors if t is not None]
+        own: Any = partial(attention, **chosen)
+        return _trained(partial(plain, notes=notes), lambda: own, leaves, grad)
+    # within images as a projection leaves them
+    assert tensors.mask is not None
+    leaves = [peers.joined(case, *tensors[:3]), tensors.mask[0]]
+    of_windows = partial(
+        window_attention, num_heads=case.heads, window_size=(case.window,) * 2, **chosen
+    )
+    cut = partial(peers.windows_of, case)
+    return _trained(
+        plain, lambda: of_windows, leaves, peers.joined(case, grad),
+        lambda found: [cut(found[0]), *map(cut, found[1].chunk(3, -1)), found[2]],
+    )  # fmt: skip
 
 
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:

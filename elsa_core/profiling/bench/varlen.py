@@ -26,55 +26,48 @@ _SHAPES: Final = ((16, 12, 576, 64), (8, 12, 1024, 64), (16, 3, 197, 64), (4, 12
 _CUDA_SHAPES: Final = ((16, 16, 4096, 64), (32, 12, 1024, 64))
 
 
-class _Packed:
-    def __init__(self, case: Case, tensors: Inputs) -> None:
-        self.longest = case.queries
-        self.ends = [0, *accumulate(lengths_of(case.batch, case.queries))]
-        self.starts = torch.tensor(self.ends, dtype=torch.int32, device=tensors.query.device)
-        self.here = packing.inside(self.starts, self.longest)
-        self.operands: list[Any] = [
-            packing.packed(t.transpose(1, 2), self.starts, self.ends[-1])
-            for t in (tensors.query, tensors.key, tensors.value)
-        ]
+Packed = tuple[tuple[Any, ...], list[int], Tensor, Callable[[Any], Tensor]]
 
-    def read(self, returned: Any) -> Tensor:
-        """[T, H, D] as [B, H, N, D], zeros at padded places."""
-        return packing.padded(returned, self.starts, self.longest).transpose(1, 2)
+
+def _packed(case: Case, tensors: Inputs) -> Packed:
+    """Operands [T, H, D], where sequences begin and end as numbers and as a tensor, and what brings
+    an output [T, H, D] to [B, H, N, D], with zeros at padded places."""
+    ends = [0, *accumulate(lengths_of(case.batch, case.queries))]
+    starts = torch.tensor(ends, dtype=torch.int32, device=tensors.query.device)
+    operands = (packing.packed(t.transpose(1, 2), starts, ends[-1]) for t in tensors[:3])
+    return (
+        tuple(operands), ends, starts,
+        lambda returned: packing.padded(returned, starts, case.queries).transpose(1, 2),
+    )  # fmt: skip
 
 
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:
-    packed = _Packed(case, tensors)
+    operands, ends, starts, read = _packed(case, tensors)
+    parts = [[t[a:b].transpose(0, 1).unsqueeze(0) for t in operands] for a, b in pairwise(ends)]
 
-    def each() -> Contender:
-        parts = [
-            [t[a:b].transpose(0, 1).unsqueeze(0) for t in packed.operands]
-            for a, b in pairwise(packed.ends)
-        ]
-
-        def call() -> Tensor:
-            outs = [F.scaled_dot_product_attention(q, k, v) for q, k, v in parts]
-            return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
-
-        return Contender("each-sdpa", call, read=packed.read)
+    def each() -> Tensor:
+        outs = [F.scaled_dot_product_attention(q, k, v) for q, k, v in parts]
+        return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
 
     found: dict[str, Callable[[], Contender] | str] = {}
-    zeroed: Any = operator.methodcaller("masked_fill", ~packed.here[:, None, :, None], 0)
+    there = packing.inside(starts, case.queries)
+    zeroed: Any = operator.methodcaller("masked_fill", ~there[:, None, :, None], 0)
     padded: dict[str, Callable[..., Any]] = {
         "padded-sdpa": F.scaled_dot_product_attention,
         "padded-elsa": attention,
     }
     for name, attend in padded.items():
-        call = functools.partial(attend, *tensors[:3], packed.here[:, None, None, :])
+        call = functools.partial(attend, *tensors[:3], there[:, None, None, :])
         found[name] = functools.partial(Contender, name, call, read=zeroed)
-    found["each-sdpa"] = each
+    found["each-sdpa"] = functools.partial(Contender, "each-sdpa", each, read=read)
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         found["varlen-attn"] = "this torch has none"
     elif tensors.query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
-        starts, longest = [packed.starts] * 2, [packed.longest] * 2
-        call = functools.partial(varlen_attn, *packed.operands, *starts, *longest)
-        found["varlen-attn"] = functools.partial(Contender, "varlen-attn", call, read=packed.read)
+        sizes: list[Any] = [starts, starts, case.queries, case.queries]
+        call = functools.partial(varlen_attn, *operands, *sizes)
+        found["varlen-attn"] = functools.partial(Contender, "varlen-attn", call, read=read)
     return found
 
 
@@ -88,11 +81,9 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Te
 
 
 def _elsa(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
-    packed = _Packed(case, tensors)
-    given = (*packed.operands, packed.starts, None, packed.longest)
-    return of_elsa(
-        varlen_attention, explain_varlen_attention, given, precision, backend, read=packed.read
-    )
+    operands, _, starts, read = _packed(case, tensors)
+    given = (*operands, starts, None, case.queries)
+    return of_elsa(varlen_attention, explain_varlen_attention, given, precision, backend, read=read)
 
 
 VARLEN = Bench(
