@@ -21,7 +21,7 @@ from elsa_core.base.messages import first_line, side
 from elsa_core.base.reading import memory_bytes
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, TooLargeError
 from elsa_core.loading import libraries
-from elsa_core.loading.libraries import build_meta, default_recipe, patch_step
+from elsa_core.loading.libraries import build_meta, patch_step
 from elsa_core.loading.library import BUILD_ERRORS
 from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe, required_pair
@@ -64,33 +64,28 @@ def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
     resized = libraries.of(recipe.library).resized
     target, original = resized(recipe, size), build_meta(recipe)
     step = patch_step(original, recipe)
-    if step is not None and (size[0] % step[0] or size[1] % step[1]):
-        near = _neighbours(size[0], step[0]) if step[0] == step[1] else []
+    misses = step is not None and any(n % by for n, by in zip(size, step, strict=True))
+    if step is not None and misses:
+        steps: tuple[int, ...] = step[:1] if step[0] == step[1] else ()
         what = f"is not a multiple of the patch size {side(step)} of {recipe.name}"
     else:
         found = problem(target)
         # A model that the meta device cannot run at its own size says nothing about this one.
         if found is None or problem(recipe, original) is not None:
             return target
-        # Square sizes at which the model runs, of the finest grid that has any.
-        runs = (
-            [
-                near
-                for near in _neighbours(size[0], step)
-                if near <= MAX_IMAGE_SIZE and problem(resized(recipe, (near, near))) is None
-            ]
-            for step in _SEARCH_STEPS
-        )
-        near = next(filter(None, runs), [recipe.size[0]])
+        steps = _SEARCH_STEPS
         what = f"does not suit {recipe.name}: {found}"
-    valid = f"; nearest valid: {' or '.join(map(str, near))}" if near else ""
-    raise ArgumentError(f"image_size (--img-size) {side(size)} {what}{valid}")
-
-
-def _neighbours(side: int, step: int) -> list[int]:
-    """The multiples of `step` around `side`, without 0; `side` itself when it is one."""
-    around = dict.fromkeys((side // step * step, -(-side // step) * step))
-    return [near for near in around if near > 0]
+    # Square sizes at which the model runs, of the finest grid that has any.
+    near: list[int] = []
+    for grid in steps:
+        around = dict.fromkeys((size[0] // grid * grid, -(-size[0] // grid) * grid))
+        near = [n for n in around if 0 < n <= MAX_IMAGE_SIZE]
+        if not misses:
+            near = [n for n in near if problem(resized(recipe, (n, n))) is None]
+        if near:
+            break
+    valid = " or ".join(map(str, near)) or side(recipe.size)
+    raise ArgumentError(f"image_size (--img-size) {side(size)} {what}; nearest valid: {valid}")
 
 
 def problem(recipe: Recipe, model: nn.Module | None = None) -> str | None:
@@ -132,9 +127,9 @@ def problem(recipe: Recipe, model: nn.Module | None = None) -> str | None:
 def check_sizes(spec: ModelSpec, sizes: Sequence[tuple[int, int]]) -> None:
     """ArgumentError for sizes that a named model cannot run at, before anything is loaded; a size
     that needs too much memory is none of these."""
-    if spec.path is not None or spec.source == "hub":
+    if spec.source not in libraries.names():
         return
-    recipe = default_recipe(spec)
+    recipe = libraries.of(spec.source).recipe(spec.name, spec.tag)
     for size in sizes:
         with suppress(TooLargeError):
             with_image_size(recipe, size)
@@ -279,7 +274,7 @@ def changed(
             if held is not None and not resized:
                 same = held.shape == tensor.shape
                 if not (same and torch.allclose(held.double(), tensor.double(), 1e-4, 1e-4)):
-                    found[name] = f"is not what the model computes ({_shape(tensor)})"
+                    found[name] = "is not what the model computes"
         elif name in asked or (
             held is not None
             and held.shape == tensor.shape
@@ -292,10 +287,12 @@ def changed(
         for name in _lost(left, [t for name, t in state.items() if name not in taken]):
             held, what = own.get(name), "dropped"
             if held is not None:
+                shape = "x".join(map(str, held.shape)) or "one number"
                 same = held.shape == tensors[name].shape
-                what = "changed" if same else f"resampled to {_shape(held)}"
-            found[name] = f"({_shape(tensors[name])}) would be {what}"
-    return found
+                what = "changed" if same else f"resampled to {shape}"
+            found[name] = f"would be {what}"
+    shapes = {name: "x".join(map(str, tensors[name].shape)) or "one number" for name in found}
+    return {name: f"({shapes[name]}) {what}" for name, what in found.items()}
 
 
 def _converted(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -339,7 +336,3 @@ def _lost(left: Mapping[str, Tensor], rest: list[Tensor]) -> list[str]:
         if torch.equal(one, other):
             return []
     return names
-
-
-def _shape(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "one number"

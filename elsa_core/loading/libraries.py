@@ -6,21 +6,18 @@ caller's random state.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from elsa_core.base.messages import first_line, quiet
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
-from elsa_core.loading.library import BUILD_ERRORS, Library, UninitialisedParameters, built
+from elsa_core.loading.library import BUILD_ERRORS, Library, UninitialisedParameters
 from elsa_core.loading.open_clip_models import OPEN_CLIP
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.timm_models import TIMM
 from elsa_core.loading.torchvision_models import TORCHVISION
-
-if TYPE_CHECKING:
-    from elsa_core.loading.spec import ModelSpec
 
 # The names of the first need no prefix; the tensors of a file are its own where no other's marks
 # are among them.
@@ -42,23 +39,26 @@ def of(name: str) -> Library:
             return library
     if name not in NAMELESS:
         raise ModelError(f"no library is named {name[:40]!r}: elsa knows {', '.join(names())}")
-
-    def refuse(recipe: Recipe) -> nn.Module:
-        raise ModelError(f"{recipe.name} of {recipe.library} is not built by its name")
-
     return Library(name=name, names=list, lookup=lambda name: None,
-                   recipe=lambda model, tag: Recipe(name, model), build=refuse)  # fmt: skip
-
-
-def default_recipe(spec: ModelSpec) -> Recipe:
-    """Return the recipe that the library itself follows for this name."""
-    library = of(spec.source) if spec.source in names() else LIBRARIES[0]
-    return library.recipe(spec.name, spec.tag)
+                   recipe=lambda model, tag: Recipe(name, model), build=None)  # fmt: skip
 
 
 def build(recipe: Recipe) -> nn.Module:
-    """Build the model with fresh random weights, in eval mode; raises as `built`."""
-    return built(of(recipe.library).build, recipe)
+    """Build the model with random weights, in eval mode; ModelError where its library cannot."""
+    builder = of(recipe.library).build
+    if builder is None:
+        raise ModelError(f"{recipe.name} of {recipe.library} is not built by its name")
+    try:
+        with quiet():
+            return builder(recipe).eval()
+    except ElsaError:
+        raise
+    except ImportError as error:
+        raise UnavailableError(f"{recipe.name} needs a package: {first_line(error)}") from None
+    except BUILD_ERRORS as error:
+        raise ModelError(
+            f"{recipe.library} cannot build {recipe.name}: {first_line(error)}"
+        ) from error
 
 
 def build_meta(recipe: Recipe) -> nn.Module:

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from elsa_core.base.messages import first_line, quiet
-from elsa_core.errors import ElsaError, ModelError, UnavailableError
+from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import hub
 from elsa_core.loading.names import Shapes
 
@@ -43,10 +42,11 @@ class Library:
     lookup: Callable[[str], tuple[str, str | None] | None]
     hub_owner: str | None = None  # of repositories on the hub whose names are models of the library
     takes_hub_ids: bool = False  # "hf-hub:OWNER/NAME" may follow the colon
-    has_tags: bool = False  # a name can have several published weights
+    # the published weights of a name, where it can have several
+    tags: Callable[[str], Sequence[str]] | None = None
 
     recipe: Callable[[str, str | None], Recipe]  # the library's own, of a name and a tag
-    build: Callable[[Recipe], nn.Module]  # the model with random weights
+    build: Callable[[Recipe], nn.Module] | None  # the model with random weights
     # the recipe for inputs of (height, width) pixels; ArgumentError for a size that is none
     resized: Callable[[Recipe, Size], Recipe] = lambda recipe, size: recipe.at(size)
     takes_any_size: Callable[[Recipe], bool] = lambda recipe: False
@@ -69,14 +69,14 @@ class Library:
     # the model of the first recipe with the tensors of a file, which are those of the second; the
     # library renames and resizes them
     converted: Callable[[Recipe, Recipe, Weights], nn.Module] | None = None
-    # the recipe with classifier and channels as in the tensors' shapes
-    as_in: Callable[[Recipe, Shapes], Recipe] = lambda recipe, shapes: recipe
+    # the recipe with classifier and channels as in the tensors' shapes, and what else could have
+    # these shapes, the likeliest first, as many for each recipe
+    as_in: Callable[[Recipe, Shapes], Sequence[Recipe]] = lambda recipe, shapes: (recipe,)
     # whether the names of tensors are the library's; the first is asked for all others
     marks: Callable[[Shapes], bool] = lambda shapes: False
-    # the models whose tensors could have these names, what else to build each with, the likeliest
-    # first, and the same with one block, which is built before the whole
+    # the models whose tensors could have these names, and one with one block, which is built before
+    # the whole
     names_like: Callable[[Shapes], list[str]] = lambda shapes: []
-    variants: Callable[[Shapes], list[dict[str, Any]]] = lambda shapes: [{}]
     one_block: Callable[[Recipe, Shapes], Recipe] = lambda recipe, shapes: recipe
 
 
@@ -95,28 +95,6 @@ def unknown(library: str, name: str, names: Sequence[str], kind: str = "") -> Mo
     close = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
     hint = f"; close names: {', '.join(f'{library}:{c}' for c in close)}" if close else ""
     return ModelError(f"no {library} {kind}model is named {name!r}{hint}")
-
-
-def check_tag(library: str, name: str, tag: str, tags: Sequence[str]) -> None:
-    """Refuse a tag that no published weights have; the error lists those that there are."""
-    if tag not in tags:
-        known = ", ".join(sorted(tags)) if tags else "none are published"
-        raise ModelError(f"{library} model {name} has no weights named {tag!r}: {known}")
-
-
-def built(builder: Callable[[Recipe], nn.Module], recipe: Recipe) -> nn.Module:
-    """Build the model with random weights, in eval mode; ModelError where the library cannot."""
-    try:
-        with quiet():
-            return builder(recipe).eval()
-    except ElsaError:
-        raise
-    except ImportError as error:
-        raise UnavailableError(f"{recipe.name} needs a package: {first_line(error)}") from None
-    except BUILD_ERRORS as error:
-        raise ModelError(
-            f"{recipe.library} cannot build {recipe.name}: {first_line(error)}"
-        ) from error
 
 
 class UninitialisedParameters(TorchFunctionMode):

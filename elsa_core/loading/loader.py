@@ -24,7 +24,7 @@ from elsa_core.loading import hub, libraries
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.fit import checked_size, with_given, with_image_size
 from elsa_core.loading.fromfile import apply, choose_recipe, weights_in
-from elsa_core.loading.libraries import build, build_published, classes, default_recipe
+from elsa_core.loading.libraries import build, build_published, classes
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
 from elsa_core.loading.recipe import (
     ASSUMABLE,
@@ -260,7 +260,7 @@ def load_model(
     loaded.num_classes = count
     if stated.assumed and not loaded.weights.startswith("random"):
         flags = ", ".join(FLAGS[key] for key in stated.assumed)
-        tag = ", or --arch with a tag" if libraries.of(recipe.library).has_tags else ""
+        tag = ", or --arch with a tag" if libraries.of(recipe.library).tags else ""
         line = (
             f"{parsed.name} does not say its preprocessing: {assumed_text(stated)} assumed, the"
             f" defaults of {recipe.name}: give {flags}{tag}"
@@ -298,7 +298,7 @@ def _checked_device(device: str | torch.device) -> torch.device:
 def _from_library(
     spec: ModelSpec, size: Size, pretrained: bool, drawn: str, given: Mapping[str, Any]
 ) -> Loaded:
-    recipe = with_given(default_recipe(spec), given)
+    recipe = with_given(libraries.of(spec.source).recipe(spec.name, spec.tag), given)
     if size is not None:
         recipe = with_image_size(recipe, size)
     model, weights = build_published(recipe) if pretrained else (build(recipe), drawn)

@@ -15,7 +15,7 @@ from elsa_core.base.files import scratch
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import hub, timm_models
-from elsa_core.loading.library import Library, Size, built, check_tag, imported, unknown
+from elsa_core.loading.library import Library, Size, imported, unknown
 from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, RESIZE_MODES, Preprocess, Recipe
 from elsa_core.loading.weights import Weights, check_file, separate
@@ -30,9 +30,6 @@ def _lookup(text: str) -> tuple[str, str | None]:
         name = name.replace("/", "-")
     if name not in names:
         raise unknown("open_clip", name, names)
-    if tag:
-        tags = imported("open_clip", "open_clip_torch").list_pretrained_tags_by_model(name)
-        check_tag("open_clip", name, tag, tags)
     return name, tag or None
 
 
@@ -152,7 +149,7 @@ def _load(target: Recipe, native: Recipe, path: str | Path) -> nn.Module:
     import open_clip
 
     timm_tower = "timm_model_name" in (native.model_cfg or {})["vision_cfg"]
-    model = built(_build, native if timm_tower else target)
+    model = _build(native if timm_tower else target)
     open_clip.load_checkpoint(model, str(path))
     if timm_tower and target.size != native.size:
         tower: Any = model.visual
@@ -197,7 +194,7 @@ OPEN_CLIP = Library(
     names=lambda: list(imported("open_clip", "open_clip_torch").list_models()),
     lookup=_lookup,
     takes_hub_ids=True,
-    has_tags=True,
+    tags=lambda name: imported("open_clip", "open_clip_torch").list_pretrained_tags_by_model(name),
     recipe=_recipe,
     build=_build,
     resized=_resized,

@@ -72,19 +72,21 @@ class Preprocess:
         of an error calls a field."""
         found = {key: value for key, value in said.items() if value is not None}
         count = self.input_size[0]
-        for key, least in (("mean", -1e6), ("std", 1e-6)):
-            if key in found:
-                values = found[key]
-                if not isinstance(values, (list, tuple)) or len(values) not in (1, count):
-                    raise error(f"{named(key)} must be {count} numbers or one for all")
-                if not all(_within(value, least, 1e6) for value in values):
-                    raise error(f"{named(key)} must be numbers from {least:g} to 1e6")
-                found[key] = tuple(map(float, values)) * (count // len(values))
-        if "crop_pct" in found:
-            # Above 1 the image is smaller than the input and its border is black: VOLO at 448.
-            if not _within(found["crop_pct"], 0.05, 2.0):
-                raise error(f"{named('crop_pct')} must be a number from 0.05 to 2")
-            found["crop_pct"] = float(found["crop_pct"])
+        # Above 1 the image is smaller than the input and its border is black: VOLO at 448.
+        bounds = {"mean": (-1e6, 1e6), "std": (1e-6, 1e6), "crop_pct": (0.05, 2.0)}
+        for key, (least, most) in bounds.items():
+            if key not in found:
+                continue
+            one = key == "crop_pct"
+            values = [found[key]] if one else found[key]
+            if not isinstance(values, (list, tuple)) or len(values) not in (1, count):
+                raise error(f"{named(key)} must be {count} numbers or one for all")
+            numbers = all(isinstance(n, int | float) and not isinstance(n, bool) for n in values)
+            if not numbers or not all(least <= n <= most for n in values):
+                what = "a number" if one else "numbers"
+                raise error(f"{named(key)} must be {what} from {least:g} to {most:g}")
+            several = tuple(map(float, values)) * (count // len(values))
+            found[key] = several[0] if one else several
         for key, known in (("interpolation", INTERPOLATIONS), ("crop_mode", CROP_MODES)):
             if key in found and found[key] not in known:
                 raise error(f"{named(key)} must be one of {', '.join(known)}")
@@ -248,9 +250,3 @@ def check_blocks(args: Mapping[str, Any], where: str, error: type[ElsaError] = M
         counts = value if isinstance(value, list) else [value]
         if _BLOCKS.search(str(key)) and any(type(n) is int and n > MAX_BLOCKS for n in counts):
             raise error(f"{where}: {key[:60]!r} is beyond the limit of {MAX_BLOCKS} blocks")
-
-
-def _within(value: Any, least: float, most: float) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
-    )

@@ -21,7 +21,7 @@ from torch import nn
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading import libraries
 from elsa_core.loading.fit import differences, explain_misfit, fitted, is_unused, with_given
-from elsa_core.loading.libraries import build, build_meta, default_recipe, label
+from elsa_core.loading.libraries import build, build_meta, label
 from elsa_core.loading.library import BUILD_ERRORS, Library, UninitialisedParameters
 from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import Recipe
@@ -60,10 +60,10 @@ def recognise(
     names = library.names_like(shapes)
     found: list[Recipe] = []
     near: list[tuple[int, int, str]] = []  # how many tensors of a block differ, and the name
-    for args in library.variants(shapes):
-        for name in names:
-            usual = library.as_in(library.recipe(name, None), shapes)
-            recipe = with_given(usual.with_args(args), given)
+    usual = [library.as_in(library.recipe(name, None), shapes) for name in names]
+    for variant in zip(*usual, strict=True):
+        for name, plain in zip(names, variant, strict=True):
+            recipe = with_given(plain, given)
             count = _misfits(library, recipe, shapes)
             fit = None if count else fitted(recipe, shapes, image_size)
             if fit is not None:
@@ -124,7 +124,7 @@ def _unknown(
     near = sorted(set(near))
     found: list[tuple[int, Recipe]] = []
     for name in [name for count, _, name in near if count == near[0][0]][:_COMPARED]:
-        recipe = with_given(library.as_in(library.recipe(name, None), shapes), given)
+        recipe = with_given(library.as_in(library.recipe(name, None), shapes)[0], given)
         with suppress(ElsaError):
             found.append((sum(map(len, differences(build_meta(recipe), shapes))), recipe))
     closest = ""
@@ -144,12 +144,10 @@ def fit_named(
 ) -> Recipe:
     """Fit one named architecture to the shapes; the usual recipe where it does not fit exactly: the
     library may convert the tensors."""
-    usual = default_recipe(spec)
-    library = libraries.of(usual.library)
-    usual = library.as_in(usual, shapes)
-    tries = (with_given(usual.with_args(args), given) for args in library.variants(shapes))
-    fits = (fitted(recipe, shapes, image_size) for recipe in tries)
-    return next((fit for fit in fits if fit is not None), None) or with_given(usual, given)
+    library = libraries.of(spec.source)
+    usual = library.as_in(library.recipe(spec.name, spec.tag), shapes)
+    fits = (fitted(with_given(recipe, given), shapes, image_size) for recipe in usual)
+    return next((fit for fit in fits if fit is not None), None) or with_given(usual[0], given)
 
 
 def _groups(recipes: list[Recipe]) -> list[list[Recipe]]:
@@ -208,7 +206,8 @@ def shallow(recipe: Recipe) -> tuple[nn.Module, tuple[int, int]]:
 
 def meta_model(name: str) -> nn.Module:
     """The architecture on the meta device: every module and shape, no memory."""
-    return build_meta(default_recipe(parse(name)))
+    spec = parse(name)
+    return build_meta(libraries.of(spec.source).recipe(spec.name, spec.tag))
 
 
 def small_model(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
@@ -216,7 +215,8 @@ def small_model(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
     and its image size (C, H, W). Parameters are allocated and not filled."""
     from elsa_core.patching import find_sites
 
-    recipe = default_recipe(parse(name))
+    spec = parse(name)
+    recipe = libraries.of(spec.source).recipe(spec.name, spec.tag)
     with UninitialisedParameters():
         try:
             model, size = shallow(recipe)

@@ -22,6 +22,8 @@ CHECKPOINT_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 CONFIG_NAMES = ("config.json", "open_clip_config.json")
 _PLACES = ("hf-hub", "local-dir", "python")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+# By who publishes a library's models on the hub.
+_OWNERS = {library.hub_owner: library for library in libraries.LIBRARIES if library.hub_owner}
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,17 @@ def parse(text: str | os.PathLike[str]) -> ModelSpec:
     source = sources.get(prefix.replace("_", "-")) if colon and isinstance(text, str) else None
     if source is not None:
         return _from_source(source, rest, given)
+    owned = "/" in given and given.partition("/")[0] in _OWNERS
     # What can only be a path: a leading dot, slash or tilde, a file suffix, a folder.
     if (
         not isinstance(text, str)
         or given.startswith((".", "/", "~", "\\"))
         or given.endswith((".safetensors", ".onnx", ".txt", ".json", *CHECKPOINT_SUFFIXES))
         or re.match(r"[A-Za-z]:[\\/]", given)
-        or (("/" in given or os.sep in given) and _owner(given) is None)
+        or (("/" in given or os.sep in given) and not owned)
     ):
         return _from_path(given, given)
-    if _owner(given) is not None:
+    if owned:
         return _from_hub(given, given)
     if colon and re.fullmatch(r"[A-Za-z][\w-]+", prefix):
         known = ", ".join(f"{name}:" for name in sources.values())
@@ -127,7 +130,12 @@ def _from_library(library: Library, text: str, given: str) -> ModelSpec:
         return _from_hub(text.removeprefix("hf-hub:"), given)
     found = library.lookup(text)
     if found is not None:
-        return ModelSpec(library.name, found[0], given, found[1])
+        name, tag = found
+        tags = library.tags(name) if tag and library.tags is not None else ()
+        if tag and tag not in tags:
+            known = ", ".join(sorted(tags)) if tags else "none are published"
+            raise ModelError(f"{library.name} model {name} has no weights named {tag!r}: {known}")
+        return ModelSpec(library.name, name, given, tag)
     # Close names of every installed library, the exact ones of others first.
     others: dict[str, str] = {}
     for other in libraries.LIBRARIES:
@@ -145,16 +153,11 @@ def _from_library(library: Library, text: str, given: str) -> ModelSpec:
     raise ModelError(f"no file and no {library.name} model is named {given!r}; {hint}")
 
 
-def _owner(text: str) -> Library | None:
-    owner, slash, _ = text.partition("/")
-    owners = (one for one in libraries.LIBRARIES if one.hub_owner == owner)
-    return next(owners, None) if slash else None
-
-
 def _from_hub(text: str, given: str) -> ModelSpec:
     if not _HUB_ID.fullmatch(text):
         raise ModelError(f"{text!r} is not a Hugging Face hub id: expected OWNER/NAME[@REVISION]")
-    library, repository = _owner(text), text.partition("/")[2]
+    owner, _, repository = text.partition("/")
+    library = _OWNERS.get(owner)
     arch = repository.split(".", maxsplit=1)[0]
     # A library's own repositories are its models: their configuration needs no network.
     if library is not None and "@" not in repository and arch in library.names():

@@ -10,7 +10,7 @@ from torch import nn
 
 from elsa_core.errors import ModelError
 from elsa_core.loading import hub
-from elsa_core.loading.library import Library, Size, check_tag, imported
+from elsa_core.loading.library import Library, Size, imported
 from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import Preprocess, Recipe
 from elsa_core.loading.weights import Weights, check_file
@@ -53,9 +53,6 @@ def _lookup(text: str) -> tuple[str, str | None] | None:
         name = min(fitting, key=lambda name: (len(name), name), default=None)
     if name is None and imported("timm", "timm").is_model(arch):
         name = arch
-    if name is not None and tag:
-        published = imported("timm", "timm").list_pretrained(f"{name}.*")
-        check_tag("timm", name, tag, [full.partition(".")[2] for full in published])
     return None if name is None else (name, tag or None)
 
 
@@ -73,21 +70,17 @@ def recipe(name: str, tag: str | None = None) -> Recipe:
     return Recipe("timm", name, {}, None, preprocess, tag or cfg.tag or None)
 
 
-def _args(recipe: Recipe) -> dict[str, Any]:
-    args = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.args.items()}
-    if recipe.num_classes is not None:
-        args["num_classes"] = recipe.num_classes
-    return args
-
-
-def _build(recipe: Recipe) -> nn.Module:
+def _build(recipe: Recipe, name: str | None = None, **pretrained: Any) -> nn.Module:
+    """The model of a recipe; by default with random weights, and its tag's defaults."""
     import timm
 
     if not timm.is_model(recipe.name):
         raise ModelError(f"this timm ({timm.__version__}) has no model {recipe.name!r}")
-    # with the tag, whose configuration sets the defaults
-    name = f"{recipe.name}.{recipe.tag}" if recipe.tag else recipe.name
-    model: nn.Module = timm.create_model(name, pretrained=False, **_args(recipe))
+    args = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.args.items()}
+    if recipe.num_classes is not None:
+        args["num_classes"] = recipe.num_classes
+    name = name or (f"{recipe.name}.{recipe.tag}" if recipe.tag else recipe.name)
+    model: nn.Module = timm.create_model(name, **{"pretrained": False, **pretrained, **args})
     return model
 
 
@@ -134,14 +127,10 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
         overlay = {"file": str(path), "custom_load": bool(cfg.custom_load)}
     else:
         hub.require_file(cfg.url, need=need)
-    model: nn.Module = timm.create_model(
-        name, pretrained=True, pretrained_cfg_overlay=overlay, **_args(recipe)
-    )
-    return model, str(origin)
+    return _build(recipe, pretrained=True, pretrained_cfg_overlay=overlay), str(origin)
 
 
 def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
-    import timm
     from timm.models import get_pretrained_cfg
 
     published = get_pretrained_cfg(native.name)
@@ -151,13 +140,10 @@ def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
     cfg["input_size"] = native.preprocess.input_size
     if native.num_classes is not None:
         cfg["num_classes"] = native.num_classes
-    converted: nn.Module = timm.create_model(
-        target.name, pretrained=True, pretrained_cfg=cfg, **_args(target)
-    )
-    return converted
+    return _build(target, target.name, pretrained=True, pretrained_cfg=cfg)
 
 
-def _as_in(recipe: Recipe, shapes: Shapes) -> Recipe:
+def _as_in(recipe: Recipe, shapes: Shapes) -> list[Recipe]:
     from timm.models import get_pretrained_cfg
 
     cfg = get_pretrained_cfg(recipe.name)
@@ -169,15 +155,11 @@ def _as_in(recipe: Recipe, shapes: Shapes) -> Recipe:
     if len(stem) == 4 and stem[1] != recipe.preprocess.input_size[0]:
         preprocess = recipe.preprocess.with_channels(stem[1])
         recipe = dataclasses.replace(recipe, preprocess=preprocess).with_args({"in_chans": stem[1]})
-    return recipe
-
-
-def _variants(shapes: Shapes) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [{}]
+    found = [recipe]
     if "fc_norm.weight" in shapes and "norm.weight" not in shapes:
-        found.append({"global_pool": "avg"})
+        found.append(recipe.with_args({"global_pool": "avg"}))
         if "cls_token" not in shapes:
-            found.append({"global_pool": "avg", "class_token": False})
+            found.append(recipe.with_args({"global_pool": "avg", "class_token": False}))
     return found
 
 
@@ -204,7 +186,9 @@ TIMM = Library(
     names=lambda: list(imported("timm", "timm").list_models()),
     lookup=_lookup,
     hub_owner="timm",
-    has_tags=True,
+    tags=lambda name: [
+        full.partition(".")[2] for full in imported("timm", "timm").list_pretrained(f"{name}.*")
+    ],
     recipe=recipe,
     build=_build,
     resized=_resized,
@@ -220,7 +204,6 @@ TIMM = Library(
     converted=_converted,
     as_in=_as_in,
     names_like=_names_like,
-    variants=_variants,
     one_block=lambda recipe, shapes: recipe.with_args(
         {"depths": [1] * len(stages)}
         if (stages := {key.split(".")[1] for key in shapes if _STAGE.match(key)})

@@ -12,7 +12,7 @@ from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading import hub
-from elsa_core.loading.library import Library, Size, built, imported, unknown
+from elsa_core.loading.library import Library, Size, imported, unknown
 from elsa_core.loading.recipe import Preprocess, Recipe
 
 # Of names of tensors: how the names of the models with such begin.
@@ -70,14 +70,12 @@ def _with_fixed(builder: Any, args: Mapping[str, Any]) -> nn.Module:
     calls `_swin_transformer(window_size=[7, 7], ..., **kwargs)`. So the builder's code is run once
     with a recorder in that function's place, in globals of its own, and the function is called with
     what both gave."""
-    known, fixed = builder.__globals__, {}
+    known = builder.__globals__
+    fixed: dict[str, Any] = {}
     names = [n for n in builder.__code__.co_names if isinstance(known.get(n), FunctionType)]
-
-    def record(*positional: Any, **arguments: Any) -> None:
-        fixed.update({} if positional else arguments)
-
     if len(names) == 1:
-        alone = FunctionType(builder.__code__, {**known, names[0]: record})
+        recorded = {names[0]: lambda *given, **named: fixed.update({} if given else named)}
+        alone = FunctionType(builder.__code__, {**known, **recorded})
         alone.__kwdefaults__ = builder.__kwdefaults__
         alone()
     if not fixed:
@@ -115,7 +113,7 @@ def _published(recipe: Recipe) -> tuple[nn.Module, str]:
 
 
 def _filled(recipe: Recipe, state: Any) -> nn.Module:
-    model: Any = built(_build, recipe)
+    model: Any = _build(recipe)
     if hasattr(model, "image_size") and hasattr(model, "patch_size"):
         from torchvision.models.vision_transformer import interpolate_embeddings
 
@@ -135,8 +133,11 @@ TORCHVISION: Library = Library(
     published=_published,
     config_args=lambda cfg, preprocess: {},
     converted=lambda target, native, weights: _filled(target, weights.tensors),
-    as_in=lambda recipe, shapes: dataclasses.replace(
-        recipe, num_classes=next((shapes[name][0] for name in _CLASSIFIERS if name in shapes), None)
+    as_in=lambda recipe, shapes: (
+        dataclasses.replace(
+            recipe,
+            num_classes=next((shapes[name][0] for name in _CLASSIFIERS if name in shapes), None),
+        ),
     ),
     marks=lambda shapes: any(name.startswith(tuple(_PREFIXES)) for name in shapes),
     names_like=lambda shapes: [

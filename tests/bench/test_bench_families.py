@@ -13,7 +13,7 @@ import torch
 from benchmarks import tables
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError
-from elsa_core.loading.libraries import default_recipe
+from elsa_core.loading import libraries
 from elsa_core.loading.spec import parse
 from elsa_core.measuring import busy
 from elsa_core.profiling.bench import families, models, published
@@ -43,7 +43,9 @@ def test_an_architecture_is_of_its_family_and_size() -> None:
     pytest.importorskip("timm", minversion="1.0.31")  # older ones lack some
     for family, name, side in families.FAMILIES:
         assert coverage.family(name) == family
-        assert default_recipe(parse(name)).size == (side, side), name
+        spec = parse(name)
+        recipe = libraries.of(spec.source).recipe(spec.name, spec.tag)
+        assert recipe.size == (side, side), name
 
 
 def test_the_first_pass_sees_every_family_where_they_are_named() -> None:

@@ -15,8 +15,8 @@ import torch
 from benchmarks import tables
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError
+from elsa_core.loading import libraries
 from elsa_core.loading.fit import with_image_size
-from elsa_core.loading.libraries import default_recipe
 from elsa_core.loading.spec import parse
 from elsa_core.profiling.bench import models, runner
 from elsa_core.profiling.bench import published as results
@@ -69,7 +69,9 @@ def test_every_model_can_be_built(case: ModelCase) -> None:
     if case.model.startswith("open_clip:"):
         pytest.importorskip("open_clip")
     if case.window is None:
-        recipe = with_image_size(default_recipe(parse(case.model)), case.image_size)
+        spec = parse(case.model)
+        usual = libraries.of(spec.source).recipe(spec.name, spec.tag)
+        recipe = with_image_size(usual, case.image_size)
         assert recipe.size == (case.image_size, case.image_size)
         return
     if not hasattr(timm.layers, "calculate_drop_path_rates"):

@@ -49,12 +49,11 @@ def test_nothing_matches(elsa: Elsa) -> None:
     "name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "cait_xxs24_224", "resnet18"]
 )
 def test_the_counts_are_those_of_inspect(name: str) -> None:
-    from elsa_core.loading.libraries import build_meta, default_recipe
-    from elsa_core.loading.spec import parse
+    from elsa_core.loading import meta_model
     from elsa_core.patching.sites import find_sites
 
     counted = {model.name: model for model in listing.read(listing.TABLE)[1]}[name]
-    model = build_meta(default_recipe(parse(name)))
+    model = meta_model(name)
     sites = find_sites(model)
     assert counted.sites == len(sites)
     assert counted.patchable == sum(site.patchable for site in sites)

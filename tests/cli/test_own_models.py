@@ -42,6 +42,10 @@ def bare(): return Bare()
 def broken(): raise ValueError("no such weights")
 def exits(): raise SystemExit(3)
 def number(): return 3
+
+def images():
+    import timm
+    return timm.create_model("test_vit", dynamic_img_size=True)
 """
 
 
@@ -101,6 +105,14 @@ def test_a_volume_is_profiled_and_exported(own: Path, elsa: Elsa, given: tuple[s
     assert found["inputs"][0]["shape"] == ["batch", 1, 16, 16, 16]
     assert found["preprocess"] is None and not found["model"]["reloads_in_elsa"]
     elsa("profile", spec, "--inputs", "inputs.pt", "-b", 2).fails(2, "--batch-size")
+
+
+def test_a_model_of_images_is_profiled_at_several_sizes(own: Path, elsa: Elsa) -> None:
+    quick = ("--rounds", 3, "--budget", 0.1, "--no-sites", "--json")
+    result = elsa("profile", "python:own_volume:images", "--img-size", "96,160", *quick)
+    assert result.code == 0, result.err
+    points = json.loads(result.out)["results"]["points"]
+    assert [point["configuration"]["image_size"] for point in points] == [[96, 96], [160, 160]]
 
 
 @pytest.mark.parametrize(
