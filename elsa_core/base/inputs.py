@@ -102,29 +102,24 @@ def resolved_input_size(
 
 
 def _own_size(model: nn.Module) -> tuple[int, int] | None:
-    visual = getattr(model, "visual", None)
+    sizes: list[Any] = []
+    visual, trunk = getattr(model, "visual", None), getattr(model, "trunk", None)
     if isinstance(visual, nn.Module):
-        found = _pair(getattr(visual, "image_size", None)) or _own_size(visual)
-        if found is not None:
-            return found
-    trunk = getattr(model, "trunk", None)
+        sizes += [getattr(visual, "image_size", None), _own_size(visual)]
     if isinstance(trunk, nn.Module):
-        return _own_size(trunk)
-    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    sizes: list[Any] = [
-        getattr(getattr(model, "patch_embed", None), "img_size", None),
-        tuple((config or {}).get("input_size") or ())[1:] if isinstance(config, dict) else None,
-        getattr(model, "image_size", None),
-        *(getattr(module, "img_size", None) for module in model.modules()),
-    ]
-    return next((pair for pair in map(_pair, sizes) if pair is not None), None)
-
-
-def _pair(size: Any) -> tuple[int, int] | None:
-    if isinstance(size, int) and not isinstance(size, bool):
-        size = (size, size)
-    if isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(s, int) for s in size):
-        return int(size[0]), int(size[1])
+        sizes.append(_own_size(trunk))
+    else:
+        config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+        sizes += [
+            getattr(getattr(model, "patch_embed", None), "img_size", None),
+            tuple(config.get("input_size") or ())[1:] if isinstance(config, dict) else None,
+            getattr(model, "image_size", None),
+            *(getattr(module, "img_size", None) for module in model.modules()),
+        ]
+    for size in sizes:
+        pair = (size, size) if type(size) is int else size
+        if isinstance(pair, tuple | list) and [*map(type, pair)] == [int, int]:
+            return pair[0], pair[1]
     return None
 
 

@@ -62,7 +62,7 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
     # An image size among the arguments describes the weights better than the published one.
     size = args.get("img_size", args.get("image_size"))
     if size is not None:
-        pair = required_pair(size, where, ModelError)
+        pair = required_pair(size, f"{where}: img_size", ModelError)
         preprocess = replace(preprocess, input_size=(preprocess.input_size[0], *pair))
     return Recipe(
         str(library),

@@ -42,23 +42,10 @@ ALIVE_ACTIVATIONS = 2
 _SEARCH_STEPS = (32, 56, 64, 112, 224)
 
 
-def checked_size(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """Return (height, width): one or two whole numbers of pixels in 1..MAX_IMAGE_SIZE."""
-    where = "image_size (--img-size)"
-    pair = (image_size,) * 2 if isinstance(image_size, int) else tuple(image_size)
-    if len(pair) != 2 or any(type(side) is not int for side in pair):
-        raise ArgumentError(f"{where} must be one or two whole numbers, not {image_size!r}")
-    if min(pair) < 1:
-        raise ArgumentError(f"{where} must be positive, not {min(pair)}")
-    if max(pair) > MAX_IMAGE_SIZE:
-        raise ArgumentError(f"{where} {max(pair)} is beyond the limit of {MAX_IMAGE_SIZE} pixels")
-    return pair[0], pair[1]
-
-
 def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
     """Return the recipe for another image size, known to run there on the meta device.
     ArgumentError names the nearest sizes that work."""
-    size = checked_size(image_size)
+    size = required_pair(image_size, "image_size (--img-size)", ArgumentError)
     if size == recipe.size:
         return recipe
     resized = libraries.of(recipe.library).resized
@@ -159,7 +146,7 @@ def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
         preprocess = recipe.preprocess.with_channels(given["in_chans"])
         recipe = dataclasses.replace(recipe, preprocess=preprocess)
     if "img_size" in given:
-        pair = required_pair(size, where, ArgumentError)
+        pair = required_pair(size, f"{where}: img_size", ArgumentError)
         recipe = libraries.of(recipe.library).resized(recipe, pair)
     return recipe
 

@@ -22,7 +22,7 @@ from elsa_core.base.reading import read_json
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import hub, libraries
 from elsa_core.loading.configuration import from_config
-from elsa_core.loading.fit import checked_size, with_given, with_image_size
+from elsa_core.loading.fit import with_given, with_image_size
 from elsa_core.loading.fromfile import apply, choose_recipe, weights_in
 from elsa_core.loading.libraries import build, build_published, classes
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
@@ -34,6 +34,7 @@ from elsa_core.loading.recipe import (
     Recipe,
     assumed_text,
     checked_args,
+    required_pair,
 )
 from elsa_core.loading.recipe import with_given as with_said
 from elsa_core.loading.recognise import with_unsaid
@@ -228,7 +229,8 @@ def load_model(
     for name, value, kind, word in typed:
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be {word}, not {type(value).__name__}")
-    size = None if image_size is None else checked_size(image_size)
+    where = "image_size (--img-size)"
+    size = None if image_size is None else required_pair(image_size, where, ArgumentError)
     target = _checked_device(device)
     if not dtype.is_floating_point:
         raise ArgumentError(f"dtype must be a floating one, not {dtype}")

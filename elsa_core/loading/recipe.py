@@ -225,7 +225,8 @@ def required_pair(size: Any, where: str, error: type[ElsaError]) -> tuple[int, i
     pair = pair_of(size)
     if pair is None:
         raise error(
-            f"{where}: img_size must be one or two whole numbers from 1 to {MAX_IMAGE_SIZE}"
+            f"{where} must be one or two whole numbers from 1 to {MAX_IMAGE_SIZE},"
+            f" not {str(size)[:60]}"
         )
     return pair
 
