@@ -202,6 +202,6 @@ def read_inputs(path: Path, model: nn.Module) -> tuple[Any, ...]:
         raise ArgumentError(f"{where}: {first_line(error)}") from error
     last = list(bound.arguments)[-1]
     bound.apply_defaults()
-    if bound.kwargs:
-        raise ArgumentError(f"{where}: {', '.join(bound.kwargs)} cannot be given by place")
+    if by_name := [name for name in found if name in bound.kwargs]:
+        raise ArgumentError(f"{where}: {', '.join(by_name)} cannot be given by place")
     return bound.args[: list(bound.arguments).index(last) + 1]

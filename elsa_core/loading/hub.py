@@ -70,7 +70,8 @@ def require_network(url: str, *, need: str) -> None:
         raise _offline(need, "HF_HUB_OFFLINE is set")
     try:
         parts = urllib.parse.urlsplit(url)
-        proxy = urllib.request.getproxies().get(parts.scheme)
+        proxies = urllib.request.getproxies()
+        proxy = proxies.get(parts.scheme) or proxies.get("all")  # as the hub's client takes them
         if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
             parts = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
         server = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)

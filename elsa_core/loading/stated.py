@@ -53,9 +53,9 @@ def stated(content: Any) -> Stated:
     mean = _numbers(_first(sections, "mean", "image_mean", "img_mean"))
     std = _numbers(_first(sections, "std", "image_std", "img_std"))
     std = None if std is None or min(std) < 1e-6 else std
-    # Values of 0..1 deviate by 0.5 at most: a std above 2 is on 0..255.
-    if std is not None and max(std) > 2:
-        std = tuple(value / 255 for value in std)
+    # Values of 0..1 have a mean of 1 at most and deviate by 0.5: what is above 2 is on 0..255.
+    if max((*(mean or ()), *(std or ())), default=0.0) > 2:
+        std = None if std is None else tuple(value / 255 for value in std)
         mean = None if mean is None else tuple(value / 255 for value in mean)
     crop, method = _first(sections, "crop_pct"), _first(sections, "interpolation")
     crop = crop if type(crop) in (int, float) and 0.05 <= crop <= 2 else None

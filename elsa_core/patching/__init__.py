@@ -5,7 +5,8 @@ The names below are what other packages import; every other name of this package
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from elsa_core.base import lazy
 
@@ -63,6 +64,4 @@ __all__ = [
     "watch", "write_page",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    return lazy.attribute(__name__, _HOMES, name)
+__getattr__ = partial(lazy.attribute, __name__, _HOMES)

@@ -36,7 +36,11 @@ class Counted(Volume):
         super().__init__()
         self.table = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
 
+class Named(Volume):
+    def forward(self, image, *, scale=0.25): return super().forward(image, scale)
+
 def volume(dim=16): return Volume(dim)
+def named(): return Named()
 def counted(): return Counted()
 def bare(): return Bare()
 def broken(): raise ValueError("no such weights")
@@ -105,6 +109,17 @@ def test_a_volume_is_profiled_and_exported(own: Path, elsa: Elsa, given: tuple[s
     assert found["inputs"][0]["shape"] == ["batch", 1, 16, 16, 16]
     assert found["preprocess"] is None and not found["model"]["reloads_in_elsa"]
     elsa("profile", spec, "--inputs", "inputs.pt", "-b", 2).fails(2, "--batch-size")
+
+
+def test_an_argument_that_has_to_be_named(own: Path, elsa: Elsa) -> None:
+    """Its default takes no place among the inputs of a file; a value of its own has none there."""
+    image = torch.randn(2, 1, 16, 16, 16)
+    torch.save({"image": image}, own / "inputs.pt")
+    result = elsa("inspect", "python:own_volume:named", "--inputs", "inputs.pt")
+    assert result.code == 0 and "1 of 1 sites can be patched" in result.out, result.err
+    torch.save({"image": image, "scale": 0.5}, own / "inputs.pt")
+    result = elsa("inspect", "python:own_volume:named", "--inputs", "inputs.pt")
+    assert result.code == 2 and "scale cannot be given by place" in result.err
 
 
 def test_a_model_of_images_is_profiled_at_several_sizes(own: Path, elsa: Elsa) -> None:

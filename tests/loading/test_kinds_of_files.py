@@ -284,6 +284,8 @@ def test_blocks_of_a_pyramid_are_no_chunks(tmp_path: Path) -> None:
         ({"hyper_parameters": {"image_mean": torch.tensor([[0.5]])}}, (0.5,), None),
         ({"config": {"data_config": {"mean": [0.1, 0.2, 0.3]}}}, (0.1, 0.2, 0.3), None),
         ({"mean": [51.0], "std": [127.5]}, (0.2,), (0.5,)),  # of 0..255
+        ({"mean": [102.0], "std": [1.0]}, (0.4,), (1 / 255,)),  # as Caffe has them
+        ({"mean": [102.0]}, (0.4,), None),
         ({"args": Namespace(mean=None, std=[0.0]), "mean": "a", "std": [float("nan")]}, None, None),
         ({"mean": [True], "std": [[0.5]], "interpolation": "random", "crop_pct": 7}, None, None),
     ],

@@ -206,6 +206,15 @@ def test_offline_fails_in_seconds_and_says_how_to_go_on(spec: str) -> None:
     assert time.monotonic() - start < 10
 
 
+def test_a_proxy_for_all_schemes_is_the_one_that_is_tried(
+    no_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("https_proxy")
+    monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1 cannot be reached"):
+        load("test_vit", pretrained=True)
+
+
 @pytest.mark.parametrize("proxy", ["http://user:secret@127.0.0.1:port", "http://[::1"])
 def test_a_proxy_without_an_address_is_named_as_one(
     no_cache: None, monkeypatch: pytest.MonkeyPatch, proxy: str
