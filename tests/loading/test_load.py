@@ -144,9 +144,9 @@ def test_torchvision() -> None:
 @pytest.mark.parametrize(
     ("name", "size", "words"),
     [
-        ("test_vit", 0, "positive"),
-        ("test_vit", -5, "positive"),
-        ("test_vit", 10**9, "limit of 16384"),
+        ("test_vit", 0, "whole numbers from 1 to 16384, not 0"),
+        ("test_vit", -5, "from 1 to 16384, not -5"),
+        ("test_vit", 10**9, "from 1 to 16384"),
         ("test_vit", (64, 64, 64), "one or two"),
         ("test_vit", True, "one or two"),
         ("test_vit", 100, "patch size 16 of test_vit; nearest valid: 96 or 112"),
