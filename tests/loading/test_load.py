@@ -203,7 +203,7 @@ def test_offline_fails_in_seconds_and_says_how_to_go_on(spec: str) -> None:
     start = time.monotonic()
     with pytest.raises(UnavailableError, match=r"not in the cache.*HF_HOME.*\.safetensors"):
         load(spec, pretrained=True)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_a_proxy_for_all_schemes_is_the_one_that_is_tried(
@@ -238,7 +238,7 @@ def test_an_unreachable_host_is_noticed_in_seconds() -> None:
     start = time.monotonic()
     with pytest.raises(UnavailableError, match="cannot be reached"):
         hub.require_network("https://host.invalid", need="the weights")
-    assert time.monotonic() - start < 12
+    assert time.monotonic() - start < 30
 
 
 def test_no_published_weights_is_a_model_error() -> None:
