@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -70,14 +71,10 @@ def replayed(
 ) -> Callable[[], Any]:
     """`captured` of a call that is warmed up first; returns its output, always in the same
     memory."""
-    output: list[Any] = []
-
-    def kept() -> None:
-        output[:] = [call()]
-
+    output: deque[Any] = deque(maxlen=1)
     for _ in range(_WARM_UPS):
         call()
-    replay = captured(kept, ready)
+    replay = captured(lambda: output.append(call()), ready)
 
     def run() -> Any:
         replay()

@@ -75,16 +75,20 @@ class RefusedError(RuntimeError):
 
 
 class Given(NamedTuple):
-    """The arguments of a call, flat; `tree`: the number of positional tensors, or a TreeSpec."""
+    """The arguments of a call, flat, and the tensors among them; `tree`: the number of positional
+    tensors, or a TreeSpec."""
 
     leaves: Sequence[Any]
     tree: Any
+    tensors: Sequence[Tensor]
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Calls with positional tensors alone, which most are, need no walk through a tree."""
         if not kwargs and all(type(each) is Tensor for each in args):
-            return cls(args, len(args))
-        return cls(*pytree.tree_flatten((args, kwargs)))
+            return cls(args, len(args), args)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        return cls(leaves, tree, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(self.tree, int):
@@ -92,20 +96,18 @@ class Given(NamedTuple):
         args, kwargs = pytree.tree_unflatten(list(leaves), self.tree)
         return args, kwargs
 
-    def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-
     def copied(self) -> Given:
         """The same with tensors of their own memory; one that is given twice stays one."""
         own = {
             id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            for tensor in self.tensors()
+            for tensor in self.tensors
         }
-        return self._replace(leaves=[own.get(id(leaf), leaf) for leaf in self.leaves])
+        leaves = [own.get(id(leaf), leaf) for leaf in self.leaves]
+        return self._replace(leaves=leaves, tensors=[own[id(each)] for each in self.tensors])
 
     def device(self) -> torch.device:
         """Raises RefusedError: no tensor, or on several devices."""
-        found = {tensor.device for tensor in self.tensors()}
+        found = {tensor.device for tensor in self.tensors}
         if len(found) != 1:
             devices = ", ".join(sorted(map(str, found)))
             raise RefusedError(
@@ -130,7 +132,7 @@ class Given(NamedTuple):
                 raise RefusedError(f"an argument is a {kind.__qualname__}")
             else:
                 kinds.append((kind, repr(leaf)))
-        same = [*map(id, self.tensors())]
+        same = [*map(id, self.tensors)]
         autocast = None
         if torch.is_autocast_enabled(device.type):
             autocast = torch.get_autocast_dtype(device.type)
@@ -150,21 +152,19 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
-def without_cache(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast as it is, but casting weights anew: a cast that it keeps ends with the context."""
-    if not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, cache_enabled=False)
-
-
 @contextmanager
 def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the buffers and the device's random state, which the runs of a capture change."""
+    """Restore the buffers and the device's random state, which the runs of a capture change.
+    Within, autocast casts weights anew: a cast that it keeps ends with its context."""
+    casting: AbstractContextManager[Any] = nullcontext()
+    if torch.is_autocast_enabled(device.type):
+        casting = torch.autocast(device.type, cache_enabled=False)
     state = capture.BACKEND.random_state(device)
     storages = {storage_of(each): each.untyped_storage() for each in model.buffers()}
     kept = [(each, each.clone()) for each in storages.values()]
     try:
-        yield
+        with casting:
+            yield
     finally:
         for storage, value in kept:
             storage.copy_(value)  # no write for autograd: nothing has changed
@@ -315,8 +315,12 @@ def why_not(model: nn.Module, device: torch.device, *, backward: bool = False) -
     return ""
 
 
-def check_state(guards: Guards, targets: list[Tensor]) -> None:
-    """Raises RefusedError: what the model holds is not the same before every call."""
+def check_state(
+    guards: Guards, targets: Sequence[Tensor], reads: Reads | None = None,
+    slopes: Sequence[Tensor] = (),
+) -> None:  # fmt: skip
+    """Raises RefusedError: what the model holds is not the same before every call, or of `reads`
+    something is in the memory of none of the tensors that are held."""
     if not guards.complete:
         raise RefusedError(f"its modules hold more than {MOST_NESTED} dicts and lists")
     if not (guards.alive() and guards.hold()):
@@ -326,12 +330,15 @@ def check_state(guards: Guards, targets: list[Tensor]) -> None:
     own = {storage_of(target) for target in targets}
     if any(storage_of(tensor) in own for tensor in guards.tensors):
         raise RefusedError("the model keeps an argument, which a replay would overwrite")
+    held = (*targets, *slopes, *guards.tensors)
+    if reads is not None and not reads.outer.keys() <= {storage_of(tensor) for tensor in held}:
+        raise RefusedError("it reads a tensor that is no attribute of its modules")
 
 
 class Reads(TorchDispatchMode):
-    """Notes the tensors that operators read on `device` and the call did not make. It may write to
-    tensors of `writable`, buffers of a model that trains. `reason`: why a graph of the call could
-    be wrong; empty where nothing was seen."""
+    """Notes the tensors that operators read on `device` and the call did not make, `outer`, by
+    their storages. It may write to tensors of `writable`, buffers of a model that trains. `reason`:
+    why a graph of the call could be wrong; empty where nothing was seen."""
 
     def __init__(self, device: torch.device, writable: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -339,13 +346,8 @@ class Reads(TorchDispatchMode):
         self._device = device
         self._writable = {storage_of(tensor) for tensor in writable}
         self._made: set[int] = set()  # storages; outer ones are never freed here: no number is both
-        self._outer: dict[int, Tensor] = {}
+        self.outer: dict[int, Tensor] = {}
         self._hooks = saved_tensor_hooks()
-
-    def check(self, *held: Tensor) -> None:
-        """RefusedError: something was read that is in the memory of none of the tensors `held`."""
-        if not self._outer.keys() <= {storage_of(tensor) for tensor in held}:
-            raise RefusedError("it reads a tensor that is no attribute of its modules")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -367,7 +369,7 @@ class Reads(TorchDispatchMode):
         for tensor in given:
             number = storage_of(tensor)
             if number not in self._made:
-                self._outer.setdefault(number, tensor)
+                self.outer.setdefault(number, tensor)
                 if tensor.device != self._device:
                     self.reason = f"it reads a tensor on {tensor.device}"
         for i, argument in enumerate(func._schema.arguments):
@@ -383,7 +385,7 @@ class Reads(TorchDispatchMode):
                 "it sets hooks for saved tensors (activation checkpointing, offloading), which no "
                 "graph calls; torch's checkpointing also resets random states in its backward"
             )
-        self._made.update({storage_of(tensor) for tensor in made} - self._outer.keys())
+        self._made.update({storage_of(tensor) for tensor in made} - self.outer.keys())
         # a copy from or to the host is recorded with addresses that the host may free
         here = {tensor.device == self._device for tensor in made}
         for tensor in given:

@@ -14,6 +14,7 @@ import operator
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
 from typing import Any, Final
@@ -36,7 +37,6 @@ from elsa_core.graphs.checks import (
     is_plain,
     storage_of,
     watched,
-    without_cache,
 )
 
 WARM_UPS: Final = 2  # besides the one that is watched and the one of the capture
@@ -51,14 +51,14 @@ class Inference:
 
     def __init__(self, model: nn.Module, given: Given, device: torch.device, pool: Any) -> None:
         self.given, self.replays = given.copied(), 0
-        self._device, self._targets = device, self.given.tensors()
+        self._device, self._targets = device, self.given.tensors
         args, kwargs = given.arguments(self.given.leaves)
         result: list[Any] = [None]
 
         def run() -> None:
             result[0] = model(*args, **kwargs)
 
-        with as_it_was(model, device), without_cache(device):
+        with as_it_was(model, device):
             for _ in range(WARM_UPS):
                 run()
             self.guards = Guards(model)  # before other runs: they show what a forward changes
@@ -69,8 +69,7 @@ class Inference:
             except RuntimeError as error:
                 raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
         # also what only the capture changes: its memory is the graph's
-        check_state(self.guards, self._targets)
-        reads.check(*self._targets, *self.guards.tensors)
+        check_state(self.guards, self._targets, reads)
         self._results, self._tree = flat_results(result[0], device)
         if any(isinstance(each, Tensor) and each.requires_grad for each in self._results):
             raise RefusedError(OTHER_LEAF)
@@ -86,7 +85,7 @@ class Inference:
         """The results for other arguments of the same kind."""
         self.replays += 1
         capture.BACKEND.order(self._device)
-        for target, leaf in zip(self._targets, given.tensors(), strict=True):
+        for target, leaf in zip(self._targets, given.tensors, strict=True):
             target.copy_(leaf)
         self.replay()
         found = self._results
@@ -95,13 +94,13 @@ class Inference:
         return pytree.tree_unflatten(list(found), self._tree)
 
 
+@dataclass(eq=False)
 class Ticket:
     """One forward that a backward may follow. `done`: other graphs may use its memory again."""
 
-    __slots__ = ("__weakref__", "begun", "done", "versions")
-
-    def __init__(self, versions: list[int]) -> None:
-        self.begun, self.done, self.versions = False, False, versions
+    versions: list[int]
+    begun: bool = False
+    done: bool = False
 
 
 class GradientMemory:
@@ -147,12 +146,16 @@ class Training:
         self.given, self.replays = given.copied(), 0
         self.ticket: weakref.ref[Ticket] | None = None
         self._model, self.device = model, device
-        self.targets = self.given.tensors()
+        self.targets = self.given.tensors
         self.params = [each for each in model.parameters() if each.requires_grad]
         self.leaves = list(dict.fromkeys(each for each in self.targets if each.requires_grad))
         self.outputs: list[Any] = []
         self.slopes: list[Tensor] = []  # gradients of the outputs, as they are given
         self.grads: list[Tensor | None] = []  # of the leaves, then of the parameters
+        # Of the last run of the forward: its results, those that have gradients, its leaves.
+        self._result: Any = None
+        self._learning: list[Tensor] = []
+        self._inputs: list[Tensor] = []
         self.reaches: list[set[int]] = []  # of each such output, the parameters it is made of
         with as_it_was(model, device):
             self._capture(pool)
@@ -161,59 +164,50 @@ class Training:
 
     def _capture(self, pool: Any) -> None:
         device = self.device
-        with without_cache(device):
-            for _ in range(WARM_UPS):
-                self._run_forward()
-                self.slopes = [torch.zeros_like(each.detach()) for each in self._learning()]
-                if not self.slopes:
-                    raise RefusedError("none of its results has a gradient")
-                self._run_alone()
-            self.guards = Guards(self._model, backward=True)
-            saved: set[int] = set()
-            own = {storage_of(each) for each in self.params}
+        for _ in range(WARM_UPS):
+            self._run_forward()
+            self.slopes = [torch.zeros_like(each.detach()) for each in self._learning]
+            if not self.slopes:
+                raise RefusedError("none of its results has a gradient")
+            self._run_alone()
+        self.guards = Guards(self._model, backward=True)
+        saved: set[int] = set()
+        own = {storage_of(each) for each in self.params}
 
-            def pack(tensor: Tensor) -> Tensor:
-                saved.update({storage_of(tensor)} & own)
-                return tensor
+        def pack(tensor: Tensor) -> Tensor:
+            saved.update({storage_of(tensor)} & own)
+            return tensor
 
-            def both() -> None:
-                self._run_forward()
-                known = {id(each): i for i, each in enumerate(self._inputs, -len(self.leaves))}
-                of_results = [[*map(id, _leaves_of(each))] for each in self._learning()]
-                if any(leaf not in known for leaves in of_results for leaf in leaves):
-                    raise RefusedError(OTHER_LEAF)
-                self.reaches = [{known[leaf] for leaf in leaves} for leaves in of_results]
-                self._run_alone()
+        def both() -> None:
+            self._run_forward()
+            known = {id(each): i for i, each in enumerate(self._inputs, -len(self.leaves))}
+            of_results = [[*map(id, _leaves_of(each))] for each in self._learning]
+            if any(leaf not in known for leaves in of_results for leaf in leaves):
+                raise RefusedError(OTHER_LEAF)
+            self.reaches = [{known[leaf] for leaf in leaves} for leaves in of_results]
+            self._run_alone()
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                reads = watched(both, device, self._model.buffers(), draws=True)
-            check_state(self.guards, self.targets)
-            self._clear()
-            try:
-                self.replay, self.replay_backward = capture.BACKEND.captured(
-                    [self._run_forward, self._run_backward], pool, device
-                )
-            except RefusedError:
-                raise
-            except RuntimeError as error:
-                raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            reads = watched(both, device, self._model.buffers(), draws=True)
         check_state(self.guards, self.targets)
-        reads.check(*self.targets, *self.slopes, *self.guards.tensors)
+        self._result, self._learning, self._inputs, self.grads = None, [], [], []
+        try:
+            self.replay, self.replay_backward = capture.BACKEND.captured(
+                [self._run_forward, self._run_backward], pool, device
+            )
+        except RefusedError:
+            raise
+        except RuntimeError as error:
+            raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
+        check_state(self.guards, self.targets, reads, self.slopes)
         self.saved = [each for each in self.params if storage_of(each) in saved]
         leaves, self._tree = flat_results(self._result, device)
         self.learns = [each.requires_grad for each in leaves if isinstance(each, Tensor)]
         self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        grads = self.grads
-        self._clear()
-        self.grads = grads
-
-    def _clear(self) -> None:
-        self._result: Any = None
-        self.grads = []
-        self._inputs: list[Tensor] = []
+        self._result, self._learning, self._inputs = None, [], []
 
     def _run_forward(self) -> None:
-        self._clear()
+        self._result, self._learning, self._inputs, self.grads = None, [], [], []
         fresh = {id(each): each.detach().requires_grad_() for each in self.leaves}
         leaves = [fresh.get(id(each), each) for each in self.given.leaves]
         args, kwargs = self.given.arguments(leaves)
@@ -221,15 +215,13 @@ class Training:
         self._inputs = [*fresh.values(), *aliases.values()]
         with _replaced(self._model, aliases), torch.enable_grad():
             self._result = self._model(*args, **kwargs)
-
-    def _learning(self) -> list[Tensor]:
-        leaves = pytree.tree_leaves(self._result)
-        return [each for each in leaves if isinstance(each, Tensor) and each.requires_grad]
+        results = [x for x in pytree.tree_leaves(self._result) if isinstance(x, Tensor)]
+        self._learning = [each for each in results if each.requires_grad]
 
     def _run_backward(self) -> None:
         inputs = self._inputs
         with torch.autocast(self.device.type, enabled=False):
-            found = torch.autograd.grad(self._learning(), inputs, self.slopes, allow_unused=True)
+            found = torch.autograd.grad(self._learning, inputs, self.slopes, allow_unused=True)
         taken = {storage_of(each) for each in (*inputs, *self.slopes)}
         grads: list[Tensor | None] = []
         for grad, leaf in zip(found, inputs, strict=True):
@@ -262,7 +254,7 @@ class Training:
         self.replays += 1
         ticket = Ticket([*map(_VERSION, self.saved)])
         self.ticket = weakref.ref(ticket)
-        made = _Replay.apply(self, ticket, copy_outputs, *given.tensors(), *self.params)
+        made = _Replay.apply(self, ticket, copy_outputs, *given.tensors, *self.params)
         found = iter(made)
         leaves = [next(found) if isinstance(x, Tensor) else x for x in self.outputs]
         return pytree.tree_unflatten(leaves, self._tree)
