@@ -104,11 +104,6 @@ class Partition:
         step = self.split_keys
         return tuple((i * step, min(self.keys, (i + 1) * step)) for i in range(self.splits))
 
-    def chains(self, first: int, last: int) -> tuple[tuple[int, int], ...]:
-        """[first, last) key of every chain of a split."""
-        step = self.chain_keys
-        return tuple((i, min(last, i + step)) for i in range(first, last, step))
-
     def leaves(self) -> tuple[tuple[int, int], ...]:
         """[first, last) key of every leaf, in order."""
         return tuple(
@@ -119,5 +114,4 @@ class Partition:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, the derived numbers included."""
-        spans = [list(span) for span in self.spans()]
-        return asdict(self) | {"states": asdict(self.states), "spans": spans, "tree": self.tree}
+        return asdict(self) | {"spans": list(map(list, self.spans())), "tree": self.tree}

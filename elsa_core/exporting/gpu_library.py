@@ -11,6 +11,7 @@ as `pack/devices.json` describes them, compiled and not run.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ _AXES = 4  # of a mask
 def is_asked_for(device: str, archs: Sequence[str] = (), nodes: bool = False) -> bool:
     """Whether an export of a model on this kind of device holds the GPU library: architectures that
     were asked for, and whether model.onnx has elsa's nodes, are what `check` has accepted."""
-    wanted = bool(archs) or nodes or cuda.is_asked_for()
+    wanted = bool(archs) or nodes or os.environ.get(cuda.VARIABLE) == "1"
     return device == "cuda" and wanted and cuda.status().ok
 
 

@@ -114,10 +114,12 @@ def compare(loaded: library.Library, call: Callable[..., Any], first: Any, secon
     MADE.clear()
     flat = lambda given: [t for t in given if isinstance(t, Tensor)]  # noqa: E731
     before = loaded.counts()[1]
-    results = calls._tuple(call(*first))
+    results = call(*first)
+    results = results if isinstance(results, tuple) else (results,)
     made = list(MADE)
     lines()
-    again = calls._tuple(call(*second))
+    again = call(*second)
+    again = again if isinstance(again, tuple) else (again,)
     assert len(MADE) == len(made), "the second call was planned in Python again"
     assert loaded.counts()[1] == before + 1
     for a, b in zip(results, again, strict=True):

@@ -160,7 +160,7 @@ try:
     first[sys.argv[1]]()
 except Exception:
     pass  # there is no GPU: the call itself cannot be served
-print(cuda._State.decided, bool(cuda._SERVED))
+print(cuda._DECIDED.is_set(), bool(cuda._SERVED))
 print(cuda.serves("attention"), cuda.status().reason)
 print(*(has(f"elsa::{name}", "CUDA") for name in ("attention", "linear", "linear_backward")))
 """

@@ -33,16 +33,7 @@ _warn_once = functools.cache(_LOG.warning)
 OFFERED: dict[str, Callable[..., Any]] = {}
 _SERVED: set[str] = set()
 _FAILED: list[str] = []
-_LOCK = threading.RLock()
-
-
-class _State:
-    decided = False
-
-
-def is_asked_for() -> bool:
-    """Whether the environment asks for the library by name."""
-    return os.environ.get(VARIABLE) == "1"
+_DECIDED, _LOCK = threading.Event(), threading.RLock()
 
 
 def offer(kernels: Mapping[str, Callable[..., Any]]) -> None:
@@ -54,28 +45,29 @@ def offer(kernels: Mapping[str, Callable[..., Any]]) -> None:
     given = os.environ.get(VARIABLE, "")
     if given not in ("", "0", "1"):
         _warn_once("%s=%r is neither 0 nor 1: ignored", VARIABLE, given)
-    if is_asked_for():
-        _State.decided = True
+    if given == "1":
+        _DECIDED.set()
         _activate()
 
 
 def ready() -> bool:
     """Load the library if this process has not tried yet; whether it serves. Never raises."""
-    if not _State.decided and torch.cuda.is_available():
+    if not _DECIDED.is_set() and torch.cuda.is_available():
         with _LOCK:
-            if not _State.decided:
+            if not _DECIDED.is_set():
                 _activate()
-                _State.decided = True
+                _DECIDED.set()
     return bool(_SERVED)
 
 
 def _activate() -> None:
     if _FAILED:
         return
-    if os.environ.get(VARIABLE) == "0":
+    given = os.environ.get(VARIABLE)
+    if given == "0":
         _FAILED.append(f"off: {VARIABLE} is 0")
         return
-    level = logging.WARNING if is_asked_for() else logging.INFO
+    level = logging.WARNING if given == "1" else logging.INFO
     try:
         from elsa_core.backends.cuda import library
         from elsa_core.backends.cuda.calls import serve

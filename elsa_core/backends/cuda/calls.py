@@ -53,9 +53,10 @@ def serve(
         *arguments, known = arguments  # type: ignore[assignment]
         try:
             if known:  # as one for Python
-                found, said = _tuple(kernel(*arguments)), b""
+                found, said = kernel(*arguments), b""
             else:
                 found, said = _planned(library, operator, kernel, level, arguments)
+            found = found if isinstance(found, tuple) else (found,)
         except BaseException as error:
             found = tuple(torch.empty(0) for _ in range(results))
             said = b"E" + (str(error) or type(error).__name__).encode()
@@ -75,7 +76,7 @@ def serve(
 def _planned(
     library: Library, operator: str, kernel: Callable[..., Any], level: int,
     arguments: Sequence[Any],
-) -> tuple[tuple[Tensor, ...], bytes]:  # fmt: skip
+) -> tuple[Any, bytes]:  # fmt: skip
     """Run a call in Python and say what the library is to keep for its layout.
 
     Returns:
@@ -89,13 +90,14 @@ def _planned(
     _listen(library)
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if capturing or is_recording():
-        return _tuple(kernel(*arguments)), b""
+        return kernel(*arguments), b""
     # objects of their own: two arguments may be one tensor in this call, and not in the next
     own = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
     kind = Apart if "torch._dynamo" in sys.modules else Recorder
     recorder = kind([a for a in own if a is None or isinstance(a, Tensor)])
     with recorder:
-        results = _tuple(kernel(*own))
+        results = kernel(*own)
+    results = results if isinstance(results, tuple) else (results,)
     plan, said = None, b"" if recorder.hooked else b"N"
     try:
         if not recorder.hooked:
@@ -151,7 +153,3 @@ def _launched(
         _LOG.debug("a launch that is Triton's: %s", reason)
         return False
     return True
-
-
-def _tuple(results: Any) -> tuple[Tensor, ...]:
-    return results if isinstance(results, tuple) else (results,)

@@ -194,18 +194,18 @@ def write(archs: Mapping[int, Recorded], served: str) -> bytes:
     names = sorted(
         {name.removeprefix("elsa::") for each in archs.values() for name, _, _ in each.layouts}
     )
-    out = [struct.pack("<QI", MAGIC, VERSION), _text(served), _count(names)]
+    out = [struct.pack("<QI", MAGIC, VERSION), _text(served), struct.pack("<I", len(names))]
     for name in names:
         schema = getattr(torch.ops.elsa, name).default._schema
         out += [_text(name), _text(Library.types(schema)), struct.pack("<I", len(schema.returns))]
         out.append(_text(str(schema).removeprefix("elsa::")))
-    out.append(_count(archs))
+    out.append(struct.pack("<I", len(archs)))
     for arch, each in sorted(archs.items()):
-        out += [struct.pack("<I", arch), _count(each.kernels)]
+        out.append(struct.pack("<II", arch, len(each.kernels)))
         for number, kernel in sorted(each.kernels.items()):
             out += [struct.pack("<I", number), _text(kernel.symbol)]
             out.append(struct.pack("<4IQ", *kernel.facts, len(kernel.code)) + kernel.code)
-        out.append(_count(each.layouts))
+        out.append(struct.pack("<I", len(each.layouts)))
         for name, words, plan in each.layouts:
             out += [_text(name), struct.pack("<I", len(words) // 8), words]
             out.append(struct.pack("<Q", len(plan)) + plan)
@@ -216,7 +216,3 @@ def write(archs: Mapping[int, Recorded], served: str) -> bytes:
 def _text(value: str) -> bytes:
     data = value.encode()
     return struct.pack("<I", len(data)) + data
-
-
-def _count(items: Any) -> bytes:
-    return struct.pack("<I", len(items))

@@ -59,9 +59,8 @@ class Recorder(TorchDispatchMode):
             if tensor is not None:
                 self._places[id(tensor)] = tensor, number, tensor.data_ptr()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # PyTorch would load its compiler for that, which takes a second or more
+    # PyTorch would load its compiler for that, which takes a second or more
+    _should_skip_dynamo = classmethod(lambda cls: False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -166,10 +165,7 @@ class Apart(Recorder):
     """Where PyTorch's compiler is loaded already: it leaves alone what is noted."""
 
     __torch_dispatch__ = Recorder.__torch_dispatch__
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return True
+    _should_skip_dynamo = classmethod(lambda cls: True)
 
 
 def heard(launch: Any, pointers: tuple[Tensor, ...]) -> None:

@@ -192,8 +192,10 @@ def replay(partition: Partition, scores: Tensor, value: Tensor, dtype: torch.dty
         return found
 
     merged: list[State] = []
-    for span in partition.spans():
-        total = monoid.fold([monoid.fold(leaves(*c)) for c in partition.chains(*span)])
+    step = partition.chain_keys
+    for first, last in partition.spans():
+        starts = range(first, last, step)  # of chains
+        total = monoid.fold([monoid.fold(leaves(i, min(last, i + step))) for i in starts])
         if partition.splits > 1:  # a round trip through memory as (lse, W / S)
             output, lse = monoid.finalize(total)
             total = State(lse, (total.S > 0).to(total.S.dtype), output)
