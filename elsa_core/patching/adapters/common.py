@@ -79,18 +79,14 @@ def project(
     called = cls is not nn.Linear and cls.__dict__.get("elsa_base") is not nn.Linear
     if called or is_watched(layer) or not isinstance(x, Tensor):
         return epilogue(layer(x), activation, residual, scale)
-    if not x.is_cuda and is_recorded(layer):
+    # a recorded program on a CPU calls the layer, but for ONNX, which has a node for the product,
+    # where the layer itself is patched
+    if not x.is_cuda and calls.recorded() and (cls is nn.Linear or not calls.keeps_products()):
         return epilogue(layer(x), activation, residual, scale)
     return served(
         x, layer.weight, layer.bias, activation, residual, scale, site.elsa_precision,  # type: ignore[arg-type]
         site.elsa_backend,
     )  # fmt: skip
-
-
-def is_recorded(layer: nn.Module) -> bool:
-    """Whether a recorded program on a CPU calls the layer: it does, but for ONNX, which has a node
-    for the product, where the layer itself is patched."""
-    return calls.recorded() and (type(layer) is nn.Linear or not calls.keeps_products())
 
 
 def project_by(site: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -138,7 +134,8 @@ def runs_original(
     """Makes a patched attention's forward run the original one where attention weights have to
     exist (hooks on them, or another module in the place of softmax or dropout), and in small eager
     calls on a GPU: by `work`, of the module and its first argument the multiply-adds of query
-    key^T. Where elsa computes the linear layers as well it is no small one if `layered`."""
+    key^T. If `layered` it is no small one where elsa computes a linear layer of the attention too:
+    then its forward has the fewer launches."""
 
     def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
         name = forward.__name__
@@ -148,7 +145,10 @@ def runs_original(
             if not isinstance(x, Tensor):  # torch.fx traces the original, and finds its names
                 return getattr(self.elsa_base, name)(self, x, *given, **named)
             small = is_small(self, x, work(self, x))
-            if (small and not (layered and computes_layers(self))) or weights_are_hooked(self):
+            if small and layered:
+                parts = self._modules.values()
+                small = not any("elsa_base" in type(part).__dict__ for part in parts)
+            if small or weights_are_hooked(self):
                 return getattr(self.elsa_base, name)(self, x, *given, **named)
             return forward(self, x, *given, **named)
 
@@ -171,12 +171,6 @@ def is_small(site: Any, x: Tensor, work: int, operator: str = "attention") -> bo
         and "elsa_sparsity" not in space
         and not torch.cuda.is_current_stream_capturing()
     )
-
-
-def computes_layers(site: nn.Module) -> bool:
-    """Whether elsa computes a linear layer of an attention too: then its forward has the fewer
-    launches, also in small calls."""
-    return any("elsa_base" in type(part).__dict__ for part in site._modules.values())
 
 
 def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:

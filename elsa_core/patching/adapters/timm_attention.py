@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from elsa_core.patching.adapters.common import (
     attend,
-    computes_layers,
     drop_p,
     is_small,
     project,
@@ -106,7 +105,9 @@ class ElsaAttention(_Attention, Attention):  # type: ignore[misc]  # timm is unt
         if isinstance(attn_mask, Packed):  # which the original cannot read
             return False
         # in half precision PyTorch computes the layers
-        alone = x.dtype != torch.float32 or not computes_layers(self)
+        alone = x.dtype != torch.float32 or not any(
+            "elsa_base" in type(part).__dict__ for part in self._modules.values()
+        )
         if alone and is_small(self, x, x.numel() * x.shape[-2]):
             return True
         return weights_are_hooked(self) or trains_by_pytorch(self, x, self.qkv)

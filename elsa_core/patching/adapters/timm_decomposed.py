@@ -84,9 +84,16 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
     @runs_original(_pooled_work, layered=False)
     def forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:
         q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
-        q, q_size = _pooled(self, q, feat_size, self.pool_q, self.norm_q)
-        k, k_size = _pooled(self, k, feat_size, self.pool_k, self.norm_k)
-        v, _ = _pooled(self, v, feat_size, self.pool_v, self.norm_v)
+        pools = (self.pool_q, self.norm_q), (self.pool_k, self.norm_k), (self.pool_v, self.norm_v)
+        pooled, sizes = [], []
+        for part, (pool, norm) in zip((q, k, v), pools, strict=True):
+            out, size = part, feat_size
+            if pool is not None:
+                out, token = reshape_pre_pool(out, size, self.has_cls_token)
+                out, size = reshape_post_pool(pool(out), self.num_heads, token)
+            pooled.append(out if norm is None else norm(out))
+            sizes.append(size)
+        (q, k, v), (q_size, k_size, _) = pooled, sizes
         if self.rel_pos_type == "spatial":
             rel_h = table(self.rel_pos_h, q_size[0], k_size[0])
             rel_w = table(self.rel_pos_w, q_size[1], k_size[1])
@@ -97,14 +104,6 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
         if self.residual_pooling:
             out = out + q
         return project(self, self.proj, out.transpose(1, 2).flatten(2)), q_size
-
-
-def _pooled(module: Any, x: Tensor, feat_size: _Size, pool: Any, norm: Any) -> tuple[Tensor, _Size]:
-    size = feat_size
-    if pool is not None:
-        x, token = reshape_pre_pool(x, feat_size, module.has_cls_token)
-        x, size = reshape_post_pool(pool(x), module.num_heads, token)
-    return (x if norm is None else norm(x)), size
 
 
 def attend_decomposed(

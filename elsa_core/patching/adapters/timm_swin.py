@@ -8,6 +8,7 @@ knows the regions of a mask by their coordinates, and normalises queries and key
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from elsa_core.patching.adapters.windows import (
     keeps_original,
     must_call,
     of_padding,
-    table_bias,
+    read_bias,
 )
 
 
@@ -69,7 +70,7 @@ class ElsaSwinTransformerBlock(_SwinBlock, SwinTransformerBlock):  # type: ignor
     def elsa_derivation(self) -> Derivation:
         attn = self.attn
         table, index = attn.relative_position_bias_table, attn.relative_position_index
-        return table_bias(self, attn, table, index)
+        return Derivation(self, attn, partial(read_bias, table, index), (table, index))
 
 
 class ElsaSwinTransformerV2Block(_SwinBlock, SwinTransformerV2Block):  # type: ignore[misc]

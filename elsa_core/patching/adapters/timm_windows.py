@@ -8,6 +8,7 @@ forward.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from timm.layers import RelPosBias
@@ -27,7 +28,6 @@ from elsa_core.patching.adapters.windows import (
     must_call,
     of_padding,
     read_bias,
-    table_bias,
 )
 
 
@@ -82,8 +82,8 @@ class ElsaTinyVitBlock(WindowBlock, TinyVitBlock):  # type: ignore[misc]  # timm
 
     def elsa_derivation(self) -> Derivation:
         attn = self.attn
-        weight = attn.attention_biases
-        return table_bias(self, attn, weight, attn.attention_bias_idxs, weight.t())
+        table, index = attn.attention_biases, attn.attention_bias_idxs
+        return Derivation(self, attn, partial(read_bias, table.t(), index), (table, index))
 
     def forward(self, x: Tensor) -> Any:
         attn, side = self.attn, self.window_size

@@ -17,12 +17,7 @@ from torch.nn import functional
 from elsa_core import dispatch
 from elsa_core.base import calls
 from elsa_core.ops.linear.api import served
-from elsa_core.patching.adapters.common import (
-    is_recorded,
-    is_small,
-    project_by,
-    why_no_weight,
-)
+from elsa_core.patching.adapters.common import is_small, project_by, why_no_weight
 
 _tracing = torch._C._get_tracing_state
 _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)  # none without CUDA
@@ -41,7 +36,7 @@ class ElsaLinear(nn.Linear):
         # `common.is_small` with fewer questions: every layer of a small eager call passes here
         if (
             not isinstance(input, Tensor)  # of torch.fx
-            or (not input.is_cuda and is_recorded(self))
+            or (not input.is_cuda and calls.recorded() and not calls.keeps_products())
             or (
                 input.is_cuda
                 and not is_compiling()  # which may read no length

@@ -122,15 +122,24 @@ def _merged_mask(
     """One mask for the operator, [B or 1, H or 1, Nq or 1, Nk]. The module's boolean masks say what
     is left out, the operator's what takes part."""
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
-    if attn_mask is not None and attn_mask.dim() == 3:
-        _check("attn_mask", attn_mask, (batch * heads, queries, keys))
+    if key_padding_mask is not None and key_padding_mask.dim() == 1:  # of queries without a batch
+        key_padding_mask = key_padding_mask.unsqueeze(0)
+    of_heads = attn_mask is not None and attn_mask.dim() == 3
+    expected = {
+        "attn_mask": (attn_mask, (*((batch * heads,) if of_heads else ()), queries, keys)),
+        "key_padding_mask": (key_padding_mask, (batch, keys)),
+    }
+    for name, (mask, shape) in expected.items():
+        if mask is None:
+            continue
+        # PyTorch refuses these: the operator would broadcast the mask, or add up its integers
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ArgumentError(f"{name} is {mask.dtype}: expected torch.bool or a floating dtype")
+        if tuple(mask.shape) != shape:
+            raise ArgumentError(f"{name} is {list(mask.shape)}: expected {list(shape)}")
+    if attn_mask is not None and of_heads:
         attn_mask = attn_mask.view(batch, heads, queries, keys)
-    elif attn_mask is not None:
-        _check("attn_mask", attn_mask, (queries, keys))
     if key_padding_mask is not None:
-        if key_padding_mask.dim() == 1:  # of queries without a batch
-            key_padding_mask = key_padding_mask.unsqueeze(0)
-        _check("key_padding_mask", key_padding_mask, (batch, keys))
         key_padding_mask = key_padding_mask.view(batch, 1, 1, keys)
     given = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
     if not given:
@@ -144,11 +153,3 @@ def _merged_mask(
         for mask in given
     ]
     return terms[0] if len(terms) == 1 else terms[0] + terms[1]
-
-
-def _check(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
-    """What PyTorch refuses: the operator would broadcast the mask, or add up its integers."""
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ArgumentError(f"{name} is {mask.dtype}: expected torch.bool or a floating dtype")
-    if tuple(mask.shape) != shape:
-        raise ArgumentError(f"{name} is {list(mask.shape)}: expected {list(shape)}")

@@ -6,6 +6,7 @@ image, and it does not shift an axis that one window covers.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from elsa_core.patching.adapters.windows import (
     Bias,
     cosine_terms,
     keeps_original,
-    table_bias,
+    read_bias,
 )
 
 
@@ -67,7 +68,7 @@ class ElsaShiftedWindowAttention(_Shifted, ShiftedWindowAttention):  # type: ign
 
     def elsa_derivation(self) -> Derivation:
         table, index = self.relative_position_bias_table, self.relative_position_index
-        return table_bias(self, self, table, index)
+        return Derivation(self, self, partial(read_bias, table, index), (table, index))
 
 
 class ElsaShiftedWindowAttentionV2(_Shifted, ShiftedWindowAttentionV2):  # type: ignore[misc]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -141,15 +140,6 @@ def attend_windows(
         precision=site.elsa_precision, backend=site.elsa_backend, **terms,
     )  # fmt: skip
     return project(site, attn.proj, out.flatten(1, 2) if flat else out)
-
-
-def table_bias(
-    site: nn.Module, attn: nn.Module, weight: Tensor, index: Tensor, table: Tensor | None = None
-) -> Derivation:
-    """The bias of a learnt table, [L, heads] (`table` where the weight is another view of it), and
-    an index [T, T] or [T * T]."""
-    read = partial(read_bias, weight if table is None else table, index)
-    return Derivation(site, attn, read, (weight, index))
 
 
 def read_bias(table: Tensor, index: Tensor, dense: bool) -> Bias:
