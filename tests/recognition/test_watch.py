@@ -6,12 +6,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from processes import at_once
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from elsa_core.patching.recognition import Watch
@@ -224,6 +225,21 @@ def test_an_error_leaves_no_mode_and_the_values_that_were_kept() -> None:
             watch.abandon()
     assert type(kept[0]) is Tensor and torch.equal(kept[0], q @ k.mT)
     assert type(q @ k.mT) is Tensor
+
+
+class Held(NamedTuple):
+    x: Tensor
+
+
+@pytest.mark.parametrize("held", [lambda x: x, lambda x: [x], lambda x: {"x": x}, Held])
+def test_results_are_laid_out_as_the_originals(held: Callable[[Tensor], Any]) -> None:
+    """In a dict and a named tuple they lay as attention leaves them, of which there is no view."""
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in operands())
+    watch = Watch("strict", "eager")
+    with watch:
+        out = held((q @ k.mT).softmax(-1) @ v)
+    (found,) = tree_leaves(watch.close(out))
+    assert found.is_contiguous() and type(watch.close(out)) is type(out)
 
 
 @pytest.mark.parametrize(

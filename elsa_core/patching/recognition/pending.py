@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from elsa_core.base import calls
 from elsa_core.ops.attention.api import attention
@@ -169,13 +170,20 @@ class Watch(TorchFunctionMode):
         """Compute every pending tensor that outlives the block; returns what the block returned,
         as tensors whose memory is laid out as the original's."""
         self._forget()
-        unmade = False
+        unmade = changed = False
         for pending in self._alive:
             unmade = compute(pending) is not pending or unmade
         self._alive = []
         if unmade:
-            out = _real(out)
-        return self._laid_out(out) if self._memory else out
+            out = tree_map_only(Pending, compute, out)
+        if not self._memory:
+            return out
+        tensors, form = tree_flatten(out)
+        for i, one in enumerate(tensors):
+            if type(one) is Tensor and not one.is_contiguous() and _address(one) in self._memory:
+                tensors[i] = one.contiguous()
+                changed = True
+        return tree_unflatten(tensors, form) if changed else out
 
     def abandon(self) -> None:
         """As `close`, after an error in the block."""
@@ -409,14 +417,6 @@ class Watch(TorchFunctionMode):
         if self._memory and not tensor.is_contiguous() and _address(tensor) in self._memory:
             return tensor.reshape(*args[1:], **kwargs)
         return func(*args, **kwargs)
-
-    def _laid_out(self, out: Any) -> Any:
-        if isinstance(out, Tensor):
-            strange = type(out) is Tensor and not out.is_contiguous()
-            return out.contiguous() if strange and _address(out) in self._memory else out
-        if type(out) in (tuple, list):
-            return type(out)(self._laid_out(one) for one in out)
-        return out
 
 
 _SPECIAL: dict[Any, Any] = {
