@@ -30,6 +30,7 @@ _WARM_UPS: Final = 10
 _BATCH_SECONDS: Final = 0.02
 # The driver renews its counter of energy every 20 to 100 ms: over a second, some percent at most.
 _ENERGY_SECONDS: Final = 1.0
+_HOST_SECONDS: Final = 0.3  # of a batch of calls that are only enqueued
 _FLUSH_BYTES: Final = 256 * 2**20  # larger than any GPU's last-level cache
 
 Sample = TypeVar("Sample")
@@ -156,7 +157,7 @@ def time_all(
 
 
 def time_cuda(
-    contenders: Sequence[Contender], *, rounds: int, budget_seconds: float = 10.0
+    contenders: Sequence[Contender], *, rounds: int, budget_seconds: float
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Seconds of GPU time a call under CUDA graph; the median of some replays in each round.
 
@@ -190,13 +191,13 @@ def time_cuda(
     return samples, notes
 
 
-def host_seconds(contender: Contender, gpu_seconds: float, limit: float = 0.3) -> float:
+def host_seconds(contender: Contender, gpu_seconds: float) -> float:
     """Host time of one eager call that only has to be enqueued (CUDA).
 
     So few calls go into a batch that the launch queue never fills; a call that the GPU works on for
     long is timed once.
     """
-    calls = max(1, min(100, int(limit / max(gpu_seconds, 1e-6))))
+    calls = max(1, min(100, int(_HOST_SECONDS / max(gpu_seconds, 1e-6))))
     with contender.context(), torch.inference_mode():
         batches = []
         for _ in range(5 if calls > 1 else 1):

@@ -80,30 +80,28 @@ def _check(document: Any) -> None:
         _fits(point["configuration"], "configuration")
         if point["status"] not in (DONE, NO_MEMORY, NOT_APPLICABLE):
             raise ValueError("a point has an unknown status")
-        if point["status"] == DONE:
-            _check_profile(point["profile"])
-
-
-def _check_profile(found: Any) -> None:
-    _fits(found, "profile")
-    for run in found["runs"]:
-        _fits(run, "run")
-        parts = run.get("parts")  # of a training step
-        named = isinstance(parts, dict) and tuple(parts) == _PARTS
-        spans = parts.values() if named else ()
-        right = all(type(s) in _NUMBER and 0 <= s < _LARGEST for s in spans)
-        if parts is not None and not (named and right):
-            raise ValueError("the parts of a run are no seconds of " + ", ".join(_PARTS))
-    for site in found["sites"]:
-        _fits(site, "site")
-        within = site.get("within", [])
-        if not (isinstance(within, list) and all(isinstance(path, str) for path in within)):
-            raise ValueError("within of a site is no list of texts")
-    names = {run["name"] for run in found["runs"]}
-    if not {"eager", found["best_baseline"], found["best_patched"]} <= names:
-        raise ValueError("a point lacks its runs")
-    if not all(isinstance(line, str) for line in (*found["warnings"], *found["notes"])):
-        raise ValueError("warnings or notes are no texts")
+        if point["status"] != DONE:
+            continue
+        found = point["profile"]
+        _fits(found, "profile")
+        for run in found["runs"]:
+            _fits(run, "run")
+            parts = run.get("parts")  # of a training step
+            named = isinstance(parts, dict) and tuple(parts) == _PARTS
+            spans = parts.values() if named else ()
+            right = all(type(s) in _NUMBER and 0 <= s < _LARGEST for s in spans)
+            if parts is not None and not (named and right):
+                raise ValueError("the parts of a run are no seconds of " + ", ".join(_PARTS))
+        for site in found["sites"]:
+            _fits(site, "site")
+            within = site.get("within", [])
+            if not (isinstance(within, list) and all(isinstance(path, str) for path in within)):
+                raise ValueError("within of a site is no list of texts")
+        names = {run["name"] for run in found["runs"]}
+        if not {"eager", found["best_baseline"], found["best_patched"]} <= names:
+            raise ValueError("a point lacks its runs")
+        if not all(isinstance(line, str) for line in (*found["warnings"], *found["notes"])):
+            raise ValueError("warnings or notes are no texts")
 
 
 def _fits(value: Any, kind: str) -> None:

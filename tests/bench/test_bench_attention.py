@@ -45,6 +45,8 @@ def test_everyone_takes_part_and_is_right() -> None:
         assert result["best_peer"] == best["contender"]
         assert own["ratio"] == pytest.approx(best["seconds"] / own["seconds"], rel=1e-4)
         assert own["notes"]["backend"] and own["host_seconds"] is None
+        # windows are explained by the operator that is timed
+        assert ("window" in own["notes"]["schedule"]) == (case is WINDOWS)
     assert [result["reached"] for result in found["cases"]] == [True, None, None]
 
 

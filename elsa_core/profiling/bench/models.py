@@ -6,6 +6,7 @@ architecture of every family (`families`).
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Final
 
 import torch
@@ -135,20 +136,15 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
     if few:
         return result(case, found, [])
     tell("checking", 0, 0)
-    return result(case, found, _failures(model, given, case, settings["backend"]))
-
-
-def _failures(model: nn.Module, given: Tensor, case: ModelCase, backend: str) -> list[str]:
-    """Which sites disagree on one image, each alone; the runs' own errors show less of one site."""
-    patched = shared_copy(model)
-    patch(patched, precision=case.precision, backend=backend)
-    try:
-        found = check(
+    patched, failures = shared_copy(model), list[str]()
+    patch(patched, precision=case.precision, backend=settings["backend"])
+    # which sites disagree on one image, each alone: the runs' own errors show less of one site
+    with contextlib.suppress(ElsaError, RuntimeError, MemoryError):
+        judged = check(
             patched, given[:1], stress=False, batch_size=1, paths=("eager",), progress=False
         )
-    except (ElsaError, RuntimeError, MemoryError):
-        return []
-    return list(found.failures)
+        failures += judged.failures
+    return result(case, found, failures)
 
 
 RUNNER: Final = Runner(

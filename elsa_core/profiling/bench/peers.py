@@ -23,7 +23,7 @@ from elsa_core.errors import ElsaError, UnavailableError
 from elsa_core.measuring.memory_limit import available_bytes
 from elsa_core.measuring.timing import Contender
 from elsa_core.ops.attention.api import attention, explain
-from elsa_core.ops.window.api import window_attention
+from elsa_core.ops.window.api import explain_window_attention, window_attention
 from elsa_core.profiling.bench import cases
 from elsa_core.profiling.bench.cases import WINDOW_IMAGES, Case, Inputs, bench_of
 
@@ -150,15 +150,11 @@ def windows_of(case: Case, image: Tensor) -> Tensor:
 def elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
     """Windows read from the images that they would have been cut from."""
     bias = None if tensors.mask is None else tensors.mask[0]
-    call = partial(
-        window_attention, joined(case, *tensors[:3]), bias, num_heads=case.heads,
-        window_size=(case.window,) * 2, precision=precision, backend=backend,
-    )  # fmt: skip
-
-    route = explain(*tensors, precision=precision, backend=backend)
-    notes = {"backend": route.backend, "arithmetic": route.arithmetic}
     read: Any = partial(windows_of, case)
-    return Contender(f"elsa-{precision}", call, precision=precision, read=read, notes=notes)
+    return of_elsa(
+        window_attention, explain_window_attention, (joined(case, *tensors[:3]), bias), precision,
+        backend, terms={"num_heads": case.heads, "window_size": (case.window,) * 2}, read=read,
+    )  # fmt: skip
 
 
 def plain_attention(

@@ -7,11 +7,11 @@ step beside each time, and the errors are those of the gradients.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Final
 
 import torch
-from torch import Tensor, nn
 
 from elsa_core.errors import ElsaError
 from elsa_core.patching import patch, shared_copy
@@ -80,24 +80,14 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
         **{key: settings[key] for key in how},
     )  # fmt: skip
     tell("checking", 0, 0)
-    errors, failures = _checked(model, given, case, settings["backend"])
+    patched, errors, reason = shared_copy(model), None, ""
+    patch(patched, precision=case.precision, backend=settings["backend"])
+    # of all gradients of the batch that was timed: a smaller one may be computed in another way
+    with contextlib.suppress(ElsaError, RuntimeError, MemoryError):
+        judged = training.gradient_comparison(model, patched, given, case.dtype)
+        errors, reason = (judged.patched_error, judged.original_error), judged.reason()
+    failures = [f"gradients: {reason}"] if reason else []
     return result(case, found, failures) | {"errors": errors}
-
-
-def _checked(
-    model: nn.Module, given: Tensor, case: ModelCase, backend: str
-) -> tuple[tuple[float, float] | None, list[str]]:
-    """Relative errors of all gradients, elsa's and the original's, of the batch that was timed: a
-    smaller one may be computed in another way."""
-    patched = shared_copy(model)
-    patch(patched, precision=case.precision, backend=backend)
-    try:
-        found = training.gradient_comparison(model, patched, given, case.dtype)
-    except (ElsaError, RuntimeError, MemoryError):
-        return None, []
-    reason = found.reason()
-    errors = (found.patched_error, found.original_error)
-    return errors, [f"gradients: {reason}"] if reason else []
 
 
 RUNNER: Final = Runner("bench training", TABLES, measure, baselines=training.chosen)

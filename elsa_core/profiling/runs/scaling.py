@@ -57,7 +57,6 @@ def scaling(
     model: nn.Module,
     images: Tensor,
     *,
-    mesh: Any = None,
     rounds: int = 20,
     budget_seconds: float = 60.0,
     progress: Callable[[str], None] = lambda what: None,
@@ -68,7 +67,7 @@ def scaling(
     of each.
     """
     require_shardable(model)
-    group = by_name(name_of(mesh))
+    group = by_name(name_of(None))
     forwards = partial(
         timed_together, partial(model, images), images.device, rounds=rounds, budget=budget_seconds
     )
