@@ -135,9 +135,9 @@ class Session:
             return
         from rich.text import Text
 
-        console = self._console()
-        # A file or a pipe gets the line whole, so that it can be searched.
-        self._draw(console, Text(self.fit(text), style=style), whole=not console.is_terminal)
+        with self._drawing() as console:
+            # A file or a pipe gets the line whole, so that it can be searched.
+            console.print(Text(self.fit(text), style=style), soft_wrap=not console.is_terminal)
 
     def verdict(self, text: str, *, good: bool = True) -> None:
         self.line(text, "bold" if good else "bold red", even_quiet=True)
@@ -174,7 +174,7 @@ class Session:
         from rich.table import Table
         from rich.text import Text
 
-        console, shown, folded = self._console(), list(range(len(columns))), set[int]()
+        shown, folded = list(range(len(columns))), set[int]()
         titles = [self.fit(title.removeprefix("~").lstrip(">")) for title in columns]
         cells = [[self.fit(text) for text in row] for row in rows]
         widest = [max(map(cell_len, column)) for column in zip(titles, *cells, strict=True)]
@@ -185,35 +185,36 @@ class Session:
             kept = (min(widest[i], least[i]) if i in folded else widest[i] for i in shown)
             return sum(kept) + 2 * (len(shown) - 1)
 
-        if wrap is not None and width() > console.width:
-            folded.add(wrap)
-        for index in reversed(range(len(columns))):
-            if columns[index].startswith("~") and width() > console.width:
-                shown.remove(index)
-        texts = [index for index in shown if ">" not in columns[index][:2]]
-        for index in (*texts[1:], *texts[:1]) if wrap is not None else ():
-            if width() > console.width:
-                folded.add(index)
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
-                      header_style="bold", show_edge=False)  # fmt: skip
-        for index in shown:
-            table.add_column(
-                titles[index], overflow="fold", no_wrap=index not in folded,
-                justify="right" if ">" in columns[index][:2] else "left",
-            )  # fmt: skip
-        for row, fitted in zip(rows, cells, strict=True):
-            made = []
+        with self._drawing() as console:
+            if wrap is not None and width() > console.width:
+                folded.add(wrap)
+            for index in reversed(range(len(columns))):
+                if columns[index].startswith("~") and width() > console.width:
+                    shown.remove(index)
+            texts = [index for index in shown if ">" not in columns[index][:2]]
+            for index in (*texts[1:], *texts[:1]) if wrap is not None else ():
+                if width() > console.width:
+                    folded.add(index)
+            table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+                          header_style="bold", show_edge=False)  # fmt: skip
             for index in shown:
-                text, style = fitted[index], ""
-                if row[index].startswith(("✓", "✗")):
-                    text = text.replace(" ", _GLUE, 1)
-                    style = "green" if row[index][0] == "✓" else "red"
-                elif row[index].startswith(("FAIL", "no:")):
-                    style = "red"
-                made.append(Text(text, style))
-            table.add_row(*made)
-        console.width = max(console.width, width())
-        self._draw(console, table)
+                table.add_column(
+                    titles[index], overflow="fold", no_wrap=index not in folded,
+                    justify="right" if ">" in columns[index][:2] else "left",
+                )  # fmt: skip
+            for row, fitted in zip(rows, cells, strict=True):
+                made = []
+                for index in shown:
+                    text, style = fitted[index], ""
+                    if row[index].startswith(("✓", "✗")):
+                        text = text.replace(" ", _GLUE, 1)
+                        style = "green" if row[index][0] == "✓" else "red"
+                    elif row[index].startswith(("FAIL", "no:")):
+                        style = "red"
+                    made.append(Text(text, style))
+                table.add_row(*made)
+            console.width = max(console.width, width())
+            console.print(table)
 
     def fit(self, text: str) -> str:
         """`text`, printable, with elsa's own symbols in ASCII where stdout cannot show them."""
@@ -224,17 +225,20 @@ class Session:
             return "".join(_ASCII.get(character, character) for character in text)
         return text
 
-    def _console(self) -> Console:
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[Console]:
+        """A console of Rich's; what it has printed at the end is written, without blanks at the
+        ends of lines."""
         from rich.console import Console
 
         # Rich takes a terminal's own width, or COLUMNS.
         known = self._stdout.isatty() or "COLUMNS" in os.environ
         width = None if known else PIPE_WIDTH
-        return Console(file=self._stdout, width=width, highlight=False, markup=False, emoji=False)
-
-    def _draw(self, console: Console, thing: Any, *, whole: bool = False) -> None:
+        console = Console(
+            file=self._stdout, width=width, highlight=False, markup=False, emoji=False
+        )
         with console.capture() as capture:
-            console.print(thing, soft_wrap=whole)
+            yield console
         lines = (line.rstrip(" ") for line in capture.get().replace(_GLUE, " ").splitlines())
         self._write("\n".join(lines) + "\n")
 
@@ -272,12 +276,9 @@ class Session:
                 bar = self._bar() if self._interactive else self._beating(text, start)
                 show = stack.enter_context(bar)
                 show(text, 0, 0)
-
-                def update(label: str, done: int = 0, total: int = 0) -> None:
-                    said = f"{text} {done}/{total} {label}" if total else f"{text}: {label}"
-                    show(said, done, total)
-
-                yield update
+                yield lambda label, done=0, total=0: show(
+                    f"{text} {done}/{total} {label}" if total else f"{text}: {label}", done, total
+                )
             signals.check()
         if self.verbose:
             self.log(f"{text}: {time.perf_counter() - start:.1f} s")

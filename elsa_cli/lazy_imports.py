@@ -23,20 +23,16 @@ _UTILS = "torch._dynamo.utils"
 class _Utils(ModuleType):
     """`torch._dynamo.utils` until more of it is asked for than torchvision asks."""
 
-    @staticmethod
-    def is_compile_supported(device_type: Any) -> Any:
-        return _real().is_compile_supported(device_type)
+    def is_compile_supported(self, device_type: Any) -> Any:
+        return self.__getattr__("is_compile_supported")(device_type)
 
     def __getattr__(self, name: str) -> Any:
+        """What the module itself has of that name; imports it."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(_real(), name)
-
-
-def _real() -> Any:
-    if isinstance(sys.modules.get(_UTILS), _Utils):
-        del sys.modules[_UTILS]
-    return importlib.import_module(_UTILS)
+        if isinstance(sys.modules.get(_UTILS), _Utils):
+            del sys.modules[_UTILS]
+        return getattr(importlib.import_module(_UTILS), name)
 
 
 @contextmanager

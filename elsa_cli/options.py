@@ -69,9 +69,6 @@ class Options(SimpleNamespace):
     def __init__(self, **given: Any) -> None:
         super().__init__(**(self.SHARED | given))
 
-    def but(self, **changed: Any) -> Options:
-        return Options(**(vars(self) | changed))
-
 
 class Command(click.Command):
     """A command whose defaults may come from a config file and from `ELSA_<OPTION>` variables:

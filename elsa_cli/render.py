@@ -50,9 +50,13 @@ def header(
     session.line()
 
 
-def described(loaded: Loaded, options: Options) -> dict[str, Any]:
+def document(
+    loaded: Loaded, options: Options, report: PatchReport | None = None,
+    routes: Routes | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What JSON documents say of a model and, once it is patched, of that."""
     preprocess = loaded.preprocess
-    return {
+    model = {
         "given": loaded.spec.given, "name": loaded.name, "source": loaded.spec.source,
         "weights": loaded.weights, "input_size": list(loaded.input_size),
         "device": str(loaded.weight.device), "dtype": options.dtype,
@@ -63,15 +67,10 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
             "crop_mode": preprocess.crop_mode, "assumed": list(preprocess.assumed),
         },
     }  # fmt: skip
-
-
-def document(
-    loaded: Loaded, options: Options, report: PatchReport, routes: Routes
-) -> dict[str, Any]:
-    return {
-        "model": described(loaded, options), "patch": report.to_dict(),
-        "routes": {str(dim): route.to_dict() for dim, route in routes.items()},
-    }  # fmt: skip
+    if report is None or routes is None:
+        return {"model": model}
+    found = {str(dim): route.to_dict() for dim, route in routes.items()}
+    return {"model": model, "patch": report.to_dict(), "routes": found}
 
 
 def inspection(session: Session, found: Inspection) -> None:

@@ -100,7 +100,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
 
         key = read_key(options.sign, "private")
     if options.dtype != "fp32":
-        wide = options.but(dtype="fp32")
+        wide = Options(**(values | {"dtype": "fp32"}))
         exact = _exact(session, _opened(session, model, wide), wide)
     loaded = _opened(session, model, options)
     archs = tuple(f"sm_{arch}" for arch in options.gpu_archs or ())
@@ -121,7 +121,7 @@ def command(session: Session, /, model: str, **values: Any) -> None:
         options.scope == AUTO and loaded.weight.device.type == "cpu"
         and scope_of(loaded.model, AUTO) == MODEL
     )  # fmt: skip
-    options = options.but(scope=ATTENTION) if one_form else options
+    options.scope = ATTENTION if one_form else options.scope
     _, routes = pipeline.patch_model(session, loaded, options)
     outcome = pipeline.check_model(session, loaded, options)
     with session.stage("exporting") as update:

@@ -67,7 +67,7 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
 
         size = loaded.example_inputs() if loaded.is_watched else loaded.input_size
         found = inspect(loaded.model, size, scope=options.scope)
-    results = {"model": render.described(loaded, options), "inspection": found.to_dict()}
+    results = render.document(loaded, options) | {"inspection": found.to_dict()}
     session.document("inspect", results)
     render.header(session, loaded, options)
     render.inspection(session, found)
