@@ -83,6 +83,12 @@ def write_artefacts(
 ) -> dict[str, tuple[str, ...]]:
     """Write each artefact; returns elsa's operators in its graph, torch's or ONNX's names. Raises
     ExportError where the model cannot be written so, or the file is not the model."""
+    facts: dict[str, Any] = {}  # what a C++ program needs beside a model
+    if exported.preprocess is not None:
+        facts = {key: getattr(exported.preprocess, key) for key in ("input_size", "mean", "std")}
+        facts["dtype"] = [dtype_name(exported.first[0].dtype)]
+    # in words that `std::istream` reads
+    text = "".join(f"{key} {' '.join(map(str, row))}\n" for key, row in facts.items())
     used: dict[str, tuple[str, ...]] = {}
     programs: dict[str, torch.export.ExportedProgram] = {}
     for name in sorted(chosen.formats, key=_ORDER.index):
@@ -90,11 +96,11 @@ def write_artefacts(
         say(f"exporting {path.name}")
         try:
             if name == "torchscript":
-                used[name] = _write_torchscript(exported, path)
+                used[name] = _write_torchscript(exported, path, text)
             elif name.startswith("onnx"):
                 used[name] = _write_onnx(exported, chosen, path, programs.get("pt2"))
             else:
-                used[name] = _write_program(exported, chosen, path, programs)
+                used[name] = _write_program(exported, chosen, path, programs, text)
         except (ElsaError, OSError):
             raise
         except Exception as error:
@@ -108,7 +114,7 @@ def write_artefacts(
     return {name: used[name] for name in chosen.formats}
 
 
-def _write_torchscript(exported: ExportTarget, path: Path) -> tuple[str, ...]:
+def _write_torchscript(exported: ExportTarget, path: Path, facts: str) -> tuple[str, ...]:
     """The batch is dynamic as far as the model's own code takes it from its input's shape; proof is
     the verification at several batch sizes."""
     model, inputs = exported.model, exported.first
@@ -120,13 +126,13 @@ def _write_torchscript(exported: ExportTarget, path: Path) -> tuple[str, ...]:
     names = checked_operators(traced, exported.device)
     # Python writes the bytes: torch's own writer aborts the process where the disk is full.
     with quiet(), path.open("wb") as file:
-        torch.jit.save(traced, file, _extra_files={_FACTS_NAME: _facts(exported)})
+        torch.jit.save(traced, file, _extra_files={_FACTS_NAME: facts})
     return names
 
 
 def _write_program(
     exported: ExportTarget, chosen: Choices, path: Path,
-    programs: dict[str, torch.export.ExportedProgram],
+    programs: dict[str, torch.export.ExportedProgram], facts: str,
 ) -> tuple[str, ...]:  # fmt: skip
     """model.pt2 or model.aoti.pt2. The first is kept in `programs` for model.onnx, unless the model
     calls `elsa.linear`, which model.onnx holds as nodes and this program does not."""
@@ -157,7 +163,7 @@ def _write_program(
         with quiet(), torch.no_grad():
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(path),
-                inductor_configs={"aot_inductor.metadata": {_FACTS_NAME: _facts(exported)}},
+                inductor_configs={"aot_inductor.metadata": {_FACTS_NAME: facts}},
             )  # fmt: skip
         if sys.platform == "linux" and brings_cpp_library(path):
             raise ExportError(
@@ -250,19 +256,10 @@ def size_step(exported: ExportTarget) -> int:
     return 1
 
 
-def _facts(exported: ExportTarget) -> str:
-    """What a C++ program needs beside a model, in words that `std::istream` reads."""
-    if exported.preprocess is None:
-        return ""
-    rows = {name: getattr(exported.preprocess, name) for name in ("input_size", "mean", "std")}
-    rows["dtype"] = [dtype_name(exported.first[0].dtype)]
-    return "".join(f"{name} {' '.join(map(str, row))}\n" for name, row in rows.items())
-
-
 def write_libraries(
-    exported: ExportTarget, chosen: Choices, staging: Path, say: Say
+    exported: ExportTarget, chosen: Choices, staging: Path, say: Say, *, plans: bool
 ) -> dict[str, dict[str, Any]]:
-    """Copy the operator libraries that the artefacts need into lib/."""
+    """Copy the operator libraries that the artefacts need into lib/; `plans`: with the GPU's."""
     found: dict[str, dict[str, Any]] = {}
     place = {
         "platform": PLATFORM,
@@ -273,8 +270,7 @@ def write_libraries(
     (staging / "lib").mkdir()
     on_gpu = exported.device == "cuda"
     formats = [name for name in chosen.formats if name != "onnx" or chosen.nodes]
-    asked_for = gpu_library.is_asked_for(exported.device, chosen.gpu_archs, chosen.nodes)
-    if formats and asked_for:
+    if formats and plans:
         say("recording the plans of the GPU's calls")
         # model.aoti.pt2 is model.pt2 compiled, and has its calls
         files = [(name, staging / FILES[name]) for name in formats if name != "aoti"]
@@ -313,8 +309,6 @@ def checked_operators(traced: Any, device: str) -> tuple[str, ...]:
     if any(name.startswith("attention_dropout") for name in found):
         raise ExportError("the graph drops attention weights: a bundle is for inference")
     if eager := [name for name in found if name.endswith("_eager")]:
-        from elsa_core.backends import native
-
         why = "a site was patched with backend 'eager', or its head_dim or dtype has no kernel"
         if device == "cpu" and not (answer := native.load()).ok:
             why = f"the native library is off ({answer.reason})"

@@ -204,7 +204,7 @@ def export(
         if loaded is None and exported.preprocess is not None and exported.preprocess.assumed:
             text = assumed_text(exported.preprocess)
             warnings.warn(f"the model does not say its preprocessing: {text} assumed", stacklevel=3)
-        _require(exported, chosen, target, given)
+        plans = _require(exported, chosen, target, given)
         if check is None:
             from elsa_core import proof
 
@@ -229,7 +229,7 @@ def export(
             arrays = {"input": reference.inputs, "oracle": reference.oracle}
             write_arrays(staging / REFERENCE_NAME, **arrays)
             used = write_artefacts(exported, chosen, staging, say)
-            libraries = write_libraries(exported, chosen, staging, say)
+            libraries = write_libraries(exported, chosen, staging, say, plans=plans)
             manifest = describe(exported, chosen, reference, check, used, libraries)
             manifest["labels"] = write_labels(exported, chosen.labels, staging)
             shutil.copyfile(Path(template.__file__), staging / "load.py")
@@ -301,7 +301,8 @@ def check_output(target: Path, given: Path, zip: bool, force: bool) -> None:
         raise ArgumentError(f"{given} (-o) is not a bundle that elsa wrote: not replaced") from None
 
 
-def _require(exported: ExportTarget, chosen: Choices, target: Path, given: Path) -> None:
+def _require(exported: ExportTarget, chosen: Choices, target: Path, given: Path) -> bool:
+    """Whether the bundle holds the plans of a GPU; raises over what cannot be written here."""
     on_gpu, dtype, refusals = exported.device == "cuda", dtype_name(exported.dtype), {}
     if on_gpu or dtype != "float32":
         why = "INT8 is made and verified on the CPU: use --device cpu"
@@ -315,7 +316,7 @@ def _require(exported: ExportTarget, chosen: Choices, target: Path, given: Path)
             raise ArgumentError(f"format {name}: {refusals[name]}, or leave it out of --formats")
     if "onnx" in chosen.formats:
         require_onnx(exported.device)
-    gpu_library.check(chosen.gpu_archs, exported.device, chosen.nodes, chosen.formats)
+    plans = gpu_library.check(chosen.gpu_archs, exported.device, chosen.nodes, chosen.formats)
     held = (*exported.model.parameters(), *exported.model.buffers())
     needed = (1 + len(chosen.formats)) * sum(t.numel() * t.element_size() for t in held)
     place = next(p for p in (target.parent, *target.parents) if p.exists())
@@ -325,6 +326,7 @@ def _require(exported: ExportTarget, chosen: Choices, target: Path, given: Path)
             f"{given} (-o) needs about {needed / 1e6:.0f} MB and {free / 1e6:.0f} MB are free "
             f"there; free some space, or name fewer --formats"
         )
+    return plans
 
 
 @contextmanager

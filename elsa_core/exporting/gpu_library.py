@@ -34,43 +34,39 @@ _DTYPES = {number: dtype for dtype, number in DTYPES.items()}
 _AXES = 4  # of a mask
 
 
-def is_asked_for(device: str, archs: Sequence[str] = (), nodes: bool = False) -> bool:
-    """Whether an export of a model on this kind of device holds the GPU library: architectures that
-    were asked for, and whether model.onnx has elsa's nodes, are what `check` has accepted."""
-    wanted = bool(archs) or nodes or os.environ.get(cuda.VARIABLE) == "1"
-    return device == "cuda" and wanted and cuda.status().ok
-
-
 def check(
     archs: Sequence[str], device: str, nodes: bool = False, formats: Sequence[str] = ()
-) -> None:
-    """Refuse architectures that no plans can be made for, before anything heavy is done; and "aoti"
-    on a GPU without the library, which serves it by the plans of "pt2". `nodes` as in
-    `is_asked_for`."""
-    if nodes and device == "cuda" and not cuda.status().ok:
+) -> bool:
+    """Whether an export of a model on this kind of device holds the GPU library; `nodes`: whether
+    model.onnx has elsa's nodes. Refuses, before anything heavy is done, architectures that no plans
+    can be made for, and "aoti" on a GPU without the library, which serves it by those of "pt2"."""
+    on_gpu = device == "cuda"
+    wanted = bool(archs) or nodes or os.environ.get(cuda.VARIABLE) == "1"
+    held = on_gpu and wanted and cuda.status().ok
+    if nodes and on_gpu and not held:
         raise UnavailableError(
             f"format onnx on a GPU needs the CUDA library: {cuda.status().reason}; leave it out of "
             "--formats"
         )
-    compiled = device == "cuda" and "aoti" in formats
-    if compiled and ("pt2" not in formats or not is_asked_for(device, archs, nodes)):
+    if on_gpu and "aoti" in formats and ("pt2" not in formats or not held):
         raise ArgumentError(
             "aoti on a GPU needs model.pt2 and the CUDA library in the bundle: name pt2 among the "
             "formats, and give gpu_archs or set ELSA_CUDA_LIBRARY=1"
         )
     if not archs:
-        return
+        return held
     from elsa_core.backends.triton.pack import build, cases
 
     known = [f"sm_{number}" for number in cases.architectures()]
     if unknown := [arch for arch in archs if arch not in known]:
         names = ", ".join(known)
         raise ArgumentError(f"gpu_archs: {unknown[0][:60]!r}; choose among {names}")
-    if device != "cuda":
+    if not on_gpu:
         raise ArgumentError("gpu_archs: the model is on the CPU: export it with --device cuda")
-    if not cuda.status().ok:
+    if not held:
         raise UnavailableError(f"gpu_archs needs the CUDA library: {cuda.status().reason}")
     build.require_compiler()
+    return held
 
 
 def write(
@@ -103,7 +99,7 @@ def write(
             )
             try:
                 with torch.cuda.device(device), torch.no_grad():
-                    parts.append(planfile.recorded(loaded, partial(_make, calls)))
+                    parts += [planfile.recorded(loaded, call) for call in calls]
             except UnavailableError as error:
                 asked_by = "onnx" if format == "onnx" else "ELSA_CUDA_LIBRARY, gpu_archs and onnx"
                 raise ExportError(
@@ -155,11 +151,6 @@ def missing(manifest: Mapping[str, Any], here: str) -> str:
         return ""
     held = ", ".join(str(arch)[:20] for arch in archs[:20])
     return f"its kernels are for {held}, and the GPU here is {here}"
-
-
-def _make(calls: Iterable[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
 
 
 def of_nodes(
