@@ -25,6 +25,7 @@ from elsa_core.ops.formulas import names_of
 from elsa_core.ops.window import record as window_operator
 
 Named = Mapping[str, Any]
+_profiled = torch._C._autograd._profiler_enabled
 
 
 def _by_the_table(record: ops.Operator) -> Callable[..., Any]:
@@ -168,18 +169,19 @@ def _with_mask(grads: Sequence[Tensor], arguments: tuple[Any, ...]) -> tuple[Ten
     return *grads[:3], eager_entmax.backward(*(*terms, of_mask))[3], grads[4]
 
 
-def recorded(operator: str, direct: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """`elsa::<operator>` by a backend's `direct` kernel, for eager calls whose gradient autograd
-    records.
+def recorded(operator: str, choice: Any) -> Callable[..., Any]:
+    """What runs an eager call whose gradient autograd records, by the backend that was chosen.
 
-    The same kernels and formulas in fewer steps: the Python layers of
-    `torch.library.register_autograd`, in both directions, take the host more time than all else of
-    a call. None where there is no such kernel. Only for calls that none of `calls.traced` sees.
+    Where that has a kernel `direct` behind `elsa::<operator>`, the same kernels and formulas in
+    fewer steps: the Python layers of `torch.library.register_autograd`, in both directions, take
+    the host more time than all else of a call. Only for calls that none of `calls.traced` sees.
     """
-    if direct is None:
-        return None
+    run: Callable[..., Any] = choice.run
+    # a profile looks for the operator's name
+    if choice.direct is None or run is not ops.RECORDS[operator].overload or _profiled():
+        return run
     function, backward = _EAGER[operator]
-    return partial(function.apply, direct, backward)
+    return partial(function.apply, choice.direct, backward)
 
 
 _BACKWARD = {

@@ -119,13 +119,9 @@ class Cuda:
         if last is not None:
             last.synchronize()
 
-    def random_state(self, device: torch.device) -> Any:
-        """Equal before and after what draws no random numbers on the device."""
-        return torch.cuda.default_generators[device.index].get_offset()
-
-    def restore_random_state(self, device: torch.device, state: Any) -> None:
-        """Let the next draw on the device be what it was when `random_state` was asked."""
-        torch.cuda.default_generators[device.index].set_offset(state)
+    def random_numbers(self, device: torch.device) -> torch.Generator:
+        """Of the device; `get_offset` is equal before and after what draws none of them."""
+        return torch.cuda.default_generators[device.index]
 
     def pool(self, device: torch.device) -> Any:
         """A new pool for graphs that are replayed one after the other, and a stream to capture on:

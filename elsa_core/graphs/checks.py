@@ -159,7 +159,8 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     casting: AbstractContextManager[Any] = nullcontext()
     if torch.is_autocast_enabled(device.type):
         casting = torch.autocast(device.type, cache_enabled=False)
-    state = capture.BACKEND.random_state(device)
+    random_numbers = capture.BACKEND.random_numbers(device)
+    offset = random_numbers.get_offset()
     storages = {storage_of(each): each.untyped_storage() for each in model.buffers()}
     kept = [(each, each.clone()) for each in storages.values()]
     try:
@@ -168,7 +169,7 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for storage, value in kept:
             storage.copy_(value)  # no write for autograd: nothing has changed
-        capture.BACKEND.restore_random_state(device, state)
+        random_numbers.set_offset(offset)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -400,7 +401,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def watched(
-    run: Callable[[], None], device: torch.device, writable: Iterable[Tensor] = (), *,
+    run: Callable[[], object], device: torch.device, writable: Iterable[Tensor] = (), *,
     draws: bool = False,
 ) -> Reads:  # fmt: skip
     """One run, and what it read; RefusedError: a replay could differ. `draws`: it may draw."""
@@ -408,7 +409,7 @@ def watched(
     def state() -> Any:
         # of the host, where it is not the device's
         host = None if device.type == "cpu" else torch.get_rng_state().numpy().tobytes()
-        return (random.getstate(), host), capture.BACKEND.random_state(device)
+        return (random.getstate(), host), capture.BACKEND.random_numbers(device).get_offset()
 
     before, reads = state(), Reads(device, writable)
     with reads:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from operator import attrgetter
 from typing import Any, Final
@@ -53,11 +55,8 @@ class Inference:
         self.given, self.replays = given.copied(), 0
         self._device, self._targets = device, self.given.tensors
         args, kwargs = given.arguments(self.given.leaves)
-        result: list[Any] = [None]
-
-        def run() -> None:
-            result[0] = model(*args, **kwargs)
-
+        run = partial(model, *args, **kwargs)
+        result: deque[Any] = deque(maxlen=1)  # of the capture
         with as_it_was(model, device):
             for _ in range(WARM_UPS):
                 run()
@@ -65,7 +64,9 @@ class Inference:
             reads = watched(run, device)
             check_state(self.guards, self._targets)
             try:
-                (self.replay,) = capture.BACKEND.captured([run], pool, device)
+                (self.replay,) = capture.BACKEND.captured(
+                    [lambda: result.append(run())], pool, device
+                )
             except RuntimeError as error:
                 raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
         # also what only the capture changes: its memory is the graph's

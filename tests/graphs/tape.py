@@ -41,6 +41,15 @@ class _Recorder(TorchDispatchMode):
                     old.copy_(new)
 
 
+class _RandomNumbers:
+    def get_offset(self) -> bytes:
+        state: bytes = torch.get_rng_state().numpy().tobytes()
+        return state
+
+    def set_offset(self, state: bytes) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
 class Tape:
     """Stands in for `elsa_core.graphs.capture.Cuda`.
 
@@ -76,11 +85,8 @@ class Tape:
     def wait(self, device: torch.device) -> None:
         self.waits += 1
 
-    def random_state(self, device: torch.device) -> Any:
-        return torch.get_rng_state().numpy().tobytes()
-
-    def restore_random_state(self, device: torch.device, state: Any) -> None:
-        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    def random_numbers(self, device: torch.device) -> Any:
+        return _RandomNumbers()
 
     def pool(self, device: torch.device) -> Any:
         self.pools += 1

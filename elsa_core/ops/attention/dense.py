@@ -174,16 +174,12 @@ def _measured_faster(kind: Kind, backend: str, arguments: tuple[Any, ...]) -> Te
 
 
 def _recorded(arguments: tuple[Any, ...], choice: Any, backend: str) -> Tensor:
-    query, head_dim = arguments[0], arguments[0].shape[3]
-    run = None
+    query, head_dim, whole = arguments[0], arguments[0].shape[3], ""
     if backend == "auto":
         kind = (calls.place(query), query.dtype, head_dim, head_dim, arguments[6])
         whole = _whole(kind, arguments, "attention")
-        run = dispatch.RUNS["attention", whole] if whole else None
-    # a profile looks for the operator's name
-    if run is None and choice.run is ops.ATTENTION.overload and not _profiled():
-        run = dispatch.recorded("attention", choice.direct)
-    out: Tensor = (run or choice.run)(*arguments)[0]
+    run = dispatch.RUNS["attention", whole] if whole else dispatch.recorded("attention", choice)
+    out: Tensor = run(*arguments)[0]
     return out
 
 

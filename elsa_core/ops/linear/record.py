@@ -254,16 +254,14 @@ def _gated_fake(
 
 def _gated_backward(ctx: Any, grad_out: Tensor) -> Grads:
     activation, precision = ctx.terms
-    product: Callable[..., Tensor] = torch.ops.elsa.linear.default
-
-    def compute(
-        input: Tensor, weight: Tensor, bias: Any, value: Tensor, value_bias: Any
-    ) -> tuple[Tensor]:
-        gate = product(input, weight, bias, "none", None, None, precision)
-        other = product(input, value, value_bias, "none", None, None, precision)
-        return (epilogue(gate, activation, None, None) * other,)
-
-    grads = second(compute, ctx.saved_tensors, (), ctx.needs_input_grad[:5], (grad_out,))
+    product, plainly = torch.ops.elsa.linear.default, ("none", None, None, precision)
+    grads = second(
+        lambda input, weight, bias, *other: (
+            epilogue(product(input, weight, bias, *plainly), activation, None, None)
+            * product(input, *other, *plainly),
+        ),
+        ctx.saved_tensors, (), ctx.needs_input_grad[:5], (grad_out,),
+    )  # fmt: skip
     return *grads, None, None
 
 

@@ -40,12 +40,6 @@ _SCHEMA = (
 )
 
 
-def _fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query = arguments[0]
-    counts = query.new_empty((*query.shape[:2], skipping.COUNTS), dtype=torch.int64)
-    return *plain.fake(*arguments[:7]), counts
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *operands, is_causal, scale, precision, threshold, _ = inputs
     out, lse, counts = output
@@ -71,7 +65,10 @@ SPARSE_ATTENTION = register(
         name="sparse_attention",
         schema=_SCHEMA,
         reference=eager.sparse_attention,
-        fake=_fake,
+        fake=lambda query, *rest: (
+            *plain.fake(query, *rest[:6]),
+            query.new_empty((*query.shape[:2], skipping.COUNTS), dtype=torch.int64),
+        ),
         setup_context=_setup_context,
         formula=_backward,
         kind="sparse",

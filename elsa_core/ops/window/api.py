@@ -21,7 +21,7 @@ from elsa_core.ops.arguments import explain_types
 LAYOUTS = ("qkv", "head")
 _HALF = (torch.float16, torch.bfloat16)
 _Triple = tuple[int, int, int]
-_required, _profiled = torch._C._any_requires_grad, torch._C._autograd._profiler_enabled
+_required = torch._C._any_requires_grad
 
 
 def window_attention(
@@ -132,7 +132,7 @@ def window_attention(
         else:
             choice = dispatch.chosen("window_attention", qkv.device, *kind)
             if torch.is_grad_enabled() and _required(qkv, bias, pad_qkv, logit_scale):
-                out = _recorded(choice, arguments)
+                out = dispatch.recorded("window_attention", choice)(*arguments)
             else:
                 out = calls.below_autograd(choice.run, *arguments)
                 # the operator's kernel read the terms as they were given
@@ -148,14 +148,6 @@ def window_attention(
         _require_whole(num_heads)
         explain_types(error, locals())
         raise
-
-
-def _recorded(choice: Any, arguments: tuple[Any, ...]) -> Any:
-    run = choice.run
-    # a profile looks for the operator's name
-    if run is ops.WINDOW_ATTENTION.overload and not _profiled():
-        run = dispatch.recorded("window_attention", choice.direct) or run
-    return run(*arguments)
 
 
 def _traced(qkv: Tensor, kind: tuple[Any, ...], arguments: tuple[Any, ...]) -> Tensor:

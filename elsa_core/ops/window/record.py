@@ -22,11 +22,6 @@ _SCHEMA = f"({SCHEMA}) -> Tensor"
 _TERMS = ("qkv", "bias", "pad_qkv", "logit_scale")
 
 
-def fake(qkv: Tensor, *rest: Any) -> Tensor:
-    """What the operator returns, on fake tensors."""
-    return qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
-
-
 def _again(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
     """The gradients by those of the reference, all its windows' weights alive."""
     tensors, (*terms, needs) = arguments[:5], arguments[5:]
@@ -44,7 +39,8 @@ def _again(grad_out: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 WINDOW_ATTENTION, _FORMULAS = differentiable(
-    "window_attention", _SCHEMA, _TERMS, eager_window.attention, fake, eager_window.backward,
+    "window_attention", _SCHEMA, _TERMS, eager_window.attention,
+    lambda qkv, *_: qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3)), eager_window.backward,
     saved=(), like=0, again=_again, portable=portable.window_attention, kind="window",
     onnx="elsa_core.exporting.onnx_window:EXPORT", bench="elsa_core.profiling.bench.peers:WINDOW",
 )  # fmt: skip
