@@ -139,13 +139,6 @@ class OperatorCapture(TorchDispatchMode):
         return result
 
 
-def worst(drifts: list[Drift]) -> Drift | None:
-    """The drift with the largest relative error of P (or of Y, where P is not known)."""
-    spreads = [(drift.p_relative_l2 or drift.y_relative_l2).value for drift in drifts]
-    sizes = [math.inf if math.isnan(value) else value for value in spreads]
-    return drifts[sizes.index(max(sizes))] if drifts else None
-
-
 def _measure(
     operator: Any, given: dict[str, Any], out: Tensor, lse: Tensor, factor: float, bound: float
 ) -> OperatorCall:

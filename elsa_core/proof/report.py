@@ -10,7 +10,7 @@ from typing import Any
 from elsa_core.base.grouping import group
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.measuring.documents import finite
-from elsa_core.proof.capture import OperatorCall, worst
+from elsa_core.proof.capture import OperatorCall
 from elsa_core.proof.compare import Comparison, Judgement, ratio
 from elsa_core.proof.site_cases import FILLED
 from elsa_core.reference import Drift
@@ -254,8 +254,12 @@ class SiteRecord:
                 if self.backends
                 else "the elsa operator was never called here"
             )
+        # of the drifts the one with the largest relative error of P, or of Y where P is not known
+        spreads = [(drift.p_relative_l2 or drift.y_relative_l2).value for drift in self.drifts]
+        sizes = [math.inf if math.isnan(value) else value for value in spreads]
+        drift = self.drifts[sizes.index(max(sizes))] if sizes else None
         return SiteCheck(
-            path=path, **_errors(self.worst, reason, notes, self.case), drift=worst(self.drifts),
+            path=path, **_errors(self.worst, reason, notes, self.case), drift=drift,
             worst_case=self.case, calls=self.calls, operator_calls=self.operator_calls,
             largest_logit=self.largest_logit,
             skip_rate=self.left_out / self.tiles if self.tiles else None,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +21,7 @@ from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.compare import SITE_SAMPLES, TURBO_EPS, Judgement, floating_outputs, settle
 from elsa_core.proof.report import SiteRecord
 from elsa_core.proof.samples import zeros_filled
-from elsa_core.proof.sides import (
-    Given,
-    Hook,
-    PatchedError,
-    Sides,
-    judge_gradients,
-    of_site,
-    own,
-    watched,
-)
+from elsa_core.proof.sides import Given, PatchedError, Sides, judge_gradients, of_site, own, watched
 from elsa_core.proof.site_cases import FILLED, Seen, SiteCase, site_cases
 
 
@@ -78,30 +71,27 @@ class SiteRun:
     @contextmanager
     def watch(self, case: str) -> Iterator[None]:
         """Judges every site at the moment the original runs through it."""
-        with ExitStack() as hooks:
-            for path, site in self.sites.items():
-                hooks.enter_context(watched(site, self.entries[path], self._hook(path, case)))
-            yield
+        calls: Counter[str] = Counter()
 
-    def _hook(self, path: str, case: str) -> Hook:
-        seen = 0
-
-        def judge(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            nonlocal seen
+        def judge(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._busy:  # a run of the site alone, below, comes through the same hook
                 return
             self._busy = True
             try:
-                seen += 1
-                label = case if seen == 1 else f"{case}, call {seen}"
+                calls[path] += 1
+                label = case if calls[path] == 1 else f"{case}, call {calls[path]}"
                 self._visit(path, label, module, (args, kwargs), output)
             finally:
                 self._busy = False
-            if seen == 1:
+            if calls[path] == 1:
                 self.tick(path, 1)
 
-        judge.elsa_observer = True  # type: ignore[attr-defined]  # a site may hold another one
-        return judge
+        with ExitStack() as hooks:
+            for path, site in self.sites.items():
+                hook: Any = partial(judge, path)
+                hook.elsa_observer = True  # a site may hold another one
+                hooks.enter_context(watched(site, self.entries[path], hook))
+            yield
 
     def _visit(self, path: str, label: str, module: nn.Module, given: Given, output: Any) -> None:
         """Judges a site on what reached it, and the first time on hard cases made of that."""

@@ -15,9 +15,9 @@ from elsa_core import reference
 from elsa_core.backends import eager, eager_varlen, eager_window
 from elsa_core.base.inputs import as_cases, chunks, generated_inputs
 from elsa_core.errors import ArgumentError
-from elsa_core.proof.capture import OperatorCapture, worst
+from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.compare import Comparison, Judgement, Top1
-from elsa_core.proof.report import gradient_check
+from elsa_core.proof.report import SiteRecord, gradient_check
 from elsa_core.proof.samples import nearby
 from elsa_core.proof.site_cases import Seen, site_cases
 
@@ -229,7 +229,8 @@ def test_capture_sees_what_the_operator_did(dtype: torch.dtype, kind: str) -> No
     assert call.y_error == pytest.approx(reference.relative_l2(out, expected))
     assert call.drift.p_argmax_rate is not None and call.drift.p_argmax_rate.value == 0
     assert call.drift.p_max_abs is not None and call.drift.p_max_abs.value < 1e-5
-    assert worst([call.drift]) is call.drift and worst([]) is None
+    assert SiteRecord(drifts=[call.drift]).result("").drift is call.drift
+    assert SiteRecord().result("").drift is None
 
 
 def test_capture_sees_one_missing_key_in_bfloat16() -> None:
