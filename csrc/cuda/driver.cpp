@@ -29,25 +29,6 @@ void load(void* from, const char* symbol, F& field) {
   }
 }
 
-void open(const char* path) {
-  void* found = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (found == nullptr) {
-    const char* why = dlerror();
-    throw std::runtime_error(std::string("no CUDA driver: ") + (why != nullptr ? why : "unknown"));
-  }
-#define ELSA_LOAD(field, symbol, ...) load(found, symbol, functions.field);
-  ELSA_DRIVER_FUNCTIONS(ELSA_LOAD)
-#undef ELSA_LOAD
-  const Result result = functions.init(0);
-  if (result != 0) {
-    const char* text = nullptr;
-    functions.error_text(result, &text);
-    throw std::runtime_error(std::string("the CUDA driver does not start: ") +
-                             (text != nullptr ? text : std::to_string(result)));
-  }
-  library = found;
-}
-
 Context primary(Device device) {
   if (device < 0 || device >= kMostDevices) {
     throw std::runtime_error("device " + std::to_string(device) + " is beyond the " +
@@ -68,7 +49,23 @@ void open_driver(const char* path) {
   const std::lock_guard<std::mutex> lock(opening);
   if (opened.load()) return;
   try {
-    open(path != nullptr ? path : "libcuda.so.1");
+    void* found = dlopen(path != nullptr ? path : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (found == nullptr) {
+      const char* why = dlerror();
+      throw std::runtime_error(std::string("no CUDA driver: ") +
+                               (why != nullptr ? why : "unknown"));
+    }
+#define ELSA_LOAD(field, symbol, ...) load(found, symbol, functions.field);
+    ELSA_DRIVER_FUNCTIONS(ELSA_LOAD)
+#undef ELSA_LOAD
+    const Result result = functions.init(0);
+    if (result != 0) {
+      const char* text = nullptr;
+      functions.error_text(result, &text);
+      throw std::runtime_error(std::string("the CUDA driver does not start: ") +
+                               (text != nullptr ? text : std::to_string(result)));
+    }
+    library = found;
   } catch (const std::exception& error) {
     refusal = error.what();
     throw;

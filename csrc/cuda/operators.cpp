@@ -97,11 +97,6 @@ using torch::stable::detail::to;
 
 std::mutex registering;
 
-void forget() {
-  cache.clear();
-  elsa_cuda::admitted.clear();  // last: what is admitted while this runs was planned before
-}
-
 // The arguments of a call, as the dispatcher gave them away.
 class Arguments {
  public:
@@ -411,7 +406,10 @@ ELSA_EXPORT const char* elsa_cuda_launch(const uint8_t* bytes, uint64_t size, in
 }
 
 // Forgets every plan.
-ELSA_EXPORT void elsa_cuda_clear() { forget(); }
+ELSA_EXPORT void elsa_cuda_clear() {
+  cache.clear();
+  elsa_cuda::admitted.clear();  // last: what is admitted while this runs was planned before
+}
 
 // Layouts that are kept, and calls that ran without Python.
 ELSA_EXPORT void elsa_cuda_counts(int64_t* layouts, int64_t* calls) {

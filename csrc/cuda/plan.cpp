@@ -95,20 +95,9 @@ uint32_t add_kernel(Kernel kernel) {
   return static_cast<uint32_t>(kernels.size() - 1);
 }
 
-const Kernel* find_kernel(uint32_t number) {
-  const std::lock_guard<std::mutex> lock(guard);
-  return number < kernels.size() ? &kernels[number] : nullptr;
-}
-
-Function function_of(uint32_t number, Device device) {
-  const std::lock_guard<std::mutex> lock(guard);
-  Function& function = loaded[{number, device}];
-  if (function == nullptr) function = load(kernels.at(number));
-  return function;
-}
-
-void launch(const Kernel& kernel, Function function, const uint32_t grid[3], Stream stream,
-            void** params) {
+// As Triton's own launcher does. params: where each argument lies.
+static void launch(const Kernel& kernel, Function function, const uint32_t grid[3], Stream stream,
+                   void** params) {
   Attribute attributes[4] = {};
   uint32_t count = 0;
   const auto add = [&](uint32_t id) -> Attribute& {
@@ -244,16 +233,22 @@ Plan parse(const uint8_t* bytes, uint64_t size) {
 Bound bind(Plan plan, Device device) {
   Bound bound;
   bound.device = device;
-  for (const Step& step : plan.steps) {
-    const bool launches = step.bytes == 0;
-    const Kernel* kernel = launches ? find_kernel(step.kernel) : nullptr;
-    if (launches && kernel == nullptr) {
+  bound.kernels.resize(plan.steps.size());
+  bound.functions.resize(plan.steps.size());
+  const std::lock_guard<std::mutex> lock(guard);
+  for (size_t i = 0; i < plan.steps.size(); ++i) {
+    const Step& step = plan.steps[i];
+    if (step.bytes != 0) continue;
+    if (step.kernel >= kernels.size()) {
       throw std::runtime_error("a plan names kernel " + std::to_string(step.kernel) +
                                ", which was not added");
     }
-    if (launches && step.grid[0] > kMostGrid[0] / kernel->cluster) refuse("a grid is too large");
-    bound.kernels.push_back(kernel);
-    bound.functions.push_back(launches ? function_of(step.kernel, device) : nullptr);
+    const Kernel& kernel = kernels[step.kernel];
+    if (step.grid[0] > kMostGrid[0] / kernel.cluster) refuse("a grid is too large");
+    Function& function = loaded[{step.kernel, device}];
+    if (function == nullptr) function = load(kernel);
+    bound.kernels[i] = &kernel;
+    bound.functions[i] = function;
   }
   bound.plan = std::move(plan);
   return bound;

@@ -28,17 +28,6 @@ struct Kernel {
 // launched as it says.
 uint32_t add_kernel(Kernel kernel);
 
-// A kernel by its number, or null. What it points to stays where it is.
-const Kernel* find_kernel(uint32_t number);
-
-// The function of a kernel on a device whose primary context is current; its module is loaded at
-// the first call. Throws std::runtime_error.
-Function function_of(uint32_t number, Device device);
-
-// Launches a kernel, as Triton's own launcher does. params: where each argument lies.
-void launch(const Kernel& kernel, Function function, const uint32_t grid[3], Stream stream,
-            void** params);
-
 // Reads bytes that anyone may have written, in order. `what` begins the text of what it throws.
 class Reader {
  public:
@@ -133,11 +122,12 @@ Plan parse(const uint8_t* bytes, uint64_t size);
 struct Bound {
   Plan plan;
   Device device = 0;
-  std::vector<const Kernel*> kernels;  // of each step
+  std::vector<const Kernel*> kernels;  // of each step, null where it zeroes
   std::vector<Function> functions;
 };
 
-// Loads what a plan launches. Throws std::runtime_error: a kernel is unknown or not loaded.
+// Loads what a plan launches, at its first use on a device, whose primary context is current.
+// Throws std::runtime_error: a kernel is unknown or not loaded.
 Bound bind(Plan plan, Device device);
 
 // Makes the launches of a plan on a stream. slots: addresses, `plan.slots()` of them.

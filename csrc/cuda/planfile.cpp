@@ -39,28 +39,6 @@ Files& files() {
   return all;
 }
 
-Kernel read_kernel(Reader& reader) {
-  Kernel kernel;
-  kernel.symbol = reader.text();
-  kernel.threads = reader.read<uint32_t>();
-  kernel.shared_bytes = reader.read<uint32_t>();
-  kernel.cluster = reader.read<uint32_t>();
-  const uint32_t flags = reader.read<uint32_t>();
-  kernel.overlap = (flags & 1) != 0;
-  kernel.cooperative = (flags & 2) != 0;
-  kernel.code = reader.block();
-  return kernel;
-}
-
-Signature read_signature(Reader& reader) {
-  Signature found;
-  found.name = reader.text();
-  found.types = reader.text();
-  found.results = reader.read<uint32_t>();
-  found.schema = reader.text();
-  return found;
-}
-
 // A layout whose kernels are named by their numbers in the file.
 Plans::value_type read_layout(Reader& reader, const std::vector<Signature>& operators,
                               const std::map<uint32_t, uint32_t>& numbers) {
@@ -92,7 +70,15 @@ Plans read_plans(Reader& reader, const std::vector<Signature>& operators, bool k
   std::map<uint32_t, uint32_t> numbers;
   for (uint32_t left = reader.count(kMostItems, kTooLarge); left > 0; --left) {
     const uint32_t number = reader.read<uint32_t>();
-    Kernel kernel = read_kernel(reader);
+    Kernel kernel;
+    kernel.symbol = reader.text();
+    kernel.threads = reader.read<uint32_t>();
+    kernel.shared_bytes = reader.read<uint32_t>();
+    kernel.cluster = reader.read<uint32_t>();
+    const uint32_t flags = reader.read<uint32_t>();
+    kernel.overlap = (flags & 1) != 0;
+    kernel.cooperative = (flags & 2) != 0;
+    kernel.code = reader.block();
     numbers[number] = kept ? add_kernel(std::move(kernel)) : 0;
   }
   Plans plans;
@@ -108,14 +94,6 @@ std::string names_of(const Archs& archs) {
     names += (names.empty() ? "sm_" : ", sm_") + std::to_string(arch);
   }
   return names;
-}
-
-Archs archs_here() {
-  int count = 0;
-  check(driver().device_count(&count), "cuDeviceGetCount");
-  Archs found;
-  for (int i = 0; i < count; ++i) found.insert(arch_of(i));
-  return found;
 }
 
 [[noreturn]] void refuse_gpu(const std::string& what, const Archs& held, const Archs& here) {
@@ -167,9 +145,16 @@ std::vector<Signature> add_file(const uint8_t* bytes, uint64_t size) {
   std::string served = reader.text();
   std::vector<Signature> operators;
   for (uint32_t left = reader.count(kMostItems, kTooLarge); left > 0; --left) {
-    operators.push_back(read_signature(reader));
+    Signature& each = operators.emplace_back();
+    each.name = reader.text();
+    each.types = reader.text();
+    each.results = reader.read<uint32_t>();
+    each.schema = reader.text();
   }
-  const Archs here = archs_here();
+  int devices = 0;
+  check(driver().device_count(&devices), "cuDeviceGetCount");
+  Archs here;
+  for (int i = 0; i < devices; ++i) here.insert(arch_of(i));
   std::map<uint32_t, Plans> plans;
   Archs held;
   for (uint32_t left = reader.count(kMostArchs, kTooLarge); left > 0; --left) {

@@ -69,14 +69,6 @@ PyObject* type_of(PyObject* object) {
 
 bool is_a(PyObject* object, PyObject* type) { return type_of(object) == type; }
 
-// Whether somebody is told of the dispatcher's calls, such as another thread's profiler. By
-// PyTorch's own question, where this PyTorch has it: it is no part of the stable ABI.
-bool is_observed() {
-  static const auto ask =
-      reinterpret_cast<bool (*)()>(dlsym(RTLD_DEFAULT, "_ZN2at12hasCallbacksEv"));
-  return ask != nullptr && ask();
-}
-
 // What a Python function of this file is about, for the life of the process.
 struct Short {
   const Operator* op;
@@ -255,20 +247,20 @@ PyObject* result_of(const Admitted& call, const Read& given) {
   }
 }
 
-const Short* about_of(PyObject* self) {
-  return static_cast<const Short*>(python().capsule_pointer(self, kShort));
-}
-
 PyObject* none() {
   python().clear_error();
   return given(python().none);
 }
 
 PyObject* serve(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count) {
-  const Short* about = about_of(self);
+  // Whether somebody is told of the dispatcher's calls, such as another thread's profiler. By
+  // PyTorch's own question, where this PyTorch has it: it is no part of the stable ABI.
+  static const auto is_observed =
+      reinterpret_cast<bool (*)()>(dlsym(RTLD_DEFAULT, "_ZN2at12hasCallbacksEv"));
+  const auto* about = static_cast<const Short*>(python().capsule_pointer(self, kShort));
   Read call(*about, true);
-  if (static_cast<size_t>(count) != about->op->types.size() || is_observed() ||
-      !call.read(arguments)) {
+  if (static_cast<size_t>(count) != about->op->types.size() ||
+      (is_observed != nullptr && is_observed()) || !call.read(arguments)) {
     return none();
   }
   const auto found = elsa_cuda::admitted.find(call.key.words());
@@ -292,7 +284,7 @@ bool first_of(const Plan& plan, int32_t dims, int32_t of_function, Output& first
 }
 
 PyObject* admit(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count) {
-  const Short* about = about_of(self);
+  const auto* about = static_cast<const Short*>(python().capsule_pointer(self, kShort));
   const size_t half = about->op->types.size();
   Read call(*about, false), of_function(*about, true);
   if (static_cast<size_t>(count) != 2 * half || !call.read(arguments) ||
@@ -312,14 +304,6 @@ PyObject* admit(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count
 
 elsa_cuda::Method serve_method = {"serve", serve, elsa_cuda::kFastCall, nullptr};
 elsa_cuda::Method admit_method = {"admit", admit, elsa_cuda::kFastCall, nullptr};
-
-const Operator* find_operator(const char* name) {
-  const std::string full = std::string("elsa::") + name;
-  for (size_t i = 0; i < elsa_cuda::operator_count; ++i) {
-    if (elsa_cuda::operators[i].name == full) return &elsa_cuda::operators[i];
-  }
-  return nullptr;
-}
 
 const dlpack::Exchange* exchange_of(PyObject* capsule) {
   const Python& py = python();
@@ -345,9 +329,12 @@ extern "C" __attribute__((visibility("default"))) int elsa_cuda_short(
     const char* name, PyObject* exchange, PyObject* tensor, PyObject* parameter, PyObject* negated,
     PyObject** made) {
   try {
-    const Operator* op = find_operator(name);
+    const Operator* const end = elsa_cuda::operators.data() + elsa_cuda::operator_count;
+    const Operator* const op = std::find_if(
+        static_cast<const Operator*>(elsa_cuda::operators.data()), end,
+        [&](const Operator& each) { return each.name == "elsa::" + std::string(name); });
     const dlpack::Exchange* found = exchange_of(exchange);
-    if (op == nullptr || found == nullptr || wrap() == nullptr) return -1;
+    if (op == end || found == nullptr || wrap() == nullptr) return -1;
     const Python& py = python();
     const auto number = static_cast<uint64_t>(op - elsa_cuda::operators.data());
     auto* about = new Short{op, number, found, given(tensor), given(parameter), given(negated)};
