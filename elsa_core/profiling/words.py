@@ -47,7 +47,9 @@ def ratio_text(ratio: Document | None, *, short: bool = False) -> str:
     if ratio is None:
         return ""
     if ratio["verdict"] == "no difference":
-        return f"same ±{_within(ratio)}" if short else f"no difference, within {_within(ratio)}"
+        reach = max(ratio["high"], 1 / ratio["low"]) - 1  # of the interval, from 1
+        within = f"{reach:.0%}" if reach >= 0.01 else f"{reach:.1%}"
+        return f"same ±{within}" if short else f"no difference, within {within}"
     value, rounds = f"{ratio['value']:.2f}", f"{ratio['rounds']} rounds"
     if ratio["verdict"] == "unsure":
         return rounds if short else f"{value}x in {rounds}, too few to decide"
@@ -79,7 +81,7 @@ def verdict_text(found: Document) -> str:
     usual = (own, best) == ("patched", "eager")
     if gain["verdict"] == "no difference":
         against = "" if usual else f" between {own} and {best}"
-        return f"no difference found{against}: within {_within(gain)}"
+        return ratio_text(gain).replace("difference,", f"difference found{against}:")
     if gain["verdict"] == "unsure":
         return (
             f"undecided: {gain['rounds']} rounds fitted into the budget, {FEWEST_ROUNDS} are "
@@ -92,12 +94,6 @@ def verdict_text(found: Document) -> str:
     else:
         value, low, high = (gain[key] for key in ("value", "low", "high"))
     return f"{pair}{value:.2f}x {gain['verdict']}{against}, {low:.2f} to {high:.2f}"
-
-
-def _within(ratio: Document) -> str:
-    """How far from 1 the interval reaches."""
-    reach = max(ratio["high"], 1 / ratio["low"]) - 1
-    return f"{reach:.0%}" if reach >= 0.01 else f"{reach:.1%}"
 
 
 def bound_text(found: Document) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from elsa_core import reference
 from elsa_core.profiling.bench import attention, peers
 from elsa_core.profiling.bench.attention import Settings
 from elsa_core.profiling.bench.cases import Case, inputs
@@ -79,6 +80,25 @@ def test_score_matrices_that_do_not_fit_are_not_tried(monkeypatch: pytest.Monkey
     _, left_out = peers.field_of(CASE, inputs(CASE, "cpu"))
     assert {"sdpa-math", "eager"} <= set(left_out)
     assert "GiB are there" in left_out["eager"]
+
+
+def test_memory_that_runs_out_after_warming_up_ends_one_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every case that was measured before was lost with it."""
+    calls = []
+
+    def greedy(*tensors: torch.Tensor) -> torch.Tensor:
+        calls.append(tensors)
+        if len(calls) == 3:  # two contenders have warmed up
+            raise torch.OutOfMemoryError("out of memory")
+        return reference.attention(*tensors)[0]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", greedy)
+    cases = [replace(CASE, queries=9, keys=9), MASKED]
+    found = attention.run(cases, device=CPU, settings=QUICK)["results"]["cases"]
+    assert found[0]["left_out"] == {"all": "out of memory"} and found[0]["measurements"] == []
+    assert found[1]["measurements"]
 
 
 def test_matmul_precision_is_restored() -> None:

@@ -60,7 +60,7 @@ def run(
     """Measure `cases` on `device`, one after another; the document of the results.
 
     `busy` says why the machine was not free, before or after. A contender that fails is left out of
-    its case with the reason; it ends nothing.
+    its case with the reason, and so are all where memory runs out later; that ends nothing.
     """
     occupied = busy.reason(device)
     results = []
@@ -68,7 +68,12 @@ def run(
         limits = ceilings(device, sorted({case.dtype for case in cases}), settings)
         for i, case in enumerate(cases):
             progress(case.name, i, len(cases))
-            results.append(measure(case, device, settings, limits))
+            try:
+                results.append(measure(case, device, settings, limits))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                results.append(judged(case, [], {"all": first_line(error)}))
     if not occupied and device.type == "cuda":
         time.sleep(_LOOK_BACK)
     found = {
@@ -88,13 +93,8 @@ def measure(
     (one query only), `error` relative L2 against float64, `workspace_bytes` what is allocated at
     the peak of a call beyond its output, `host_seconds` the host's of one eager call (CUDA).
     """
-    try:
-        tensors = inputs(case, device, settings.seed)
-        expected, pick = _oracle(case, tensors)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return judged(case, [], {"all": first_line(error)})
+    tensors = inputs(case, device, settings.seed)
+    expected, pick = _oracle(case, tensors)
     contenders, left_out = field_of(case, tensors, backend=settings.backend, flex=settings.flex)
     if not contenders:
         return judged(case, [], left_out)
