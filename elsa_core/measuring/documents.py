@@ -13,9 +13,10 @@ from elsa_core.base.version import __version__
 from elsa_core.errors import UnavailableError
 
 SCHEMA_VERSION: Final = 1
+Document = dict[str, Any]
 
 
-def started(command: str, environment: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+def started(command: str, environment: Document, results: Document) -> Document:
     """A result document: schema and elsa version, where it was measured, and results."""
     return {
         "schema_version": SCHEMA_VERSION, "elsa_version": __version__, "command": command,
@@ -28,7 +29,7 @@ class Plain:
 
     also: ClassVar[tuple[str, ...]] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """Plain data for JSON."""
         names = (*self.also, *(each.name for each in fields(self)))  # type: ignore[arg-type]
         return {name: _plain(getattr(self, name)) for name in names}
@@ -53,7 +54,7 @@ def finite(value: Any) -> Any:
     return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def write(document: dict[str, Any], path: Path) -> Path:
+def write(document: Document, path: Path) -> Path:
     """Write a document, whole or not at all; UnavailableError where that cannot be done."""
     try:
         return write_text(json.dumps(finite(document), indent=1, allow_nan=False) + "\n", path)

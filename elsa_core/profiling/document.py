@@ -8,14 +8,12 @@ from typing import Any, Final
 
 from elsa_core.base.reading import RESULT_BYTES, read_text
 from elsa_core.errors import ModelError
-from elsa_core.measuring import documents
+from elsa_core.measuring.documents import SCHEMA_VERSION, Document
 
 COMMAND: Final = "profile"
 DONE: Final = "done"
 NO_MEMORY: Final = "out of memory"
 NOT_APPLICABLE: Final = "not applicable"
-
-Document = dict[str, Any]
 
 
 def read(path: Path) -> Document:
@@ -70,10 +68,8 @@ _POSITIVE: Final = ("seconds", "seconds_before", "seconds_after", "value", "low"
 
 def _check(document: Any) -> None:
     _fits(document, "document")
-    if document["command"] != COMMAND or document.get("schema_version") != documents.SCHEMA_VERSION:
-        raise ValueError(
-            f"it is not of the command {COMMAND}, schema_version {documents.SCHEMA_VERSION}"
-        )
+    if document["command"] != COMMAND or document.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"it is not of the command {COMMAND}, schema_version {SCHEMA_VERSION}")
     _fits(document["results"], "result")
     for point in document["results"]["points"]:
         _fits(point, "point")

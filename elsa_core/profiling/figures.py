@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from elsa_core.base.files import staged_file
 from elsa_core.errors import ArgumentError
+from elsa_core.measuring.documents import Document
 from elsa_core.measuring.environment import label
 from elsa_core.profiling.bench.cases import OTHER_TABLES
-from elsa_core.profiling.document import DONE, Document
+from elsa_core.profiling.document import DONE
 from elsa_core.profiling.page import metrics
 
 _OURS: Final = ("#0b6e4f", "#3aa76d", "#12355b", "#5bc0be")

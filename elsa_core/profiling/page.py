@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from elsa_core.base import pages
+from elsa_core.measuring.documents import Document
 from elsa_core.measuring.environment import label
-from elsa_core.profiling.document import DONE, Document
+from elsa_core.profiling.document import DONE
 from elsa_core.profiling.words import (
     bound_text,
     duration,

@@ -8,9 +8,10 @@ from typing import Final
 
 from elsa_core.errors import ArgumentError
 from elsa_core.loading import Plan
+from elsa_core.measuring.documents import Document
 from elsa_core.measuring.intervals import UNSURE
 from elsa_core.patching import LAYERS
-from elsa_core.profiling.document import DONE, Document
+from elsa_core.profiling.document import DONE
 from elsa_core.profiling.words import place
 
 _ALIKE: Final = (

@@ -21,12 +21,12 @@ from elsa_core.errors import ArgumentError, ModelError, TooLargeError
 from elsa_core.exporting.manifest import hashed
 from elsa_core.loading import Loaded, ModelSpec, files_of
 from elsa_core.measuring import documents
-from elsa_core.measuring.documents import Plain
+from elsa_core.measuring.documents import Document, Plain
 from elsa_core.measuring.environment import require_same
 from elsa_core.measuring.memory_limit import is_out_of_memory, limited, release
 from elsa_core.patching import patch, unpatch
 from elsa_core.precision import DTYPES, validate
-from elsa_core.profiling.document import COMMAND, DONE, NO_MEMORY, NOT_APPLICABLE, Document, read
+from elsa_core.profiling.document import COMMAND, DONE, NO_MEMORY, NOT_APPLICABLE, read
 from elsa_core.profiling.profile import profile
 from elsa_core.profiling.runs.runs import Progress
 from elsa_core.profiling.runs.training import profile_training

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from elsa_core.base.messages import side
 from elsa_core.base.summary import Summary
+from elsa_core.measuring.documents import Document
 from elsa_core.measuring.intervals import FEWEST_ROUNDS
-from elsa_core.profiling.document import Document
 
 
 def point_name(row: Document) -> str:

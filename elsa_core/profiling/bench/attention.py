@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from elsa_core import reference
 from elsa_core.base.messages import first_line
 from elsa_core.measuring import busy, environment, timing
-from elsa_core.measuring.documents import finite, started
+from elsa_core.measuring.documents import Document, finite, started
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.measuring.timing import Contender, float32_products
@@ -25,8 +25,6 @@ from elsa_core.profiling.bench.cases import Case, Inputs, bench_of, inputs
 from elsa_core.profiling.bench.peers import field_of
 from elsa_core.profiling.runs.runs import Progress
 from elsa_core.profiling.runs.variants import on_device
-
-Document = dict[str, Any]
 
 TURBO_ULP: Final = 2.0**-10
 """Distance between neighbours of 1 with a significand of 11 bits."""

@@ -12,8 +12,7 @@ from typing import Any, Final
 import torch
 
 from elsa_core.errors import ArgumentError
-
-Document = dict[str, Any]
+from elsa_core.measuring.documents import Document
 
 TABLE: Final = "families"
 GOAL: Final = 0.99

@@ -24,11 +24,11 @@ from elsa_core import dispatch, reference
 from elsa_core.base.files import write_text
 from elsa_core.base.messages import first_line, milliseconds
 from elsa_core.measuring import environment, timing
-from elsa_core.measuring.documents import Plain
+from elsa_core.measuring.documents import Document, Plain
 from elsa_core.measuring.intervals import digits, percentile, ratio
 from elsa_core.measuring.timing import Contender, float32_products
 from elsa_core.ops.linear.api import linear
-from elsa_core.profiling.bench.runner import Document, Runner, require_gpu
+from elsa_core.profiling.bench.runner import Runner, require_gpu
 from elsa_core.profiling.runs.runs import Progress
 
 PEER, TF32 = "pytorch", "tf32"

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ElsaError
+from elsa_core.measuring.documents import Document
 from elsa_core.measuring.rounds import Settings
 from elsa_core.patching import patch, shared_copy
 from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench import families
-from elsa_core.profiling.bench.runner import Document, ModelCase, Runner, result
+from elsa_core.profiling.bench.runner import ModelCase, Runner, result
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import Progress, prepare, timed
 from elsa_core.proof import check

@@ -15,10 +15,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from elsa_core.base.reading import RESULT_BYTES, json_problem, read_text
 from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.measuring.documents import Document
 from elsa_core.measuring.intervals import Ratio, digits
 
 RESULTS: Final = Path(__file__).parents[3] / "results"
@@ -55,8 +56,6 @@ _ERRORS: Final = 2.0  # times the published error, from which on it is another c
 # the distance of a 10 or 90% quantile from the median (normal samples: 1.96 x 1.2533 / 1.2816).
 _OF_MEDIAN: Final = 1.917
 _MACHINE: Final = ("cpu", "threads", "gpu")
-
-Document = dict[str, Any]
 
 
 def find(name: str) -> Path | None:

@@ -18,15 +18,12 @@ from elsa_core.base.messages import first_line
 from elsa_core.base.reading import RESULT_BYTES, read_text
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
 from elsa_core.measuring import busy, environment
-from elsa_core.measuring.documents import Plain, started
+from elsa_core.measuring.documents import Document, Plain, started
 from elsa_core.measuring.memory_limit import limited, release
 from elsa_core.measuring.timing import float32_products
 from elsa_core.profiling.bench.cases import selected
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import ProfileReport, Progress
-
-Document = dict[str, Any]
-
 
 Case = Any
 """What is measured at once: it has a table, a dtype, quick, to_dict, and a name of its own."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Final
+from typing import Final
 
+from elsa_core.measuring.documents import Document
 from elsa_core.measuring.environment import label
 from elsa_core.measuring.intervals import FASTER, NO_DIFFERENCE, SLOWER, UNSURE
 from elsa_core.profiling.bench import families
 
-Document = dict[str, Any]
 _NAMED: Final = 8  # cases that a summary names; the table has them all
 
 

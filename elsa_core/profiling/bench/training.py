@@ -14,9 +14,10 @@ from typing import Final
 import torch
 
 from elsa_core.errors import ElsaError
+from elsa_core.measuring.documents import Document
 from elsa_core.patching import patch, shared_copy
 from elsa_core.profiling.bench import models
-from elsa_core.profiling.bench.runner import Document, ModelCase, Runner, result
+from elsa_core.profiling.bench.runner import ModelCase, Runner, result
 from elsa_core.profiling.runs import training
 from elsa_core.profiling.runs.runs import Progress
 
