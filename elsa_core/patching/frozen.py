@@ -91,4 +91,5 @@ def refresh(model: nn.Module) -> int:
     Raises:
         TypeError: `model` is no `nn.Module`.
     """
-    return sum(derived.drop(module) for module in plain_model(model).modules())
+    modules = plain_model(model).modules()
+    return sum(derived.KEPT.pop(module, None) is not None for module in modules)

@@ -288,12 +288,9 @@ class _Observer:
         self._stack: list[str] = []
         for path, module in model.named_modules():
 
-            def enter(module: nn.Module, args: Any, path: str = path) -> None:
-                self._stack.append(path)
-                self.found.entered.add(path)
-
             def leave(module: nn.Module, args: Any, out: Any, path: str = path) -> None:
                 self._stack.pop()
+                self.found.entered.add(path)
                 # weights that it returns, say, and that are not computed yet
                 pending = [one for one in tree_leaves(out) if type(one) is Pending]
                 if self.found.paths[path] and any(one.made is None for one in pending):
@@ -302,7 +299,7 @@ class _Observer:
                     if self._stack:
                         self.found.paths[self._stack[-1]] += count
 
-            module.register_forward_pre_hook(enter)
+            module.register_forward_pre_hook(lambda *_, path=path: self._stack.append(path))
             module.register_forward_hook(leave, always_call=True)
 
     def place(self) -> tuple[str, ...]:

@@ -216,7 +216,7 @@ def unpatch(model: nn.Module) -> int:
     count = sum(not getattr(cls, "elsa_companion", False) for cls in classes)
     for module, cls in zip(modules, own, strict=True):
         module.__class__ = cls
-        derived.drop(module)
+        derived.KEPT.pop(module, None)
         for name in _ATTRIBUTES:
             module.__dict__.pop(name, None)
     return count

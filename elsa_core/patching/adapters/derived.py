@@ -58,7 +58,7 @@ def derived(derivation: Derivation) -> Any:
         sources, stamp = _sources(derivation)
         captured = on_gpu and torch.cuda.is_current_stream_capturing()
         if entry.stamp != stamp:
-            drop(derivation.site)
+            KEPT.pop(derivation.site, None)
         elif not captured:
             kind = sources[0].device.type
             autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
@@ -70,7 +70,7 @@ def derived(derivation: Derivation) -> Any:
 def keep(derivation: Derivation) -> list[Tensor]:
     """Keep the value until it is dropped or a write is noticed. Returns the tensors kept: none
     where the value may not be kept, and none that is a source."""
-    drop(derivation.site)
+    KEPT.pop(derivation.site, None)
     sources, stamp = _sources(derivation, gradients=True)
     # A fake or wrapped tensor belongs to a trace, and an inference tensor has no version.
     plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_inference() for t in sources)
@@ -91,11 +91,6 @@ def keep(derivation: Derivation) -> list[Tensor]:
     return kept
 
 
-def drop(site: nn.Module) -> bool:
-    """Forget what is kept of a site; whether there was anything."""
-    return KEPT.pop(site, None) is not None
-
-
 _Module: Any = nn.Module  # untyped, as the classes of the libraries are that stand beside it
 
 
@@ -104,15 +99,15 @@ class Derives(_Module):  # type: ignore[misc]
 
     def train(self, mode: bool = True) -> Any:
         if mode:
-            drop(self)
+            KEPT.pop(self, None)
         return super().train(mode)
 
     def _load_from_state_dict(self, *given: Any, **named: Any) -> None:
-        drop(self)
+        KEPT.pop(self, None)
         super()._load_from_state_dict(*given, **named)
 
     def _apply(self, *given: Any, **named: Any) -> Any:
-        drop(self)  # `to`, `half`, `cuda`
+        KEPT.pop(self, None)  # `to`, `half`, `cuda`
         return super()._apply(*given, **named)
 
 

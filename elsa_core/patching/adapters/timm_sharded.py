@@ -94,27 +94,35 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
         pool_type = self.global_pool if pool_type is None else pool_type
         lengths = self.elsa_lengths
         rank, world = place(self.elsa_group)
-        if self.attn_pool is not None or not pool_type:
-            return super().pool(_gathered(self, x, lengths), pool_type)
+        # [B, n, C] of each rank -> [B, sum of n, C] on every rank; differentiable
+        gather: Any = torch.ops.elsa.gather_shards
+        whole = self.attn_pool is not None or not pool_type
+        skipped = 0 if self.pool_include_prefix else self.num_prefix_tokens
+        counted = whole or (skipped and pool_type != "token")
+        if counted and x.shape[1] != lengths[rank]:
+            raise ArgumentError(
+                f"features of {x.shape[1]} tokens on rank {rank}, where the last forward_features "
+                f"gave {lengths[rank]}: call forward_head before a forward of images of another "
+                "size"
+            )
+        if whole:
+            return super().pool(gather(x, [*lengths], self.elsa_group), pool_type)
         if pool_type == "token":
             first = [int(not other) for other in range(world)]
-            return _gathered(self, x[:, : first[rank]], first)[:, 0]
-        skipped = 0 if self.pool_include_prefix else self.num_prefix_tokens
-        if skipped:
-            _check_length(self, x.shape[1], lengths)
+            return gather(x[:, : first[rank]], first, self.elsa_group)[:, 0]
         own = x[:, max(skipped - sum(lengths[:rank]), 0) :]
         results = []
         if pool_type in ("max", "avgmax"):
             # a rank without tokens to pool stays in the graph, for the gradients' sake
             none = own.shape[1] == 0
             top = own.sum(1, keepdim=True) - torch.inf if none else own.amax(1, keepdim=True)
-            results.append(_gathered(self, top, [1] * world).amax(1))
+            results.append(gather(top, [1] * world, self.elsa_group).amax(1))
         if pool_type in ("avg", "avgmax"):
             # in float32 as PyTorch's mean has it, rounded once
             total = own.sum(1, keepdim=True, dtype=state_dtype(own.dtype))
             # each sum comes with its count: a model knows those of its last forward alone
             count = torch.full_like(total[..., :1], own.shape[1])
-            sums = _gathered(self, torch.cat([total, count], 2), [1] * world).sum(1)
+            sums = gather(torch.cat([total, count], 2), [1] * world, self.elsa_group).sum(1)
             results.append((sums[:, :-1] / sums[:, -1:]).to(own.dtype))
         return results[0] if len(results) == 1 else 0.5 * (results[0] + results[1])
 
@@ -314,22 +322,6 @@ def _grid_and_lengths(model: Any, images: Tensor) -> tuple[tuple[int, int], tupl
     grid = height // rows, width // columns
     tokens = model.num_prefix_tokens + grid[0] * grid[1]
     return grid, shard_lengths(tokens, place(model.elsa_group)[1])
-
-
-def _check_length(model: Any, tokens: int, lengths: Any) -> None:
-    rank, _ = place(model.elsa_group)
-    if tokens != lengths[rank]:
-        raise ArgumentError(
-            f"features of {tokens} tokens on rank {rank}, where the last forward_features gave "
-            f"{lengths[rank]}: call forward_head before a forward of images of another size"
-        )
-
-
-def _gathered(model: Any, tokens: Tensor, lengths: Any) -> Tensor:
-    """[B, n, C] of each rank -> [B, sum(lengths), C] on every rank. Differentiable."""
-    _check_length(model, tokens.shape[1], lengths)
-    whole: Tensor = torch.ops.elsa.gather_shards(tokens, list(lengths), model.elsa_group)
-    return whole
 
 
 def _called(block: Any, lengths: tuple[int, ...], x: Tensor, **terms: Any) -> Any:

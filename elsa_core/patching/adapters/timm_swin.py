@@ -11,7 +11,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from timm.models import swin_transformer, swin_transformer_v2
 from timm.models.swin_transformer import SwinTransformerBlock
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
@@ -81,10 +80,7 @@ class ElsaSwinTransformerV2Block(_SwinBlock, SwinTransformerV2Block):  # type: i
 
     def elsa_derivation(self) -> Derivation:
         attn = self.attn
-        biases = (attn.q_bias, attn.k_bias, attn.v_bias)
-        return cosine_terms(
-            self, attn, lambda: None if attn.q_bias is None else torch.cat(biases), biases
-        )
+        return cosine_terms(self, attn, (attn.q_bias, attn.k_bias, attn.v_bias))
 
 
 class ElsaSwinTransformerV2CrBlock(_SwinBlock, SwinTransformerV2CrBlock):  # type: ignore[misc]

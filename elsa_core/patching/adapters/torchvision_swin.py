@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
@@ -77,10 +76,4 @@ class ElsaShiftedWindowAttentionV2(_Shifted, ShiftedWindowAttentionV2):  # type:
     elsa_base = ShiftedWindowAttentionV2
 
     def elsa_derivation(self) -> Derivation:
-        def bias_of_queries_and_values() -> Tensor | None:
-            if self.qkv.bias is None:
-                return None
-            q, k, v = self.qkv.bias.chunk(3)
-            return torch.cat((q, torch.zeros_like(k), v))
-
-        return cosine_terms(self, self, bias_of_queries_and_values, (self.qkv.bias,))
+        return cosine_terms(self, self, (self.qkv.bias,))

@@ -7,7 +7,7 @@ parameters; its forward is not called.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -160,23 +160,23 @@ class CosineTerms(NamedTuple):
     qkv_bias: Tensor | None  # [3 * C]
 
 
-def cosine_terms(
-    site: nn.Module,
-    attn: Any,
-    qkv_bias: Callable[[], Tensor | None],
-    parts: Sequence[Tensor | None],
-) -> Derivation:
-    """The position network's bias, the factors of the scores, and the bias of the projection, which
-    `qkv_bias` makes of `parts`."""
+def cosine_terms(site: nn.Module, attn: Any, biases: Sequence[Tensor | None]) -> Derivation:
+    """The position network's bias, the factors of the scores, and the bias of the projection: of
+    queries, keys and values, or of all in one, of which the keys' does not count."""
     index = attn.relative_position_index
 
     def compute(dense: bool) -> CosineTerms:
         table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
         table = 16 * torch.sigmoid(table)
         bias = read_bias(table, index, dense)
-        return CosineTerms(bias, cosine_scale(attn.logit_scale), qkv_bias())
+        given = [one for one in biases if one is not None]
+        if len(given) == 1:  # of all in one
+            q, k, v = given[0].chunk(3)
+            given = [q, torch.zeros_like(k), v]
+        qkv_bias = torch.cat(given) if given else None
+        return CosineTerms(bias, cosine_scale(attn.logit_scale), qkv_bias)
 
-    tensors = (attn.relative_coords_table, index, attn.logit_scale, *parts)
+    tensors = (attn.relative_coords_table, index, attn.logit_scale, *biases)
     return Derivation(site, attn, compute, tensors, (attn.cpb_mlp,))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, Final
 
@@ -361,22 +361,15 @@ def may_write(function: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Whether a call may write into an argument, or show its memory to something that does."""
     if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
         return True
-    found = _WRITERS.get(function)
-    if found is None:
-        found = _writes(function)
-        if len(_WRITERS) < _MOST:
-            _WRITERS[function] = found
+    found = _writes(function)
     if type(found) is bool:
         return found
     return len(args) > found and bool(args[found])
 
 
-# Of a function that PyTorch writes in Python: the place of its argument `inplace`.
-_WRITERS: dict[Any, bool | int] = {}
-_MOST = 4096  # functions that a process calls
-
-
+@lru_cache(maxsize=4096)  # functions that a process calls
 def _writes(function: Any) -> bool | int:  # noqa: PLR0911
+    """Of a function that PyTorch writes in Python: the place of its argument `inplace`."""
     if function in _EXPOSE:
         return True
     name = getattr(function, "__name__", "")
