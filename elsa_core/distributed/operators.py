@@ -43,8 +43,9 @@ def define(
 def define_attention(
     name: str,
     terms: str,
-    forward: Callable[..., tuple[Tensor, ...]],
-    backward: Callable[..., Sequence[Tensor | None]],
+    call: Callable[..., Any],
+    forward: Callable[[Any], tuple[Tensor, ...]],
+    backward: Callable[[Any, Saved, Wanted], Sequence[Tensor | None]],
     fake: Callable[..., tuple[Tensor, ...]],
     *,
     results: str,
@@ -52,10 +53,9 @@ def define_attention(
 ) -> None:
     """Define `elsa::<name>` of query, key, value, attn_mask and `terms`, and its gradients.
 
-    results: names of what it gives, out and lse first. backward: takes the call's arguments, what
-    the gradients read, which of them are wanted, and the results behind lse; gives the gradients.
-    fake: gives fake results but for out, whose memory is [B, Nq, Hq, Dv]. refusal: the error of
-    second derivatives.
+    results: names of what it gives, out and lse first. call: makes of the arguments, and in the
+    backward of the results behind lse, what `forward` and `backward` take. fake: gives fake results
+    but for out, whose memory is [B, Nq, Hq, Dv]. refusal: the error of second derivatives.
     """
     saved = results.split()
     operands = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
@@ -66,7 +66,7 @@ def define_attention(
         *given, needs = arguments[4 + len(saved) :]
         # that of lse is [0] where nothing depends on it
         read = Saved(grad_out, out, lse, grad_lse if grad_lse.numel() else None)
-        grads = backward((*inputs, *given), read, Wanted(*needs), *more)
+        grads = backward(call(*inputs, *given, *more), read, Wanted(*needs))
         return tuple(
             grad_out.new_empty(0) if grad is None or t is None else grad.to(t.dtype).contiguous()
             for grad, t in zip(grads, inputs, strict=True)
@@ -95,7 +95,7 @@ def define_attention(
     several = ", ".join("Tensor" for _ in saved)
     define(
         f"{name}({operands}, {terms}) -> ({several})",
-        torch.no_grad()(forward),
+        torch.no_grad()(lambda *arguments: forward(call(*arguments))),
         lambda query, key, value, *rest: (
             query.new_empty(
                 (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
@@ -119,15 +119,15 @@ def define_attention(
 
 
 def agreed_call(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *terms: Any,
-    tokens: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str, backend: str, method: str, gradients: str, lengths: Sequence[int],
+    group: str, tokens: Tensor | None = None,
 ) -> ways.Call:  # fmt: skip
     """What the ranks agree on for a call of the operator, and how it is served.
 
     tokens: int64 [2, P], the lengths that the ranks agreed on in the forward of this call; without
     them they are asked.
     """
-    is_causal, scale, precision, backend, method, gradients, lengths, group = terms
     process_group = groups.by_name(group)
     said = agreement.described(
         query, key, value, attn_mask, is_causal=is_causal, scale=scale,
@@ -145,10 +145,7 @@ define_attention(
     "distributed_attention",
     "bool is_causal, float scale, str precision, str backend, str method, str gradients, "
     "int[] lengths, str group",
-    lambda *arguments: ways.forward(agreed_call(*arguments)),
-    lambda arguments, saved, wanted, tokens: ways.backward(
-        agreed_call(*arguments, tokens=tokens), saved, wanted
-    ),
+    agreed_call, ways.forward, ways.backward,
     lambda query, *terms: (
         query.new_empty(query.shape[:3], dtype=torch.float64),
         torch.empty((2, groups.by_name(terms[-1]).size()), dtype=torch.int64, device="cpu"),

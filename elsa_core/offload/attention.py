@@ -176,8 +176,7 @@ define_attention(
     "offloaded_attention",
     "bool is_causal, float scale, str precision, str backend, str device, int block, "
     "int query_block",
-    lambda *arguments: passes.forward(_call(*arguments)),
-    lambda arguments, *saved: (*passes.backward(_call(*arguments), *saved), None),
+    _call, passes.forward, passes.backward,
     lambda query, *_: (query.new_empty(query.shape[:3], dtype=state_dtype(query.dtype)),),
     results="out lse",
     refusal="attention with offload='host' is differentiable once",

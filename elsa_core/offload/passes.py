@@ -80,7 +80,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: Call, saved: Saved, wanted: Wanted) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key and value, each where its operand is and of its dtype.
+    """The gradients of query, key and value, each where its operand is and of its dtype, and None
+    for the mask's.
 
     saved: where the query is.
     """
@@ -116,10 +117,11 @@ def backward(call: Call, saved: Saved, wanted: Wanted) -> tuple[Tensor | None, .
             if sums.query is not None:
                 pass_.put((sums.query.to(call.query.dtype), totals[0][:, :, own]))
         pass_.writer.finish()
-        return tuple(
+        found = (
             total.to(t.dtype) if needed else None
             for total, t, needed in zip(totals, call[:3], wanted[:3], strict=True)
         )
+        return *found, None
 
 
 def _require_count(lse: Tensor, attn_mask: Tensor | None) -> None:

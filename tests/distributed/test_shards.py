@@ -44,7 +44,7 @@ def test_gradients_of_large_scores_read_no_rounded_lse(method: str, dtype: torch
         call = passes.Call(
             query, key, value, None, False, 1.0, "strict", "auto", torch.device("cpu"), 5, 3
         )
-        found = passes.backward(call, wrong, WANTED)
+        found = passes.backward(call, wrong, WANTED)[:3]
     else:
         rows = Rows(query, None, 0, is_causal=False, scale=1.0, precision="strict", backend="auto")
         group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

