@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from elsa_core.errors import ExportError
 from elsa_core.exporting.onnx_operator import (
@@ -23,7 +23,6 @@ from elsa_core.exporting.onnx_operator import (
     Writer,
     call,
     static_shape,
-    take_over,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +51,8 @@ def _replace_attention(graph: Graph, node: Node) -> None:
         base = _packed_base(query, key, value)
         if base is None:
             operands, terms = (query, key, value, attn_mask), (is_causal, scale)
-            take_over(graph, out, ATTENTION.call(graph, node, operands, terms, out.meta["val"]))
+            made = ATTENTION.call(graph, node, operands, terms, out.meta["val"])
+            out.replace_all_uses_with(made)
             return
         batch, heads, tokens, head_dim = query.meta["val"].shape
         joined = base.meta["val"].new_empty((batch, tokens, heads * head_dim))
@@ -65,12 +65,12 @@ def _replace_attention(graph: Graph, node: Node) -> None:
             and user.users
             and all(
                 getattr(last.target, "_opname", "") in _JOINS
-                and _same(last.meta["val"].shape, joined.shape)
+                and statically_known_true(sym_eq(last.meta["val"].shape, joined.shape))
                 for last in user.users
             )
         ):
             for last in list(user.users):
-                take_over(graph, last, packed)
+                last.replace_all_uses_with(packed)
     if out.users:
         with graph.inserting_before(node):
             rows: Any = batch
@@ -80,7 +80,8 @@ def _replace_attention(graph: Graph, node: Node) -> None:
             apart, shape = query.meta["val"].transpose(1, 2), [rows, tokens, heads, head_dim]
             split = call(graph, node, torch.ops.aten.view.default, (packed, shape), apart)
             turn = torch.ops.aten.transpose.int
-            take_over(graph, out, call(graph, node, turn, (split, 1, 2), out.meta["val"]))
+            back = call(graph, node, turn, (split, 1, 2), out.meta["val"])
+            out.replace_all_uses_with(back)
 
 
 def _packed_base(query: Any, key: Any, value: Any) -> Any:
@@ -101,7 +102,8 @@ def _packed_base(query: Any, key: Any, value: Any) -> Any:
     whole = base.meta["val"]
     batch, heads, tokens, head_dim = query.meta["val"].shape
     width = heads * head_dim
-    if not whole.is_contiguous() or not _same(whole.shape, (batch, tokens, 3 * width)):
+    known = sym_eq(whole.shape, (batch, tokens, 3 * width))
+    if not whole.is_contiguous() or not statically_known_true(known):
         return None
     for index, node in enumerate((query, key, value)):
         view = node.meta["val"]
@@ -109,15 +111,9 @@ def _packed_base(query: Any, key: Any, value: Any) -> Any:
         offset = view.storage_offset() - whole.storage_offset()
         found = (*view.shape, *view.stride(), offset)
         places = (batch, heads, tokens, head_dim, *wanted, index * width)
-        if view.dtype != whole.dtype or not _same(found, places):
+        if view.dtype != whole.dtype or not statically_known_true(sym_eq(found, places)):
             return None
     return base
-
-
-def _same(left: Any, right: Any) -> bool:
-    return len(left) == len(right) and all(
-        statically_known_true(a == b) for a, b in zip(left, right, strict=True)
-    )
 
 
 def _needs(node: ir.Node, given: dict[str, ir.Value], newest: bool) -> tuple[set[str], set[str]]:

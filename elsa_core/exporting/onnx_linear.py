@@ -22,7 +22,6 @@ from elsa_core.exporting.onnx_operator import (
     Value,
     Writer,
     call,
-    take_over,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def _replace_linear(graph: Graph, node: Node) -> None:
         turned = call(graph, node, torch.ops.aten.t.default, (weight,), weight.meta["val"].t())
         operands = (given["input"], turned, *terms)
         out = LINEAR.call(graph, node, operands, (given["activation"],), node.meta["val"])
-    take_over(graph, node, out)
+    node.replace_all_uses_with(out)
 
 
 def _needs(node: ir.Node, given: dict[str, ir.Value], newest: bool) -> tuple[set[str], set[str]]:

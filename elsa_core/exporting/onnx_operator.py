@@ -154,7 +154,7 @@ class OnnxExport:
     """How calls of one of elsa's operators become nodes: what a record names in `onnx`."""
 
     operators: tuple[OnnxOperator, ...]  # that `rewrite` may write
-    rewrite: Callable[[Graph, Node], None]  # replaces a call in the graph of an exported program
+    rewrite: Callable[[Graph, Node], None]  # replaces the uses of a call in an exported program
 
 
 def onnx_operators() -> dict[str, OnnxOperator]:
@@ -190,12 +190,6 @@ def call(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...], value: 
     node = graph.call_function(target, args)
     node.meta = {**origin.meta, "val": value}
     return node
-
-
-def take_over(graph: Graph, old: Node, new: Node) -> None:
-    old.replace_all_uses_with(new)
-    if not old.users:
-        graph.erase_node(old)
 
 
 def static_shape(value: ir.Value) -> tuple[Any, ...]:

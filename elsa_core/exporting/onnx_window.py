@@ -15,7 +15,6 @@ from elsa_core.exporting.onnx_operator import (
     Writer,
     call,
     static_shape,
-    take_over,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def _replace_window(graph: Graph, node: Node) -> None:
             )
         operands = (qkv, bias, pad_qkv, logit_scale)
         out = WINDOW.call(graph, node, operands, node.args[5:12], node.meta["val"])
-    take_over(graph, node, out)
+    node.replace_all_uses_with(out)
 
 
 def _dense_bias(graph: Graph, node: Node, bias: Any, bias_index: Any) -> Node:
