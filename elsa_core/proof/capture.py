@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elsa_core import dispatch, ops, reference
 from elsa_core.backends import eager_window
 from elsa_core.backends.window_call import WindowCall
-from elsa_core.proof.compare import TURBO_EPS, map_floating
+from elsa_core.proof.compare import HOPELESS_SAMPLES, SITE_SAMPLES, TURBO_EPS, map_floating
 from elsa_core.proof.samples import jittered
 from elsa_core.reference import Drift
 
@@ -31,13 +31,6 @@ _WINDOW_SAMPLE = 1 << 21
 # at the second image, or at the second block of rows.
 _FEWEST_IMAGES = 2
 _FEWEST_ROWS = 8
-
-# Nearby samples, where one alone condemns a call. Two equally good errors of n samples that one
-# dot product dominates differ by more than 2x once in 3 at n = 1 and once in 10^4 at n = 32.
-_SAMPLES = 32
-
-# Of errors that are all more than 10 times what is allowed, so many say as much.
-_HOPELESS_SAMPLES = 8
 
 _Pair = tuple[float, float]
 
@@ -264,10 +257,10 @@ def _settled(sample: Callable[[int], _Pair], factor: float, ulp: float) -> _Pair
     error, peer = sample(0)
     if not error <= factor * peer + ulp:
         samples = [(error, peer)]
-        for seed in range(1, _SAMPLES):
+        for seed in range(1, SITE_SAMPLES):
             samples.append(sample(seed))
             hopeless = all(e > 10 * (factor * p + ulp) for e, p in samples)
-            if hopeless and seed + 1 >= _HOPELESS_SAMPLES:
+            if hopeless and seed + 1 >= HOPELESS_SAMPLES:
                 break
         error, peer = (math.sqrt(fmean(x * x for x in each)) for each in zip(*samples, strict=True))
     return error, factor * peer + ulp

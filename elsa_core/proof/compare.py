@@ -40,7 +40,7 @@ SITE_SAMPLES = 32
 MODEL_SAMPLES = 10
 
 # After 8 samples, two equally good errors differ by more than 10x once in 10^7: no more are run.
-_HOPELESS_SAMPLES = 8
+HOPELESS_SAMPLES = 8
 _HOPELESS = 5.0
 
 
@@ -203,11 +203,6 @@ class Top1:
         self.tie_flips += int((flip & tie).sum())
         self.flips += int((flip & ~tie).sum())
 
-    def reason(self) -> str:
-        if not self.flips:
-            return ""
-        return f"top-1 differs from the oracle's in {self.flips} of {self.rows} rows without a tie"
-
 
 @dataclass
 class Judgement:
@@ -266,7 +261,7 @@ def settle(
         for comparisons in several:
             for comparison in comparisons.values():
                 comparison.samples = seed + 1
-        if seed + 1 >= _HOPELESS_SAMPLES and all(
+        if seed + 1 >= HOPELESS_SAMPLES and all(
             any(comparison.excess > _HOPELESS for comparison in comparisons.values())
             for comparisons in several
         ):

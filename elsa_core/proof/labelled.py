@@ -171,8 +171,8 @@ def _from_file(
     the class."""
     text = read_text(path, _LARGEST_FILE).removeprefix("\ufeff")
     found: dict[str, int] = {}
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for number, line in enumerate(lines, 1):
+    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    for number, line in lines:
         if len(line) > _LONGEST_LINE:
             raise ArgumentError(f"{path} (--annotations), line {number}: too long for a path")
         if "," in line:
@@ -184,7 +184,7 @@ def _from_file(
         label = known.get(_plain(given), synsets.get(given) if as_number is None else as_number)
         if label is not None:
             found[name] = label
-        elif number > 1 or given.isdecimal():
+        elif number > lines[0][0] or given.isdecimal():  # else it is a header
             raise ArgumentError(
                 f"{path} (--annotations), line {number}: {given[:60]!r} is no class, 0 to"
                 f" {classes - 1}"

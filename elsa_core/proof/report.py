@@ -293,6 +293,8 @@ def model_check(
     output = max(comparisons, key=lambda key: comparisons[key].excess, default="")
     one = comparisons.get(output)
     why = one.reason() if one is not None else "nothing was compared"
+    if not why and top1.flips:
+        why = f"top-1 differs from the oracle's in {top1.flips} of {top1.rows} rows without a tie"
     notes = []
     if not shown:
         notes.append(
@@ -304,7 +306,7 @@ def model_check(
     return ModelCheck(
         case=case, path=path, output=output, inputs=inputs, shown=shown, top1_rows=top1.rows,
         top1_flips=top1.flips, top1_ties=top1.ties, top1_tie_flips=top1.tie_flips,
-        **_errors(one, judgement.error or why or top1.reason(), notes),
+        **_errors(one, judgement.error or why, notes),
     )  # fmt: skip
 
 

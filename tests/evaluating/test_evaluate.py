@@ -169,6 +169,9 @@ def test_annotations(digits: Path, tmp_path: Path, line: str) -> None:
             labelled_images(digits, 10, annotations=tmp_path / "long.txt")
     with pytest.raises(ArgumentError, match="line 2: 'twelve' is no class, 0 to 9"):
         labelled_images(flat, 10, annotations=labels)
+    labels.write_text("\nfile class\n\na.png 1\nb.png twelve\n")  # blank lines count, too
+    with pytest.raises(ArgumentError, match="line 5: 'twelve'"):
+        labelled_images(flat, 10, annotations=labels)
     labels.write_text("other.png 1\n")
     with pytest.raises(ArgumentError, match="names no image"):
         labelled_images(flat, 10, annotations=labels)

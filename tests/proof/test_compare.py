@@ -17,7 +17,7 @@ from elsa_core.base.inputs import as_cases, chunks, generated_inputs
 from elsa_core.errors import ArgumentError
 from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.compare import Comparison, Judgement, Top1
-from elsa_core.proof.report import SiteRecord, gradient_check
+from elsa_core.proof.report import SiteRecord, gradient_check, model_check
 from elsa_core.proof.samples import nearby
 from elsa_core.proof.site_cases import Seen, site_cases
 
@@ -105,7 +105,9 @@ def test_top1_counts_ties_apart() -> None:
     patched = oracle[:, [1, 0, 2]].float()
     top1.add(oracle, original, patched)
     assert (top1.rows, top1.ties, top1.tie_flips, top1.flips) == (6, 2, 1, 2)
-    assert "2 of 6 rows" in top1.reason()
+    judgement = Judgement(2.0, top1=top1)
+    judgement.add_tensors(*[{"output": torch.ones(1)}] * 3)
+    assert "2 of 6 rows" in model_check("", "eager", 6, judgement).reason
 
 
 def test_a_tie_is_what_twice_the_originals_error_can_turn() -> None:
