@@ -21,7 +21,6 @@ from elsa_core.dispatch.faults import peer_fault
 from elsa_core.ops import flops
 from elsa_core.ops.attention import record as attention_operator
 from elsa_core.ops.factory import implement
-from elsa_core.ops.formulas import names_of
 from elsa_core.ops.window import record as window_operator
 
 Named = Mapping[str, Any]
@@ -51,7 +50,7 @@ def _by_the_table(record: ops.Operator) -> Callable[..., Any]:
 def _request_of(record: ops.Operator, arguments: tuple[Any, ...]) -> tuple[Request, Named]:
     """What a call of `elsa::<name>_backward` asks for, and its arguments by their names."""
     assert record.backward is not None
-    named = dict(zip(names_of(record.backward.schema), arguments, strict=True))
+    named = dict(zip(record.backward.names, arguments, strict=True))
     first, tokens, layout, mask = named.get("query"), 0, "dense", "none"
     if first is None:
         first = named["qkv"]

@@ -17,7 +17,6 @@ from elsa_core.distributed.plan import plan
 from elsa_core.distributed.shards import Rows, Saved, Wanted
 from elsa_core.errors import ArgumentError
 from elsa_core.ops.factory import Grads
-from elsa_core.ops.formulas import needed
 
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
 
@@ -87,7 +86,8 @@ def define_attention(
             lse.new_empty(0) if grad_lse is None else grad_lse,
             *tensors, *ctx.terms, needs,
         )  # fmt: skip
-        return *needed(grads, needs), *(None for _ in ctx.terms)
+        found = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+        return *found, *(None for _ in ctx.terms)
 
     def once(ctx: Any, *grads: Tensor) -> Grads:
         raise ArgumentError(refusal)

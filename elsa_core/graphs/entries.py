@@ -42,8 +42,20 @@ from elsa_core.graphs.checks import (
 )
 
 WARM_UPS: Final = 2  # besides the one that is watched and the one of the capture
+_NOT_ALONE: Final = "its backward cannot be run by itself"
 _VERSION = attrgetter("_version")
 _HOOKED = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@contextmanager
+def _refusing(reason: str) -> Iterator[None]:
+    """Say why no graph holds a call whose runs raise within."""
+    try:
+        yield
+    except RefusedError:
+        raise
+    except RuntimeError as error:
+        raise RefusedError(f"{reason}: {first_line(error)}") from error
 
 
 class Inference:
@@ -63,12 +75,10 @@ class Inference:
             self.guards = Guards(model)  # before other runs: they show what a forward changes
             reads = watched(run, device)
             check_state(self.guards, self._targets)
-            try:
+            with _refusing("a graph cannot hold it"):
                 (self.replay,) = capture.BACKEND.captured(
                     [lambda: result.append(run())], pool, device
                 )
-            except RuntimeError as error:
-                raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
         # also what only the capture changes: its memory is the graph's
         check_state(self.guards, self._targets, reads)
         self._results, self._tree = flat_results(result[0], device)
@@ -170,7 +180,8 @@ class Training:
             self.slopes = [torch.zeros_like(each.detach()) for each in self._learning]
             if not self.slopes:
                 raise RefusedError("none of its results has a gradient")
-            self._run_alone()
+            with _refusing(_NOT_ALONE):
+                self._run_backward()
         self.guards = Guards(self._model, backward=True)
         saved: set[int] = set()
         own = {storage_of(each) for each in self.params}
@@ -186,20 +197,17 @@ class Training:
             if any(leaf not in known for leaves in of_results for leaf in leaves):
                 raise RefusedError(OTHER_LEAF)
             self.reaches = [{known[leaf] for leaf in leaves} for leaves in of_results]
-            self._run_alone()
+            with _refusing(_NOT_ALONE):
+                self._run_backward()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             reads = watched(both, device, self._model.buffers(), draws=True)
         check_state(self.guards, self.targets)
         self._result, self._learning, self._inputs, self.grads = None, [], [], []
-        try:
+        with _refusing("a graph cannot hold it"):
             self.replay, self.replay_backward = capture.BACKEND.captured(
                 [self._run_forward, self._run_backward], pool, device
             )
-        except RefusedError:
-            raise
-        except RuntimeError as error:
-            raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
         check_state(self.guards, self.targets, reads, self.slopes)
         self.saved = [each for each in self.params if storage_of(each) in saved]
         leaves, self._tree = flat_results(self._result, device)
@@ -235,15 +243,6 @@ class Training:
                 taken.add(storage_of(own))  # type: ignore[arg-type]
             grads.append(own)
         self.grads = grads
-
-    def _run_alone(self) -> None:
-        try:
-            self._run_backward()
-        except RefusedError:
-            raise
-        except RuntimeError as error:
-            said = first_line(error)
-            raise RefusedError(f"its backward cannot be run by itself: {said}") from error
 
     def answer(self, given: Given, copy_outputs: bool) -> tuple[bool, Any]:
         """Whether the model is what it was, and the result."""

@@ -41,6 +41,7 @@ class Backward:
         reference: its formulas in plain PyTorch.
         formula: of the second derivatives, or what raises.
         setup_context: of that formula.
+        names: of its arguments, where the dispatcher reads them.
     """
 
     schema: str
@@ -48,6 +49,7 @@ class Backward:
     reference: Callable[..., Any]
     formula: Callable[..., Any]
     setup_context: Callable[..., None] | None = None
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

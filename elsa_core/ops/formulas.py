@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,6 @@ from torch import Tensor
 
 from elsa_core.base import calls
 from elsa_core.ops.factory import Backward, Grads, Operator, register
-
-
-def names_of(schema: str) -> list[str]:
-    """The names of an operator's arguments."""
-    return [one.split()[-1] for one in schema[1 : schema.index(") ->")].split(", ")]
 
 
 class Formulas:
@@ -40,7 +35,8 @@ class Formulas:
         self, name: str, schema: str, terms: tuple[str, ...], reference: Callable[..., Any], *,
         saved: tuple[str, ...], like: int, again: Callable[..., Sequence[Tensor]] | None = None,
     ):  # fmt: skip
-        given, names = schema[1 : schema.index(") ->")].split(", "), names_of(schema)
+        given = schema[1 : schema.index(") ->")].split(", ")
+        names = [one.split()[-1] for one in given]
         self.name, self.terms, self.again, self.like = name, terms, again, like
         self.leading = next(i for i, one in enumerate(given) if not one.startswith("Tensor"))
         rest = given[self.leading :]
@@ -59,6 +55,7 @@ class Formulas:
             f"({', '.join(arguments)}) -> ({results})", self.fake, reference, self.twice,
             None if again is None
             else lambda ctx, inputs, output: self._keep(ctx, inputs[:split], inputs[split:]),
+            tuple(one.split()[-1] for one in arguments),
         )  # fmt: skip
 
     def setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -200,8 +197,3 @@ def slopes_of(
         packed = lse.dim() == 2  # [H, T]
         grad_lse = lse.new_zeros(0) if packed or lse.is_cuda else torch.zeros_like(lse)
     return grad_out, grad_lse
-
-
-def needed(grads: Iterable[Tensor], needs: Iterable[bool]) -> Grads:
-    """The gradients that were wanted; None for the others."""
-    return tuple(grad if wanted else None for grad, wanted in zip(grads, needs, strict=True))

@@ -282,8 +282,6 @@ def entmax_varlen_attention(
         own = number if head_alpha is None else head_alpha
         if query.device.type == "meta":
             return query.new_empty((*query.shape[:2], value.shape[2]))
-        q, k, v, _ = autocast(*given[:3], None)
-        given = given._replace(query=q, key=k, value=v)
         name = _served_by(*kind_of(given.query, given.value, precision), backend)
         if name and not (calls.exporting_onnx() or dispatch.plain_alone(backend)):
             run, bounds = dispatch.RUNS[_OPERATOR, name], _bounded(given, *told)
@@ -324,7 +322,7 @@ def explain_entmax_varlen_attention(
     given = varlen.checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
     sizes = given.cu_seqlens_q.shape[0] - 1, query.shape[1]
     number, head_alpha = of_heads(alpha, query.device, sizes, sizes)
-    q, k, v, _ = autocast(*given[:3], None)
+    q, k, v, *_ = given
     if _served_by(*kind_of(q, v, precision), backend) and not dispatch.plain_alone(backend):
         gradient = calls.wanted(query=q, key=k, value=v, head_alpha=head_alpha)
         mask = dispatch.mask_kind(None, is_causal)

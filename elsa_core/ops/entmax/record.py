@@ -55,20 +55,15 @@ _WANTED = ("query", "key", "value", "attn_mask", "head_alpha")
 _STEPS = {True: 20, False: 60}
 
 
-# The portable form: operations that exporters and `torch.func` know, for any length.
-
-
 def _portable(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, head_alpha: Tensor | None,
     alpha: float, is_causal: bool, scale: float, precision: str = "strict",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """All scores at once, a fixed number of steps, and the formulas of autograd.
+    """Operations that exporters and `torch.func` know, for any length: all scores at once, a fixed
+    number of steps, and the formulas of autograd.
 
     The slope comes out of the solver without a derivative. Two steps of Newton's method that are
-    differentiated give it its first and second derivatives.
-
-    Returns:
-        out, and rows and tiles as empty tensors [0].
+    differentiated give it its first and second derivatives. rows and tiles are empty [0].
     """
     place = query.device.type
     if place != "meta" and torch.is_autocast_enabled(place):  # scores and sums stay wide
@@ -100,11 +95,7 @@ def _varlen_portable(
     head_alpha: Tensor | None, longest_q: int, longest_k: int, alpha: float, is_causal: bool,
     scale: float, precision: str = "strict",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`elsa::entmax_varlen_attention`: every pair of tokens, under a mask of their sequences.
-
-    Returns:
-        out, and rows and tiles as empty tensors [0].
-    """
+    """`elsa::entmax_varlen_attention`: every pair of tokens, under a mask of their sequences."""
     tokens = query.shape[0], key.shape[0]
     seen, rows = portable.within(cu_seqlens_q, cu_seqlens_k, *tokens, is_causal)
     if head_alpha is not None and head_alpha.shape[0] > 1:

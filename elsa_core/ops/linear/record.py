@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from elsa_core.base import calls
 from elsa_core.ops.factory import Backward, Grads, Operator, register
-from elsa_core.ops.formulas import needed, second
+from elsa_core.ops.formulas import second
 
 _SCHEMA = (
     '(Tensor input, Tensor weight, Tensor? bias, str activation="none", Tensor? residual=None, '
@@ -163,12 +163,11 @@ def _gradients(
     if not any(wanted[:2]):
         return None, None, of_bias
     none = grad_out.new_empty(0)
-    products = [*wanted[:2], False]
-    grads = compute(
+    of_input, of_weight, _ = compute(
         grad_out, none if input is None else input, none if weight is None else weight, precision,
-        products,
+        [*wanted[:2], False],
     )  # fmt: skip
-    return *needed(grads, products)[:2], of_bias
+    return of_input if wanted[0] else None, of_weight if wanted[1] else None, of_bias
 
 
 class Eager(torch.autograd.Function):

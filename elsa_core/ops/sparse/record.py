@@ -31,7 +31,7 @@ from elsa_core.backends import eager
 from elsa_core.base import skipping
 from elsa_core.ops.attention import record as plain
 from elsa_core.ops.factory import Grads, Operator, implement, register
-from elsa_core.ops.formulas import needed, slopes_of
+from elsa_core.ops.formulas import slopes_of
 
 SUMMARIES, ORDER, FROZEN = 1, 2, 4
 _SCHEMA = (
@@ -57,7 +57,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any
     needs = list(ctx.needs_input_grad[:4])
     slopes = slopes_of(grad_out, grad_lse, *saved[4:])
     grads = torch.ops.elsa.attention_backward.default(*slopes, *saved, *ctx.terms, needs)
-    return *needed(grads, needs), *(None,) * 5
+    found = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    return *found, *(None,) * 5
 
 
 SPARSE_ATTENTION = register(

@@ -92,8 +92,7 @@ def varlen_attention(
         given = checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
         told = max_seqlen_q, max_seqlen_k
         longest = longest_of(given, *told)
-        q, k, v, _ = autocast(*given[:3], None)
-        given = given._replace(query=q, key=k, value=v)
+        q, k, v, *_ = given
         kind = kind_of(q, v, precision)
         terms = (*given, is_causal, default_scale(q) if scale is None else scale)
         if calls.exporting_onnx():
@@ -125,8 +124,7 @@ def explain_varlen_attention(
     Takes the arguments of `varlen_attention` and raises what it would raise.
     """
     given = checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
-    q, k, v, _ = autocast(*given[:3], None)
-    given = given._replace(query=q, key=k, value=v)
+    q, k, v, *_ = given
     told = max_seqlen_q, max_seqlen_k
     longest, kind = longest_of(given, *told), kind_of(q, v, precision)
     wanted = calls.wanted(query=query, key=key, value=value)
@@ -222,7 +220,8 @@ def checked(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
     enable_gqa: bool,
 ) -> Packed:  # fmt: skip
-    """The operands, or what is wrong with them: TypeError, ArgumentError."""
+    """The operands, cast where autocast is on, or what is wrong with them: TypeError,
+    ArgumentError."""
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     tensors = {"query": query, "key": key, "value": value}
@@ -244,6 +243,7 @@ def checked(
             f"cu_seqlens_q is of {cu_seqlens_q.shape[0] - 1} sequences, "
             f"cu_seqlens_k of {cu_seqlens_k.shape[0] - 1}"
         )
+    query, key, value, _ = autocast(query, key, value, None)
     return Packed(query, key, value, cu_seqlens_q, cu_seqlens_k)
 
 
