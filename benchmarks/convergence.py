@@ -14,7 +14,6 @@ import importlib
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -118,7 +117,7 @@ def build(kind: str, side: int) -> nn.Module:
 
 
 def train(
-    data: Data, kind: str, *, dtype: str, way: str, seed: int, epochs: int, device: torch.device
+    data: Data, kind: str, dtype: str, epochs: int, device: torch.device, seed: int, way: str
 ) -> dict[str, list[float]]:
     """One model's curves: by epoch the mean training loss, the test loss and the test accuracy."""
     torch.manual_seed(seed)
@@ -142,8 +141,12 @@ def train(
             schedule.step()
             losses.append(loss.detach())
         curves["loss"].append(digits(float(torch.stack(losses).mean())))
-        for name, value in _tested(model, test, dtype).items():
-            curves[name].append(digits(value))
+        model.eval()
+        with torch.no_grad():
+            logits = torch.cat([_logits(model, part, dtype) for part in test[0].split(500)])
+        right = (logits.argmax(1) == test[1]).double().mean()
+        curves["test_loss"].append(digits(float(F.cross_entropy(logits, test[1]))))
+        curves["accuracy"].append(digits(float(right)))
     return curves
 
 
@@ -151,15 +154,6 @@ def _logits(model: nn.Module, images: Tensor, dtype: str) -> Tensor:
     with torch.autocast(images.device.type, AUTOCAST[dtype], enabled=dtype != "fp32"):
         out: Tensor = model(images)
     return out.float()
-
-
-def _tested(model: nn.Module, test: Sequence[Tensor], dtype: str) -> dict[str, float]:
-    model.eval()
-    images, labels = test
-    with torch.no_grad():
-        logits = torch.cat([_logits(model, part, dtype) for part in images.split(500)])
-    right = (logits.argmax(1) == labels).double().mean()
-    return {"test_loss": float(F.cross_entropy(logits, labels)), "accuracy": float(right)}
 
 
 def cases(given: Namespace) -> dict[str, tuple[str, str, str]]:
@@ -172,25 +166,18 @@ def measure(name: str, case: tuple[str, str, str], given: Namespace) -> list[Row
     """The curves of every seed, patched and original, as numbers with spaces between them."""
     source, kind, dtype = case
     data = split(Path(source).stem, *arrays(source))
-    task = functools.partial(_train, data, kind, dtype, given.epochs, given.device)
+    task = functools.partial(train, data, kind, dtype, given.epochs, given.device)
     asked = list(itertools.product(range(given.seeds), WAYS))
     if given.workers:
         with ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as pool:
-            runs = list(pool.map(task, asked))
+            runs = list(pool.map(task, *zip(*asked, strict=True)))
     else:
-        runs = [task(each) for each in asked]
+        runs = [task(*each) for each in asked]
     return [
         {"case": name, "contender": way, "seed": seed}
         | {curve: " ".join(f"{x:g}" for x in values) for curve, values in run.items()}
         for (seed, way), run in zip(asked, runs, strict=True)
     ]  # fmt: skip
-
-
-def _train(
-    data: Data, kind: str, dtype: str, epochs: int, device: torch.device, asked: tuple[int, str]
-) -> dict[str, list[float]]:
-    seed, way = asked
-    return train(data, kind, dtype=dtype, way=way, seed=seed, epochs=epochs, device=device)
 
 
 if __name__ == "__main__":

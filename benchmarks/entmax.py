@@ -100,10 +100,7 @@ CASES: Final = {
 def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value: the same ones each time."""
     generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
+    normal = functools.partial(torch.randn, generator=generator, device=device)
     shape = case.batch, case.heads, case.tokens, case.dim
     query, key, value = (normal(*shape) for _ in range(3))
     if case.sparse:

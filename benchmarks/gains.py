@@ -127,20 +127,15 @@ def _figures(sources: Iterable[Source], wanted: str) -> Iterable[tuple[str, Figu
             if not {source.original, source.patched} <= members.keys():
                 continue
             old, new = members[source.original], members[source.patched]
-            architecture, batch, dtype = _about(case, old)
+            if old.get("batch"):
+                name = old.get("model") or old["label"].partition(",")[0]
+                architecture, batch, dtype = name.rpartition(":")[2], old["batch"], old["dtype"]
+            else:  # by a study's name
+                architecture, batch, dtype = case.rsplit("-", 2)
             if dtype.replace("float", "fp") == wanted:
                 gain = float(old["median"]) / float(new["median"])
                 date = environments[old["environment"]]["date"][:10]
-                yield architecture, Figure(date, batch, gain)
-
-
-def _about(case: str, row: dict[str, str]) -> tuple[str, int, str]:
-    """Architecture, batch and dtype of a case: by its columns, or by a study's name."""
-    if row.get("batch"):
-        name = row.get("model") or row["label"].partition(",")[0]
-        return name.rpartition(":")[2], int(row["batch"]), row["dtype"]
-    name, batch, dtype = case.rsplit("-", 2)
-    return name, int(batch), dtype
+                yield architecture, Figure(date, int(batch), gain)
 
 
 def _cell(figures: Iterable[Figure]) -> str:

@@ -8,6 +8,7 @@ seconds: rounds are not in turns.
 
 from __future__ import annotations
 
+import functools
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from elsa_core.ops.attention.api import attention
 _SAMPLED: Final = 8  # rows of each head
 HOST: Final = "elsa, keys and values on the host"
 _WARM: Final = 65536  # queries of the calls that compile
+_streamed: Any = functools.partial(attention, offload="host")
 
 
 class Sizes(NamedTuple):
@@ -51,16 +53,6 @@ def operands(shape: tuple[int, ...], device: torch.device, queries: int = 0) -> 
     ]
 
 
-def million(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
-    """One head of a million tokens."""
-    yield from _ways("million", sizes.million, device, rounds, offloaded=True, peer=True)
-
-
-def host(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
-    """Keys and values on the host: as fast as on the device?"""
-    yield from _ways("host", sizes.host, device, rounds, offloaded=True)
-
-
 def exceeding(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
     """Few queries, and a device that has half of what keys and values take."""
     tensors = operands(sizes.host, device, sizes.few)
@@ -74,28 +66,26 @@ def exceeding(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
             fits = False
         release(device)
         times, out = _timed(lambda: _streamed(*away), lambda: _streamed(*away), rounds)
-    few = f", {sizes.few} queries, memory for half of the keys and values"
-    found = row(_name("exceeding", sizes.host) + few, HOST, times, **_report(),
+    name = f"exceeding/{'x'.join(map(str, sizes.host))}-fp32, {sizes.few} queries, memory for half"
+    found = row(f"{name} of the keys and values", HOST, times, **_report(),
                 error=reference.relative_l2(_sampled(out), exact))  # fmt: skip
     yield found | {"key_value_bytes": moved, "resident_fits": fits,
                    "bytes_per_second": moved / found["median"]}  # fmt: skip
 
 
-def vggt(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Row]:
-    """The global attention of a VGGT over 416 400 tokens, in float32."""
-    yield from _ways("vggt", sizes.vggt, device, rounds, peer=True)
-
-
 def _ways(
-    group: str, shape: tuple[int, ...], device: torch.device, rounds: int, *,
+    name: str, shape: tuple[int, ...], device: torch.device, rounds: int, *,
     offloaded: bool = False, peer: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
     """elsa resident; offloaded (`ratio`: of the resident call's speed); PyTorch's own choice of
     kernel, once (`ratio`: its time over elsa's)."""
-    name, tensors = _name(group, shape), operands(shape, device)
+    name, tensors = f"{name}/{'x'.join(map(str, shape))}-fp32", operands(shape, device)
 
     def timed(who: str, call: Callable[..., Any], given: list[Tensor], rounds: int) -> Row:
-        times, out = _timed(lambda: call(*given), lambda: _warm(call, given), rounds)
+        # some of the queries against all keys: compiles the kernels of the whole call, which depend
+        # on the number of keys, and warms the pools of memory
+        warm = functools.partial(call, given[0][:, :, :_WARM], *given[1:])
+        times, out = _timed(lambda: call(*given), warm, rounds)
         return row(name, who, times, error=reference.relative_l2(_sampled(out), _oracle(*tensors)))
 
     yield (own := timed("elsa", attention, tensors, rounds))
@@ -114,26 +104,10 @@ def _away(tensors: list[Tensor]) -> list[Tensor]:
     return [query, *(h.copy_(t) for h, t in zip(held, others, strict=True))]
 
 
-def _name(group: str, shape: tuple[int, ...]) -> str:
-    return f"{group}/{'x'.join(map(str, shape))}-fp32"
-
-
 def _report() -> Row:
     report = streaming.report()
     assert report is not None
     return {"hidden": report.hidden, "copied_bytes": report.copied_bytes}
-
-
-def _streamed(query: Tensor, key: Tensor, value: Tensor) -> Any:
-    return attention(query, key, value, offload="host")
-
-
-def _warm(call: Callable[..., Any], tensors: list[Tensor]) -> None:
-    """Some of the queries against all keys: compiles the kernels of the whole call, which depend on
-    the number of keys, and warms the pools of memory.
-    """
-    query, key, value = tensors
-    call(query[:, :, :_WARM], key, value)
 
 
 def _timed(
@@ -189,13 +163,19 @@ def _wait() -> None:
 
 def cases(given: Namespace) -> dict[str, Any]:
     """The groups."""
-    return {each.__name__: each for each in (million, host, exceeding, vggt)}
+    sizes = QUICK if given.quick else Sizes()
+    return {
+        "million": functools.partial(_ways, "million", sizes.million, offloaded=True, peer=True),
+        "host": functools.partial(_ways, "host", sizes.host, offloaded=True),
+        "exceeding": functools.partial(exceeding, sizes),
+        "vggt": functools.partial(_ways, "vggt", sizes.vggt, peer=True),
+    }
 
 
 @torch.no_grad()
 def measure(name: str, group: Any, given: Namespace) -> list[Row]:
     """The rows of one group."""
-    rows = list(group(QUICK if given.quick else Sizes(), given.device, given.rounds))
+    rows = list(group(given.device, given.rounds))
     release(given.device)
     return rows
 

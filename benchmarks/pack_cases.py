@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from elsa_core import dispatch
-from elsa_core.backends.support import Backend, Implementation, Request, Support
+from elsa_core.backends.support import Backend, Implementation, Support
 from elsa_core.loading import meta_model
 from elsa_core.patching import patch
 
@@ -87,17 +87,15 @@ class Rows:
 @contextmanager
 def written_down(rows: Rows) -> Iterator[None]:
     """Calls on the meta device go to `rows`."""
-
-    def serves(request: Request) -> Support:
-        return Support(True)
-
-    def offered(run: Any) -> Implementation:
-        return Implementation(serves, run, lambda *_: "", lambda request: "", direct=run)
-
-    operators = {
-        "attention": offered(rows.attention), "window_attention": offered(rows.window),
-        "linear": offered(rows.linear),
+    runs: dict[str, Any] = {
+        "attention": rows.attention, "window_attention": rows.window, "linear": rows.linear,
     }  # fmt: skip
+    operators = {
+        name: Implementation(
+            lambda request: Support(True), run, lambda *_: "", lambda request: "", direct=run
+        )
+        for name, run in runs.items()
+    }
     dispatch.register(Backend("collect", "meta", operators))
     try:
         yield

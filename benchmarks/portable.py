@@ -13,7 +13,6 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks.harness import Row, compared, main, options
 from elsa_core import reference
@@ -51,21 +50,16 @@ def measure(name: str, shape: Shape, given: Namespace) -> list[Row]:
     q, k, v = (torch.randn(shape, device="cuda") for _ in range(3))
     scale = shape[3] ** -0.5
     exact = reference.attention(q[:1, :1], k[:1, :1], v[:1, :1])[0]
-
-    def by() -> Tensor:
-        return portable.attention(q, k, v, None, False, scale)[0]
-
     ieee = partial(attention, q, k, v, precision="ieee", backend="triton")
     contenders = [
-        Contender("portable", by),
+        Contender("portable", lambda: portable.attention(q, k, v, None, False, scale)[0]),
         Contender("triton ieee", ieee),
         Contender("pytorch", partial(F.scaled_dot_product_attention, q, k, v)),
     ]
-
-    def judge(contender: Contender) -> Row:
-        return {"error": reference.relative_l2(contender.output()[:1, :1], exact)}
-
-    rows = compared(name, contenders, given, judge)
+    rows = compared(
+        name, contenders, given,
+        lambda each: {"error": reference.relative_l2(each.output()[:1, :1], exact)},
+    )  # fmt: skip
     batch, heads, tokens, dim = shape
     for each in rows:
         if each.get("median"):
