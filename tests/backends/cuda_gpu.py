@@ -1,15 +1,12 @@
-"""The CUDA library on a real GPU against Triton's launcher, bit by bit; run by
-`test_cuda_library_gpu.py` in a process that asks for the library. Alone: some checks by name.
-"""
+"""The CUDA library on a real GPU against Triton's launcher, bit by bit; `test_cuda_library_gpu.py`
+runs these tests in a process that asks for the library."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import elsa_core as elsa
-from elsa_core.backends import cuda
 from elsa_core.backends.cuda.library import load
 from elsa_core.dispatch import table
 
@@ -29,19 +26,15 @@ def poison() -> None:
     torch.full((1 << 24,), math.nan, device="cuda")
 
 
-def tuple_of(results: Any) -> tuple[Tensor, ...]:
-    return results if isinstance(results, tuple) else (results,)
-
-
 def same(name: str, *arguments: Any) -> None:
     """Triton's launcher, the call that makes the plan and the one that runs it give equal bits."""
     operator = getattr(torch.ops.elsa, name).default
     before = load().counts()[1]
     with torch.no_grad():
-        expected = tuple_of(table.KERNELS_ON_CUDA[name](*arguments))
+        expected = pytree.tree_leaves(table.KERNELS_ON_CUDA[name](*arguments))
         for _ in range(3):
             poison()
-            found = tuple_of(operator(*arguments))
+            found = pytree.tree_leaves(operator(*arguments))
             for ours, theirs in zip(found, expected, strict=True):
                 assert ours.shape == theirs.shape and ours.stride() == theirs.stride()
                 assert torch.equal(ours, theirs), arguments[1:]
@@ -57,7 +50,7 @@ def operands(
     return [q * scale, k, v]
 
 
-def attention() -> None:
+def test_attention() -> None:
     shapes = [
         (2, 3, 3, 77, 77, 64), (1, 12, 12, 197, 197, 64), (1, 4, 2, 33, 130, 40),
         (2, 6, 6, 1, 5000, 64), (1, 2, 2, 1025, 1025, 128), (1, 3, 3, 50, 50, 32),
@@ -82,7 +75,7 @@ def attention() -> None:
     same("attention", x, x.clone()[:], x, None, False, 0.125, "strict")
 
 
-def window() -> None:
+def test_window() -> None:
     for dtype, side, shift in itertools.product((torch.float16, torch.float32), (14, 13), (0, 3)):
         qkv = torch.randn(2, 1, side, side, 3 * 96, device="cuda", dtype=dtype)
         bias = torch.randn(3, 49, 49, device="cuda", dtype=dtype)
@@ -93,7 +86,7 @@ def window() -> None:
         same("window_attention", qkv, rows, index, None, None, *layout)
 
 
-def linear() -> None:
+def test_linear() -> None:
     x = torch.randn(3, 197, 768, device="cuda")
     weight, bias = torch.randn(3072, 768, device="cuda"), torch.randn(3072, device="cuda")
     residual = torch.randn(3, 197, 3072, device="cuda")
@@ -102,7 +95,7 @@ def linear() -> None:
         same("linear", x, weight, None, activation, residual, bias, precision)
 
 
-def streams() -> None:
+def test_streams() -> None:
     """A call waits for what its own stream did before, and for nothing else."""
     q, k, v = operands(1, 4, 4, 300, 300, 64, torch.float32)
     call = torch.ops.elsa.attention.default
@@ -120,7 +113,7 @@ def streams() -> None:
             assert torch.equal(out, call(q * 2, k, v, *terms)[0])
 
 
-def graphs() -> None:
+def test_graphs() -> None:
     """A graph replays what was planned; a layout that was not is recorded by Python."""
     for dtype, scale in itertools.product((torch.float16, torch.float32), (0.125, 0.25)):
         q, k, v = operands(1, 12, 12, 197, 197, 64, dtype)
@@ -142,7 +135,7 @@ def graphs() -> None:
                 assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
 
 
-def threads() -> None:
+def test_threads() -> None:
     """Two threads, each on a stream of its own, over layouts that both meet first."""
     failed: list[str] = []
 
@@ -166,7 +159,7 @@ def threads() -> None:
     assert not failed, failed[0]
 
 
-def devices() -> None:
+def test_devices() -> None:
     """Tensors of a device that is not the current one."""
     last = torch.cuda.device_count() - 1
     q, k, v = (t.to(f"cuda:{last}") for t in operands(1, 2, 2, 80, 80, 64, torch.float16))
@@ -178,7 +171,7 @@ def devices() -> None:
     assert torch.cuda.current_device() == 0
 
 
-def memory() -> None:
+def test_memory() -> None:
     """Calls leave nothing behind; a lack of memory is PyTorch's own error."""
     inputs = operands(1, 4, 4, 16384, 16384, 64, torch.float32)
     call = partial(elsa.attention, *inputs, backend="triton")
@@ -204,7 +197,7 @@ def memory() -> None:
         call()
 
 
-def models() -> None:
+def test_models() -> None:
     """A patched model, its copy, compiled and exported: one answer."""
     x = torch.randn(2, 3, 224, 224, device="cuda")
     for name in ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"):
@@ -219,29 +212,3 @@ def models() -> None:
             )  # fmt: skip
             for form in forms:
                 torch.testing.assert_close(form(x), expected, rtol=1e-3, atol=1e-3)
-
-
-def main(*checks: Callable[[], None]) -> None:
-    assert cuda.status().ok, cuda.status().reason
-    failed = []
-    for check in checks:
-        started = time.monotonic()
-        try:
-            check()
-            torch.cuda.synchronize()
-            print(
-                f"{check.__name__} {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True
-            )
-        except Exception:
-            traceback.print_exc()
-            failed.append(check.__name__)
-    print("failed: " + ", ".join(failed) if failed else f"{len(checks)} done")
-
-
-CHECKS = (
-    attention, window, linear, streams, graphs, threads, devices, models, memory,
-)  # fmt: skip
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    main(*(check for check in CHECKS if check.__name__ in sys.argv[1:] or not sys.argv[1:]))
