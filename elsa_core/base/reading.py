@@ -68,7 +68,12 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
     try:
         content = json.loads(text, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{where} is not JSON: {json_problem(error)}") from None
+        why = first_line(error)
+        if isinstance(error, RecursionError):
+            why = "it is nested too deeply"
+        elif "integer string conversion" in why:  # whose text names a setting of Python's
+            why = "a number in it has thousands of digits"
+        raise ModelError(f"{where} is not JSON: {why}") from None
     if not isinstance(content, dict):
         raise ModelError(f"{where} is not a JSON object")
     return content
@@ -82,15 +87,6 @@ def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the name {twice[:80]!r} occurs twice")
     return result
-
-
-def json_problem(error: Exception) -> str:
-    """Why json refused a text, in words that name no setting of Python's."""
-    if "integer string conversion" in str(error):
-        return "a number in it has thousands of digits"
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return first_line(error)
 
 
 def memory_bytes() -> int | None:

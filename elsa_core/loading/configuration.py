@@ -90,11 +90,9 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
     if given.get("interpolation") == "random":  # of training; open_clip evaluates with this one
         given = {**given, "interpolation": "bicubic"}
     assumed, unsaid = _noted(config.get("elsa", {}), {**given, "crop_pct": 1.0}, where)
-    word = given.get("resize_mode") or "shortest"
-    mode = next((mode for mode, name in RESIZE_MODES.items() if name == word), None)
+    mode = RESIZE_MODES.get(str(given.get("resize_mode") or "shortest"))
     if mode is None:
-        words = ", ".join(RESIZE_MODES.values())
-        raise ModelError(f"{where}: resize_mode must be one of {words}")
+        raise ModelError(f"{where}: resize_mode must be one of {', '.join(RESIZE_MODES)}")
     size = model_cfg["vision_cfg"].get("image_size", 224)
     size = [size, size] if type(size) is int else size
     said = {"mean": CLIP_MEAN, "std": CLIP_STD, **{k: v for k, v in given.items() if v is not None}}

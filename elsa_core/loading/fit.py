@@ -85,18 +85,17 @@ def problem(recipe: Recipe, model: nn.Module | None = None) -> str | None:
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     images = torch.empty(1, *recipe.preprocess.input_size, device="meta")
     tower: Any = model.visual if recipe.two_towers else model
-    largest, found = 0, None
-
-    def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        nonlocal largest
-        if isinstance(output, torch.Tensor):
-            largest = max(largest, output.nbytes)
-
-    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    found, bytes_of_outputs = None, [0]
+    hooks = [
+        module.register_forward_hook(
+            lambda _module, _inputs, output: bytes_of_outputs.append(getattr(output, "nbytes", 0))
+        )
+        for module in model.modules()
+    ]
     try:
         with torch.no_grad():
             tower(images)
-        needed += images.nbytes + ALIVE_ACTIVATIONS * largest
+        needed += images.nbytes + ALIVE_ACTIVATIONS * max(bytes_of_outputs)
     except BUILD_ERRORS as error:
         found = first_line(error)
     finally:

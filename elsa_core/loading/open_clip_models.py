@@ -40,11 +40,10 @@ def _recipe(name: str, tag: str | None = None) -> Recipe:
     size = cfg["vision_cfg"].get("image_size", 224)
     pair = (size, size) if isinstance(size, int) else tuple(size)
     known: Mapping[str, Any] = open_clip.get_pretrained_cfg(name, tag) if tag else {}
-    word = known.get("resize_mode") or "shortest"
     preprocess = Preprocess(
         (3, *pair), tuple(known.get("mean") or CLIP_MEAN), tuple(known.get("std") or CLIP_STD),
         known.get("interpolation") or "bicubic", 1.0,
-        crop_mode=next((mode for mode, name in RESIZE_MODES.items() if name == word), "center"),
+        crop_mode=RESIZE_MODES.get(known.get("resize_mode") or "shortest", "center"),
     )  # fmt: skip
     return Recipe("open_clip", name, {}, 0, preprocess, tag, cfg)
 

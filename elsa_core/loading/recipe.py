@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
@@ -23,7 +23,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 # As timm has them: shorter side resized and the centre cropped; both sides resized; longer side
 # resized and the rest filled.
 CROP_MODES = ("center", "squash", "border")
-RESIZE_MODES = {"center": "shortest", "squash": "squash", "border": "longest"}  # open_clip's words
+RESIZE_MODES = {"shortest": "center", "squash": "squash", "longest": "border"}  # open_clip's words
 ASSUMABLE = ("mean", "std", "crop_pct", "interpolation")
 FLAGS = {key: f"--{key.replace('_', '-')}" for key in ASSUMABLE}
 MAX_LABELS = 100_000
@@ -166,17 +166,16 @@ class Recipe:
     def describe(self, model: Any) -> None:
         """Put preprocessing and class names where timm has them on a model, and what is assumed."""
         known = getattr(model, "pretrained_cfg", None)
-        said = asdict(self.preprocess)
-        model.elsa_assumed = said.pop("assumed")
+        model.elsa_assumed = self.preprocess.assumed
         labels = {"label_names": self.labels} if self.labels else {}
-        model.pretrained_cfg = {**(known if isinstance(known, dict) else {}), **said, **labels}
+        known = known if isinstance(known, dict) else {}
+        model.pretrained_cfg = {**known, **self.preprocess.transform, **labels}
 
     def to_config(self) -> dict[str, Any]:
         """Return config.json: timm's hub layout, with the library named under `elsa`."""
         if self.two_towers:
             return {"architecture": self.name, **self.to_open_clip_config()}
-        said = asdict(self.preprocess)
-        assumed = said.pop("assumed")
+        said = self.preprocess.transform
         return {
             "architecture": self.name,
             "num_classes": self.num_classes,
@@ -191,7 +190,7 @@ class Recipe:
             },
             "elsa": {
                 "library": self.library,
-                "assumed": list(assumed),
+                "assumed": list(self.preprocess.assumed),
                 "unsaid": dict(self.unsaid),
             },
         }
@@ -207,7 +206,7 @@ class Recipe:
                 "mean": list(given.mean),
                 "std": list(given.std),
                 "interpolation": given.interpolation,
-                "resize_mode": RESIZE_MODES[given.crop_mode],
+                "resize_mode": next(w for w, m in RESIZE_MODES.items() if m == given.crop_mode),
             },
             "elsa": {"assumed": list(given.assumed), "unsaid": dict(self.unsaid)},
         }

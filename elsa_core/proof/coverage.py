@@ -24,7 +24,7 @@ from torch import nn
 
 from elsa_core.base.inputs import generated_inputs, text_shape
 from elsa_core.base.messages import Progress, first_line
-from elsa_core.base.reading import RESULT_BYTES, json_problem, read_text
+from elsa_core.base.reading import RESULT_BYTES, parse_json, read_text
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import meta_model, small_model
 from elsa_core.measuring.documents import Plain
@@ -181,11 +181,11 @@ def read_state(path: Path) -> dict[str, Coverage]:
     records = {}
     try:
         for line in read_text(path, RESULT_BYTES).splitlines():
-            values = json.loads(line)
+            values = parse_json(line, str(path))
             kept = tuple(Kept(**kept) for kept in values["kept"])
             records[values["name"]] = Coverage(**(values | {"kept": kept}))
-    except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise ModelError(f"{path} is not a coverage file: {json_problem(error)}") from error
+    except (TypeError, KeyError) as error:
+        raise ModelError(f"{path} is not a coverage file: {first_line(error)}") from error
     return records
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from elsa_core.base.reading import RESULT_BYTES, json_problem, read_text
+from elsa_core.base.reading import RESULT_BYTES, parse_json, read_text
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.measuring.documents import Document
 from elsa_core.measuring.intervals import Ratio, digits
@@ -76,12 +76,10 @@ def load(path: Path) -> Document:
     if path.suffix == ".csv":
         return read(path)
     try:
-        document = json.loads(read_text(path, RESULT_BYTES))
+        document = parse_json(read_text(path, RESULT_BYTES), str(path))
     except ModelError as error:
         raise ArgumentError(str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{path}: not a result document: {json_problem(error)}") from error
-    if not isinstance(document, dict) or document.get("command") not in _COMMANDS:
+    if document.get("command") not in _COMMANDS:
         raise ArgumentError(f"{path}: not a result document of `elsa bench`")
     return document
 
