@@ -24,7 +24,7 @@ from elsa_core.loading import libraries
 from elsa_core.loading.libraries import build_meta, patch_step
 from elsa_core.loading.library import BUILD_ERRORS
 from elsa_core.loading.names import Shapes
-from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe, required_pair
+from elsa_core.loading.recipe import MAX_IMAGE_SIZE, SIZES, Recipe, required_pair
 from elsa_core.loading.spec import ModelSpec
 
 # Buffers that older releases stored and that are computed from window and image size.
@@ -132,11 +132,10 @@ def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
             f"{where} are for {', '.join(takers[:-1])} and {takers[-1]}; {recipe.library}'s"
             f" {recipe.name} is described by an open_clip_config.json"
         )
-    # Two keywords that the recipe holds elsewhere than among the constructor's.
-    count, size = given.get("num_classes"), given.get("img_size")
-    recipe = recipe.with_args(
-        {key: value for key, value in given.items() if key not in ("num_classes", "img_size")}
-    )
+    # Keywords that the recipe holds elsewhere than among the constructor's.
+    count, size = given.get("num_classes"), next((key for key in SIZES if key in given), None)
+    apart = ("num_classes", *SIZES)
+    recipe = recipe.with_args({key: value for key, value in given.items() if key not in apart})
     if "num_classes" in given:
         if type(count) is not int or not 0 <= count < 2**31:
             raise ArgumentError(f"{where}: num_classes must be >= 0")
@@ -144,8 +143,8 @@ def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
     if type(given.get("in_chans")) is int and given["in_chans"] > 0:
         preprocess = recipe.preprocess.with_channels(given["in_chans"])
         recipe = dataclasses.replace(recipe, preprocess=preprocess)
-    if "img_size" in given:
-        pair = required_pair(size, f"{where}: img_size", ArgumentError)
+    if size is not None:
+        pair = required_pair(given[size], f"{where}: {size}", ArgumentError)
         recipe = libraries.of(recipe.library).resized(recipe, pair)
     return recipe
 

@@ -29,7 +29,7 @@ from elsa_core.loading.fit import (
 from elsa_core.loading.libraries import build, build_meta, label
 from elsa_core.loading.library import BUILD_ERRORS
 from elsa_core.loading.plan import PLAN_NAME
-from elsa_core.loading.recipe import Recipe, checked_args
+from elsa_core.loading.recipe import SIZES, Recipe, checked_args
 from elsa_core.loading.recognise import fit_named, recognise
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
 from elsa_core.loading.weights import INDEX_SUFFIX, Weights
@@ -39,13 +39,12 @@ _WEIGHTS_NAMES = (
     *("model.safetensors", "open_clip_model.safetensors", "open_clip_pytorch_model.safetensors"),
     *("pytorch_model.bin", "open_clip_pytorch_model.bin", "pytorch_model.pth", "model.pth"),
 )
-_SIZES = frozenset(("img_size", "image_size", "input_size"))
 # How much more than a model's numbers a file may hold, and be read: another tower, a decoder.
 _FAR = 4
 _FEW = 2**24
 _ADVICE = "name the architecture it was made for (--arch, --model-kwargs KEY=VALUE)"
 # Arguments of constructors that change the shape of position tensors or of the patch embedding.
-_RESAMPLING = frozenset(("img_size", "window_size", "patch_size"))
+_RESAMPLING = frozenset((*SIZES, "window_size", "patch_size"))
 
 Size = tuple[int, int] | None
 
@@ -149,10 +148,10 @@ def _recorded(weights: Weights, image_size: Size, given: Mapping[str, Any]) -> C
 def _told(recipe: Recipe, given: Mapping[str, Any], source: str = "") -> str:
     """The arguments that the shapes say and no flag gave, and the image size where it is neither
     the name's nor typed (not every shape tells it); "" for nothing."""
-    apart = {*given, *_SIZES, "in_chans"}
+    apart = {*given, *SIZES, "in_chans"}
     args = ", ".join(f"{key}={value}" for key, value in recipe.args.items() if key not in apart)
     pixels = ""
-    if not recipe.two_towers and not _SIZES & set(given):
+    if not recipe.two_towers and not given.keys() & SIZES:
         usual = libraries.of(recipe.library).recipe(recipe.name, recipe.tag)
         pixels = "" if recipe.size == usual.size else f" at {side(recipe.size)} pixels"
     comma = "," if source and pixels else ""

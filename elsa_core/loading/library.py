@@ -50,8 +50,6 @@ class Library:
     # the recipe for inputs of (height, width) pixels; ArgumentError for a size that is none
     resized: Callable[[Recipe, Size], Recipe] = lambda recipe, size: recipe.at(size)
     takes_any_size: Callable[[Recipe], bool] = lambda recipe: False
-    # arguments that the constructor would take from a tag otherwise
-    explicit: Callable[[Recipe], dict[str, Any]] = lambda recipe: {}
     # recipes with two blocks, to be tried in order
     shallow: Callable[[Recipe], Sequence[Recipe]] = lambda recipe: ()
     # what has to be run to compare a recipe, and the settings that are compared as text

@@ -255,8 +255,8 @@ def load_model(
                 raise ModelError(f"{parsed.name} cannot be read: {error}") from error
     stated = with_said(loaded.preprocess, asked)
     recipe = dataclasses.replace(loaded.recipe, preprocess=stated)
-    # with nothing left to the library's defaults, which a tag can change
-    args = {**libraries.of(recipe.library).explicit(recipe), **recipe.args}
+    # with no size left to the library's default, which a tag can change
+    args = {**libraries.of(recipe.library).resized(recipe, recipe.size).args, **recipe.args}
     count = classes(loaded.model, recipe)
     loaded.recipe = dataclasses.replace(recipe, args=args, num_classes=count)
     loaded.num_classes = count

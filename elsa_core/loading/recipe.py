@@ -24,6 +24,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 # resized and the rest filled.
 CROP_MODES = ("center", "squash", "border")
 RESIZE_MODES = {"shortest": "center", "squash": "squash", "longest": "border"}  # open_clip's words
+SIZES = ("img_size", "image_size", "input_size")  # how the libraries' constructors call it
 ASSUMABLE = ("mean", "std", "crop_pct", "interpolation")
 FLAGS = {key: f"--{key.replace('_', '-')}" for key in ASSUMABLE}
 MAX_LABELS = 100_000

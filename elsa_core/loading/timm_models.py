@@ -84,18 +84,14 @@ def _build(recipe: Recipe, name: str | None = None, **pretrained: Any) -> nn.Mod
     return model
 
 
-def _fixed_size(recipe: Recipe) -> bool:
+def _resized(recipe: Recipe, size: Size) -> Recipe:
     from timm.models import get_pretrained_cfg
 
-    cfg = get_pretrained_cfg(recipe.name)
-    return bool(cfg is not None and cfg.fixed_input_size)
-
-
-def _resized(recipe: Recipe, size: Size) -> Recipe:
     recipe = recipe.at(size)
-    if "img_size" not in recipe.args and not _fixed_size(recipe):
-        return recipe
-    return recipe.with_args({"img_size": list(size)})
+    fixed = getattr(get_pretrained_cfg(recipe.name), "fixed_input_size", False)
+    if fixed or "img_size" in recipe.args:
+        return recipe.with_args({"img_size": list(size)})
+    return recipe
 
 
 def _shallow(recipe: Recipe) -> list[Recipe]:
@@ -192,8 +188,11 @@ TIMM = Library(
     recipe=recipe,
     build=_build,
     resized=_resized,
-    takes_any_size=lambda recipe: not _fixed_size(recipe),
-    explicit=lambda recipe: {"img_size": list(recipe.size)} if _fixed_size(recipe) else {},
+    takes_any_size=lambda recipe: (
+        not getattr(
+            imported("timm", "timm").get_pretrained_cfg(recipe.name), "fixed_input_size", False
+        )
+    ),
     shallow=_shallow,
     published=_published,
     config_args=lambda cfg, seen: {

@@ -112,6 +112,14 @@ def test_without_its_record_a_library_is_unknown() -> None:
         libraries.build(Recipe("toys", "toy_small"))
 
 
+@pytest.mark.parametrize("key", ["img_size", "image_size"])
+def test_the_constructors_own_word_for_its_size_is_one(key: str) -> None:
+    """Inputs stayed at 224 pixels under torchvision's."""
+    usual = libraries.of("torchvision").recipe("vit_b_16", None)
+    recipe = with_given(usual, {key: 64})
+    assert recipe.size == (64, 64) and recipe.args == {"image_size": 64}
+
+
 def test_a_hub_id_is_no_architecture() -> None:
     with pytest.raises(ModelError, match=r"no library is named 'hub'"):
         meta_model("hf-hub:some/model")
