@@ -149,7 +149,7 @@ def flush(path: Path) -> None:
 
 def umask() -> int:
     """The permission bits that new files of this process lack."""
-    mask = os.umask(0)
+    mask = os.umask(0o077)  # meanwhile no other thread makes a file for all
     os.umask(mask)
     return mask
 

@@ -36,29 +36,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "PLAN_NAME",
-    "Given",
-    "Loaded",
-    "ModelSpec",
-    "Plan",
-    "Preprocess",
-    "UninitialisedParameters",
-    "apply_plan",
-    "assumed_text",
-    "check_sizes",
-    "check_target",
-    "files_of",
-    "load",
-    "load_model",
-    "meta_model",
-    "names_of",
-    "of_model",
-    "parse",
-    "read_plan",
-    "save",
-    "small_model",
-    "with_given",
+    "PLAN_NAME", "Given", "Loaded", "ModelSpec", "Plan", "Preprocess", "UninitialisedParameters",
+    "apply_plan", "assumed_text", "check_sizes", "check_target", "files_of", "load", "load_model",
+    "meta_model", "names_of", "of_model", "parse", "read_plan", "save", "small_model", "with_given",
     "write_model",
-]
+]  # fmt: skip
 
 __getattr__ = partial(lazy.attribute, __name__, _HOMES)

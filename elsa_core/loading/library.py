@@ -5,7 +5,6 @@ Each library is one record, listed in `libraries`.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.errors import UnavailableError
 from elsa_core.loading import hub
 from elsa_core.loading.names import Shapes
 
@@ -37,8 +36,9 @@ class Library:
 
     name: str  # in front of the colon of MODEL, and in saved configurations
     names: Callable[[], list[str]]  # its models; UnavailableError where it is not installed
-    # Of what was typed after the colon, the full name and the tag of published weights; ModelError
-    # for an unknown one, or None to have the close names of all libraries listed.
+    kind: str = "model"  # what one of them is, in messages
+    # of what was typed after the colon, the full name and the tag of published weights; None for
+    # an unknown one
     lookup: Callable[[str], tuple[str, str | None] | None]
     hub_owner: str | None = None  # of repositories on the hub whose names are models of the library
     takes_hub_ids: bool = False  # "hf-hub:OWNER/NAME" may follow the colon
@@ -86,13 +86,6 @@ def imported(library: str, package: str) -> Any:
         raise UnavailableError(
             f"{library} is not installed: pip install {package} ({error})"
         ) from None
-
-
-def unknown(library: str, name: str, names: Sequence[str], kind: str = "") -> ModelError:
-    """The error for a name that a library does not have, with the close ones."""
-    close = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
-    hint = f"; close names: {', '.join(f'{library}:{c}' for c in close)}" if close else ""
-    return ModelError(f"no {library} {kind}model is named {name!r}{hint}")
 
 
 class UninitialisedParameters(TorchFunctionMode):

@@ -62,11 +62,11 @@ class Loaded:
     model: nn.Module  # on the device and in the dtype that were asked for
     spec: ModelSpec
     recipe: Recipe  # how to build the model again
-    num_classes: int  # outputs of the classifier, 0 where the model ends in features
     weights: str  # where they come from, in words: "random (seed 0)"
     notes: tuple[str, ...] = ()  # for the user: an alias, an architecture that was recognised
     report: PatchReport | None = None  # of a directory that was saved patched
     tower: str | None = None  # "image" or "text" where `model` is one tower of a CLIP
+    num_classes: int = 0  # outputs of the classifier, 0 where the model ends in features
     # What the user should act on: a preprocessing that is assumed, which of several weights.
     warnings: tuple[str, ...] = ()
     example: tuple[Any, ...] | None = None  # its arguments, where it takes no images
@@ -304,7 +304,7 @@ def _from_library(
     if size is not None:
         recipe = with_image_size(recipe, size)
     model, weights = build_published(recipe) if pretrained else (build(recipe), drawn)
-    return Loaded(model, spec, recipe, 0, weights, () if spec.alias is None else (spec.alias,))
+    return Loaded(model, spec, recipe, weights, () if spec.alias is None else (spec.alias,))
 
 
 def _from_python(
@@ -346,7 +346,7 @@ def _from_python(
     preprocess = Preprocess(resolved_input_size(model, size))
     recipe = Recipe("python", name, given, preprocess=preprocess)
     notes = (f"{module} is your own code: it was imported and run",)
-    return Loaded(model.eval(), spec, recipe, 0, f"{drawn} or of the factory", notes)
+    return Loaded(model.eval(), spec, recipe, f"{drawn} or of the factory", notes)
 
 
 def _from_hub(
@@ -368,16 +368,16 @@ def _from_hub(
         with suppress(ModelError, UnavailableError):
             hub.fetch(spec.name, PROCESSORS, need=f"the preprocessing of {spec.name}")
         model, recipe, notes, said = open_folder(config.parent, content, size)
-        return Loaded(model, spec, recipe, 0, told, notes, warnings=said)
+        return Loaded(model, spec, recipe, told, notes, warnings=said)
     recipe = with_given(from_config(content, str(config)), given)
     if not pretrained:
         recipe = recipe if size is None else with_image_size(recipe, size)
-        return Loaded(build(recipe), spec, recipe, 0, drawn)
+        return Loaded(build(recipe), spec, recipe, drawn)
     weights = read_weights(hub.fetch(spec.name, libraries.of(recipe.library).hub_files, need=need))
     stated = filled(recipe.preprocess, weights.stated.preprocess)
     recipe = dataclasses.replace(recipe, preprocess=stated)
     model, recipe, notes = apply(recipe, weights, size, dtype, given)
-    return Loaded(model, spec, recipe, 0, told, notes)
+    return Loaded(model, spec, recipe, told, notes)
 
 
 def _from_file(
@@ -400,7 +400,7 @@ def _from_file(
                     "describes"
                 )
             model, recipe, notes, said = open_folder(path, content, size)
-            return Loaded(model, spec, recipe, 0, str(path), notes, warnings=said)
+            return Loaded(model, spec, recipe, str(path), notes, warnings=said)
         path = weights_in(path)
     weights = read_weights(path, key)
     # A classifier that is to be dropped tells the architecture like any other tensor.
@@ -427,4 +427,4 @@ def _from_file(
     first = weights.metadata.get("elsa_weights", "").rpartition(_SAVED_FROM)[2][:200]
     text = f"{path}{_SAVED_FROM}{first}" if first else f"{path}"
     notes = (*choice.notes, *changed)
-    return Loaded(model, spec, recipe, 0, text, notes, warnings=weights.notes)
+    return Loaded(model, spec, recipe, text, notes, warnings=weights.notes)

@@ -15,22 +15,17 @@ from elsa_core.base.files import scratch
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading import hub, timm_models
-from elsa_core.loading.library import Library, Size, imported, unknown
+from elsa_core.loading.library import Library, Size, imported
 from elsa_core.loading.names import Shapes
 from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, RESIZE_MODES, Preprocess, Recipe
 from elsa_core.loading.weights import Weights, check_file, separate
 
 
-def _lookup(text: str) -> tuple[str, str | None]:
-    names = OPEN_CLIP.names()
+def _lookup(text: str) -> tuple[str, str | None] | None:
+    names, (name, _, tag) = OPEN_CLIP.names(), text.rpartition("/")
     # OpenAI writes ViT-B/32 where open_clip writes ViT-B-32.
-    name, tag = (text.replace("/", "-"), "") if text.replace("/", "-") in names else ("", "")
-    if not name:
-        name, _, tag = text.rpartition("/") if "/" in text else (text, "", "")
-        name = name.replace("/", "-")
-    if name not in names:
-        raise unknown("open_clip", name, names)
-    return name, tag or None
+    found = ((text.replace("/", "-"), None), (name.replace("/", "-"), tag or None))
+    return next((each for each in found if each[0] in names), None)
 
 
 def _recipe(name: str, tag: str | None = None) -> Recipe:

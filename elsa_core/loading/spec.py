@@ -136,6 +136,11 @@ def _from_library(library: Library, text: str, given: str) -> ModelSpec:
             known = ", ".join(sorted(tags)) if tags else "none are published"
             raise ModelError(f"{library.name} model {name} has no weights named {tag!r}: {known}")
         return ModelSpec(library.name, name, given, tag)
+    if library is not libraries.LIBRARIES[0]:
+        stem = text.rpartition("/")[0] or text
+        close = difflib.get_close_matches(stem, library.names(), n=4, cutoff=0.5)
+        hint = f"; close names: {', '.join(f'{library.name}:{c}' for c in close)}" if close else ""
+        raise ModelError(f"no {library.name} {library.kind} is named {text!r}{hint}")
     # Close names of every installed library, the exact ones of others first.
     others: dict[str, str] = {}
     for other in libraries.LIBRARIES:

@@ -12,7 +12,7 @@ from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading import hub
-from elsa_core.loading.library import Library, Size, imported, unknown
+from elsa_core.loading.library import Library, Size, imported
 from elsa_core.loading.recipe import Preprocess, Recipe
 
 # Of names of tensors: how the names of the models with such begin.
@@ -21,13 +21,6 @@ _CLASSIFIERS = (
     *("heads.head.weight", "head.weight", "fc.weight", "classifier.weight"),
     "classifier.5.weight",  # of MaxViT
 )
-
-
-def _lookup(text: str) -> tuple[str, None]:
-    names = TORCHVISION.names()
-    if text not in names:
-        raise unknown("torchvision", text, names, "classification ")
-    return text, None
 
 
 def _recipe(name: str, tag: str | None = None) -> Recipe:
@@ -126,7 +119,8 @@ def _filled(recipe: Recipe, state: Any) -> nn.Module:
 TORCHVISION: Library = Library(
     name="torchvision",
     names=lambda: list((m := imported("torchvision", "torchvision").models).list_models(m)),
-    lookup=_lookup,
+    kind="classification model",
+    lookup=lambda text: (text, None) if text in TORCHVISION.names() else None,
     recipe=_recipe,
     build=_build,
     resized=_resized,

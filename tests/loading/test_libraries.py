@@ -15,7 +15,7 @@ from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import libraries, meta_model
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.fit import with_given
-from elsa_core.loading.library import Library, UninitialisedParameters, unknown
+from elsa_core.loading.library import Library, UninitialisedParameters
 from elsa_core.loading.loader import load_model
 from elsa_core.loading.recipe import Preprocess, Recipe
 from elsa_core.loading.saving import save
@@ -46,16 +46,10 @@ def build(recipe: Recipe) -> nn.Module:
     return Toy(width, 4 if recipe.num_classes is None else recipe.num_classes)
 
 
-def lookup(text: str) -> tuple[str, None]:
-    if text not in NAMES:
-        raise unknown("toys", text, NAMES)
-    return text, None
-
-
 TOYS = Library(
     name="toys",
     names=lambda: list(NAMES),
-    lookup=lookup,
+    lookup=lambda text: (text, None) if text in NAMES else None,
     recipe=lambda name, tag: Recipe("toys", name, {}, None, Preprocess((3, 8, 8))),
     build=build,
     config_args=lambda cfg, preprocess: {},
