@@ -96,13 +96,13 @@ def apply_plan(
 ) -> PatchReport:
     """Patch exactly the sites that the plan at `path` names, in place; where sites are found by a
     run, on `example`. ModelError: the plan does not fit the model."""
-    from elsa_core.patching import find_sites, layers_within, patch, sites_of, watch
+    from elsa_core.patching import find_sites, layers_within, patch, sites_of
 
     modules = dict(model.named_modules())
     absent = [site for site in plan.sites if site not in modules]
     if absent:
         raise ModelError(f"{path} does not fit the model: it has no module {absent[0][:120]!r}")
-    found = find_sites(model, plan.scope, None if example is None else watch(model, example))
+    found = find_sites(model, plan.scope, example)
     reasons = {site.path: "" if site.patchable else site.reason for site in found}
     for site in plan.sites:
         if why := reasons.get(site, f"it is none of its {sites_of(plan.scope)}"):

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from elsa_core.patching.frozen import FreezeReport, freeze, refresh, unfreeze
     from elsa_core.patching.layers import ATTENTION, AUTO, MODEL, is_layer, patched_scope, scope_of
     from elsa_core.patching.page import write_page
-    from elsa_core.patching.probe import watch
     from elsa_core.patching.rewrite import (
         PatchReport,
         layers_within,
@@ -46,7 +45,6 @@ _HOMES = {
     "frozen": ("FreezeReport", "freeze", "refresh", "unfreeze"),
     "layers": ("ATTENTION", "AUTO", "MODEL", "is_layer", "patched_scope", "scope_of"),
     "page": ("write_page",),
-    "probe": ("watch",),
     "rewrite": (
         "PatchReport", "layers_within", "original", "patch", "patched_sites", "shared_copy",
         "unpatch",
@@ -61,7 +59,7 @@ __all__ = [
     "freeze", "inspect", "is_layer", "layers_within", "original", "patch", "patched_scope",
     "patched_sites", "plain_model", "reduce_gradients", "refresh", "register_adapter",
     "require_shardable", "scope_of", "shard", "shared_copy", "sites_of", "unfreeze", "unpatch",
-    "watch", "write_page",
+    "write_page",
 ]  # fmt: skip
 
 __getattr__ = partial(lazy.attribute, __name__, _HOMES)

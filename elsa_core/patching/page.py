@@ -6,13 +6,12 @@ from pathlib import Path
 
 from elsa_core.base import pages
 from elsa_core.patching.adapters import table
-from elsa_core.patching.sites import Inspection, reasons, sites_of, sites_table
+from elsa_core.patching.sites import Inspection, sites_of
 
 
 def write_page(name: str, about: str, found: Inspection, path: Path) -> Path:
     """Write the page of `found`, whole or not at all; `about` is a line below the model's name."""
     good = [site for site in found.sites if site.patchable]
-    stay = [site for site in found.sites if not site.patchable]
     share = sum(site.flops_share or 0.0 for site in good)
     work = f", with {share:.1%} of the model's FLOPs" if share else ""
     layers = any(site.kind in table.LAYERS for site in found.sites)
@@ -23,12 +22,11 @@ def write_page(name: str, about: str, found: Inspection, path: Path) -> Path:
         f'<p class="dim">{pages.text(about)}</p>',
         f'<p class="gain"><b>{pages.text(said)}</b></p>',
     ]
-    lines = [*reasons(stay, "not patchable:"), *filter(None, [found.note])]
-    parts += [f'<p class="warning">{pages.text(line)}</p>' for line in lines]
+    shown = found.summary()
+    parts += [f'<p class="warning">{pages.text(line)}</p>' for line in shown.lines]
     if found.sites:
-        titles, rows = sites_table(found.sites)
-        columns = [title.lstrip(">") if title[0] == ">" else f".{title}" for title in titles]
-        parts += ["<h2>Sites</h2>", pages.table(columns, rows)]
+        columns = [title.lstrip(">") if title[0] == ">" else f".{title}" for title in shown.columns]
+        parts += ["<h2>Sites</h2>", pages.table(columns, shown.rows)]
         more = " Of linear layers, MLPs and patch embeddings: of all their products." * layers
         parts.append(
             '<p class="dim">FLOPs: of the two products of attention, q k<sup>T</sup> and that with '

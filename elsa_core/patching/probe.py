@@ -270,34 +270,29 @@ def _argument_terms(module: nn.Module, args: Any, kwargs: Any) -> Iterator[str]:
                 yield "relative bias"
 
 
-@dataclass
 class Attentions:
-    """What happened in one run, by the paths of modules."""
+    """What happened in one run, by the paths of modules: what a `Watch` tells."""
 
-    # How many attentions each computed; of one that began in one module and ended in another, the
-    # innermost that holds both. Weights that a forward returns are computed as it ends, so that
-    # such a module's attention is its caller's.
-    paths: Counter[str] = field(default_factory=Counter)
-    entered: set[str] = field(default_factory=set)  # whose forward ran
-    returning: set[str] = field(default_factory=set)  # of these, whose weights were returned
-
-
-class _Observer:
     def __init__(self, model: nn.Module) -> None:
-        self.found = Attentions()
+        # How many attentions each computed; of one that began in one module and ended in another,
+        # the innermost that holds both. Weights that a forward returns are computed as it ends, so
+        # that such a module's attention is its caller's.
+        self.paths: Counter[str] = Counter()
+        self.entered: set[str] = set()  # whose forward ran
+        self.returning: set[str] = set()  # of these, whose weights were returned
         self._stack: list[str] = []
         for path, module in model.named_modules():
 
             def leave(module: nn.Module, args: Any, out: Any, path: str = path) -> None:
                 self._stack.pop()
-                self.found.entered.add(path)
+                self.entered.add(path)
                 # weights that it returns, say, and that are not computed yet
                 pending = [one for one in tree_leaves(out) if type(one) is Pending]
-                if self.found.paths[path] and any(one.made is None for one in pending):
-                    self.found.returning.add(path)
-                    count = self.found.paths.pop(path)
+                if self.paths[path] and any(one.made is None for one in pending):
+                    self.returning.add(path)
+                    count = self.paths.pop(path)
                     if self._stack:
-                        self.found.paths[self._stack[-1]] += count
+                        self.paths[self._stack[-1]] += count
 
             module.register_forward_pre_hook(lambda *_, path=path: self._stack.append(path))
             module.register_forward_hook(leave, always_call=True)
@@ -309,7 +304,7 @@ class _Observer:
     def ran(self, begun: tuple[str, ...]) -> None:
         """Count an attention for the innermost module that saw all of it."""
         both = [a for a, b in zip(begun, self._stack, strict=False) if a == b]
-        self.found.paths[both[-1] if both else ""] += 1
+        self.paths[both[-1] if both else ""] += 1
 
 
 def watch(model: nn.Module, example: Example) -> Attentions:
@@ -321,12 +316,12 @@ def watch(model: nn.Module, example: Example) -> Attentions:
     """
 
     def run(model: nn.Module, args: Any, kwargs: Any) -> Attentions:
-        observer = _Observer(model)
-        watching = Watch("strict", dispatch.PLAIN, observer)
+        found = Attentions(model)
+        watching = Watch("strict", dispatch.PLAIN, found)
         with torch.no_grad(), watching:
             out = model(*args, **kwargs)
         watching.close(out)
-        return observer.found
+        return found
 
     try:
         return run_copy(model, lambda like: cast_to(like, example), run)

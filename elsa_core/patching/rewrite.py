@@ -28,7 +28,7 @@ from elsa_core.patching.adapters import derived, watched
 from elsa_core.patching.adapters.common import check_names
 from elsa_core.patching.adapters.offloaded import may_offload, offloaded
 from elsa_core.patching.adapters.table import LAYERS
-from elsa_core.patching.probe import Example, cast_to, watch
+from elsa_core.patching.probe import Example, cast_to
 from elsa_core.patching.sites import (
     AttentionSite,
     find_sites,
@@ -160,8 +160,7 @@ def patch(
     sparsity = checked(sparsity)
     wanted, unwanted = _texts("include", include), _texts("exclude", exclude)
     scope = layers.scope_of(model, scope)
-    ran = None if example is None else watch(model, example)
-    sites = find_sites(model, scope, ran)
+    sites = find_sites(model, scope, example)
     selected, kept, refused = [], [], []
     for site in sites:
         reason = _why_left_out(site.path, wanted, unwanted)

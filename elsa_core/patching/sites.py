@@ -173,7 +173,7 @@ def inspect(
         example, input_size = input_size, None  # type: ignore[assignment]
     size = resolved_input_size(model, input_size)  # type: ignore[arg-type]
     scope = layers.scope_of(model, scope)
-    sites = find_sites(model, scope, None if example is None else watch(model, example))
+    sites = find_sites(model, scope, example)
     note, total = "", None
     try:
         kinds = {site.path: site.kind in table.LAYERS for site in sites}
@@ -203,9 +203,11 @@ def plain_model(model: object) -> nn.Module:
 
 
 def find_sites(
-    model: nn.Module, scope: str = layers.ATTENTION, ran: Attentions | None = None
+    model: nn.Module, scope: str = layers.ATTENTION, example: Example | None = None
 ) -> tuple[AttentionSite, ...]:
-    """The sites by code alone, or by what happened in a run; tokens and FLOPs are None."""
+    """The sites by code alone, or by what happens in a run on an example; tokens and FLOPs are
+    None."""
+    ran = None if example is None else watch(model, example)
     found: list[AttentionSite] = []
     for site in _sites(model, scope == layers.MODEL, ran):
         reason, within = "", f"{site.path}." if site.path else ""
