@@ -136,6 +136,7 @@ def refused() -> dict[str, str]:
 
 
 def said(call: Callable[[], Any]) -> str:
+    """The class and text of what a call raises; "" where it raises nothing."""
     try:
         call()
     except Exception as error:

@@ -22,6 +22,7 @@ from elsa_core.distributed import agreement, ways
 
 from . import heads, models
 from .cases import CASES, Case, Result, differentiated
+from .models import said
 
 SHORT = 4.0  # seconds: the timeout of a group in which a rank hangs
 
@@ -111,15 +112,6 @@ def calls(rank: int, world: int) -> dict[tuple[str, str], Any]:
             again = call(case, rank, method) if name in ("uneven", "causal", "bool") else first
             found[name, method] = (first, equal(first, again))
     return found
-
-
-def said(run: Callable[[], Any]) -> str:
-    """The class and text of what a call raises; "" where it raises nothing."""
-    try:
-        run()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def disagreements(rank: int) -> dict[str, str]:
