@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -83,15 +83,17 @@ def zeros_filled(*modules: nn.Module) -> list[nn.Module]:
         for name, weight in modules[0].named_parameters()
         if weight.is_floating_point() and weight.numel() and not bool(weight.any())
     }
-    twins = []
-    for module in modules if values else ():
-        weights = dict(module.named_parameters())
-        shared = [*module.buffers(), *(w for name, w in weights.items() if name not in values)]
-        twin = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
-        with torch.no_grad():
-            for name, value in values.items():
-                twin.get_parameter(name).copy_(value)
-        twin.train()  # until they train, some models keep what they made of a table of biases
-        twin.eval()  # LeViT's returns nothing
-        twins.append(twin)
-    return twins
+    return [with_weights(module, values) for module in modules if values]
+
+
+def with_weights(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a module over the same weights, but for these parameters by name."""
+    weights = dict(module.named_parameters())
+    shared = [*module.buffers(), *(w for name, w in weights.items() if name not in values)]
+    twin = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+    with torch.no_grad():
+        for name, value in values.items():
+            twin.get_parameter(name).copy_(value)
+    twin.train()  # until they train, some models keep what they made of a table of biases
+    twin.eval()  # LeViT's returns nothing
+    return twin

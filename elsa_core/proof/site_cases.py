@@ -6,7 +6,6 @@ padded windows, nor a second block of keys, nor the limit of a logit scale; its 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elsa_core.proof.samples import jittered, zeros_filled
+from elsa_core.proof.samples import jittered, with_weights, zeros_filled
 from elsa_core.proof.sides import Given
 
 # exp overflows at 88.7 in float32 and at 11.1 in float16: logits of 100 need a running maximum.
@@ -152,20 +151,14 @@ def _hard_changes(channels: int | None, largest_logit: float) -> dict[str, _Chan
 def _beyond_limit(module: nn.Module) -> nn.Module | None:
     """A copy of a site whose logit scales, a logarithm for each head, lie above Swin-V2's limit at
     every second head; None where it has none."""
-    scales = [
-        name
+    scales = {
+        name: weight.detach().clone(memory_format=torch.contiguous_format)
         for name, weight in module.named_parameters()
         if name.rpartition(".")[2] == "logit_scale" and weight.ndim > 0
-    ]
-    if not scales:
-        return None
-    twin = copy.deepcopy(module)
-    twin.train()  # as in `zeros_filled`
-    twin.eval()
-    with torch.no_grad():
-        for name in scales:
-            twin.get_parameter(name).flatten()[::2] = _BEYOND_LIMIT
-    return twin
+    }
+    for scale in scales.values():
+        scale.view(-1)[::2] = _BEYOND_LIMIT
+    return with_weights(module, scales) if scales else None
 
 
 def _change_tokens(method: Callable[..., Any], given: Given, change: _Change) -> Given:
