@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from elsa_cli import signals
 from elsa_cli.errors import INTERRUPTED, PlaceError, cut, one_line, printable
-from elsa_cli.lazy_imports import uncollected
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -269,7 +268,6 @@ class Session:
         with contextlib.ExitStack() as stack:
             if imports:
                 stack.enter_context(signals.importing(self._leave))
-                stack.enter_context(uncollected())
             if self.quiet or not drawn or (imports and not self._interactive):
                 yield lambda label, done=0, total=0: None
             else:

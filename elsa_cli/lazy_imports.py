@@ -8,7 +8,6 @@ that import alone.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
 import sys
@@ -57,18 +56,6 @@ def import_flop_counter() -> None:
             import torch.utils.flop_counter  # noqa: F401
     finally:
         logger.disabled = before
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No cycles are looked for meanwhile: modules stay, and looking is a fifth of their import."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def import_timm(*, hub: bool = True) -> None:
