@@ -45,8 +45,6 @@ static GetStream stream_getter() {
   return found;
 }
 
-bool gives_streams() { return stream_getter() != nullptr; }
-
 Stream current_stream(Device device) {
   void* stream = nullptr;
   ask(stream_getter()(device, &stream), "the current stream");
@@ -223,7 +221,8 @@ bool run(const elsa_cuda::Bound& bound, const Arguments& arguments, StableIValue
 std::unique_ptr<const elsa_cuda::Bound> bound_of(elsa_cuda::Plan plan, elsa_cuda::Device device) {
   const elsa_cuda::Current current(device);
   if (current.foreign()) throw std::runtime_error("the current CUDA context is not PyTorch's");
-  if (!elsa_cuda::gives_streams()) throw std::runtime_error("this PyTorch gives no CUDA stream");
+  if (elsa_cuda::stream_getter() == nullptr)
+    throw std::runtime_error("this PyTorch gives no CUDA stream");
   return std::make_unique<const elsa_cuda::Bound>(elsa_cuda::bind(std::move(plan), device));
 }
 

@@ -75,10 +75,7 @@ inline Address address_of(AtenTensorHandle tensor) {
   return reinterpret_cast<Address>(data);
 }
 
-// Whether this PyTorch says which CUDA stream is the current one.
-bool gives_streams();
-
-// Throws std::runtime_error.
+// Where this PyTorch says which one that is. Throws std::runtime_error.
 Stream current_stream(Device device);
 
 // Memory of PyTorch's allocator; empty where there is none.

@@ -31,25 +31,21 @@ bool runs_here(const char* name) {
 #endif
 }
 
-Choice choose() {
-  const char* wanted = getenv("ELSA_CPU_ISA");
-  const bool any = wanted == nullptr || *wanted == '\0';
-  for (const Kernel* kernel : kEveryKernel) {
-    if (!any && strcmp(wanted, kernel->name) != 0) continue;
-    if (runs_here(kernel->name)) return {kernel, Status::kOk};
-    if (!any) return {nullptr, Status::kUnsupportedIsa};
-  }
-  return {nullptr, Status::kUnknownIsa};
-}
-
 const Choice& choice() {
-  static const Choice chosen = choose();
+  static const Choice chosen = []() -> Choice {
+    const char* wanted = getenv("ELSA_CPU_ISA");
+    const bool any = wanted == nullptr || *wanted == '\0';
+    for (const Kernel* kernel : kEveryKernel) {
+      if (!any && strcmp(wanted, kernel->name) != 0) continue;
+      if (runs_here(kernel->name)) return {kernel, Status::kOk};
+      if (!any) return {nullptr, Status::kUnsupportedIsa};
+    }
+    return {nullptr, Status::kUnknownIsa};
+  }();
   return chosen;
 }
 
 constexpr int64_t kMaxPackedFloats = 1 << 19;  // 2 MiB: about what a core's own cache holds
-
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 Plan make_plan(const Attention& a, const Kernel& kernel, int64_t threads) {
   Plan plan = {};
@@ -83,7 +79,8 @@ const Kernel* attention_kernel() { return choice().kernel; }
 
 int64_t cut_keys(const Attention& a, Plan& plan) {
   plan.key_blocks = ceil_div(a.keys, kMaxKeyBlock);
-  plan.key_block = round_up(ceil_div(a.keys, plan.key_blocks), kKeyGranule);
+  const int64_t even = ceil_div(a.keys, plan.key_blocks);
+  plan.key_block = ceil_div(even, kKeyGranule) * kKeyGranule;
   plan.key_blocks = ceil_div(a.keys, plan.key_block);
   const int64_t packed = plan.key_blocks * plan.key_block * (a.head_dim + a.value_dim);
   plan.keep_packed = plan.key_blocks == 1 || packed <= kMaxPackedFloats;

@@ -147,11 +147,6 @@ class Item {
   int64_t blocks_for(int64_t row) const {
     return a_.causal ? smaller(plan_.key_blocks, row / plan_.key_block + 1) : plan_.key_blocks;
   }
-  // Whether the current block is the last one that is folded into the row block.
-  bool is_last() const {
-    const int64_t last = blocks_for(rows_of_.row + rows_of_.rows - 1) - 1;
-    return block_ == (last > 1 && last == local_ ? last - 1 : last);
-  }
   float* packed_keys() const {
     return memory_ + at_.keys + (plan_.keep_packed ? block_ * packed_key_stride(a_, plan_) : 0);
   }
@@ -178,7 +173,9 @@ class Item {
     // State rows are kept for the whole item when several key blocks pass over it.
     state_ = plan_.key_blocks > 1 ? rows_of_.row - first_row_ : 0;
     if (most_keys_ <= 0) return;
-    const bool last = is_last();
+    // Whether this block is the last one that is folded into the row block.
+    const int64_t most = blocks_for(rows_of_.row + rows_of_.rows - 1) - 1;
+    const bool last = block_ == (most > 1 && most == local_ ? most - 1 : most);
     scores();
     if (a_.sparse) {
       softmax_of_spans();

@@ -150,9 +150,12 @@ class HeadGradient {
     scores(true, bias);
     float* const lanes = memory_ + at_.lanes;
     for (int64_t i = 0; i < rows_; ++i) {
-      const float maximum = reduce_max(lanes + i * kLanes);
       float& running = reference()[row + i];
-      const float most = maximum > running ? maximum : running;
+      float most = running;
+      for (int l = 0; l < kLanes; ++l) {
+        const float maximum = lanes[i * kLanes + l];
+        most = maximum > most ? maximum : most;
+      }
       const float base = most == -kInf ? 0.0f : most;
       float* const weights = memory_ + at_.weights + i * at_.score_stride;
       const Floats parts = exponentiate(weights, round_up(visible_, kLanes), base, kLog2E);
@@ -169,11 +172,6 @@ class HeadGradient {
  private:
   void clear(int64_t start, int64_t floats) {
     for (int64_t i = 0; i < floats; i += kLanes) store(memory_ + start + i, Floats{});
-  }
-  static float reduce_max(const float* lanes) {
-    float most = lanes[0];
-    for (int l = 1; l < kLanes; ++l) most = lanes[l] > most ? lanes[l] : most;
-    return most;
   }
 
   // As pack_values, but a row is copied as a whole: it may be normalised on the way.

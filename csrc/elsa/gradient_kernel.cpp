@@ -49,7 +49,12 @@ class AttentionItem {
     head_.clear_keys();
     for (int64_t i = 0; i < group; ++i) {
       query_head_ = kv_head_ * group + i;
-      copy_rows();
+      const Matrix query = matrix(a_.query, batch_, query_head_);
+      const Matrix grad_out = matrix(g_.grad_out, batch_, query_head_);
+      for (int64_t row = 0; row < a_.queries; ++row) {
+        copy_padded(query, row, a_.head_dim, at_.width, head_.query(row));
+        copy_padded(grad_out, row, a_.value_dim, at_.value_width, head_.grad_out(row));
+      }
       head_.drop(a_.dropout, batch_ * a_.heads + query_head_);
       head_.clear_query();
       if (!head_.whole()) prepare(keys, values);
@@ -65,15 +70,6 @@ class AttentionItem {
   }
 
  private:
-  void copy_rows() {
-    const Matrix query = matrix(a_.query, batch_, query_head_);
-    const Matrix grad_out = matrix(g_.grad_out, batch_, query_head_);
-    for (int64_t i = 0; i < a_.queries; ++i) {
-      copy_padded(query, i, a_.head_dim, at_.width, head_.query(i));
-      copy_padded(grad_out, i, a_.value_dim, at_.value_width, head_.grad_out(i));
-    }
-  }
-
   int64_t first_row() const { return lse_offset(a_, batch_, query_head_); }
   const float* lse_slope() const { return g_.grad_lse ? g_.grad_lse + first_row() : nullptr; }
 

@@ -15,10 +15,11 @@ constexpr int64_t kMostElements = int64_t{1} << 48;
 
 // The product of sizes; -1 where one is negative, or where those that are not 0 make more than
 // `most`: then no part of the product overflows either.
-inline int64_t product(std::initializer_list<int64_t> sizes, int64_t most = kMostElements) {
+inline int64_t product(const int64_t* sizes, size_t count, int64_t most = kMostElements) {
   int64_t total = 1;
   bool empty = false;
-  for (const int64_t size : sizes) {
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t size = sizes[i];
     if (size < 0) return -1;
     empty |= size == 0;
     if (size > 0 && (__builtin_mul_overflow(total, size, &total) || total > most)) return -1;
@@ -26,15 +27,8 @@ inline int64_t product(std::initializer_list<int64_t> sizes, int64_t most = kMos
   return empty ? 0 : total;
 }
 
-inline int64_t product(const int64_t* sizes, size_t count) {
-  int64_t total = 1;
-  bool empty = false;
-  for (size_t i = 0; i < count; ++i) {
-    total = product({total, sizes[i] == 0 ? 1 : sizes[i]});
-    if (total < 0) return -1;
-    empty |= sizes[i] == 0;
-  }
-  return empty ? 0 : total;
+inline int64_t product(std::initializer_list<int64_t> sizes, int64_t most = kMostElements) {
+  return product(sizes.begin(), sizes.size(), most);
 }
 
 // Whether what is computed from the sizes of a problem fits in 64 bits.

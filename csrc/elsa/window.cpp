@@ -9,27 +9,6 @@
 #include "work.h"
 
 namespace elsa {
-namespace {
-
-WindowPlan make_plan(const WindowAttention& a, const WindowKernel& kernel, int64_t threads) {
-  WindowPlan plan = window_geometry(a);
-  const int64_t heads = a.batch * a.heads * plan.windows[0] * plan.windows[1] * plan.windows[2];
-  plan.splits = choose_splits(heads, plan.tokens, 1, kernel.row_tile, threads);
-  plan.items = heads * plan.splits;
-  return plan;
-}
-
-struct Worker {
-  Queues& queues;
-  int64_t index;
-};
-
-int64_t take(void* context, int64_t* end) {
-  const Worker& worker = *static_cast<const Worker*>(context);
-  return worker.queues.take(worker.index, end);
-}
-
-}  // namespace
 
 WindowPlan window_geometry(const WindowAttention& a) {
   WindowPlan plan = {};
@@ -85,8 +64,19 @@ Status window_attention(const WindowAttention& a, int threads, ParallelFor paral
   const double rows = static_cast<double>(a.batch * a.depth * a.height * a.width);
   const double work_size = 2 * rows * tokens * static_cast<double>(a.heads * a.head_dim);
   const int64_t most = worth_waking(work_size, threads);
-  WindowPlan plan = make_plan(a, *kernel, most);
+  WindowPlan plan = window_geometry(a);
+  const int64_t heads = a.batch * a.heads * plan.windows[0] * plan.windows[1] * plan.windows[2];
+  plan.splits = choose_splits(heads, plan.tokens, 1, kernel->row_tile, most);
+  plan.items = heads * plan.splits;
   if (!prepare_window(a, plan)) return Status::kOutOfMemory;
+  struct Worker {
+    Queues& queues;
+    int64_t index;
+  };
+  const auto take = [](void* context, int64_t* end) {
+    const Worker& worker = *static_cast<const Worker*>(context);
+    return worker.queues.take(worker.index, end);
+  };
   const auto run = [&](Queues& queues, int64_t index, float* memory) {
     Worker worker = {queues, index};
     kernel->run(a, plan, memory, take, &worker);
@@ -99,11 +89,11 @@ bool gather_bias(const View& table, int64_t rows, int64_t heads, const int64_t* 
   for (int64_t i = 0; i < count; ++i) {
     if (index[i] < 0 || index[i] >= rows) return false;
   }
+  const Matrix entries = {static_cast<const char*>(table.data), table.stride[0], table.stride[1],
+                          table.dtype};
   for (int64_t head = 0; head < heads; ++head) {
-    const Matrix column = {static_cast<const char*>(table.data), table.stride[0], table.stride[1],
-                           table.dtype};
     for (int64_t i = 0; i < count; ++i) {
-      *out++ = read_element(column.at(index[i], head), table.dtype);
+      *out++ = read_element(entries.at(index[i], head), table.dtype);
     }
   }
   return true;

@@ -62,9 +62,7 @@ void run_attention(Context& c, Attention& a, void* out) {
   const size_t rows = static_cast<size_t>(a.batch * a.heads * a.queries);
   a.out = out;
   a.lse = reinterpret_cast<float*>(scratch<Lse>(rows * sizeof(float)));
-  c.run([&](int threads, ParallelFor parallel_for) {
-    return elsa::attention(a, threads, parallel_for);
-  });
+  c.run([&](auto... how) { return elsa::attention(a, how...); });
 }
 
 // query [B, H, Nq, D], key [B, Hkv, Nk, D], value [B, Hkv, Nk, Dv], attn_mask -> [B, H, Nq, Dv].

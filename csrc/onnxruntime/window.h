@@ -72,9 +72,7 @@ class WindowAttentionKernel {
     qkv.strides(strides);
     std::copy_n(strides, 4, a.stride);
     if (c.gpu) return c.gpu->window_attention(c, a);
-    c.run([&](int threads, ParallelFor parallel_for) {
-      return elsa::window_attention(a, threads, parallel_for);
-    });
+    c.run([&](auto... how) { return elsa::window_attention(a, how...); });
   }
 
  private:

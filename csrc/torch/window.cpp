@@ -65,17 +65,16 @@ elsa::WindowAttention problem(const Tensor& qkv, int64_t heads, const std::vecto
   return a;
 }
 
-elsa::View bias_view(const Tensor& bias, const elsa::WindowAttention& a, int64_t tokens) {
-  STD_TORCH_CHECK(bias.dim() == 3 && bias.sizes()[0] == a.heads && bias.sizes()[1] == tokens &&
-                      bias.sizes()[2] == tokens,
-                  kName, ": bias must be [", a.heads, ", ", tokens, ", ", tokens, "]");
+// A bias, or a table of one, where it lies.
+elsa::View bias_view(const Tensor& bias, const elsa::WindowAttention& a) {
   elsa::View view;
   view.data = bias.const_data_ptr();
   view.dtype = elsa_torch::dtype_of(bias.scalar_type(), kName);
   STD_TORCH_CHECK(view.dtype == elsa::DType::kFloat32 || view.dtype == a.dtype, kName,
                   ": bias must be float32 or qkv's dtype");
-  for (int i = 0; i < 3; ++i) view.stride[i] = bias.sizes()[i] == 1 ? 0 : bias.strides()[i];
-  if (tokens == 1) view.stride[2] = 1;
+  for (int i = 0; i < bias.dim(); ++i) {
+    view.stride[i] = bias.sizes()[i] == 1 ? 0 : bias.strides()[i];
+  }
   return view;
 }
 
@@ -87,15 +86,9 @@ Tensor gathered(const Tensor& table, const Tensor& index, const elsa::WindowAtte
   STD_TORCH_CHECK(index.scalar_type() == ScalarType::Long && index.dim() == 2 &&
                       index.sizes()[0] == tokens && index.sizes()[1] == tokens,
                   kName, ": bias_index must be int64 [", tokens, ", ", tokens, "]");
-  elsa::View view;
-  view.data = table.const_data_ptr();
-  view.dtype = elsa_torch::dtype_of(table.scalar_type(), kName);
-  STD_TORCH_CHECK(view.dtype == elsa::DType::kFloat32 || view.dtype == a.dtype, kName,
-                  ": bias must be float32 or qkv's dtype");
-  for (int i = 0; i < 2; ++i) view.stride[i] = table.strides()[i];
   Tensor out = elsa_torch::empty<3>({a.heads, tokens, tokens});
   const Tensor positions = dense(index, ScalarType::Long);
-  const bool inside = elsa::gather_bias(view, table.sizes()[0], a.heads,
+  const bool inside = elsa::gather_bias(bias_view(table, a), table.sizes()[0], a.heads,
                                         static_cast<const int64_t*>(positions.const_data_ptr()),
                                         tokens * tokens, elsa_torch::floats(out));
   STD_TORCH_CHECK(inside, kName, ": bias_index has entries outside [0, ", table.sizes()[0], ")");
@@ -119,7 +112,12 @@ void add_terms(elsa::WindowAttention& a, Kept& kept, const Tensor& qkv,
   const int64_t channels = a.heads * a.head_dim;
   if (bias.has_value()) {
     kept.bias = bias_index.has_value() ? gathered(*bias, *bias_index, a, tokens) : *bias;
-    a.bias = bias_view(*kept.bias, a, tokens);
+    const auto sizes = kept.bias->sizes();
+    STD_TORCH_CHECK(
+        sizes.size() == 3 && sizes[0] == a.heads && sizes[1] == tokens && sizes[2] == tokens, kName,
+        ": bias must be [", a.heads, ", ", tokens, ", ", tokens, "]");
+    a.bias = bias_view(*kept.bias, a);
+    if (tokens == 1) a.bias.stride[2] = 1;
   }
   if (pad_qkv.has_value()) {
     STD_TORCH_CHECK(pad_qkv->dim() == 1 && pad_qkv->sizes()[0] == 3 * channels, kName,
