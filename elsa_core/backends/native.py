@@ -85,7 +85,8 @@ def partition(
     keys, value_dim, threads = key.shape[2], value.shape[3], torch.get_num_threads()
     sizes = (batch, heads, key.shape[1], queries, keys, head_dim, value_dim)
     answer = (ctypes.c_int64 * 5)()  # `elsa::Cut` in csrc/elsa/attention.h
-    _loaded().elsa_cpu_cut((ctypes.c_int64 * 7)(*sizes), is_causal, threads, answer)
+    machine = f"{isa()}, {threads} threads"
+    _LIBRARY[0].elsa_cpu_cut((ctypes.c_int64 * 7)(*sizes), is_causal, threads, answer)
     key_block, key_blocks, ranges, workers, block_rows = answer
     # The library folds a block at a time; with one block the state never leaves the row's pass.
     merges, rows = key_blocks - 1, -(-queries // ranges)
@@ -96,7 +97,7 @@ def partition(
     )  # fmt: skip
     tile, whole = min(rows, block_rows), key_block * key_blocks
     return Partition(
-        "native", schedule("attention"), f"{isa()}, {threads} threads", queries, keys, tile,
+        "native", schedule("attention"), machine, queries, keys, tile,
         ranges * -(-rows // tile), key_block, key_blocks, 1, whole, whole,
         batch * heads * ranges, 0, states,
     )  # fmt: skip
@@ -146,7 +147,12 @@ def isa(library: ctypes.CDLL | None = None) -> str:
     Raises:
         UnavailableError: the library is not loaded, and why.
     """
-    function = (library or _loaded()).elsa_cpu_isa
+    if library is None:
+        answer = load()
+        if not answer.ok:
+            raise UnavailableError(answer.reason)
+        library = _LIBRARY[0]
+    function = library.elsa_cpu_isa
     function.restype = ctypes.c_char_p
     name: bytes | None = function()
     if name is None:
@@ -183,10 +189,3 @@ def recipe() -> compiler.Recipe:
         kernels=("attention", "window", "gradient", "entmax"),
     )  # fmt: skip
     return replace(found, units=(*found.units, ("varlen-driver", "../elsa/varlen.cpp", ())))
-
-
-def _loaded() -> ctypes.CDLL:
-    answer = load()
-    if not answer.ok:
-        raise UnavailableError(answer.reason)
-    return _LIBRARY[0]

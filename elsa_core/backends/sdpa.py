@@ -23,7 +23,7 @@ from torch import Tensor
 from elsa_core.backends.support import Request, Support, loses_digits
 from elsa_core.base import calls
 
-WIDTH = 16  # bytes that the CUDA kernels load at once
+_WIDTH = 16  # bytes that the CUDA kernels load at once
 _BIAS_KEYS = 16  # the rows of a bias are padded to a multiple of this
 _LSE_ROWS = 32  # the rows of lse are padded to a multiple of this
 # Multiply-adds of query key^T from which cuDNN's gradients take less time than flash by more than a
@@ -32,6 +32,7 @@ _LONG = 1 << 35
 _FLASH_DIM = 256  # the most channels of a head
 _SEQUENCES = 65535  # the most programs along the second axis of a CUDA grid, one for each sequence
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ZEROS: dict[str, bool] = {}  # by device, see `_gives_zeros`
 
 
 def support(request: Request) -> Support:
@@ -115,7 +116,7 @@ def _without_nan(query: Tensor, key: Tensor, attn_mask: Tensor) -> tuple[Tensor,
 
 def gradient(request: Request) -> Support:
     """Whether `backward` takes gradients of calls like this one, as far as shapes do not decide."""
-    reason, step = "", WIDTH // request.dtype.itemsize
+    reason, step = "", _WIDTH // request.dtype.itemsize
     if request.dtype not in _DTYPES:
         reason = f"has no gradients of {request.dtype}"
     elif request.device_type not in ("cpu", "cuda"):
@@ -240,7 +241,7 @@ def _by_cudnn(
     major, _ = torch.cuda.get_device_capability(query.device)
     if major < 9 or not cudnn_takes(query, key, value):
         return None
-    step = queries * width + WIDTH // query.dtype.itemsize
+    step = queries * width + _WIDTH // query.dtype.itemsize
     apart = query.new_empty(batch * heads * step)
     apart = apart.as_strided(query.shape, (heads * step, step, width, 1)).copy_(query)
     kernel = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -279,9 +280,93 @@ def cudnn_takes(
     return bool(cuda.can_use_cudnn_attention(params))
 
 
+def measured_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, precision: str,
+) -> Tensor | None:  # fmt: skip
+    """cuDNN's forward, where the shipped tables say that it is the faster exact kernel; None where
+    it does not serve.
+
+    attn_mask: of the query's dtype, or None. is_causal: of as many queries as keys.
+    """
+    masked = attn_mask is not None
+    if (is_causal and masked) or not _reads(query, key, value, attn_mask):
+        return None
+    if torch.compiler.is_compiling():
+        if not _compiles(calls.place(query), query.dtype, query.shape[-1], masked, is_causal):
+            return None
+    elif not cudnn_takes(query, key, value, attn_mask, is_causal) or (
+        masked and not _gives_zeros(calls.place(query))
+    ):
+        return None
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    out: Tensor = cudnn(query, key, value, attn_mask, False, 0.0, is_causal, scale=scale)[0]
+    return out
+
+
+def _reads(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
+    """Whether operands lie in memory as `measured_attention` takes them."""
+    if not all(t.stride(-1) == 1 and starts_aligned(t) for t in (query, key, value)):
+        return False
+    if attn_mask is None:
+        return True
+    # rows one after another, from a multiple of 16 bytes on; compilers cannot read where a tensor
+    # begins, see `starts_aligned`
+    rows = attn_mask.stride(-1) == 1 and attn_mask.stride(-2) == attn_mask.shape[-1]
+    begins = torch.compiler.is_compiling() or (
+        attn_mask.storage_offset() % (_WIDTH // attn_mask.dtype.itemsize) == 0
+    )
+    return bool(rows and begins)
+
+
+def cudnn_serves(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+) -> bool:
+    """Whether `measured_attention` serves a call in eager mode, as far as this machine can tell."""
+    if (is_causal and attn_mask is not None) or not _reads(query, key, value, attn_mask):
+        return False
+    if not torch.cuda.is_available():  # a call is described
+        return True
+    taken = cudnn_takes(query, key, value, attn_mask, is_causal)
+    return taken and (attn_mask is None or _gives_zeros(calls.place(query)))
+
+
+def _gives_zeros(place: str) -> bool:
+    """Whether cuDNN takes a mask and gives zeros for a row that sees no key: looked at once on each
+    GPU, not while a CUDA graph is recorded."""
+    if place not in _ZEROS:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        wanted = torch.ones(128, 64, dtype=torch.float16)
+        wanted[1] = 0.0
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+        try:
+            with torch.no_grad():
+                row = torch.ones(1, 1, 128, 64, dtype=torch.float16, device=place)
+                mask = row.new_zeros(1, 1, 128, 128)
+                mask[..., 1, :] = -math.inf
+                out = cudnn(row, row, row, mask, False)[0][0, 0].cpu()
+            _ZEROS[place] = torch.equal(out, wanted)
+        except RuntimeError:  # this cuDNN has no plan for it
+            _ZEROS[place] = False
+    return _ZEROS[place]
+
+
+def _compiles(place: str, dtype: torch.dtype, head_dim: int, masked: bool, is_causal: bool) -> bool:
+    """`cudnn_takes` of a short row: a constant for compilers, who have no tensors to ask by."""
+    row = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=place)
+    if not masked:
+        return cudnn_takes(row, row, row, None, is_causal)
+    mask = torch.empty(1, 1, 128, 128, dtype=dtype, device=place)
+    return cudnn_takes(row, row, row, mask) and _gives_zeros(place)
+
+
+_compiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def varlen_gradient(request: Request) -> Support:
     """Whether `varlen_backward` takes gradients of packed sequences like these."""
-    reason, step = "", WIDTH // request.dtype.itemsize
+    reason, step = "", _WIDTH // request.dtype.itemsize
     if request.device_type != "cuda" or torch.version.hip is not None:
         reason = "PyTorch's kernels of packed sequences are for NVIDIA GPUs"
     elif request.dtype not in (torch.float16, torch.bfloat16):
@@ -341,7 +426,7 @@ def varlen_backward(
 
 def starts_aligned(t: Tensor) -> bool:
     """Whether each row along the last dim starts at a multiple of 16 bytes."""
-    step = WIDTH // t.dtype.itemsize
+    step = _WIDTH // t.dtype.itemsize
     # A compiler cannot read where a tensor begins; what it makes of a packed projection begins at a
     # multiple of its strides, and it copies inputs that begin elsewhere.
     begins = torch.compiler.is_compiling() or t.storage_offset() % step == 0

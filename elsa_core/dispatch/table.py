@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elsa_core import ops
 from elsa_core import precision as precisions
-from elsa_core.backends import cuda, onednn, portable, sdpa, sdpa_cudnn
+from elsa_core.backends import cuda, onednn, portable, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.base import calls
 from elsa_core.dispatch import measured
@@ -229,7 +229,7 @@ _SDPA = {
     ),
     "attention": Implementation(
         sdpa.support, _whole, _chosen_by_pytorch, _of_pytorch, gradient=sdpa.gradient,
-        backward=sdpa.backward, direct=sdpa_cudnn.measured_attention, serves=sdpa_cudnn.serves,
+        backward=sdpa.backward, direct=sdpa.measured_attention, serves=sdpa.cudnn_serves,
         takes=sdpa.takes, whole=True,
     ),
     "varlen_attention": Implementation(
