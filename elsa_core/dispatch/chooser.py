@@ -183,7 +183,8 @@ def choose(
     if mode == "site":
         # the table speaks of what is shipped: not where another backend may have the gradients
         offers = (each for each in BACKENDS if operator in each.operators)
-        guests = any(each.device == device.type and each.name not in SHIPPED for each in offers)
+        homes = [each.device for each in offers if each.name not in SHIPPED]
+        guests = None in homes or device.type in homes
         if guests or not measured.originals(operator, device.type):
             return ""
         request = _request(*kind, gradient, facts.get("tokens") or 0)

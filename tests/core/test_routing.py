@@ -253,6 +253,20 @@ def test_a_layer_that_learns_is_not_fused(fused_by) -> None:
     assert fused_by == ["gelu"]
 
 
+@pytest.mark.parametrize("home", ["cuda", None])
+def test_a_guest_may_train_what_the_table_leaves_to_the_original(home: str | None) -> None:
+    """Also one of every device, which had been overlooked."""
+    kind = ("window_attention", "cuda", torch.float64, 32, 32, "strict")
+    assert dispatch.choose(*kind, mode="site") == "original"
+    terms = (lambda _: Support(True), lambda *_: None, "at once", lambda _: "as it is")
+    guest = Backend("guest", home, {"window_attention": Implementation(*terms)})
+    dispatch.register(guest, ahead_of="triton")
+    try:
+        assert not dispatch.choose(*kind, mode="site")
+    finally:
+        dispatch.unregister("guest")
+
+
 def test_a_guest_that_left_is_gone() -> None:
     q = make(1, 2, 5, 24)
     assert elsa.explain(q, q, q).backend == "native"
