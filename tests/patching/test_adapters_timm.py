@@ -28,18 +28,25 @@ def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-ATTENTION = {
-    "plain": {},
-    "bias": {"qkv_bias": True},
-    "qk-norm": {"qk_norm": True, "norm_layer": nn.LayerNorm},
-    "scale-norm": {"scale_norm": True, "norm_layer": nn.LayerNorm},
-    "no-proj-bias": {"proj_bias": False},
-}
-NEWER = {
-    "gate": {"gated": True, "qkv_bias": True},
-    "head-dim": {"attn_head_dim": 24},
-    "dim-out": {"dim_out": 30},
-}
+LAYER_NORM = {"norm_layer": nn.LayerNorm}
+PLAIN = {"scale_norm": False}
+OPTIONS = [
+    *((Attention, options) for options in (
+        {}, {"qkv_bias": True}, {"qk_norm": True, **LAYER_NORM},
+        {"scale_norm": True, **LAYER_NORM}, {"proj_bias": False},
+        {"gated": True, "qkv_bias": True}, {"attn_head_dim": 24}, {"dim_out": 30},
+    )),
+    *((AttentionRope, options) for options in (
+        {}, {"rotate_half": True}, {"qkv_fused": False},
+        {"qk_norm": True, "scale_norm": True, **LAYER_NORM}, {"gated": True},
+        {"num_kv_heads": 1, "qkv_fused": False}, {"num_prefix_tokens": 0},
+    )),
+    *((EvaAttention, options) for options in (
+        PLAIN, {**PLAIN, "qkv_bias": False}, {**PLAIN, "qkv_bias_separate": True},
+        {"qkv_fused": False, **LAYER_NORM}, {**PLAIN, "qk_norm": True, **LAYER_NORM},
+        {**PLAIN, "rotate_half": True}, {**PLAIN, "gated": True},
+    )),
+]  # fmt: skip
 
 
 def build(cls: type, **options) -> nn.Module:
@@ -49,12 +56,33 @@ def build(cls: type, **options) -> nn.Module:
     return randomised(of_original(lambda: cls(WIDTH, num_heads=HEADS, **options)))
 
 
+def rotations() -> torch.Tensor:
+    return RotaryEmbeddingCat(WIDTH // HEADS, in_pixels=False, feat_shape=ROPE_GRID).get_embed()
+
+
+def holes() -> torch.Tensor:
+    """A mask by which every query sees the first key."""
+    visible = torch.rand(2, 1, TOKENS, TOKENS) > 0.3
+    visible[..., 0] = True
+    return visible
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", (ATTENTION | NEWER).values(), ids=(ATTENTION | NEWER).keys())
+@pytest.mark.parametrize(
+    ("cls", "options"), OPTIONS, ids=lambda x: "-".join(x) if isinstance(x, dict) else x.__name__
+)
 @torch.no_grad()
-def test_attention_agrees(options: dict, dtype: torch.dtype) -> None:
-    module = build(Attention, **options)
-    assert len(assert_same(module, dtype, torch.randn(2, TOKENS, WIDTH)).elsa) == 1
+def test_attention_agrees(cls: type, options: dict, dtype: torch.dtype) -> None:
+    module = build(cls, **options)
+    x = torch.randn(2, TOKENS - 1 + options.get("num_prefix_tokens", 1), WIDTH)
+    given = {
+        Attention: [{}],
+        AttentionRope: [{"rope": rotations()}, {}],
+        EvaAttention: [{"rope": rotations()}, {"rope": rotations(), "attn_mask": holes()}],
+    }[cls]
+    of_original(lambda: module(x, **given[0]))
+    for terms in given:
+        assert len(assert_same(module, dtype, x, **terms).elsa) == 1
 
 
 @pytest.mark.parametrize("mask", ["bool", "additive", "causal"])
@@ -62,10 +90,8 @@ def test_attention_agrees(options: dict, dtype: torch.dtype) -> None:
 def test_attention_takes_masks(mask: str) -> None:
     module = build(Attention, qkv_bias=True)
     x = torch.randn(2, TOKENS, WIDTH)
-    visible = torch.rand(2, 1, TOKENS, TOKENS) > 0.3
-    visible[..., 0] = True
     if mask == "bool":
-        assert_same(module, torch.float32, x, attn_mask=visible)
+        assert_same(module, torch.float32, x, attn_mask=holes())
     elif mask == "additive":
         assert_same(module, torch.float32, x, torch.randn(1, HEADS, TOKENS, TOKENS))
     elif "is_causal" in Attention.forward.__annotations__:
@@ -82,30 +108,6 @@ def test_attention_keeps_a_changed_scale_of_the_unfused_branch() -> None:
     assert_same(module, torch.float32, torch.randn(2, TOKENS, WIDTH))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"rotate_half": True},
-        {"qkv_fused": False},
-        {"qk_norm": True, "scale_norm": True, "norm_layer": nn.LayerNorm},
-        {"gated": True},
-        {"num_kv_heads": 1, "qkv_fused": False},
-        {"num_prefix_tokens": 0},
-    ],
-    ids=lambda o: "-".join(o) or "plain",
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@torch.no_grad()
-def test_attention_rope_agrees(options: dict, dtype: torch.dtype) -> None:
-    module = build(AttentionRope, **options)
-    prefix = options.get("num_prefix_tokens", 1)
-    rope = RotaryEmbeddingCat(WIDTH // HEADS, in_pixels=False, feat_shape=ROPE_GRID).get_embed()
-    x = torch.randn(2, ROPE_GRID[0] * ROPE_GRID[1] + prefix, WIDTH)
-    assert len(assert_same(module, dtype, x, rope=rope).elsa) == 1
-    assert len(assert_same(module, dtype, x).elsa) == 1
-
-
 @torch.no_grad()
 def test_rotated_tokens_take_the_dtype_of_the_values() -> None:
     """A norm, and in older versions the rotation, may leave queries and keys in float32."""
@@ -116,37 +118,11 @@ def test_rotated_tokens_take_the_dtype_of_the_values() -> None:
 
     module = build(AttentionRope).bfloat16()
     module.q_norm, module.k_norm = Wide(), Wide()
-    rope = RotaryEmbeddingCat(WIDTH // HEADS, in_pixels=False, feat_shape=ROPE_GRID).get_embed()
+    rope = rotations()
     x = torch.randn(2, TOKENS, WIDTH).bfloat16()
     expected = module(x, rope=rope)
     patch(module)
     torch.testing.assert_close(module(x, rope=rope), expected, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scale_norm": False},
-        {"scale_norm": False, "qkv_bias": False},
-        {"scale_norm": False, "qkv_bias_separate": True},
-        {"qkv_fused": False, "norm_layer": nn.LayerNorm},
-        {"scale_norm": False, "qk_norm": True, "norm_layer": nn.LayerNorm},
-        {"scale_norm": False, "rotate_half": True},
-        {"scale_norm": False, "gated": True},
-    ],
-    ids="-".join,
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@torch.no_grad()
-def test_eva_attention_agrees(options: dict, dtype: torch.dtype) -> None:
-    module = build(EvaAttention, **options)
-    rope = RotaryEmbeddingCat(WIDTH // HEADS, in_pixels=False, feat_shape=ROPE_GRID).get_embed()
-    x = torch.randn(2, TOKENS, WIDTH)
-    of_original(lambda: module(x, rope=rope))
-    assert len(assert_same(module, dtype, x, rope=rope).elsa) == 1
-    visible = torch.rand(2, 1, TOKENS, TOKENS) > 0.3
-    visible[..., 0] = True
-    assert len(assert_same(module, dtype, x, rope, visible).elsa) == 1
 
 
 @pytest.mark.parametrize("cls", [Attention, AttentionRope, EvaAttention])
