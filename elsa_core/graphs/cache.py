@@ -105,7 +105,7 @@ class Graphs:
                 self.entries.move_to_end(key)
             else:
                 if entry is not None:
-                    self._lose(key)
+                    self._drop(key, replaced=True)
                     guards = {k: e.guards for k, e in self.entries.items()}
                     stale = [k for k, g in guards.items() if not (g.alive() and g.hold())]
                     self._drop(*stale)  # they would keep what the model no longer has
@@ -157,7 +157,7 @@ class Graphs:
             if device != self._device:
                 self._drop(*self.entries)
             while len(self.entries) >= self._most:
-                self._lose(next(iter(self.entries)))
+                self._drop(next(iter(self.entries)), replaced=True)
             if not self.entries:
                 self._pool, self._device = capture.BACKEND.pool(device), device
             capture.BACKEND.order(device)
@@ -171,17 +171,15 @@ class Graphs:
             self._gradients.append(entry.memory)
         return entry
 
-    def _lose(self, key: Hashable) -> None:
-        """Drop a graph; where that happens again and again, capturing is not worth its time."""
-        few = self.entries[key].replays < _FEW_REPLAYS
-        self._lost[key] = self._lost[key] + 1 if few else 0
-        self._in_a_row = self._in_a_row + 1 if few else 0
-        self._drop(key)
-
-    def _drop(self, *keys: Hashable) -> None:
+    def _drop(self, *keys: Hashable, replaced: bool = False) -> None:
+        """Where a graph is `replaced` again and again, capturing is not worth its time."""
         if keys and self._device is not None:
             capture.BACKEND.wait(self._device)
         for key in keys:
+            if replaced:
+                few = self.entries[key].replays < _FEW_REPLAYS
+                self._lost[key] = self._lost[key] + 1 if few else 0
+                self._in_a_row = self._in_a_row + 1 if few else 0
             del self.entries[key]
         if not self.entries:
             self._gradients = []  # the next pool is another

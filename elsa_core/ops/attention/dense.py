@@ -114,8 +114,7 @@ def _inferred(
     arguments: tuple[Any, ...], choice: Any, given: tuple[Any, ...] | None
 ) -> tuple[Tensor, Tensor | None]:
     """A call that autograd does not record. given: of the caller, where `auto` chooses and the
-    output alone is wanted.
-    """
+    output alone is wanted."""
     held = _holding(choice.rows, arguments) if choice.rows and given is not None else ()
     out = _by_row(held, arguments)
     if out is not None:
@@ -142,9 +141,7 @@ def _holding(rows: Any, arguments: tuple[Any, ...], known: Any = bool) -> list[A
 
 def _by_row(held: Any, arguments: tuple[Any, ...]) -> Tensor | None:
     """An inference call by the backend that was measured to be faster there; None if there is none.
-
-    Not for exported programs, which hold for other lengths too.
-    """
+    Not for exported programs, which hold for other lengths too."""
     for row in held:
         out: Tensor | None = dispatch.BY_ROW["attention", row.by](*arguments)
         if out is not None:
@@ -153,10 +150,8 @@ def _by_row(held: Any, arguments: tuple[Any, ...]) -> Tensor | None:
 
 
 def _measured_faster(kind: Kind, backend: str, arguments: tuple[Any, ...]) -> Tensor | None:
-    """The output of a call, as `_by_row` gives it; a compiler may be tracing it.
-
-    A length that the compiler left open decides nothing: the graph would be made anew for each.
-    """
+    """The output of a call, as `_by_row` gives it; a compiler may be tracing it. A length that it
+    left open decides nothing: the graph would be made anew for each."""
     query, key, value, attn_mask = arguments[:4]
     if calls.exporting():  # such a program holds for other lengths and GPUs
         return None
@@ -227,15 +222,9 @@ def _served(
 def _server(
     kind: Kind, arguments: tuple[Any, ...], dropout_p: float, backend: str, return_lse: bool
 ) -> tuple[str, str]:
-    """The operator and the backend that serve a call. With dropout, that a gradient is wanted does
-    not change it, because a reentrant checkpoint runs without gradients first and must drop the
-    same weights again.
-
-    Raises:
-        ArgumentError: dropout_p is no probability.
-        UnavailableError: the backend asked for by name cannot serve the call, or would compute it
-            wrong.
-    """
+    """The operator and the backend that serve a call, or what is wrong with dropout_p or the
+    backend. With dropout, that a gradient is wanted does not change it, because a reentrant
+    checkpoint runs without gradients first and must drop the same weights again."""
     operator = "attention" if dropout_p == 0.0 else "attention_dropout"
     name = dispatch.choose("attention", *kind, backend)
     if not 0.0 <= dropout_p <= 1.0:

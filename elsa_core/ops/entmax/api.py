@@ -160,12 +160,8 @@ def explain_entmax_attention(
 
 
 def is_softmax(alpha: float | Tensor) -> bool:
-    """Whether alpha is the number 1.
-
-    Raises:
-        TypeError: it is neither a number nor a tensor.
-        ArgumentError: it is a number outside [1, 4].
-    """
+    """Whether alpha is the number 1; TypeError and ArgumentError: it is no number or tensor, or a
+    number outside [1, 4]."""
     if isinstance(alpha, Tensor):
         return False
     if not isinstance(alpha, Real):

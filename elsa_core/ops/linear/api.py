@@ -140,8 +140,7 @@ def _computed(given: tuple[Any, ...], backend: str) -> Tensor:
 
 def _is_left_to_pytorch(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether this is a small eager layer, which Python overhead bounds: PyTorch computes it, but
-    for float32 ones whose launch the cache can hold.
-    """
+    for float32 ones whose launch the cache can hold."""
     if calls.recorded() or input.is_nested or weight.dim() != 2:
         return False
     work = input.numel() * weight.shape[0]
@@ -246,8 +245,7 @@ def _composes(
 
 def _is_uniform(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the operator computes what PyTorch's does: of operands of one dtype, not cast, and
-    weights of no class that may know PyTorch's operators alone (quantised ones).
-    """
+    weights of no class that may know PyTorch's operators alone (quantised ones)."""
     if torch.is_autocast_enabled(input.device.type):
         return False
     if any(hasattr(t, "__tensor_flatten__") for t in (input, weight, bias)):
@@ -269,12 +267,7 @@ def _check(
     input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     scale: Tensor | None, value: Value | None,
 ) -> None:  # fmt: skip
-    """Refuse shapes that do not fit; what PyTorch broadcasts beyond the contract is refused too.
-
-    Raises:
-        TypeError: value's weight is None.
-        ArgumentError: the message names the argument.
-    """
+    """Refuse shapes that do not fit; what PyTorch broadcasts beyond the contract is refused too."""
     if not input.is_floating_point():
         raise ArgumentError(f"input must be floating, not {input.dtype}")
     if weight.dim() != 2:

@@ -76,15 +76,7 @@ def plain(
 def plain_backward(
     grad_out: Tensor, input: Tensor, weight: Tensor, precision: str, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input @ weight.T + bias by PyTorch's products.
-
-    Args:
-        grad_out: [..., N]. input: [..., K], or [0] where needs[1] is false. weight: [N, K], or [0]
-            where needs[0] is false. needs: of input, weight and bias.
-
-    Returns:
-        Gradients of input [..., K], weight [N, K] and bias [N]; [0] where none is wanted.
-    """
+    """Gradients of input @ weight.T + bias by PyTorch's products."""
     with torch.autocast(grad_out.device.type, enabled=False):
         rows, inputs = (torch.atleast_2d(t).flatten(0, -2) for t in (grad_out, input))
         return (

@@ -274,13 +274,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 def longest_of(
     given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[int, int] | None:
-    """The longest sequences of queries and keys; None where a compiler must not ask.
-
-    What is on a CPU is checked, and so is what has to be read.
-
-    Raises:
-        ArgumentError: cumulative lengths that are none, or a longest length that is too small.
-    """
+    """The longest sequences of queries and keys; None where a compiler must not ask. What is on a
+    CPU is checked, and so is what has to be read: ArgumentError."""
     if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
         max_seqlen_k = max_seqlen_q
     queries, keys = given.query.shape[0], given.key.shape[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import index, is_
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,7 +145,6 @@ def window_attention(
                     )  # fmt: skip
         return out if qkv.dim() == 5 else out.squeeze(1)
     except (AttributeError, RuntimeError, TypeError) as error:
-        _require_whole(num_heads)
         explain_types(error, locals())
         raise
 
@@ -169,7 +168,6 @@ def explain_window_attention(
 ) -> Route:  # fmt: skip
     """Say which backend and arithmetic would serve `window_attention` with these arguments, and
     who its gradients; takes and raises what it does."""
-    _require_whole(num_heads)
     head_dim, window, _ = _geometry(qkv, num_heads, window_size, shift_size, layout, grid)
     _check_terms(qkv, (bias, bias_index, pad_qkv, logit_scale), num_heads, math.prod(window))
     request = Request(
@@ -181,11 +179,6 @@ def explain_window_attention(
     return dispatch.route(request, backend, schedule=(qkv,))
 
 
-def _require_whole(num_heads: object) -> None:
-    if not isinstance(num_heads, SupportsIndex):
-        raise TypeError(f"num_heads must be a whole number, not {type(num_heads).__name__}")
-
-
 def _geometry(
     qkv: Tensor, num_heads: int, window_size: Sequence[int], shift_size: Sequence[int],
     layout: str, grid: bool,
@@ -194,6 +187,8 @@ def _geometry(
     require_tensor("qkv", qkv)
     if not qkv.dtype.is_floating_point:
         raise ArgumentError(f"qkv must be floating, not {qkv.dtype}")
+    if not isinstance(num_heads, int) and not hasattr(num_heads, "__index__"):
+        raise TypeError(f"num_heads must be a whole number, not {type(num_heads).__name__}")
     whole = []
     for name, sizes in (("window_size", window_size), ("shift_size", shift_size)):
         try:
@@ -208,10 +203,9 @@ def _geometry(
             f"qkv of shape {list(qkv.shape)} and window_size {window}: expected "
             "[B, H, W, 3 * C] and (height, width), or [B, D, H, W, 3 * C] and three sizes"
         )
-    if len(shift) != axes:
-        if any(shift):
-            raise ArgumentError(f"shift_size {shift} must have {axes} numbers, like window_size")
-        shift = (0,) * axes
+    if len(shift) != axes and any(shift):
+        raise ArgumentError(f"shift_size {shift} must have {axes} numbers, like window_size")
+    shift = shift if len(shift) == axes else (0,) * axes
     if min(window) < 1:
         raise ArgumentError(f"window_size {window} must be positive")
     if not all(0 <= moved < size for size, moved in zip(window, shift, strict=True)):
