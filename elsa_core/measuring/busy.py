@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -48,29 +48,25 @@ def reason(device: torch.device | str) -> str:
     return f"the GPU is {used[0]}% in use (limit {BUSY_GPU}%)" if busy else others
 
 
-class Watch:
-    """Looks at the machine over the length of a measurement; `warnings` says what was wrong."""
+def watch(device: torch.device) -> Callable[[Mapping[str, float]], tuple[str, ...]]:
+    """Looks at the machine over the length of a measurement. What it returns is called at the end
+    with the contenders' spreads, for one line for each reason to doubt."""
+    ticks, throttles = processor_times(), throttle_count()
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._ticks = processor_times()
-        self._throttles = throttle_count()
-
-    def warnings(self, spreads: Mapping[str, float]) -> tuple[str, ...]:
-        """One line for each reason to doubt."""
+    def warnings(spreads: Mapping[str, float]) -> tuple[str, ...]:
         found = []
-        share = _others_share(self._ticks)
+        share = _others_share(ticks)
         if share > BUSY_CPU:
             found.append(f"other programs used {share:.0%} of the processors meanwhile")
-        if self._device.type == "cuda":
-            found += filter(None, [gpu_others(self._device)])
+        if device.type == "cuda":
+            found += filter(None, [gpu_others(device)])
             fields = ",".join(f"clocks_throttle_reasons.{name}" for name in _THROTTLES)
-            (states,) = environment.nvidia_smi(f"--query-gpu={fields}", self._device)[:1] or [""]
+            (states,) = environment.nvidia_smi(f"--query-gpu={fields}", device)[:1] or [""]
             pairs = zip(_THROTTLES.values(), states.split(","), strict=False)
             active = [word for word, state in pairs if state.strip().lower() == "active"]
             if active:
                 found.append(f"the GPU's clocks were held down by {', '.join(active)}")
-        more = throttle_count() - self._throttles
+        more = throttle_count() - throttles
         if more > 0:
             found.append(f"the processor was throttled for heat {more} times meanwhile")
         wide = {name: spread for name, spread in spreads.items() if spread > WIDE}
@@ -79,6 +75,8 @@ class Watch:
             others = f", and of {len(wide) - 1} more" if len(wide) > 1 else ""
             found.append(f"times of {worst} spread over {wide[worst]:.0%} of their median{others}")
         return tuple(found)
+
+    return warnings
 
 
 def throttle_count(root: str = _THERMAL) -> int:

@@ -30,7 +30,7 @@ from elsa_core.patching import (
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import Prepared, ProfileReport, Progress, prepare, timed
 from elsa_core.profiling.runs.variants import first_tensor, on_device
-from elsa_core.profiling.sites import SiteClock, outermost, profiles, served
+from elsa_core.profiling.sites import outermost, profiles, served, site_clock
 from elsa_core.proof import check
 
 __all__ = ["ProfileReport", "profile"]
@@ -237,7 +237,7 @@ def _watched(
     for name, source in zip(_WATCHED, (ready.plain, ready.patched), strict=True):
         copied = shared_copy(source)
         paths = [site.path for site in places]
-        clocks[name] = SiteClock(copied, paths, ready.first.device).read
+        clocks[name] = site_clock(copied, paths, ready.first.device)
         call: Any = partial(copied, *ready.arguments)
         contenders.append(Contender(name, variants.graphed(call)[0] if graphed else call))
     return contenders, clocks

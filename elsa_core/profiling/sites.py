@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from elsa_core import dispatch, ops
 from elsa_core.errors import ElsaError
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import Ratio, digits, middle_means, ratio
-from elsa_core.measuring.rounds import Sample
+from elsa_core.measuring.rounds import Clock, Sample
 from elsa_core.measuring.timing import between, mark
 from elsa_core.ops.attention.api import explain
 from elsa_core.ops.linear.api import explain_linear
@@ -110,41 +111,35 @@ def _others(module: nn.Module, inner: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-class SiteClock:
-    """Sums the time that a model's last forward spent in the attention of the sites at some paths.
+def site_clock(model: nn.Module, paths: Sequence[str], device: torch.device) -> Clock:
+    """The time that a model's last forward spent in the attention of the sites at some paths.
 
-    On CUDA the times are those between two events on the current stream, so that watching waits
-    for nothing. Events of a call that is captured become nodes of its CUDA graph, which every
-    replay records anew.
+    On CUDA it is that between two events on the current stream, so that watching waits for nothing.
+    Events of a call that is captured become nodes of its CUDA graph, which every replay records
+    anew.
     """
+    spans: dict[str, list[tuple[Any, Any]]] = {path: [] for path in paths}
+    depth = 0  # of forwards that call the model again
 
-    def __init__(self, model: nn.Module, paths: Sequence[str], device: torch.device) -> None:
-        self._paths = tuple(paths)
-        self._spans: list[tuple[str, Any, Any]] = []
-        self._depth = 0  # of forwards that call the model again
-        model.register_forward_pre_hook(partial(self._count, 1))
-        model.register_forward_hook(partial(self._count, -1), always_call=True)
-        for path in paths:
-            begun: list[Any] = []
-            around(
-                model.get_submodule(path),
-                lambda begun=begun: begun.append(mark(device)),  # type: ignore[misc]
-                lambda path=path, begun=begun: self._spans.append(  # type: ignore[misc]
-                    (path, begun.pop(), mark(device))
-                ),
-            )
+    def count(step: int, *_: Any) -> None:
+        nonlocal depth
+        if step > 0 and not depth:
+            for each in spans.values():
+                each.clear()
+        depth += step
 
-    def _count(self, step: int, *_: Any) -> None:
-        if step > 0 and not self._depth:
-            self._spans.clear()
-        self._depth += step
-
-    def read(self) -> dict[str, float]:
-        """Seconds by path. On CUDA the caller has waited for the GPU."""
-        found = dict.fromkeys(self._paths, 0.0)
-        for path, begin, end in self._spans:
-            found[path] += between(begin, end)
-        return found
+    model.register_forward_pre_hook(partial(count, 1))
+    model.register_forward_hook(partial(count, -1), always_call=True)
+    for path, taken in spans.items():
+        begun: list[Any] = []
+        around(
+            model.get_submodule(path),
+            lambda begun=begun: begun.append(mark(device)),  # type: ignore[misc]
+            lambda begun=begun, taken=taken: taken.append(  # type: ignore[misc]
+                (begun.pop(), mark(device))
+            ),
+        )
+    return lambda: {path: sum(starmap(between, pairs), 0.0) for path, pairs in spans.items()}
 
 
 def outermost(model: nn.Module, sites: Sequence[AttentionSite]) -> dict[str, tuple[str, ...]]:

@@ -18,14 +18,14 @@ CUDA = torch.device("cuda", 0)
 def test_a_free_machine_gives_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([(100.0, 1000.0), (105.0, 1100.0)])
     monkeypatch.setattr(busy, "processor_times", lambda: next(ticks))
-    assert busy.Watch(CPU).warnings({"eager": 0.02, "patched": 0.1}) == ()
+    assert busy.watch(CPU)({"eager": 0.02, "patched": 0.1}) == ()
 
 
 def test_load_heat_and_spread_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks, heat = iter([(100.0, 1000.0), (150.0, 1100.0)]), iter([3, 5])
     monkeypatch.setattr(busy, "processor_times", lambda: next(ticks))
     monkeypatch.setattr(busy, "throttle_count", lambda: next(heat))
-    found = busy.Watch(CPU).warnings({"eager": 0.11, "patched": 0.3, "sdpa": 0.01})
+    found = busy.watch(CPU)({"eager": 0.11, "patched": 0.3, "sdpa": 0.01})
     assert found == (
         "other programs used 50% of the processors meanwhile",
         "the processor was throttled for heat 2 times meanwhile",
@@ -51,12 +51,12 @@ def test_a_gpu_that_others_use_or_that_is_hot(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(environment, "nvidia_smi", smi)
     monkeypatch.setattr(busy, "processor_times", lambda: (0.0, 0.0))
-    assert busy.Watch(CUDA).warnings({}) == (
+    assert busy.watch(CUDA)({}) == (
         "1 other process(es) use the GPU: 123456",
         "the GPU's clocks were held down by heat (driver), its power limit",
     )
     monkeypatch.setattr(environment, "nvidia_smi", lambda *_: [])
-    assert busy.Watch(CUDA).warnings({}) == ()
+    assert busy.watch(CUDA)({}) == ()
 
 
 class FakeNvml:

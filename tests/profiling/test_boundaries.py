@@ -10,7 +10,7 @@ from torch import nn
 
 import elsa_core as elsa
 from elsa_core.patching.sites import find_sites
-from elsa_core.profiling.sites import SiteClock, around, outermost
+from elsa_core.profiling.sites import around, outermost, site_clock
 
 CASES: dict[str, dict[str, Any]] = {
     "swin_tiny_patch4_window7_224": {"img_size": 56, "embed_dim": 32, "depths": (2,),
@@ -74,11 +74,11 @@ def test_the_clock_counts_attention_alone() -> None:
         if name.endswith("mlp"):
             module.register_forward_pre_hook(lambda *_: time.sleep(0.2))
     paths = list(outermost(model, find_sites(model)))
-    clock = SiteClock(model, paths, torch.device("cpu"))
+    clock = site_clock(model, paths, torch.device("cpu"))
     with torch.inference_mode():
         model(torch.randn(1, 3, 56, 56))
     assert len(paths) == 2
-    assert all(0 < seconds < 0.15 for seconds in clock.read().values())
+    assert all(0 < seconds < 0.15 for seconds in clock().values())
 
 
 def test_the_clock_counts_what_a_forward_spends_in_calls_of_itself() -> None:
@@ -96,10 +96,10 @@ def test_the_clock_counts_what_a_forward_spends_in_calls_of_itself() -> None:
 
     model = Twice()
     model.site.proj.register_forward_pre_hook(lambda *_: time.sleep(0.05))
-    clock = SiteClock(model, ["site"], torch.device("cpu"))
+    clock = site_clock(model, ["site"], torch.device("cpu"))
     width = model.site.qkv.in_features
     with torch.inference_mode():
         model(torch.randn(1, 5, width))
-        assert 0.1 < clock.read()["site"] < 0.2
+        assert 0.1 < clock()["site"] < 0.2
         model(torch.randn(1, 5, width))
-    assert 0.1 < clock.read()["site"] < 0.2
+    assert 0.1 < clock()["site"] < 0.2

@@ -9,7 +9,7 @@ from torch import nn
 import elsa_core as elsa
 from elsa_core.patching import find_sites, shared_copy
 from elsa_core.profiling import policy
-from elsa_core.profiling.sites import SiteClock, around, outermost, served
+from elsa_core.profiling.sites import around, outermost, served, site_clock
 
 timm = pytest.importorskip("timm")
 
@@ -98,7 +98,7 @@ def test_a_block_timed_in_its_forward_leaves_its_mlp_a_row(patched):
     inner: list[str] = []
     for order in (places, places[::-1]):
         copied = shared_copy(model)
-        clock = SiteClock(copied, order, torch.device("cpu"))
+        clock = site_clock(copied, order, torch.device("cpu"))
         for path in order:  # as markers in a graph: no site begins within another one
             around(
                 copied.get_submodule(path), lambda path=path: inner.append(path),
@@ -106,5 +106,5 @@ def test_a_block_timed_in_its_forward_leaves_its_mlp_a_row(patched):
             )  # fmt: skip
         with torch.inference_mode():
             copied(torch.randn(1, 3, 64, 64))
-        taken = clock.read()
+        taken = clock()
         assert taken[f"{block}.mlp"] > 0.19 > 0.15 > taken[block] > 0 and inner == []

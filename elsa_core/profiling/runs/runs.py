@@ -17,7 +17,7 @@ from elsa_core.base.messages import first_line
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ElsaError
 from elsa_core.measuring import rounds
-from elsa_core.measuring.busy import Watch
+from elsa_core.measuring.busy import watch
 from elsa_core.measuring.documents import Plain
 from elsa_core.measuring.intervals import Ratio, digits, paired_times, percentile, ratio
 from elsa_core.measuring.rounds import Samples, Settings
@@ -230,7 +230,7 @@ def timed(
     Without `costs` memory, energy and the GPU's share of a call stay unknown, which saves time.
     """
     first, built, report = ready.first, ready.built, ready.report
-    watch = Watch(first.device)
+    doubts = watch(first.device)
     tell("rounds", 0, 0)
     samples = rounds.take_samples(
         built.contenders, first.device, settings, clocks,
@@ -246,7 +246,7 @@ def timed(
     for name, own in seconds.items():
         width = percentile(own, 0.9) - percentile(own, 0.1)
         spreads[name] = digits(width / statistics.median(own))
-    warnings = watch.warnings(spreads)
+    warnings = doubts(spreads)
     tell("memory", 0, 0)
     runs = _runs(ready, samples, known.errors, spreads, settings, costs=costs)
     fit = sorted((r for r in runs if r.name != variants.CONTROL), key=lambda run: run.seconds)
