@@ -119,11 +119,12 @@ def exchange(
     return unpacked(received, shapes)
 
 
-def pass_on(
+@contextmanager
+def passing(
     group: dist.ProcessGroup, sent: Tensor | None, received: Tensor | None
-) -> list[dist.Work]:
-    """Begin to send to the rank before and to receive from the one behind; None and empty tensors
-    are no message."""
+) -> Iterator[None]:
+    """Send to the rank before and receive from the one behind, while what stands within runs; None
+    and empty tensors are no message. On a GPU the current stream waits, the host does not."""
     rank, size = group.rank(), group.size()
     operations = []
     if sent is not None and sent.numel():
@@ -134,11 +135,7 @@ def pass_on(
         operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=behind))
     with _watching(group, _RING):
         works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-    return works
-
-
-def finish(group: dist.ProcessGroup, works: Sequence[dist.Work]) -> None:
-    """Wait for messages; on a GPU the current stream waits, the host does not."""
+    yield
     with _watching(group, _RING):
         for work in works:
             work.wait()

@@ -117,39 +117,30 @@ def _ring(call: Call) -> Iterator[tuple[int, Run]]:
     message = groups.packed((call.key, call.value))
     for step in range(world):
         here, following = (rank + step) % world, (rank + step + 1) % world
-        works: list[dist.Work] = []
-        coming = message
-        if step + 1 < world:
-            coming = message.new_empty(call.size(following))
-            works = groups.pass_on(call.group, message, coming)
+        more = step + 1 < world
+        coming = message.new_empty(call.size(following) if more else 0)
         shard = groups.unpacked(message, call.shapes(here))
         start = sum(call.agreed.keys[:here])
-        yield here, Run(start, start + call.agreed.keys[here], *shard)
-        groups.finish(call.group, works)
+        with groups.passing(call.group, message if more else None, coming):
+            yield here, Run(start, start + call.agreed.keys[here], *shard)
         message = coming
 
 
 def _ring_backward(call: Call, saved: Saved, sums: Sums, wanted: Wanted) -> Tensor | None:
     """The gradients of a shard follow it around the ring, one step later, and end at home."""
-    needed = wanted.key or wanted.value
     sent: Tensor | None = None
     for rank, run in _ring(call):
-        works: list[dist.Work] = []
-        come: Tensor | None = None
-        if needed and sent is not None:
-            come = sent.new_empty(call.size(rank, wanted))
-            works = groups.pass_on(call.group, sent, come)
+        come = None if sent is None else sent.new_empty(call.size(rank, wanted))
         found = run.key.new_empty(call.size(rank, wanted), dtype=state_dtype(run.key.dtype))
-        shards.gradients(call.rows, run, saved, sums, wanted, found)
-        groups.finish(call.group, works)
-        sent = found if come is None else come.add_(found)
-    if not needed or sent is None:
-        return None
-    if call.group.size() > 1:
-        home = sent.new_empty(call.size(call.group.rank(), wanted))
-        groups.finish(call.group, groups.pass_on(call.group, sent, home))
-        sent = home
-    return sent
+        with groups.passing(call.group, sent, come):
+            shards.gradients(call.rows, run, saved, sums, wanted, found)
+        if wanted.key or wanted.value:
+            sent = found if come is None else come.add_(found)
+    if sent is None or call.group.size() == 1:
+        return sent
+    home = sent.new_empty(call.size(call.group.rank(), wanted))
+    with groups.passing(call.group, sent, home):
+        return home
 
 
 def _gathered(call: Call) -> Run:
