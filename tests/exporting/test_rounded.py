@@ -13,6 +13,7 @@ from test_hostile import rewrite
 
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ExportError, ModelError
+from elsa_core.exporting import replay
 from elsa_core.exporting.bundle import Bundle, export
 from elsa_core.exporting.manifest import hashed
 from elsa_core.exporting.reference import Exact, exact_outputs
@@ -43,6 +44,23 @@ def outputs(bundle: Bundle, format: str, inputs: np.ndarray[Any, Any]) -> np.nda
     """In batches of three, as they are measured: the scales of INT8 are those of a batch."""
     model = template.load(format, bundle.path)
     return np.concatenate([model(inputs[row : row + 3])[0] for row in range(0, len(inputs), 3)])
+
+
+def test_what_the_cost_is_measured_on_comes_in_verified_batches(tmp_path: Path) -> None:
+    """A GPU's plans are for these alone."""
+    images = np.arange(9.0)[:, None]
+    np.savez(tmp_path / "reference.npz", **{"input.0": images[:4]})
+    np.savez(tmp_path / "more.npz", **{"input.0": images})
+
+    def load(*_: Any) -> Any:
+        return lambda x: [2 * x] if len(x) in (2, 4) else pytest.fail("it is not planned")
+
+    facts = {"reference": {"batch_sizes": [2, 4]}, "inputs": [{}]}
+    code = {"load": load, "manifest": lambda bundle: facts}
+    files = [str(tmp_path / name) for name in ("", "out.npz", "more.npz")]
+    replay._replay(code, "pt2", *files)
+    with np.load(tmp_path / "out.npz") as stored:
+        assert np.array_equal(stored["further"], 2 * images)
 
 
 def test_the_cost_in_the_manifest_is_the_one_that_is_measured(int8: Bundle, exact: Exact) -> None:
