@@ -70,13 +70,15 @@ def query_of(unit, count, tiles, BN: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def shape_of(len_q, len_k, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """(queries, key tiles, units) of one head of a sequence, int64. No key: one tile of none, so
-    that a program writes the zeros.
+def shape_of(StartsQ, StartsK, i, n_q, n_k, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """Of sequences i: first query, queries, first key, keys, and key tiles and units of one head,
+    int64. No key: one tile of none, so that a program writes the zeros.
     """
+    first_q, len_q = bounds_of(StartsQ, i, n_q)
+    first_k, len_k = bounds_of(StartsK, i, n_k)
     count = len_q.to(tl.int64)
     tiles = tl.maximum((len_k.to(tl.int64) + BN - 1) // BN, 1)
-    return count, tiles, units_before(count, tiles, BN, CAUSAL)
+    return first_q, count, first_k, len_k, tiles, units_before(count, tiles, BN, CAUSAL)
 
 
 @triton.jit
@@ -85,9 +87,7 @@ def units_of(
 ):  # fmt: skip
     """Units of one head of sequences i; 0 behind the last one."""
     inside = tl.minimum(i, sequences - 1)
-    _, len_q = bounds_of(StartsQ, inside, n_q)
-    _, len_k = bounds_of(StartsK, inside, n_k)
-    _, _, units = shape_of(len_q, len_k, BN, CAUSAL)
+    _, _, _, _, _, units = shape_of(StartsQ, StartsK, inside, n_q, n_k, BN, CAUSAL)
     return tl.where(i < sequences, units, 0)
 
 
@@ -140,9 +140,9 @@ def tile_of(
     """
     if unit >= until:
         i_s, base = sequence_at(StartsQ, StartsK, unit, sequences, lines, n_q, n_k, BN, CAUSAL)
-    first_q, len_q = bounds_of(StartsQ, i_s, n_q)
-    first_k, len_k = bounds_of(StartsK, i_s, n_k)
-    tokens, tiles, of_head = shape_of(len_q, len_k, BN, CAUSAL)
+    first_q, tokens, first_k, len_k, tiles, of_head = shape_of(
+        StartsQ, StartsK, i_s, n_q, n_k, BN, CAUSAL
+    )
     until = base + of_head * lines
     i_h = (unit - base) // of_head
     within = unit - base - i_h * of_head
@@ -178,19 +178,14 @@ def join_logs(PL, first, count, ROWS: tl.constexpr, PARTS: tl.constexpr):
     m = tl.full([ROWS], -float("inf"), tl.float32)
     s = tl.zeros([ROWS], tl.float32)
     for p0 in tl.range(0, count, PARTS, num_stages=1):
-        logs = load_logs(PL, first, p0, count, o_m, ROWS, PARTS)
+        o_p = p0 + tl.arange(0, PARTS)
+        row = (2 * (first + o_p) + (o_p == 0))[:, None] * ROWS + o_m[None, :]
+        logs = tl.load(PL + row, mask=(o_p < count)[:, None], other=-float("inf"))
         m_new = tl.maximum(m, tl.max(logs, 0))
         m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
         s = s * tl.exp2(m - m_safe) + tl.sum(tl.exp2(logs - m_safe[None, :]), 0)
         m = m_new
     return m, s
-
-
-@triton.jit
-def load_logs(PL, first, p0, count, o_m, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    o_p = p0 + tl.arange(0, PARTS)
-    p = PL + (2 * (first + o_p) + (o_p == 0))[:, None] * ROWS + o_m[None, :]
-    return tl.load(p, mask=(o_p < count)[:, None], other=-float("inf"))  # [PARTS, ROWS]
 
 
 @triton.jit
@@ -205,19 +200,14 @@ def join_outputs(
     m_safe = tl.where(m == -float("inf"), 0.0, m)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     for p0 in tl.range(0, count, PARTS, num_stages=1):
-        w = tl.exp2(load_logs(PL, first, p0, count, o_m, ROWS, PARTS) - m_safe[None, :])
         o_p = p0 + tl.arange(0, PARTS)
         row = (2 * (first + o_p) + (o_p == 0))[:, None] * ROWS + o_m[None, :]
+        logs = tl.load(PL + row, mask=(o_p < count)[:, None], other=-float("inf"))
+        w = tl.exp2(logs - m_safe[None, :])
         p = PO + row[:, :, None] * DV + o_v[None, None, :]
         inside = (o_p < count)[:, None, None] & (o_v < DV)[None, None, :]
         out += tl.sum(tl.load(p, mask=inside, other=0.0) * w[:, :, None], 0)
     return out / tl.where(s == 0.0, 1.0, s)[:, None]
-
-
-@triton.jit
-def joined_lse(m, s):
-    """The natural log-sum-exp of joined states."""
-    return tl.where(s == 0.0, -float("inf"), m + tl.log2(s)) * LN2
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -277,7 +267,8 @@ def stream_decode(
                 joined = join_outputs(PO, PL, first, n, m, s, 1, PARTS, DV, 0, VP)
                 mask = (o_v < DV)[None, :]
                 tl.store(p_out[None, :], joined.to(Out.dtype.element_ty), mask=mask)
-                tl.store(p_lse + tl.arange(0, 1), joined_lse(m, s))
+                lse = tl.where(s == 0.0, -float("inf"), m + tl.log2(s)) * LN2
+                tl.store(p_lse + tl.arange(0, 1), lse)
                 tl.store(Tickets + first, 0)
         unit += stop - tile
 
@@ -365,6 +356,7 @@ def stream_forward(
                 if V1:
                     out1 = join_outputs(PO, PL, first, n, m, s, BM, PARTS, DV, V0, V1)
                     store_block(p_out, out1, inside, DV, V0, V1)
-                tl.store(p_lse + o_m * lse_h, joined_lse(m, s), mask=inside)
+                lse = tl.where(s == 0.0, -float("inf"), m + tl.log2(s)) * LN2
+                tl.store(p_lse + o_m * lse_h, lse, mask=inside)
                 tl.store(Tickets + first, 0)
         unit += stop - tile

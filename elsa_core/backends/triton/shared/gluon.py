@@ -73,11 +73,6 @@ def load_rows(p, step, rows, before, R: gl.constexpr, D: gl.constexpr, D0: gl.co
 
 
 @gluon.jit
-def nonzero(x):
-    return gl.where(x == 0.0, FLOAT_MAX, x)
-
-
-@gluon.jit
 def greatest_and_least(a, b, c, d):
     return gl.maximum(a, c), gl.minimum(b, d)
 
@@ -100,8 +95,11 @@ def split(x, factor, high, low):
     of_rows = gl.max(held, 4)
     of_channels = gl.sum(held, 0) * (1.0 / PASSES)
     top = gl.reshape(gl.max(of_rows, 0), [LANES])
-    least = gl.reshape(gl.min(nonzero(of_rows), 0), [LANES])
-    least_of_channels = gl.reshape(gl.min(nonzero(of_channels), 3), [LANES])
+    # zeros count as the largest there is
+    of_rows = gl.where(of_rows == 0.0, FLOAT_MAX, of_rows)
+    of_channels = gl.where(of_channels == 0.0, FLOAT_MAX, of_channels)
+    least = gl.reshape(gl.min(of_rows, 0), [LANES])
+    least_of_channels = gl.reshape(gl.min(of_channels, 3), [LANES])
     least = gl.minimum(least, gl.convert_layout(least_of_channels, least.type.layout))
     top, least = gl.reduce((top, least), 0, greatest_and_least)
     e = exponent(top)

@@ -105,12 +105,6 @@ def product(ah, al, bh, bl, MODE: tl.constexpr):
 
 
 @triton.jit
-def scaled(x, e):
-    """x * 2**e; e beyond what float32 holds gives zeros or infinities."""
-    return times_power(x, tl.minimum(tl.maximum(e, -252), 254))
-
-
-@triton.jit
 def through_norm(u, x, inverse):
     """The gradient of rows before they were normalised, of that after, and its part along them.
 
@@ -201,8 +195,10 @@ def differentiate(
         dk = product(sh.T, sl.T, qh, ql, MODE) * factor
         if SCALED:
             dv = dv * power(-e_g)
-            dq = scaled(dq, -(e_s + e_g + e_v + e_k))
-            dk = scaled(dk, -(e_s + e_g + e_v + e_q))
+            # an exponent beyond what float32 holds gives zeros or infinities
+            e = -(e_s + e_g + e_v)
+            dq = times_power(dq, tl.minimum(tl.maximum(e - e_k, -252), 254))
+            dk = times_power(dk, tl.minimum(tl.maximum(e - e_q, -252), 254))
         if COSINE:
             dq, along = through_norm(dq, q, i_q)
             dk, _ = through_norm(dk, k, i_k)
