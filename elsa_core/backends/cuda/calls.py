@@ -85,11 +85,11 @@ def _planned(
         launch hook is set, or the driver refused).
     """
     from elsa_core.backends.cuda.record import Apart, Recorder
-    from elsa_core.backends.triton.shared.launch import is_recording
+    from elsa_core.backends.triton.shared.launch import RECORDERS
 
     _listen(library)
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if capturing or is_recording():
+    if capturing or RECORDERS:
         return kernel(*arguments), b""
     # objects of their own: two arguments may be one tensor in this call, and not in the next
     own = [a.detach() if isinstance(a, Tensor) else a for a in arguments]

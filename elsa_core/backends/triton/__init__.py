@@ -6,7 +6,6 @@ Triton is imported by the first call that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.attention import planner
-from elsa_core.backends.triton.attention.schedules import Call
 from elsa_core.backends.triton.pack import lookup
 from elsa_core.backends.triton.shared import device, layout
 from elsa_core.base.limits import LARGEST_HEAD_DIM
@@ -85,7 +83,7 @@ def attention_forward(
     scale: float,
     precision: str,
     *,
-    plan: Callable[..., Call] = planner.plan_call,
+    state: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention on the GPU, the CUDA kernel of `elsa::attention`.
 
@@ -95,7 +93,7 @@ def attention_forward(
         attn_mask: 4-D, each dimension full or 1; boolean (True takes part) or additive. is_causal:
         top-left.
         scale: the factor of the scores. precision: strict, ieee, turbo or lean, valid for the
-        dtype. plan: how, `planner.plan_call` or `plan_state`.
+        dtype. state: as `attention_state` needs it.
 
     Returns:
         out [B, Hq, Nq, Dv] in the query's dtype, in the memory of [B, Nq, Hq, Dv]; lse [B, Hq, Nq],
@@ -111,7 +109,7 @@ def attention_forward(
     Source: ELSA, Eq. 4 (the merge of partial states).
     """
     query, key, value = layout.in_rows(query, key, value)
-    call = planner.planned(query, key, value, attn_mask, is_causal, scale, precision, plan)
+    call = planner.planned(query, key, value, attn_mask, is_causal, scale, precision, state)
     with layout.on_device(query):
         return planner.execute(call, query, key, value, attn_mask)
 
@@ -122,4 +120,4 @@ def attention_state(*arguments: Any) -> tuple[Tensor, Tensor]:
     exp(lse - lse') weighs them: a float32 lse of about 14, as hundreds of thousands of keys have,
     is known to 1e-6 only. It is float64, of calls that have a few keys or one query float32.
     """
-    return attention_forward(*arguments, plan=planner.plan_state)
+    return attention_forward(*arguments, state=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.attention.tiling import TABLES
-from elsa_core.backends.triton.shared.device import described
+from elsa_core.backends.triton.shared.device import capability_of
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -72,11 +72,7 @@ def load_table(name: str) -> Table:
 
 def tiles_name(device: torch.device) -> str:
     """Which table a device takes: the H200's on sm_90, else the one of small tiles."""
-    gpu = described()
-    if gpu is None and (device.type != "cuda" or torch.version.hip):
-        return "default"
-    capability = gpu.capability if gpu else torch.cuda.get_device_capability(device)
-    return "h200" if capability == (9, 0) else "default"
+    return "h200" if capability_of(device) == (9, 0) else "default"
 
 
 @lru_cache(maxsize=1024)

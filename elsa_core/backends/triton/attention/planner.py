@@ -5,7 +5,6 @@ warm call costs the host little.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +29,14 @@ from elsa_core.backends.triton.shared.plans import PLANS
 
 def plan_call(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
-    precision: str, *, specialized: bool | None = None, tiles: Plan | None = None,
+    precision: str, state: bool = False, *, specialized: bool | None = None,
+    tiles: Plan | None = None,
 ) -> Call:  # fmt: skip
     """The planned call; everything here depends on layouts, never on data.
 
-    specialized: whether a kernel of sm_90 may serve it; default: if they can, where the tensors
-    are. tiles: these instead of those that the device's table gives (two queries or more).
+    state: lse in float64 where the kernels that fold in tiles serve. specialized: whether a kernel
+    of sm_90 may serve it; default: if they can, where the tensors are. tiles: these instead of
+    those that the device's table gives (two queries or more).
     """
     shape = tiling.shape_of(q, k, v, mask)
     if causal and shape.queries == 1 and shape.keys:
@@ -44,7 +45,15 @@ def plan_call(
     mode = device.mode_of(q.dtype, precision)
     problem = Problem(q, k, v, mask, causal, scale, precision, mode, shape)
     if not (shape.queries == 1 or EMPTY.serves(problem)):
-        problem = replace(problem, tiles=tiles or tiles_of(problem, specialized))
+        if tiles is None:
+            table, multiprocessors = device.device_table(q.get_device())
+            if specialized is None:
+                specialized = device.specializes(q.device) and fits_specialized(q, k, v, mask)
+            tiles = tiling.plan(
+                shape, mode, table, workspace=precision != "lean",
+                multiprocessors=multiprocessors, specialized=specialized,
+            )  # fmt: skip
+        problem = replace(problem, tiles=tiles)
     schedule = next(each for each in schedules.SCHEDULES if each.serves(problem))
     b, heads, n_q, _ = q.shape
     launches, workspace, words = schedule.plan(problem)
@@ -54,14 +63,9 @@ def plan_call(
         states = fold.grid[1], b * heads * n_q, v.shape[3]
         launches["merge"] = _merge(heads, n_q, *states, overlap=fold.tail["OVERLAP"])
     out_shape = (b, heads, n_q, v.shape[3])
-    return Call(schedule, out_shape, words, launches, workspace, states)
-
-
-def plan_state(*arguments: Any) -> Call:
-    """As `plan_call`, with lse in float64 where the kernels that fold in tiles serve."""
-    call = plan_call(*arguments)
-    folded = call.schedule in (HOPPER, SPLIT_AHEAD, FORWARD)
-    return replace(call, lse_dtype=torch.float64) if folded else call
+    wide = state and schedule in (HOPPER, SPLIT_AHEAD, FORWARD)
+    lse_dtype = torch.float64 if wide else torch.float32
+    return Call(schedule, out_shape, words, launches, workspace, states, lse_dtype)
 
 
 def _merge(
@@ -82,19 +86,6 @@ def _merge(
     return Launch(merge_states, (-(-states // rows),), tail, options)
 
 
-def tiles_of(problem: Problem, specialized: bool | None) -> Plan:
-    """The tiles of the device's table, for the kernels of sm_90 if those may serve."""
-    operands = problem.query, problem.key, problem.value, problem.mask
-    gpu = problem.query.device
-    table, multiprocessors = device.device_table(problem.query.get_device())
-    if specialized is None:
-        specialized = device.specializes(gpu) and fits_specialized(*operands)
-    return tiling.plan(
-        problem.shape, problem.mode, table, workspace=problem.precision != "lean",
-        multiprocessors=multiprocessors, specialized=specialized,
-    )  # fmt: skip
-
-
 def fits_specialized(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether `hopper.py` takes operands of such layouts: one block a head dimension, 16-byte
     aligned rows, one chain of the narrowest of its tiles, no mask. The others ask for no less;
@@ -107,12 +98,12 @@ def fits_specialized(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bo
 
 def planned(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
-    precision: str, plan: Callable[..., Call] = plan_call,
+    precision: str, state: bool = False,
 ) -> Call:  # fmt: skip
     """The plan of a call, cached by layout."""
     layouts = tuple(layout.key_of(t) for t in (q, k, v, mask))
-    key = ("attention", plan, layouts, q.get_device(), causal, scale, precision)
-    return PLANS.get(key, plan, q, k, v, mask, causal, scale, precision)
+    key = ("attention", state, layouts, q.get_device(), causal, scale, precision)
+    return PLANS.get(key, plan_call, q, k, v, mask, causal, scale, precision, state)
 
 
 def execute(

@@ -65,8 +65,7 @@ class Call:
 
     launches: by name, in their order; `fold` folds keys, `merge` merges the states of split keys,
     which are (partitions, rows, value dimension). workspace: float16 elements that a launch ahead
-    of the fold fills. lse_dtype: float64 for calls whose results are merged with others
-    (`planner.plan_state`).
+    of the fold fills. lse_dtype: float64 for calls whose results are merged with others.
     """
 
     schedule: Schedule

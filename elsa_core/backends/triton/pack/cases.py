@@ -115,12 +115,8 @@ def _attention(case: Case) -> None:
     row = case.row
     b, h, n = row["batch"] * case.batch, row["heads"], row["queries"]
     d, dv = row["head_dim"], row["value_dim"]
-
-    def heads(count: int, length: int, dim: int) -> Tensor:
-        return case.empty(b, length, count, dim).transpose(1, 2)
-
-    q = heads(h, n, d)
-    k, v = heads(row["key_heads"], row["keys"], d), heads(row["key_heads"], row["keys"], dv)
+    q = case.empty(b, n, h, d).transpose(1, 2)
+    k, v = (case.empty(b, row["keys"], row["key_heads"], w).transpose(1, 2) for w in (d, dv))
     mask = None
     if row["mask"] != "none":
         full = zip((b, h, n, row["keys"]), row["mask_full"], strict=True)
@@ -135,7 +131,7 @@ def _attention(case: Case) -> None:
         return
     needs = (True, True, True, mask is not None and mask.is_floating_point())
     lse = torch.empty((b, h, n), dtype=torch.float32, device="meta")
-    out = heads(h, n, dv)
+    out = case.empty(b, n, h, dv).transpose(1, 2)
     attention_backward.attention_backward(
         out, torch.empty_like(lse), q, k, v, mask, out, lse, causal, scale, "strict", needs
     )

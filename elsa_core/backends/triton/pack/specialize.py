@@ -109,7 +109,11 @@ class Compiler:
         parsed, signature, constants, attributes = kernel._pack_args(
             self.backend, given, bound, specialization, rest
         )
-        source = _source_class(kernel)(kernel, signature, constants, attributes)
+        if kernel.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource as Source
+        else:
+            from triton.compiler import ASTSource as Source
+        source = Source(kernel, signature, constants, attributes)
         parts = [
             triton.__version__, self.arch, sources_digest(), kernel.__module__,
             kernel.__qualname__, list(source.signature.items()),
@@ -118,16 +122,6 @@ class Compiler:
         ]  # fmt: skip
         key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         return Job(kernel, source, parsed, self.target, key)
-
-
-def _source_class(kernel: Any) -> Any:
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        return GluonASTSource
-    from triton.compiler import ASTSource
-
-    return ASTSource
 
 
 @functools.cache

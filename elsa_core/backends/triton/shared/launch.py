@@ -15,22 +15,18 @@ from elsa_core.backends.triton.shared.device import DIRECT_LAUNCH, INTERPRETED, 
 
 # Whether it took the launch: False of a thread that it does not record.
 Recorder = Callable[["Launch", tuple[Tensor, ...]], bool | None]
-_recorders: list[Recorder] = []
+RECORDERS: list[Recorder] = []
+"""Where not empty, first calls of launches are handed to the last of these."""
 
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Hand every first call of a launch, with its tensors, to `recorder` instead of the GPU."""
-    _recorders.append(recorder)
+    RECORDERS.append(recorder)
     try:
         yield
     finally:
-        _recorders.pop()
-
-
-def is_recording() -> bool:
-    """Whether first calls of launches are handed to a recorder now."""
-    return bool(_recorders)
+        RECORDERS.pop()
 
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -101,7 +97,7 @@ class Launch:
             else:
                 self.launcher(*self.grid, stream, *self.head, *addresses, *self.values)
             return None
-        for recorder in _recorders[-1:]:  # looked up once: another thread may end it
+        for recorder in RECORDERS[-1:]:  # looked up once: another thread may end it
             if recorder(self, pointers) is not False:
                 return False
         first, last = DIRECT_LAUNCH

@@ -97,7 +97,8 @@ def window_attention_backward(
         grads[2].zero_()
     if not qkv.numel():
         return grads[0], grads[1].zero_(), grads[2], grads[3].zero_()
-    wants = wants._replace(pad=wants.pad and planner.padding(given) == 2)
+    padded = any(n % w for n, w in zip(qkv.shape[1:4], given.window_size, strict=True))
+    wants = wants._replace(pad=wants.pad and padded)
     if not any(wants):
         return grads[0], grads[1], grads[2], grads[3]
     index, pad = given.bias_index, given.pad_qkv

@@ -115,7 +115,11 @@ def common_terms(given: WindowCall) -> dict[str, Any]:
     """The arguments that the forward's and the gradients' kernels share, by name."""
     q, pad, bias, logit = given.qkv, given.pad_qkv, given.bias, given.logit_scale
     shape = shape_of(given)
-    counts = [-(-n // window) for n, window in zip(q.shape[1:4], given.window_size, strict=True)]
+    sizes = tuple(zip(q.shape[1:4], given.window_size, strict=True))
+    counts = [-(-size // window) for size, window in sizes]
+    padded = 0  # see `window/helpers.py`
+    if any(size % window for size, window in sizes):
+        padded = 1 if pad is None else 2
     # 16 bytes in elements if all rows of qkv are aligned so
     unit = 16 // q.element_size()
     aligned = q.data_ptr() % 16 == 0 and (pad is None or pad.data_ptr() % 16 == 0)
@@ -141,7 +145,7 @@ def common_terms(given: WindowCall) -> dict[str, Any]:
         ),
         "logit_h": 0 if logit is None else logit.stride(0), "BIAS": bias is not None,
         "DENSE": bias is not None and bias.is_contiguous(),
-        "SHIFTED": any(given.shift_size), "PADDED": padding(given),
+        "SHIFTED": any(given.shift_size), "PADDED": padded,
         "COSINE": logit is not None, "HEAD_FIRST": given.layout == "head",
         "GRID": given.grid, "VOLUME": q.shape[1] > 1 or given.window_size[0] > 1,
         "WIDE": extent >= INT32, "UNIT": unit,
@@ -167,11 +171,3 @@ def plan_call(given: WindowCall) -> Launch:
     if t.registers:
         options["maxnreg"] = t.registers
     return Launch(window_tile if p.whole else window_fold, (p.programs,), tail, options)
-
-
-def padding(given: WindowCall) -> int:
-    """PADDED of the kernels, see `window/helpers.py`."""
-    sizes = zip(given.qkv.shape[1:4], given.window_size, strict=True)
-    if not any(size % window for size, window in sizes):
-        return 0
-    return 1 if given.pad_qkv is None else 2
