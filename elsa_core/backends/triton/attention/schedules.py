@@ -172,7 +172,15 @@ def fold_tail(problem: Problem) -> dict[str, Any]:
     p, t, mode, shape = problem.tiles, problem.tile, problem.mode, problem.shape
     assert p is not None
     unit, unit_d = layout.row_unit((q, k, v))
-    (d0, d1), (v0, v1) = _widths(problem, unit)
+    d0, d1 = tiling.blocks(shape.head_dim, t.part)
+    v0, v1 = tiling.blocks(shape.value_dim, t.part)
+    loaded = mode == "half" and unit == 1  # rows that are not aligned are not copied ahead
+    if loaded or (mode in ("split", "single") and not t.ahead):
+        # Tiles that the loop itself writes to shared memory, of under 128 bytes a row, were seen
+        # miscompiled (Triton 3.6, sm_90): wrong results and reads out of bounds in half precision
+        # where the value's rows were shorter there than the key's.
+        d0, d1 = max(64, d0 if not d1 else 2 * d0), 0
+        v0, v1 = max(64, v0 if not v1 else 2 * v0), 0
     of_mask = layout.mask_terms(mask)
     kind = of_mask["MASK"]
     chain = CHAIN_TILES * t.block_n
@@ -193,20 +201,6 @@ def fold_tail(problem: Problem) -> dict[str, Any]:
         "SHIFT": 0.0 if q.dtype == torch.bfloat16 else 7.0,
         "D0": d0, "D1": d1, "V0": v0, "V1": v1,
     }  # fmt: skip
-
-
-def _widths(problem: Problem, unit: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    t, shape = problem.tile, problem.shape
-    d0, d1 = tiling.blocks(shape.head_dim, t.part)
-    v0, v1 = tiling.blocks(shape.value_dim, t.part)
-    loaded = problem.mode == "half" and unit == 1  # rows that are not aligned are not copied ahead
-    if loaded or (problem.mode in ("split", "single") and not t.ahead):
-        # Tiles that the loop itself writes to shared memory, of under 128 bytes a row, were seen
-        # miscompiled (Triton 3.6, sm_90): wrong results and reads out of bounds in half precision
-        # where the value's rows were shorter there than the key's.
-        d0, d1 = max(64, d0 if not d1 else 2 * d0), 0
-        v0, v1 = max(64, v0 if not v1 else 2 * v0), 0
-    return (d0, d1), (v0, v1)
 
 
 def fold_options(problem: Problem, tail: dict[str, Any]) -> dict[str, Any]:

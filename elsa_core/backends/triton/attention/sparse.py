@@ -108,7 +108,7 @@ def plan_call(
     tail = layout.read_terms(read, mask, options.is_causal)
     half = query.dtype != torch.float32
     rows = ROWS[half]
-    if half and tail["STEP"] == 1:  # see `schedules._widths`
+    if half and tail["STEP"] == 1:  # see `schedules.fold_tail`
         tail |= {name: max(64, tail[name]) for name in ("D0", "V0")}
     frozen = bool(options.relief & FROZEN)
     shift = FROZEN_SHIFT if frozen else SHIFT

@@ -137,12 +137,12 @@ def plan_call(given: WindowCall, wants: Wants, table: tuple[Tensor, Tensor] | No
     """
     from elsa_core.backends.triton.window.backward_kernels import window_gradients
 
-    p = tiling.plan_backward(*planner.tile_terms(given))
-    shape = planner.shape_of(given)
+    shape, *others = planner.tile_terms(given)
+    p = tiling.plan_backward(shape, *others)
     row = shape.tokens**2 * wants.bias + 2 * shape.head_dim * wants.pad + wants.logit
     programs = p.groups * shape.heads
     terms: dict[str, Any] = {
-        **planner.common_terms(given), "grad_scale": float(given.scale), "count": p.count,
+        **planner.common_terms(given, shape), "grad_scale": float(given.scale), "count": p.count,
         "DP": p.padded_dim, "BM": p.block, "ROW": row,
         **{f"WANT_{name.upper()}": wanted for name, wanted in wants._asdict().items()},
     }  # fmt: skip

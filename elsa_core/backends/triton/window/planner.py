@@ -93,28 +93,23 @@ def layout_key(operator: str, given: WindowCall) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def shape_of(given: WindowCall) -> WindowShape:
-    """What decides a call's tiles."""
+def tile_terms(given: WindowCall) -> tuple[WindowShape, str, WindowTable, int]:
+    """What decides the tiles of a call: its shape and mode, its GPU's table and multiprocessors."""
     batch, *sizes, width = given.qkv.shape
     counts = (-(-n // w) for n, w in zip(sizes, given.window_size, strict=True))
-    return WindowShape(
+    shape = WindowShape(
         batch * math.prod(counts), given.num_heads, math.prod(given.window_size),
         width // (3 * given.num_heads),
     )  # fmt: skip
-
-
-def tile_terms(given: WindowCall) -> tuple[WindowShape, str, WindowTable, int]:
-    """What decides the tiles of a call: its shape and mode, its GPU's table and multiprocessors."""
     index = given.qkv.get_device()
     multiprocessors = device.device_table(index)[1]
     mode = device.mode_of(given.qkv.dtype, given.precision)
-    return shape_of(given), mode, tiling.load_table(device.table_of(index)), multiprocessors
+    return shape, mode, tiling.load_table(device.table_of(index)), multiprocessors
 
 
-def common_terms(given: WindowCall) -> dict[str, Any]:
+def common_terms(given: WindowCall, shape: WindowShape) -> dict[str, Any]:
     """The arguments that the forward's and the gradients' kernels share, by name."""
     q, pad, bias, logit = given.qkv, given.pad_qkv, given.bias, given.logit_scale
-    shape = shape_of(given)
     sizes = tuple(zip(q.shape[1:4], given.window_size, strict=True))
     counts = [-(-size // window) for size, window in sizes]
     padded = 0  # see `window/helpers.py`
@@ -158,10 +153,11 @@ def plan_call(given: WindowCall) -> Launch:
     """The kernel's launch; it depends on layouts, not on data. A bias is dense, [heads, T, T]."""
     from elsa_core.backends.triton.window.forward_kernels import window_fold, window_tile
 
-    p = tiling.plan(*tile_terms(given))
+    terms = tile_terms(given)
+    p = tiling.plan(*terms)
     t, tokens, exact = p.tile, math.prod(given.window_size), p.tile.mode == "exact"
     tail: dict[str, Any] = {
-        **common_terms(given), "count": p.count, "MODE": device.MODES[t.mode],
+        **common_terms(given, terms[0]), "count": p.count, "MODE": device.MODES[t.mode],
         "WEIGHT": 2.0 ** -(tokens - 1).bit_length(),
         "DP": p.padded_dim, "BM": p.block_m, "BN": p.block_n,
         "XM": p.block_m if exact else 16, "XN": p.block_n if exact else 16, "STAGES": t.stages,
