@@ -13,11 +13,7 @@ from elsa_core.base import lazy
 if TYPE_CHECKING:
     from elsa_core.patching.adapters import attention_within, computes_otherwise, entry
     from elsa_core.patching.adapters.table import LAYERS, SWITCHES, register_adapter
-    from elsa_core.patching.adapters.timm_sharded import (
-        reduce_gradients,
-        require_shardable,
-        shard,
-    )  # fmt: skip
+    from elsa_core.patching.adapters.timm_sharded import reduce_gradients, require_shardable, shard
     from elsa_core.patching.frozen import FreezeReport, freeze, refresh, unfreeze
     from elsa_core.patching.layers import ATTENTION, AUTO, MODEL, is_layer, patched_scope, scope_of
     from elsa_core.patching.page import write_page

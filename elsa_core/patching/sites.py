@@ -329,7 +329,6 @@ def _observed(site: AttentionSite, result: Probe) -> AttentionSite:
 def _extras(site: nn.Module, module: nn.Module) -> tuple[str, ...]:
     """The terms beyond softmax(Q K^T * s) V, by the attributes of the site and of the attention
     module within it."""
-
     heads, kv_heads = getattr(module, "num_heads", None), getattr(module, "num_kv_heads", None)
     dropout = getattr(getattr(module, "attn_drop", None), "p", 0.0)
     shift = getattr(site, "shift_size", None)
@@ -375,7 +374,20 @@ def sites_table(
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Titles, and a row for each group of equal sites; columns of which nothing is known are left
     out."""
-    rows = [_cells(label, members) for label, members in group(sites, lambda site: site.alike)]
+    rows = []
+    for label, members in group(sites, lambda site: site.alike):
+        one = members[0]
+        share = sum(site.flops_share or 0.0 for site in members)
+        heads, tokens = str(one.num_heads or ""), str(one.query_tokens or "")
+        if one.num_heads and one.head_dim:
+            heads = f"{heads}x{one.head_dim}"
+        if one.query_tokens != one.key_tokens:
+            tokens = f"{tokens}:{one.key_tokens}"
+        row = (
+            label or "the model", f"{len(members)}x", one.class_name, one.kind, heads, tokens,
+            f"{share:.1%}" if share else "", ", ".join(one.extra),
+        )  # fmt: skip
+        rows.append(row)
     kept = [i for i, title in enumerate(_TITLES) if title == "site" or any(row[i] for row in rows)]
     return tuple(_TITLES[i] for i in kept), [tuple(row[i] for i in kept) for row in rows]
 
@@ -394,17 +406,3 @@ def reasons(sites: Sequence[AttentionSite], word: str) -> list[str]:
 def sites_of(scope: str) -> str:
     """What the sites of a scope are called in a sentence."""
     return "attention sites" if scope == "attention" else "sites"
-
-
-def _cells(label: str, members: Sequence[AttentionSite]) -> tuple[str, ...]:
-    one = members[0]
-    share = sum(site.flops_share or 0.0 for site in members)
-    heads, tokens = str(one.num_heads or ""), str(one.query_tokens or "")
-    if one.num_heads and one.head_dim:
-        heads = f"{heads}x{one.head_dim}"
-    if one.query_tokens != one.key_tokens:
-        tokens = f"{tokens}:{one.key_tokens}"
-    return (
-        label or "the model", f"{len(members)}x", one.class_name, one.kind, heads, tokens,
-        f"{share:.1%}" if share else "", ", ".join(one.extra),
-    )  # fmt: skip

@@ -12,12 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError
-from elsa_core.patching.adapters.common import (
-    attend,
-    project_by,
-    split_heads,
-    split_packed,
-)
+from elsa_core.patching.adapters.common import attend, project_by, split_heads, split_packed
 
 
 class ElsaMultiheadAttention(nn.MultiheadAttention):

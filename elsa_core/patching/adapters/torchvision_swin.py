@@ -17,12 +17,7 @@ from elsa_core.base import calls
 from elsa_core.ops.window.api import window_attention
 from elsa_core.patching.adapters.common import project_by
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
-from elsa_core.patching.adapters.windows import (
-    Bias,
-    cosine_terms,
-    keeps_original,
-    read_bias,
-)
+from elsa_core.patching.adapters.windows import Bias, cosine_terms, keeps_original, read_bias
 
 
 class _Shifted(Derives):
