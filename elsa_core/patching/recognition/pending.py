@@ -31,7 +31,9 @@ from elsa_core.patching.recognition.scores import USED, WEIGHTS, RefusedError, S
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _TRACERS = ("FakeTensor", "FunctionalTensor")  # what stands for a tensor in a recorded program
 _OFF = (False, torch.float32)
-_LISTED = 3  # references to a tensor that a list holds, when a loop over it asks
+# References to a tensor that only a list holds, when a loop over it asks: Python 3.14 lends a call
+# that of the loop's variable.
+_LISTED = 2 if sys.version_info >= (3, 14) else 3
 
 
 class _Call(NamedTuple):
