@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from elsa_core.base.inputs import chunks
 from elsa_core.base.messages import Progress, first_line
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
+from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.patching import entry, is_layer, original
 from elsa_core.proof import paths
 from elsa_core.proof.compare import (
@@ -169,9 +170,9 @@ class CheckRun:
                     with original(self.model):
                         self.model(*own(batch)[0])
                 one = self.sides.original(batch)
-            except (ElsaError, torch.OutOfMemoryError):
-                raise
             except (RuntimeError, TypeError, ValueError, AssertionError, IndexError) as error:
+                if isinstance(error, ElsaError) or is_out_of_memory(error):
+                    raise
                 raise ModelError(
                     f"inputs[{name!r}]: the original model does not run on them "
                     f"({first_line(error)})"

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError, ModelError
+from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.patching import entry, original
 from elsa_core.proof.compare import Judgement, floating_outputs, map_floating, settle
 
@@ -113,9 +114,9 @@ class Sides:
         try:
             args, kwargs = map_floating(given, torch.float64)
             return exactly(lambda: self.run_exact((args, kwargs)), self.weights)
-        except torch.OutOfMemoryError:
-            raise
         except (RuntimeError, TypeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
             raise ModelError(
                 f"{self.what} does not run in float64, which the oracle needs ({first_line(error)})"
             ) from error
@@ -153,12 +154,13 @@ def of_site(
 
 @contextmanager
 def finding() -> Iterator[None]:
-    """What patched code raises is a finding, except where elsa says what is missing."""
+    """What patched code raises is a finding, except where elsa says what is missing, or where
+    memory ran out."""
     try:
         yield
-    except (ElsaError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, ElsaError) or is_out_of_memory(error):
+            raise
         raise PatchedError(
             f"the patched code raises {type(error).__name__}: {first_line(error)}"
         ) from error
@@ -259,9 +261,9 @@ def exactly(run: Callable[[], _Result], model: nn.Module) -> _Result:
     try:
         with _Float64(eps):
             return run()
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError, ValueError, AssertionError):
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
         return run()
 
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ElsaError
+from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.patching import entry, is_layer
 from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.compare import SITE_SAMPLES, TURBO_EPS, Judgement, floating_outputs, settle
@@ -122,7 +123,7 @@ class SiteRun:
         try:
             output = sides.original(case.given)
         except (RuntimeError, TypeError, ValueError, AssertionError, IndexError) as error:
-            if case.may_refuse and not isinstance(error, torch.OutOfMemoryError):
+            if case.may_refuse and not is_out_of_memory(error):
                 return
             raise
         if not all(bool(x.isfinite().all()) for x in floating_outputs(output).values()):

@@ -25,6 +25,7 @@ from elsa_core.patching.adapters.timm_attention import ElsaAttention
 from elsa_core.patching.rewrite import patch, patched_sites
 from elsa_core.proof.checking import CheckReport, check
 from elsa_core.proof.sides import exactly
+from elsa_core.proof.site_cases import MANY_KEYS
 
 SIZE = (3, 32, 32)
 
@@ -94,6 +95,10 @@ def first_infinite(out: Tensor) -> Tensor:
 
 def falls_over(out: Tensor) -> Tensor:
     raise ZeroDivisionError("kernel fell over\nsecond line")
+
+
+def without_memory(out: Tensor) -> Tensor:
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate")
 
 
 Wrong = broken(lambda out: out * 1.001)
@@ -350,6 +355,22 @@ def test_the_switch_for_deliberate_errors(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("ELSA_FAULT_INJECTION")
     report = check(model, noise())
     assert report.ok and report.fault_injection is None
+
+
+@pytest.mark.parametrize("where", ["patched", "original", "oracle", "more keys"])
+def test_memory_that_runs_out_is_no_finding(where: str) -> None:
+    """It was one on a CPU: the patched code "raises", or the model "does not run in float64"."""
+    model = with_site(broken(without_memory) if where == "patched" else ElsaAttention)
+
+    def fill(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        wide, long = out.dtype == torch.float64, out.shape[1] >= MANY_KEYS
+        if where == "original" or (wide and where == "oracle") or (long and where == "more keys"):
+            without_memory(out)
+
+    if where != "patched":
+        model.blocks[0].attn.proj.register_forward_hook(fill)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        check(model, noise(), stress=where == "more keys")
 
 
 @pytest.mark.parametrize(
