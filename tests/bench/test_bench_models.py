@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,30 @@ def test_a_backend_that_served_no_model(capsys: pytest.CaptureFixture[str]) -> N
 
 
 # --compare
+
+
+@pytest.mark.parametrize(
+    ("field", "environments", "words"),
+    [
+        ("x" * 200_000, "{}", "field larger than field limit"),
+        ("x", "[" * 100_000, "nested too deeply"),
+        ("x", "{}", "'here'"),
+        ("x", "3", "not a JSON object"),
+    ],
+    ids=["long", "deep", "unknown", "number"],
+)
+def test_a_file_that_was_not_published(
+    field: str, environments: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / results.ENVIRONMENTS).write_text(environments)
+    path = tmp_path / "some.csv"
+    path.write_text(f"{','.join(results.FIRST)}\n{field},elsa,here,1,1,1,1,1\n")
+    with pytest.raises(ArgumentError, match=f"(?s)not a published result.*{words}"):
+        results.load(path)
+    path.unlink()
+    os.mkfifo(path)  # to which nobody writes
+    with pytest.raises(ArgumentError, match="not a regular file"):
+        results.load(path)
 
 
 @pytest.fixture(name="published")

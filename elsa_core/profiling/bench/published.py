@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from elsa_core.base.reading import RESULT_BYTES, parse_json, read_text
+from elsa_core.base.messages import first_line
+from elsa_core.base.reading import RESULT_BYTES, parse_json, read_json, read_text
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.measuring.documents import Document
 from elsa_core.measuring.intervals import Ratio, digits
@@ -92,8 +92,8 @@ def read(path: Path) -> Document:
     the commands of all.
     """
     try:
-        rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
-        environments = json.loads((path.parent / ENVIRONMENTS).read_text(encoding="utf-8"))
+        rows = list(csv.DictReader(io.StringIO(read_text(path, RESULT_BYTES))))
+        environments = read_json(path.parent / ENVIRONMENTS)
         keys = list(dict.fromkeys(row["environment"] for row in rows))
         entry = environments[keys[0]]
         made = _attention_case if entry["command"] == "bench attention" else _model_case
@@ -115,8 +115,8 @@ def read(path: Path) -> Document:
                 "cases": [made(name, members) for (_, name), members in grouped.items()],
             },
         }  # fmt: skip
-    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ArgumentError(f"{path}: not a published result: {error}") from None
+    except (ModelError, csv.Error, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ArgumentError(f"{path}: not a published result: {first_line(error)}") from None
 
 
 def _case(
