@@ -361,7 +361,10 @@ class Reads(TorchDispatchMode):
         return result
 
     def _look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        given, made = _tensors((args, kwargs)), _tensors(result)
+        given, made = (
+            [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+            for tree in ((args, kwargs), result)
+        )
         if func is _ATEN.lift_fresh.default:  # torch.tensor has made it
             self._made.add(storage_of(given[0]))
         if any(not is_plain(tensor) for tensor in (*given, *made)):
@@ -376,7 +379,8 @@ class Reads(TorchDispatchMode):
         for i, argument in enumerate(func._schema.arguments):
             written = args[i] if i < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
-                numbers = {storage_of(tensor) for tensor in _tensors(written)}
+                leaves = pytree.tree_leaves(written)
+                numbers = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
                 if not numbers <= self._made | self._writable:
                     self.reason = f"{func} writes to a tensor that the call did not make"
         if isinstance(kwargs.get("generator"), torch.Generator):
@@ -394,10 +398,6 @@ class Reads(TorchDispatchMode):
             number = tensor.device != self._device and tensor.dim() == 0  # a kernel's argument
             if crosses and not (number and func.overloadpacket not in _COPIES):
                 self.reason = "it copies between the host and the GPU"
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def watched(

@@ -90,7 +90,9 @@ def ordinary(
         recorded = torch.is_grad_enabled() and _required(query, key, value, attn_mask)
         by_pytorch = device.type == "cuda" and choice.name == dispatch.PLAIN
         arguments = (query, key, value, attn_mask, is_causal, scale, precision)
-        by_name = backend != "auto" and _fault(backend, arguments)
+        by_name = backend != "auto" and dispatch.peer_fault(
+            backend, "whole", query, key, value, is_causal, scale
+        )
         if by_pytorch or by_name or (recorded and return_lse):
             return None
         lse = None
@@ -104,10 +106,6 @@ def ordinary(
     except (AttributeError, RuntimeError):
         require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
         raise
-
-
-def _fault(backend: str, arguments: tuple[Any, ...]) -> str | None:
-    return dispatch.peer_fault(backend, "whole", *arguments[:3], *arguments[4:6])
 
 
 def _inferred(
@@ -131,12 +129,17 @@ def _inferred(
 
 
 def _holding(rows: Any, arguments: tuple[Any, ...], known: Any = bool) -> list[Any]:
-    query, key, _, mask, causal = arguments[:5]
+    query, key, value, mask, causal, scale = arguments[:6]
     if mask is not None and mask.dtype != query.dtype:
         return []
     of_mask = None if mask is None else mask.shape
     facts = dispatch.attention_facts(query.shape, key.shape, of_mask, known, causal=causal)
-    return [row for row in rows if row.holds(facts, known) and not _fault(row.by, arguments)]
+    return [
+        row
+        for row in rows
+        if row.holds(facts, known)
+        and not dispatch.peer_fault(row.by, "whole", query, key, value, causal, scale)
+    ]
 
 
 def _by_row(held: Any, arguments: tuple[Any, ...]) -> Tensor | None:
@@ -231,11 +234,12 @@ def _server(
         raise ArgumentError(f"dropout_p={dropout_p} must be in [0, 1]")
     if dispatch.plain_alone(backend):
         return operator, dispatch.PLAIN
-    fault = _fault(backend, arguments) if dropout_p == 0.0 else None
-    if fault:
-        raise UnavailableError(f"backend={backend!r} cannot serve this call: {fault}")
     if dropout_p != 0.0:
         name = dispatch.choose(operator, *kind, backend)
+    else:
+        fault = dispatch.peer_fault(backend, "whole", *arguments[:3], *arguments[4:6])
+        if fault:
+            raise UnavailableError(f"backend={backend!r} cannot serve this call: {fault}")
     exported = dropout_p == 0.0 and calls.exporting()
     if backend == "auto" and not return_lse and dropout_p < 1.0 and not exported:
         name = _whole(kind, arguments, operator) or name
@@ -247,7 +251,7 @@ def _whole(kind: Kind, arguments: tuple[Any, ...], operator: str) -> str:
     gradients where they are wanted, as a whole; empty where there is none. A graph that is exported
     holds elsa's operators.
     """
-    query, key, value, attn_mask, is_causal = arguments[:5]
+    query, key, value, attn_mask, is_causal, scale = arguments[:6]
     gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
     facts: Any = {}
     if operator != "attention":
@@ -261,7 +265,9 @@ def _whole(kind: Kind, arguments: tuple[Any, ...], operator: str) -> str:
             facts |= {"graph": graph, "tokens": query.shape[2]}
     mode = "train" if gradient else "infer"
     name = dispatch.choose(operator, *kind, "auto", mode, gradient=gradient, **facts)
-    if not dispatch.is_whole(operator, name) or _fault(name, arguments):
+    if not dispatch.is_whole(operator, name):
+        return ""
+    if dispatch.peer_fault(name, "whole", query, key, value, is_causal, scale):
         return ""
     takes = dispatch.implementation(operator, name).takes
     return name if takes is None or takes(query, key, attn_mask) else ""
