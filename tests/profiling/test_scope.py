@@ -108,3 +108,23 @@ def test_a_block_timed_in_its_forward_leaves_its_mlp_a_row(patched):
             copied(torch.randn(1, 3, 64, 64))
         taken = clock()
         assert taken[f"{block}.mlp"] > 0.19 > 0.15 > taken[block] > 0 and inner == []
+
+
+def test_a_scalar_that_comes_first_is_no_batch() -> None:
+    """Its missing first dimension ended a profile with an IndexError."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = timm.create_model("test_vit", img_size=32)
+
+        def forward(self, scale: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.inner(images * scale)
+            return out
+
+    given = (torch.tensor(0.5), torch.randn(2, 3, 32, 32))
+    report = elsa.profile(
+        Scaled().eval(), given, baselines="control", rounds=1, budget_seconds=0.2, sites=True
+    )
+    assert (report.batch, report.image_size, report.wrong) == (2, (32, 32), ())
+    assert [run.name for run in report.runs] == ["eager", "control", "patched"]  # one name is one

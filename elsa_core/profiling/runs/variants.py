@@ -67,8 +67,8 @@ Calling = Callable[[Callable[..., object]], Callable[[], object]]
 
 
 def first_tensor(arguments: tuple[Any, ...]) -> Tensor:
-    """What a call's device, dtype, batch and image size are read from."""
-    return next(value for value in arguments if isinstance(value, Tensor))
+    """What a call's device, dtype, batch and image size are read from; a scalar has no batch."""
+    return next(value for value in arguments if isinstance(value, Tensor) and value.ndim)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -80,6 +80,7 @@ def chosen(
     names: Sequence[str] | None, device: torch.device, *, trains: bool = False
 ) -> tuple[str, ...]:
     """The baselines to measure, "eager" first. None: the device's; "all": every one it has."""
+    names = (names,) if isinstance(names, str) else names
     cuda, defaults = device.type == "cuda", _DEFAULTS_TRAINING if trains else _DEFAULTS
     if device.type not in defaults:
         raise ArgumentError(f"device: cpu and cuda can be profiled, not {device.type}")
