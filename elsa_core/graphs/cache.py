@@ -99,8 +99,15 @@ class Graphs:
             if self._gradients or self._ticket is not None:
                 self._check_pool()
             entry, same, result = self.entries.get(key), False, None
-            if entry is not None and entry.given.tree == given.tree:
-                same, result = entry.answer(given, self._copy_outputs)
+            training = self._kind.backward
+            if (
+                entry is not None
+                and entry.given.tree == given.tree
+                and entry.guards.alive()
+                and (not training or entry.guards.hold())
+            ):
+                result = entry.run(given, self._copy_outputs)
+                same = training or entry.guards.hold()  # asked while the GPU is at work
             if entry is not None and same:
                 self.entries.move_to_end(key)
             else:

@@ -85,13 +85,6 @@ class Inference:
         if any(isinstance(each, Tensor) and each.requires_grad for each in self._results):
             raise RefusedError(OTHER_LEAF)
 
-    def answer(self, given: Given, copy_outputs: bool) -> tuple[bool, Any]:
-        """Whether the model is what it was, and the result."""
-        if not self.guards.alive():
-            return False, None
-        result = self.run(given, copy_outputs)
-        return self.guards.hold(), result  # asked while the GPU is at work
-
     def run(self, given: Given, copy_outputs: bool) -> Any:
         """The results for other arguments of the same kind."""
         self.replays += 1
@@ -243,11 +236,6 @@ class Training:
                 taken.add(storage_of(own))  # type: ignore[arg-type]
             grads.append(own)
         self.grads = grads
-
-    def answer(self, given: Given, copy_outputs: bool) -> tuple[bool, Any]:
-        """Whether the model is what it was, and the result."""
-        holds = self.guards.alive() and self.guards.hold()
-        return holds, self.run(given, copy_outputs) if holds else None
 
     def run(self, given: Given, copy_outputs: bool) -> Any:
         """The results for other arguments of the same kind."""

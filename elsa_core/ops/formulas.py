@@ -54,7 +54,9 @@ class Formulas:
         self.backward = Backward(
             f"({', '.join(arguments)}) -> ({results})", self.fake, reference, self.twice,
             None if again is None
-            else lambda ctx, inputs, output: self._keep(ctx, inputs[:split], inputs[split:]),
+            else lambda ctx, inputs, output: keep(
+                ctx, inputs[:split], inputs[split:], self.others
+            ),
             tuple(one.split()[-1] for one in arguments),
         )  # fmt: skip
 
@@ -65,13 +67,7 @@ class Formulas:
         elif len(results) > 1:
             ctx.mark_non_differentiable(*results[1:])
         saved = (*inputs[: self.leading], *results[: self.saved])
-        self._keep(ctx, saved, inputs[self.leading :])
-
-    def _keep(self, ctx: Any, tensors: Sequence[Any], rest: Sequence[Any]) -> None:
-        ctx.save_for_backward(*tensors, *(rest[i] for i in self.others))
-        ctx.terms = rest
-        if self.others:
-            ctx.terms = [None if i in self.others else term for i, term in enumerate(rest)]
+        keep(ctx, saved, inputs[self.leading :], self.others)
 
     def _kept(self, ctx: Any, count: int) -> tuple[Sequence[Any], Sequence[Any]]:
         tensors = ctx.saved_tensors  # once: a checkpoint that is not reentrant gives them one time
@@ -157,6 +153,15 @@ def differentiable(
         backward=formulas.backward, terms=terms, twin=True, **more,
     )  # fmt: skip
     return register(record), formulas
+
+
+def keep(ctx: Any, tensors: Sequence[Any], rest: Sequence[Any], others: Sequence[int] = ()) -> None:
+    """Save what a formula reads: the tensors, and the rest as terms but for `others` of it, which
+    are tensors too."""
+    ctx.save_for_backward(*tensors, *(rest[i] for i in others))
+    ctx.terms = rest
+    if others:
+        ctx.terms = [None if i in others else term for i, term in enumerate(rest)]
 
 
 def second(

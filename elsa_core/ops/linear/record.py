@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from elsa_core.base import calls
 from elsa_core.ops.factory import Backward, Grads, Operator, register
-from elsa_core.ops.formulas import second
+from elsa_core.ops.formulas import keep, second
 
 _SCHEMA = (
     '(Tensor input, Tensor weight, Tensor? bias, str activation="none", Tensor? residual=None, '
@@ -193,11 +193,6 @@ class Eager(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any, *, tensors: int) -> None:
-    ctx.save_for_backward(*inputs[:tensors])
-    ctx.terms = inputs[tensors:]
-
-
 LINEAR = register(
     Operator(
         name="linear",
@@ -213,7 +208,7 @@ LINEAR = register(
             lambda ctx, *grads: second(
                 plain_backward, ctx.saved_tensors, ctx.terms, ctx.needs_input_grad, grads
             ),
-            partial(_keep, tensors=3),
+            lambda ctx, inputs, output: keep(ctx, inputs[:3], inputs[3:]),
         ),
         kind="linear",
         terms=("input", "weight", "bias"),
@@ -262,7 +257,7 @@ GATED_LINEAR = register(
         schema=_GATED_SCHEMA,
         reference=plain_gated,
         fake=_gated_fake,
-        setup_context=partial(_keep, tensors=5),
+        setup_context=lambda ctx, inputs, output: keep(ctx, inputs[:5], inputs[5:]),
         formula=_gated_backward,
         kind="linear",
         terms=("input", "weight", "bias", "value", "value_bias"),
