@@ -30,7 +30,7 @@ from elsa_core.errors import ArgumentError
 from elsa_core.precision import dtype_name
 
 _BYTES = 2048  # of a message
-_LONGEST = 300  # characters of an error in it, of up to four bytes each
+LONGEST = 300  # characters of an error in it, of up to four bytes each
 _NO_MASK = "none"
 _SHOWN = 100  # characters of lengths in it
 _KEPT = 4096  # answers of a group
@@ -130,7 +130,8 @@ def compare(
     `agree`.
 
     said: what must be equal on all ranks, by names that a line can hold, and of `_OWN` what may
-    differ. Less than a message of text.
+    differ: less than a message of text. With "error", of `LONGEST` characters at most, this rank's
+    arguments are wrong: ArgumentError on all ranks.
     """
     message = torch.zeros(_BYTES, dtype=torch.uint8)
     text = json.dumps(said, sort_keys=True, ensure_ascii=False)
@@ -150,11 +151,6 @@ def compare(
                     f"{each.get(name)} on rank {rank}"
                 )
     return told
-
-
-def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> None:
-    """Tell the other ranks that this one's arguments are wrong: ArgumentError on all of them."""
-    compare(group, {"error": f"{error}"[:_LONGEST]}, device)
 
 
 def _check_mask(rank: int, shape: list[int], answer: Agreement) -> None:

@@ -124,7 +124,8 @@ def _arguments(
         dispatch.choose("attention", *kind_of(query, value, precision), backend)
     except (ArgumentError, TypeError, ValueError, UnavailableError) as error:
         if not calls.traced() and isinstance(query, Tensor):
-            agreement.refuse(groups.by_name(name), error, query.device)
+            wrong = {"error": str(error)[: agreement.LONGEST]}
+            agreement.compare(groups.by_name(name), wrong, query.device)
         raise
     wanted = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
     gradients = " ".join(wanted)

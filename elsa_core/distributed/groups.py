@@ -76,13 +76,8 @@ def _watching(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
         ) from None
 
 
-def packed(tensors: Iterable[Tensor]) -> Tensor:
-    """Tensors as one flat message."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
 def unpacked(message: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
-    """The tensors of a message, as views."""
+    """The tensors of a flat message, as views."""
     whole = [torch.Size(shape) for shape in shapes]
     pieces = message.split([shape.numel() for shape in whole])
     return [piece.view(shape) for piece, shape in zip(pieces, whole, strict=True)]
@@ -112,7 +107,8 @@ def exchange(
     group: dist.ProcessGroup, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], doing: str
 ) -> list[Tensor]:
     """Send parts[r] to rank r; what comes from each rank, of the shapes given."""
-    sizes, sent = [torch.Size(shape).numel() for shape in shapes], packed(parts)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    sent = torch.cat([part.reshape(-1) for part in parts])
     received = sent.new_empty(sum(sizes))
     with _watching(group, doing):
         dist.all_to_all_single(received, sent, sizes, [each.numel() for each in parts], group=group)

@@ -114,7 +114,7 @@ def backward(call: Call, saved: Saved, wanted: Wanted) -> Gradients:
 def _ring(call: Call) -> Iterator[tuple[int, Run]]:
     """Every rank's shard in turn, this rank's first; the next one is under way meanwhile."""
     world, rank = call.group.size(), call.group.rank()
-    message = groups.packed((call.key, call.value))
+    message = torch.cat([call.key.reshape(-1), call.value.reshape(-1)])
     for step in range(world):
         here, following = (rank + step) % world, (rank + step + 1) % world
         more = step + 1 < world
@@ -139,7 +139,7 @@ def _ring_backward(call: Call, saved: Saved, sums: Sums, wanted: Wanted) -> Tens
     if sent is None or call.group.size() == 1:
         return sent
     home = sent.new_empty(call.size(call.group.rank(), wanted))
-    with groups.passing(call.group, sent, home):
+    with groups.passing(call.group, sent, home):  # which waits
         return home
 
 
@@ -148,7 +148,7 @@ def _gathered(call: Call) -> Run:
     if call.group.size() > 1:
         ranks = range(call.group.size())
         sizes = [call.size(rank) for rank in ranks]
-        message = groups.packed((key, value))
+        message = torch.cat([key.reshape(-1), value.reshape(-1)])
         messages = groups.gather(call.group, message, sizes, "gathering keys and values")
         shards_of = (groups.unpacked(messages[rank], call.shapes(rank)) for rank in ranks)
         key, value = (torch.cat(parts, 2) for parts in zip(*shards_of, strict=True))
@@ -162,7 +162,7 @@ def _summed_at_home(call: Call, of_key: Tensor, of_value: Tensor, wanted: Wanted
         return None
     world = call.group.size()
     of_ranks = zip(*(g.split(list(call.agreed.keys), 2) for g in chosen), strict=True)
-    parts = [groups.packed(each) for each in of_ranks]
+    parts = [torch.cat([g.reshape(-1) for g in each]) for each in of_ranks]
     if world > 1:
         shapes = [(call.size(call.group.rank(), wanted),)] * world
         doing = "returning gradients of keys and values"

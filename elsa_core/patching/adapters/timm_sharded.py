@@ -284,7 +284,8 @@ def _compare_calls(model: Any, images: Tensor, mask: Tensor | None, is_causal: b
         _check(model, images)
     except (ArgumentError, ModelError) as error:
         with suppress(ArgumentError):
-            agreement.refuse(group, error, images.device)
+            wrong = {"error": str(error)[: agreement.LONGEST]}
+            agreement.compare(group, wrong, images.device)
         raise
     kind = images.device.type
     autocast = torch.is_autocast_enabled(kind) and dtype_name(torch.get_autocast_dtype(kind))
