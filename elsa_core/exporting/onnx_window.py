@@ -24,31 +24,26 @@ if TYPE_CHECKING:
 def _replace_window(graph: Graph, node: Node) -> None:
     given: Any = node.args
     qkv, bias, bias_index, pad_qkv, logit_scale = given[:5]
+    aten = torch.ops.aten
     with graph.inserting_before(node):
-        if bias_index is not None:  # table [L, heads] and index [T, T] -> [heads, T, T]
-            bias = _dense_bias(graph, node, bias, bias_index)
+        if bias_index is not None:
+            # Table [L, heads] and index [T, T] -> [heads, T, T], as `eager_window.dense_bias`: ONNX
+            # too reads a negative entry from the end of the table.
+            table, index = bias.meta["val"], bias_index.meta["val"]
+            rows, far = table.new_empty((*index.shape, table.shape[1])), (index != 0).unsqueeze(-1)
+            at = call(graph, node, aten.clamp.default, (bias_index, 0, len(table) - 1), index)
+            outside = call(graph, node, aten.ne.Tensor, (at, bias_index), index != 0)
+            outside = call(graph, node, aten.unsqueeze.default, (outside, -1), far)
+            picked = call(graph, node, aten.index.Tensor, (bias, [at]), rows)
+            picked = call(graph, node, aten.masked_fill.Scalar, (picked, outside, math.nan), rows)
+            turned = rows.permute(2, 0, 1)
+            bias = call(graph, node, aten.permute.default, (picked, [2, 0, 1]), turned)
         if logit_scale is not None and logit_scale.meta["val"].dtype != torch.float32:
             wide = logit_scale.meta["val"].to(torch.float32)
-            logit_scale = call(
-                graph, node, torch.ops.aten.to.dtype, (logit_scale, torch.float32), wide
-            )
+            logit_scale = call(graph, node, aten.to.dtype, (logit_scale, torch.float32), wide)
         operands = (qkv, bias, pad_qkv, logit_scale)
         out = WINDOW.call(graph, node, operands, node.args[5:12], node.meta["val"])
     node.replace_all_uses_with(out)
-
-
-def _dense_bias(graph: Graph, node: Node, bias: Any, bias_index: Any) -> Node:
-    """As `eager_window.dense_bias`: ONNX too reads a negative entry from the end of the table."""
-    ops = torch.ops.aten
-    table, index = bias.meta["val"], bias_index.meta["val"]
-    rows = table.new_empty((*index.shape, table.shape[1]))
-    last = table.shape[0] - 1
-    inside = call(graph, node, ops.clamp.default, (bias_index, 0, last), index)
-    outside = call(graph, node, ops.ne.Tensor, (inside, bias_index), index != 0)
-    outside = call(graph, node, ops.unsqueeze.default, (outside, -1), (index != 0).unsqueeze(-1))
-    picked = call(graph, node, ops.index.Tensor, (bias, [inside]), rows)
-    picked = call(graph, node, ops.masked_fill.Scalar, (picked, outside, math.nan), rows)
-    return call(graph, node, ops.permute.default, (picked, [2, 0, 1]), rows.permute(2, 0, 1))
 
 
 def _needs(node: ir.Node, given: dict[str, ir.Value], newest: bool) -> tuple[set[str], set[str]]:

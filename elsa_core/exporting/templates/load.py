@@ -141,17 +141,26 @@ def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
     """Give torch the operators of the graphs. Without GPU plans a GPU's need elsa-attention."""
     import torch
 
-    if facts["model"]["device"] != "cpu":
-        on_gpu = facts["artefacts_libraries"].get("cuda")
-        if not on_gpu or "elsa_core" in sys.modules:  # it serves them itself
-            import elsa_core  # noqa: F401
-        elif not all(_served(torch, name, "CUDA") for name in facts["operators"]):
-            serve = ctypes.CDLL(str(bundle / on_gpu[0])).elsa_cuda_serve_file
-            serve.restype, plans = ctypes.c_char_p, (bundle / on_gpu[1]).read_bytes()
-            if error := serve(plans, ctypes.c_uint64(len(plans)), b"CUDA"):
-                raise ImportError(error.decode())
+    on_gpu, plans = facts["model"]["device"] != "cpu", facts["artefacts_libraries"].get("cuda")
+    if on_gpu and (not plans or "elsa_core" in sys.modules):  # it serves them itself
+        import elsa_core  # noqa: F401
+
         return
-    if not (missing := [name for name in facts["operators"] if not _served(torch, name)]):
+    missing = []
+    for name in facts["operators"]:
+        served = False
+        with contextlib.suppress(RuntimeError):  # there is no such operator yet
+            key = "CUDA" if on_gpu else "CPU"
+            served = torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        if not served:
+            missing.append(name)
+    if not missing:  # the package brings them, or a library that is loaded already
+        return
+    if on_gpu:
+        serve = ctypes.CDLL(str(bundle / plans[0])).elsa_cuda_serve_file
+        serve.restype, content = ctypes.c_char_p, (bundle / plans[1]).read_bytes()
+        if error := serve(content, ctypes.c_uint64(len(content)), b"CUDA"):
+            raise ImportError(error.decode())
         return
     # Where the package is imported it has defined the operators; twice would end the process.
     if hasattr(torch.ops.elsa, missing[0].partition("::")[2]):
@@ -161,13 +170,6 @@ def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
             torch.ops.load_library(str(bundle / library))
     finally:
         os.environ.pop("ELSA_SCHEMA_DEFINED_BY_PYTHON", None)
-
-
-def _served(torch: Any, name: str, key: str = "CPU") -> bool:
-    """Whether a library that is loaded already brings this operator (the package does)."""
-    with contextlib.suppress(RuntimeError):
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
-    return False
 
 
 def _onnx(path: Path, libraries: Sequence[Path], device: str) -> Model:
