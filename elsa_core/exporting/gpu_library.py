@@ -57,7 +57,7 @@ def check(
         return held
     from elsa_core.backends.triton.pack import build, cases
 
-    known = [f"sm_{number}" for number in cases.architectures()]
+    known = [f"sm_{number}" for number in cases.ARCHITECTURES]
     if unknown := [arch for arch in archs if arch not in known]:
         names = ", ".join(known)
         raise ArgumentError(f"gpu_archs: {unknown[0][:60]!r}; choose among {names}")

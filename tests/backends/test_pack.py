@@ -70,7 +70,7 @@ def test_a_described_gpu_is_planned_for() -> None:
         gpu = cases.gpus(arch)[0]
         with device.describing(gpu.facts):
             assert len(PLANS) == 0
-            assert device.described() == gpu.facts
+            assert device.capability_of(meta) == gpu.facts.capability
             assert device.table_of(-1) == table
             assert device.device_table(-1)[1] == gpu.facts.multiprocessors
             assert device.overlaps(meta) is overlaps
@@ -78,7 +78,7 @@ def test_a_described_gpu_is_planned_for() -> None:
             assert backward_tiling.tiles_name(meta) == backward
             PLANS.get("inner", lambda: 1)
         assert len(PLANS) == 0
-    assert device.described() is None
+    assert device.capability_of(meta) is None
     assert device.device_table(-1) == before
     assert not device.overlaps(meta) and not device.specializes(meta)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.shared import layout
-from elsa_core.backends.triton.shared.device import capability_of, described, triton_version
+from elsa_core.backends.triton.shared.device import capability_of, triton_version
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 
@@ -98,8 +98,8 @@ def support(request: Request) -> Support:
     if single and MODES[request.precision] == 1 and torch.version.hip:
         return Support(False, "AMD's GPUs have no products of three TF32 ones: ask for 'ieee'")
     # gradients take 112 KiB, where others compile them to 96, and a program has 99
-    wide = single and dim > 32 and (described() is not None or torch.cuda.is_available())
-    if wide and capability_of(request.device) in _SMALL and triton_version() == (3, 8):
+    small = single and dim > 32 and capability_of(request.device) in _SMALL
+    if small and triton_version() == (3, 8):
         more = "takes more shared memory than this GPU has, as Triton 3.8 compiles it"
         return Support(False, f"head dimension {dim} in float32 {more}")
     return Support(True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from elsa_core.backends import cache
 from elsa_core.backends.triton.pack import specialize, store
-from elsa_core.backends.triton.pack.cases import Planner, architectures, expanded, gpus
+from elsa_core.backends.triton.pack.cases import ARCHITECTURES, Planner, expanded, gpus
 from elsa_core.backends.triton.pack.specialize import Job
 from elsa_core.base.files import scratch
 from elsa_core.base.messages import Progress, first_line
@@ -64,8 +64,8 @@ def build(
             every kernel fails, or the folder cannot be written.
     """
     require_compiler()
-    if arch not in architectures():
-        known = ", ".join(f"sm_{n}" for n in architectures())
+    if arch not in ARCHITECTURES:
+        known = ", ".join(f"sm_{n}" for n in ARCHITECTURES)
         raise ArgumentError(f"arch sm_{arch} is unknown: choose of {known}")
     plan = Planner(arch).add(expanded(only))
     if not plan.jobs:

@@ -36,12 +36,7 @@ class Described(NamedTuple):
     multiprocessors: int
 
 
-_described: list[Described] = []
-
-
-def described() -> Described | None:
-    """The GPU that plans are made for in place of a real one; None: what is there decides."""
-    return _described[-1] if _described else None
+_described: list[Described] = []  # plans are made for the last one; none: for what is there
 
 
 @contextmanager
@@ -100,7 +95,7 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU; None for every other device."""
     if _described:
         return _described[-1].capability
-    if device.type != "cuda" or torch.version.hip:
+    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
 
