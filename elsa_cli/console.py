@@ -154,7 +154,8 @@ class Session:
             and last not in valued
             and not word.startswith(attached)
         ]
-        return shlex.join(["elsa", command, *words, *(a for a in added if a not in words)])
+        more = (word for word in added if word not in words or not word.startswith("-"))
+        return shlex.join(["elsa", command, *words, *more])
 
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, wrap: int | None = None

@@ -107,8 +107,12 @@ def _next(
     if saved is not None and loaded.spec.source == "python":
         from elsa_core.loading import PLAN_NAME
 
-        step = session.again("patch", "--plan", str(saved / PLAN_NAME), "--check",
-                             without=("--force",), valued=("-o", "--output"))  # fmt: skip
+        step = session.again(
+            "patch", "--plan", str(saved / PLAN_NAME), "--check",
+            without=("--force", "--all-sites"),
+            valued=("-o", "--output", "--plan", "--include", "--exclude", "--scope", "--precision",
+                    "--backend", "--offload"),
+        )  # fmt: skip
         return f"Written: {saved}. Next: {step}"
     if saved is not None:
         flags = named = ""

@@ -12,6 +12,7 @@ import json_schema
 import jsonschema
 import pytest
 import torch
+from PIL import Image
 
 import elsa_core
 from elsa_cli import pipeline
@@ -117,6 +118,10 @@ def test_patch_check(elsa: Elsa) -> None:
     verdict = next(line for line in answer.out.splitlines() if " sites patched" in line)
     assert verdict.startswith("6 of 6 sites patched · outputs agree (error ")
     assert answer.out.splitlines()[-1] == "Next: elsa patch test_vit -o DIR"
+    Path("DIR").mkdir()  # a word that the next step adds
+    Image.new("RGB", (40, 40)).save("DIR/a.png")
+    checked = elsa("check", "test_vit", "--images", "DIR")
+    assert checked.out.splitlines()[-1] == "Next: elsa patch test_vit --images DIR -o DIR"
     assert " ms" not in verdict  # of a few runs no time can be told: `profile` measures
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,20 @@ def test_a_volume_is_inspected_patched_and_checked(own: Path, elsa: Elsa) -> Non
     result = elsa("inspect", spec, *given)
     assert result.code == 0 and "1 of 1 sites can be patched" in result.out
     assert "✓ the model" in result.out  # a site without a name
+
+
+def test_the_next_step_after_saving_own_code_runs(own: Path, elsa: Elsa) -> None:
+    """It named sites beside the plan, or two plans: a usage error."""
+    step = ["patch", "python:own_volume:volume", "--input-size", "1x16x16x16"]
+    for output, more in (("DIR", ("--all-sites", "--scope", "attention")), ("other", ())):
+        plan = ("--plan", "DIR/elsa_plan.json") if output == "other" else ()
+        result = elsa(*step[:4], *more, *plan, "-o", output)
+        assert result.code == 0, result.err
+        _, command, *step = shlex.split(result.out.splitlines()[-1].partition("Next: ")[2])
+        step = [command, *step]
+        assert step[-3:] == ["--plan", f"{output}/elsa_plan.json", "--check"]
+        result = elsa(*step)
+        assert result.code == 0, result.err
 
 
 def test_a_model_whose_first_parameter_is_of_integers(own: Path, elsa: Elsa) -> None:
