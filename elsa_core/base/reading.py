@@ -89,18 +89,19 @@ def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def memory_bytes() -> int | None:
-    """The machine's memory, None where it does not say."""
+def too_small_memory(needed: int) -> int | None:
+    """The bytes of the machine's memory where it cannot hold `needed` ones; None where it can, or
+    does not say how much it has."""
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return None
+    return present if needed > _MEMORY_SHARE * present else None
 
 
 def check_fits(path: Path, needed: int) -> None:
     """Refuse tensors of `needed` bytes that the machine's memory cannot hold."""
-    present = memory_bytes()
-    if present is not None and needed > _MEMORY_SHARE * present:
+    if present := too_small_memory(needed):
         raise ModelError(
             f"{path} holds {needed / 2**30:.1f} GiB of tensors; this machine has"
             f" {present / 2**30:.1f} GiB of memory"

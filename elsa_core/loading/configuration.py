@@ -82,8 +82,7 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
         isinstance(model_cfg.get(key), Mapping) for key in ("vision_cfg", "text_cfg")
     ):
         raise ModelError(f"{where} has no model_cfg with vision_cfg and text_cfg")
-    for part in (model_cfg, *(each for each in model_cfg.values() if isinstance(each, Mapping))):
-        check_blocks(part, where)
+    check_blocks(model_cfg, where)
     given = config.get("preprocess_cfg") or {}
     if not isinstance(given, Mapping):
         raise ModelError(f"{where}: preprocess_cfg must be an object")

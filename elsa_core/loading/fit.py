@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.base.messages import first_line, side
-from elsa_core.base.reading import memory_bytes
+from elsa_core.base.reading import too_small_memory
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, TooLargeError
 from elsa_core.loading import libraries
 from elsa_core.loading.libraries import build_meta, patch_step
@@ -36,7 +36,6 @@ is_computed = re.compile(
 # positions and the mask of the key's bias are constants.
 is_unused = re.compile(r"mask_token|local_cls_norm\..*|(.*\.)?(periods|bias_mask)").fullmatch
 _CLASS_OFFSETS = 3  # BEiT's table: token to class, class to token, class to class
-MEMORY_SHARE = 0.8
 # A block holds its input, a hidden layer and what that is made of at once.
 ALIVE_ACTIVATIONS = 2
 _SEARCH_STEPS = (32, 56, 64, 112, 224)
@@ -101,8 +100,7 @@ def problem(recipe: Recipe, model: nn.Module | None = None) -> str | None:
     finally:
         for hook in hooks:
             hook.remove()
-    present = memory_bytes()
-    if present is not None and needed > MEMORY_SHARE * present:
+    if present := too_small_memory(needed):
         raise TooLargeError(
             f"image_size (--img-size) {side(recipe.size)} makes {recipe.name} need about"
             f" {needed / 2**30:.0f} GiB for one image; this machine has {present / 2**30:.0f} GiB"
@@ -121,7 +119,7 @@ def check_sizes(spec: ModelSpec, sizes: Sequence[tuple[int, int]]) -> None:
             with_image_size(recipe, size)
 
 
-def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
+def with_kwargs(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
     """Return the recipe with the constructor's arguments that a user typed; a CLIP takes none."""
     if not given:
         return recipe

@@ -23,8 +23,8 @@ from elsa_core.loading.fit import (
     changed,
     differences,
     explain_misfit,
-    with_given,
     with_image_size,
+    with_kwargs,
 )
 from elsa_core.loading.libraries import build, build_meta, label
 from elsa_core.loading.library import BUILD_ERRORS
@@ -107,7 +107,7 @@ def choose_recipe(
     if embedded is not None and not config_required:
         where = f"{weights.path} (metadata {CONFIG_METADATA})"
         recipe = from_config(parse_json(embedded, where), where)
-        return Choice(with_given(recipe, given), described=True)
+        return Choice(with_kwargs(recipe, given), described=True)
     recorded = None if config_required else _recorded(weights, image_size, given)
     problem: ModelError | None = None
     for path in (weights.path.parent / name for name in CONFIG_NAMES):
@@ -118,7 +118,7 @@ def choose_recipe(
                 problem = problem or error
                 continue
             if recorded is None or recorded.recipe.name == beside.name:
-                return Choice(with_given(beside, given), described=True)
+                return Choice(with_kwargs(beside, given), described=True)
             break
     if config_required:
         raise problem or ModelError(f"{weights.path.parent} holds no configuration")

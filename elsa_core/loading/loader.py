@@ -22,7 +22,7 @@ from elsa_core.base.reading import read_json
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import hub, libraries
 from elsa_core.loading.configuration import from_config
-from elsa_core.loading.fit import with_given, with_image_size
+from elsa_core.loading.fit import with_image_size, with_kwargs
 from elsa_core.loading.fromfile import apply, choose_recipe, weights_in
 from elsa_core.loading.libraries import build, build_published, classes
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
@@ -35,8 +35,8 @@ from elsa_core.loading.recipe import (
     assumed_text,
     checked_args,
     required_pair,
+    with_given,
 )
-from elsa_core.loading.recipe import with_given as with_said
 from elsa_core.loading.recognise import with_unsaid
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
 from elsa_core.loading.stated import filled
@@ -253,7 +253,7 @@ def load_model(
                 loaded = _from_file(parsed, size, arch, dtype, given, weights)
             except OSError as error:  # such as a link that leads nowhere
                 raise ModelError(f"{parsed.name} cannot be read: {error}") from error
-    stated = with_said(loaded.preprocess, asked)
+    stated = with_given(loaded.preprocess, asked)
     recipe = dataclasses.replace(loaded.recipe, preprocess=stated)
     # with no size left to the library's default, which a tag can change
     args = {**libraries.of(recipe.library).resized(recipe, recipe.size).args, **recipe.args}
@@ -300,7 +300,7 @@ def _checked_device(device: str | torch.device) -> torch.device:
 def _from_library(
     spec: ModelSpec, size: Size, pretrained: bool, drawn: str, given: Mapping[str, Any]
 ) -> Loaded:
-    recipe = with_given(libraries.of(spec.source).recipe(spec.name, spec.tag), given)
+    recipe = with_kwargs(libraries.of(spec.source).recipe(spec.name, spec.tag), given)
     if size is not None:
         recipe = with_image_size(recipe, size)
     model, weights = build_published(recipe) if pretrained else (build(recipe), drawn)
@@ -369,7 +369,7 @@ def _from_hub(
             hub.fetch(spec.name, PROCESSORS, need=f"the preprocessing of {spec.name}")
         model, recipe, notes, said = open_folder(config.parent, content, size)
         return Loaded(model, spec, recipe, told, notes, warnings=said)
-    recipe = with_given(from_config(content, str(config)), given)
+    recipe = with_kwargs(from_config(content, str(config)), given)
     if not pretrained:
         recipe = recipe if size is None else with_image_size(recipe, size)
         return Loaded(build(recipe), spec, recipe, drawn)
@@ -421,7 +421,7 @@ def _from_file(
     if not choice.described or arch is not None:
         chosen = with_unsaid(chosen, weights.shapes, given)
     if headless:
-        chosen = with_given(chosen, {"num_classes": given["num_classes"]})  # refuses 0.0
+        chosen = with_kwargs(chosen, {"num_classes": given["num_classes"]})  # refuses 0.0
     model, recipe, changed = apply(chosen, weights, size, dtype, given)
     # What was saved twice comes from where it came from first.
     first = weights.metadata.get("elsa_weights", "").rpartition(_SAVED_FROM)[2][:200]

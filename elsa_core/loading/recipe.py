@@ -246,8 +246,9 @@ def checked_args(args: Any, where: str, error: type[ElsaError] = ModelError) -> 
 
 
 def check_blocks(args: Mapping[str, Any], where: str, error: type[ElsaError] = ModelError) -> None:
-    """Refuse a depth that takes minutes to build even without memory."""
-    for key, value in args.items():
-        counts = value if isinstance(value, list) else [value]
-        if _BLOCKS.search(str(key)) and any(type(n) is int and n > MAX_BLOCKS for n in counts):
-            raise error(f"{where}: {key[:60]!r} is beyond the limit of {MAX_BLOCKS} blocks")
+    """Refuse a depth that takes minutes to build even without memory, here or one level below."""
+    for part in (args, *(each for each in args.values() if isinstance(each, Mapping))):
+        for key, value in part.items():
+            counts = value if isinstance(value, list) else [value]
+            if _BLOCKS.search(str(key)) and any(type(n) is int and n > MAX_BLOCKS for n in counts):
+                raise error(f"{where}: {key[:60]!r} is beyond the limit of {MAX_BLOCKS} blocks")

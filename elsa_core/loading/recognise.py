@@ -20,7 +20,7 @@ from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading import libraries
-from elsa_core.loading.fit import differences, explain_misfit, fitted, is_unused, with_given
+from elsa_core.loading.fit import differences, explain_misfit, fitted, is_unused, with_kwargs
 from elsa_core.loading.libraries import build, build_meta, label
 from elsa_core.loading.library import BUILD_ERRORS, Library, UninitialisedParameters
 from elsa_core.loading.names import Shapes
@@ -63,7 +63,7 @@ def recognise(
     usual = [library.as_in(library.recipe(name, None), shapes) for name in names]
     for variant in zip(*usual, strict=True):
         for name, plain in zip(names, variant, strict=True):
-            recipe = with_given(plain, given)
+            recipe = with_kwargs(plain, given)
             count = _misfits(library, recipe, shapes)
             fit = None if count else fitted(recipe, shapes, image_size)
             if fit is not None:
@@ -124,7 +124,7 @@ def _unknown(
     near = sorted(set(near))
     found: list[tuple[int, Recipe]] = []
     for name in [name for count, _, name in near if count == near[0][0]][:_COMPARED]:
-        recipe = with_given(library.as_in(library.recipe(name, None), shapes)[0], given)
+        recipe = with_kwargs(library.as_in(library.recipe(name, None), shapes)[0], given)
         with suppress(ElsaError):
             found.append((sum(map(len, differences(build_meta(recipe), shapes))), recipe))
     closest = ""
@@ -146,8 +146,8 @@ def fit_named(
     library may convert the tensors."""
     library = libraries.of(spec.source)
     usual = library.as_in(library.recipe(spec.name, spec.tag), shapes)
-    fits = (fitted(with_given(recipe, given), shapes, image_size) for recipe in usual)
-    return next((fit for fit in fits if fit is not None), None) or with_given(usual[0], given)
+    fits = (fitted(with_kwargs(recipe, given), shapes, image_size) for recipe in usual)
+    return next((fit for fit in fits if fit is not None), None) or with_kwargs(usual[0], given)
 
 
 def _groups(recipes: list[Recipe]) -> list[list[Recipe]]:

@@ -46,8 +46,7 @@ def open_folder(
     """Build the model that a folder with this config.json holds; no code of the folder runs. The
     model, its recipe, notes, and warnings."""
     where = str(folder / "config.json")
-    for part in (config, *(each for each in config.values() if isinstance(each, Mapping))):
-        check_blocks(part, where)
+    check_blocks(config, where)
     weights = read_weights(weights_in(folder))
     cls, named = _class(config, where)
     notes = [] if cls.__name__ == named else [f"{cls.__name__}, the image tower of {named}"]

@@ -14,7 +14,7 @@ from elsa_cli import completion, names
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import libraries, meta_model
 from elsa_core.loading.configuration import from_config
-from elsa_core.loading.fit import with_given
+from elsa_core.loading.fit import with_kwargs
 from elsa_core.loading.library import Library, UninitialisedParameters
 from elsa_core.loading.loader import load_model
 from elsa_core.loading.recipe import Preprocess, Recipe
@@ -93,7 +93,7 @@ def test_its_mistakes_are_told_like_any_others() -> None:
         load_model("toys:toy_small", pretrained=True)
     clip = Recipe("open_clip", "ViT-B-32", model_cfg={})
     with pytest.raises(ArgumentError, match=r"are for timm, torchvision and toys; open_clip's"):
-        with_given(clip, {"depth": 1})
+        with_kwargs(clip, {"depth": 1})
 
 
 def test_without_its_record_a_library_is_unknown() -> None:
@@ -110,7 +110,7 @@ def test_without_its_record_a_library_is_unknown() -> None:
 def test_the_constructors_own_word_for_its_size_is_one(key: str) -> None:
     """Inputs stayed at 224 pixels under torchvision's."""
     usual = libraries.of("torchvision").recipe("vit_b_16", None)
-    recipe = with_given(usual, {key: 64})
+    recipe = with_kwargs(usual, {key: 64})
     assert recipe.size == (64, 64) and recipe.args == {"image_size": 64}
 
 
