@@ -222,15 +222,14 @@ def _onnxruntime(tensors: Inputs) -> Contender:
         binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
     out = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, np.float32)
     binding.bind_ortvalue_output("output", out)
-
-    def call(held: Any = feeds) -> None:  # the session reads the arrays in place
-        session.run_with_iobinding(binding)
-
-    def read(_: object) -> Tensor:
-        flat = torch.from_numpy(binding.copy_outputs_to_cpu()[0])
-        return flat.view(batch, queries, heads, head_dim).transpose(1, 2)
-
-    return Contender("onnxruntime", call, read=read, pools=True)
+    by_head = (batch, queries, heads, head_dim)
+    return Contender(
+        "onnxruntime", partial(session.run_with_iobinding, binding), pools=True,
+        # the session reads the arrays in place: they are held here
+        read=lambda _, held=feeds: (  # type: ignore[misc]
+            torch.from_numpy(binding.copy_outputs_to_cpu()[0]).view(by_head).transpose(1, 2)
+        ),
+    )  # fmt: skip
 
 
 def flash_4_refusal(query: Tensor, mask: Tensor | None) -> str:

@@ -100,11 +100,13 @@ class Runner:
         limit_seconds: float | None = None,
         progress: Progress = lambda what, done, total: None,
     ) -> Document:
-        """Measure the cases that the document does not hold yet.
+        """Measure the cases that the document does not hold yet; it may hold others.
 
         A case that fails is a row with its reason. None begins after `limit_seconds`.
         """
-        results, missing = document["results"], left(cases, document)
+        results = document["results"]
+        present = {found["case"]["name"] for found in results["cases"]}
+        missing = [case for case in cases if case.name not in present]
         places = {case.name: i for i, case in enumerate(cases)}
         results["complete"] = not missing
         end = None if limit_seconds is None else time.monotonic() + limit_seconds
@@ -135,16 +137,10 @@ class Runner:
                 results["cases"].sort(
                     key=lambda each: places.get(each["case"]["name"], len(places))
                 )
-                results["complete"] = not left(cases, document)
+                results["complete"] = i == len(missing) - 1
                 keep(document)
                 release(device)
         return document
-
-
-def left(cases: Sequence[Case], document: Document) -> list[Case]:
-    """The cases that the document does not hold yet; it may hold others."""
-    present = {result["case"]["name"] for result in document["results"]["cases"]}
-    return [case for case in cases if case.name not in present]
 
 
 def read(path: Path, fresh: Document) -> Document:

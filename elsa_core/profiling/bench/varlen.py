@@ -44,11 +44,6 @@ def _packed(case: Case, tensors: Inputs) -> Packed:
 def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Contender] | str]:
     operands, ends, starts, read = _packed(case, tensors)
     parts = [[t[a:b].transpose(0, 1).unsqueeze(0) for t in operands] for a, b in pairwise(ends)]
-
-    def each() -> Tensor:
-        outs = [F.scaled_dot_product_attention(q, k, v) for q, k, v in parts]
-        return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
-
     found: dict[str, Callable[[], Contender] | str] = {}
     there = packing.inside(starts, case.queries)
     zeroed: Any = operator.methodcaller("masked_fill", ~there[:, None, :, None], 0)
@@ -59,7 +54,12 @@ def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Co
     for name, attend in padded.items():
         call = functools.partial(attend, *tensors[:3], there[:, None, None, :])
         found[name] = functools.partial(Contender, name, call, read=zeroed)
-    found["each-sdpa"] = functools.partial(Contender, "each-sdpa", each, read=read)
+    found["each-sdpa"] = functools.partial(
+        Contender, "each-sdpa", read=read,
+        call=lambda: torch.cat([
+            F.scaled_dot_product_attention(*each).squeeze(0).transpose(0, 1) for each in parts
+        ]),
+    )  # fmt: skip
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         found["varlen-attn"] = "this torch has none"
     elif tensors.query.is_cuda:
