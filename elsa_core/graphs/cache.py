@@ -116,6 +116,7 @@ class Graphs:
                     guards = {k: e.guards for k, e in self.entries.items()}
                     stale = [k for k, g in guards.items() if not (g.alive() and g.hold())]
                     self._drop(*stale)  # they would keep what the model no longer has
+                    entry = result = None  # its memory is free before the next one's is taken
                 entry = self._captured(key, model, given, device)
                 # PyTorch's first attention on a GPU sets the order of its kernels, which is in it
                 key = (id(model), model.training, given.key(device))

@@ -564,6 +564,30 @@ def test_memory_goes_with_the_model(tape: Tape, net: Net) -> None:
     assert old() is None  # no graph of another shape keeps the weight that was replaced
 
 
+def test_a_graph_goes_before_the_one_in_its_place_is_captured(tape: Tape) -> None:
+    """Both had memory at once: the call still held the old one."""
+    old: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+
+    class Asking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            alive.extend(ref() is not None for ref in old)
+            return super().forward(x)
+
+    with torch.inference_mode(False):
+        model = Asking(8, 8).eval()
+    held = elsa.graphed(model)
+    x = torch.randn(2, 8)
+    held(x)
+    (entry,) = held._graphs.entries.values()
+    old.append(weakref.ref(entry))
+    del entry
+    with torch.inference_mode(False):
+        model.weight = nn.Parameter(torch.randn(8, 8))
+    held(x)
+    assert tape.captures == 2 and alive and not any(alive)
+
+
 def test_threads(tape: Tape) -> None:
     with torch.inference_mode(False):
         net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).eval()
