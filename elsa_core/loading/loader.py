@@ -364,10 +364,14 @@ def _from_hub(
             raise ArgumentError(
                 f"{spec.given} is of {LIBRARY}: add --pretrained to fetch its weights"
             )
+        if given:
+            raise ArgumentError(f"model_kwargs are not for {spec.given}, which {LIBRARY} describes")
         hub.fetch(spec.name, hub.TIMM_WEIGHTS, need=need)
         with suppress(ModelError, UnavailableError):
             hub.fetch(spec.name, PROCESSORS, need=f"the preprocessing of {spec.name}")
-        model, recipe, notes, said = open_folder(config.parent, content, size)
+        # again: the weights may be of a later revision than the configuration in the cache
+        config = hub.fetch(spec.name, CONFIG_NAMES[:1], need=need)
+        model, recipe, notes, said = open_folder(config.parent, read_json(config), size)
         return Loaded(model, spec, recipe, told, notes, warnings=said)
     recipe = with_kwargs(from_config(content, str(config)), given)
     if not pretrained:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,29 @@ def test_a_repository_of_the_hub(
     loaded = load_model("hf-hub:some/vit", pretrained=True)
     assert loaded.weights == "pretrained (some/vit)" and loaded.preprocess.mean == (0.1, 0.2, 0.3)
     elsa("inspect", "hf-hub:some/vit").fails(2, "add --pretrained to fetch its weights")
+    wider = ("--pretrained", "--model-kwargs", "hidden_size=64")
+    elsa("inspect", "hf-hub:some/vit", *wider).fails(2, "model_kwargs are not for hf-hub:some/vit")
+
+
+def test_weights_of_a_later_revision_than_the_configuration_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their folder was not the one that was opened: no weights were found in it."""
+    later, folder = saved("vit", tmp_path), tmp_path / "earlier"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "vit"}')
+
+    def hub(repository: str, name: str, local_files_only: bool, **options: Any) -> str:
+        nonlocal folder
+        folder = folder if local_files_only else later
+        if not (folder / name).is_file():
+            raise FileNotFoundError(name)
+        return str(folder / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
+    monkeypatch.setattr("socket.create_connection", lambda *given, **options: socket.socket())
+    loaded = load_model("hf-hub:some/vit", pretrained=True)
+    assert loaded.recipe.labels == ("cat", "dog", "red fox")
 
 
 def test_eval_takes_the_logits(tmp_path: Path, elsa: Elsa) -> None:
