@@ -33,7 +33,7 @@ _MEMORY_HINT = "try a smaller --img or --batch-size, or --dtype bf16"
 # What libraries say where the system gave them no memory.
 _NO_MEMORY = (
     "DefaultCPUAllocator", "std::bad_alloc", "can't start new thread", "Cannot allocate memory",
-    "failed to map segment",
+    "failed to map segment", "CUDA error: out of memory", "could not create a memory",  # oneDNN's
 )  # fmt: skip
 
 

@@ -35,6 +35,8 @@ from .conftest import Elsa
         (RuntimeError("[enforce] DefaultCPUAllocator: can't allocate"), 3, "out of memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 3, "out of memory"),
         (RuntimeError("can't start new thread"), 3, "out of memory"),
+        (RuntimeError("could not create a memory object"), 3, "out of memory"),
+        (RuntimeError("CUDA error: out of memory"), 3, "out of memory"),
         (OSError(errno.ENOSPC, "No space left", "/x/y"), 3, "cannot use /x/y: No space left"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 3, "cannot use /x"),
         (ModuleNotFoundError("No module named 'timm'", name="timm"), 3, "timm cannot be imported"),
