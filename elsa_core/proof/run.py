@@ -129,7 +129,7 @@ class CheckRun:
         judged = {path: self.new_judgement() for path in self.by_path}
         inputs, batches = 0, [*chunks(case, self.asked.batch_size)]
         for index, raw in enumerate(batches):
-            watch = self.site_run.watch(name) if index == 0 else nullcontext()
+            watch = self.site_run.watch(name) if index == 0 else None
             self._batch(name, self.prepared(raw), judged, watch, top1=True)
             inputs += next(len(x) for x in raw if isinstance(x, Tensor) and x.ndim)
         first = self.prepared(batches[0])
