@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -119,7 +120,8 @@ def _packs(session: Session, options: Options) -> None:
         compiled = built.kernels - built.reused
         said = f"{built.kernels} kernels ({compiled} compiled) · {human(built.bytes)}"
         session.line(f"{said} · serves {built.served:.0%} of {built.calls} calls", even_quiet=True)
-        found.append({**built.to_dict(), "seconds": time.perf_counter() - start})
+        seconds = time.perf_counter() - start
+        found.append({**asdict(built), "folder": str(built.folder), "seconds": seconds})
     session.document("build", {"packs": found})
     named = "" if options.output is None else f"ELSA_PACK={shlex.quote(str(options.output))} "
     session.line(f"Next: {named}elsa doctor")
