@@ -21,7 +21,7 @@ from elsa_core.backends.triton.attention.schedules import (
     Call,
     Problem,
 )
-from elsa_core.backends.triton.attention.tiling import Plan
+from elsa_core.backends.triton.attention.tiling import Plan, Shape
 from elsa_core.backends.triton.shared import device, layout
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
@@ -38,7 +38,9 @@ def plan_call(
     of sm_90 may serve it; default: if they can, where the tensors are. tiles: these instead of
     those that the device's table gives (two queries or more).
     """
-    shape = tiling.shape_of(q, k, v, mask)
+    b, heads, n_q, dim = q.shape
+    masked = layout.mask_terms(mask)["mask_q"] != 0
+    shape = Shape(b, heads, k.shape[1], n_q, k.shape[2], dim, v.shape[3], masked)
     if causal and shape.queries == 1 and shape.keys:
         # one causal query sees the first key only
         shape, causal = shape._replace(keys=1), False
@@ -55,7 +57,6 @@ def plan_call(
             )  # fmt: skip
         problem = replace(problem, tiles=tiles)
     schedule = next(each for each in schedules.SCHEDULES if each.serves(problem))
-    b, heads, n_q, _ = q.shape
     launches, workspace, words = schedule.plan(problem)
     states = None
     if launches and launches["fold"].grid[1] > 1:

@@ -10,10 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
-from elsa_core.backends.triton.shared import layout
-
 TABLES = Path(__file__).parents[1] / "tuning"
 # what `one_launch.py` takes: keys, and the widths that a head dimension is padded to
 ONE_LAUNCH_KEYS = 256
@@ -25,7 +21,9 @@ PARTITIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
 class Shape(NamedTuple):
-    """What decides tiles and schedule. Counts, not bytes. masked: by a row for each query."""
+    """What decides tiles and schedule. Counts, not bytes. masked: by a row for each query; where
+    keys are padding one row serves all.
+    """
 
     batch: int
     heads: int
@@ -35,14 +33,6 @@ class Shape(NamedTuple):
     head_dim: int
     value_dim: int
     masked: bool = False
-
-
-def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Shape:
-    """Of operands [B, H, N, D] and a 4-D mask."""
-    widths = query.shape[3], value.shape[3]
-    # whether each query has a row of its own; where keys are padding one serves all
-    rows = layout.mask_terms(mask)["mask_q"] != 0
-    return Shape(*query.shape[:2], key.shape[1], query.shape[2], key.shape[2], *widths, rows)
 
 
 @dataclass(frozen=True)

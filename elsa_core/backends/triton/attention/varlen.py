@@ -183,7 +183,7 @@ def problem_of(
     """The call as one of dense attention, tokens [1, H, T, D]."""
     mode = device.mode_of(q.dtype, precision)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    shape = tiling.shape_of(q, k, v)
+    shape = tiling.Shape(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
     return Problem(q, k, v, None, causal, scale, precision, mode, shape)
 
 
