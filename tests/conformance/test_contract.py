@@ -607,6 +607,10 @@ def test_a_report_of_sparsity_is_of_the_call(terms: dict[str, Any]) -> None:
     q, k, v = (make(1, 2, 40, 8, seed=i) for i in range(3))
     report = elsa.sparsity_report(q, k, v, **terms)
     assert 0 < report.error < 1e-6 and 0 < report.dense_error < 1e-6
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # it was that of the call outside autocast
+        report = elsa.sparsity_report(q, k, v, **terms)
+    cast = [t.bfloat16() for t in (q, k, v)]
+    assert report == elsa.sparsity_report(*cast, **terms) and report.error > 1e-4
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:

@@ -221,7 +221,8 @@ def sparsity_report(
     """
     with torch.no_grad():
         found = asked(query, key, value, attn_mask, 0.0, sparsity)
-        q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
+        cast = autocast(query, key, value, attn_mask)
+        q, k, v, mask = operands(*cast, is_causal, enable_gqa)
         scale = default_scale(q) if scale is None else scale
         kind = kind_of(q, v, precision)
         name = dispatch.choose("sparse_attention", *kind, backend)
