@@ -108,14 +108,6 @@ class _Plan:
         self.sizes = None if len(self.batch) == 2 else [length(group) for group in self.groups]
         self.of_out = steps_to((*self.groups, self.queries, (self.free,)), self.want)
 
-    @classmethod
-    def of(cls, layout: Layout, *given: Any) -> _Plan | None:
-        """None where the call is of another form."""
-        try:
-            return cls(layout, *given)
-        except RefusedError:
-            return None
-
 
 def attended(
     scores: Scores,
@@ -128,11 +120,8 @@ def attended(
     `labels` are of the dimensions of the weights, of the values and of the product."""
     layout, key = scores.layout, scores.key
     # atoms may have been cut since
-    plan: _Plan | None = layout.known(
-        (labels, key, value.shape, Atom.cuts), _Plan.of, layout, key, value.shape, labels
-    )
-    if plan is None:
-        raise RefusedError
+    known = labels, key, value.shape, Atom.cuts
+    plan: _Plan = layout.known(known, _Plan, layout, key, value.shape, labels)
     query, keys = (scores.left, scores.right) if key == RIGHT else (scores.right, scores.left)
     q, k, v = run(query, plan.of_query), run(keys, plan.of_key), run(value, plan.of_value)
     if q.dtype != scores.product or k.dtype != scores.product:
@@ -146,8 +135,8 @@ def attended(
     if plan.sizes is not None:
         q, k, v = (t.reshape(*plan.sizes, *t.shape[-2:]) for t in (q, k, v))
     if mask is not None:
-        want, known = (*plan.groups, plan.queries, plan.keys), ("mask", plan, mask.shape)
-        mask = run(mask, layout.known(known, broadcast, plan.every, mask.shape, want))
+        want, of_mask = (*plan.groups, plan.queries, plan.keys), ("mask", plan, mask.shape)
+        mask = run(mask, layout.known(of_mask, broadcast, plan.every, mask.shape, want))
     out = run(attend(q, k, v, mask, scale=scale), plan.of_out)
     return out if out.dtype == dtype else out.to(dtype)
 
@@ -240,7 +229,7 @@ def _with_terms(  # noqa: PLR0912, PLR0915
         biases = [bias.masked_fill(every_key, 0.0) for bias in biases]
         hidden = hidden & ~every_key
     if len(keys) > 1:
-        q, k, biases, scale = _widened(q, k, biases, scale, batch, queries, keys)
+        q, k, biases, scale = _widened(q, k, biases, scale, plan)
     mask = None
     for bias in biases:
         mask = bias if mask is None else mask + bias
@@ -262,17 +251,12 @@ def _per_token(factors: Tensor, batch: Axis, tokens: Axis, others: range) -> Ten
 
 
 def _widened(
-    q: Tensor,
-    k: Tensor,
-    biases: list[Tensor],
-    scale: float,
-    batch: Axis,
-    queries: Axis,
-    keys: Axis,
+    q: Tensor, k: Tensor, biases: list[Tensor], scale: float, plan: _Plan
 ) -> tuple[Tensor, Tensor, list[Tensor], float]:
     """Biases that depend on a part of the key's position alone (decomposed relative positions) as
     more channels: queries [q * scale, bias], keys [k, one-hot position]. As a mask their sum would
     be as large as the scores."""
+    batch, queries, keys = plan.batch, plan.queries, plan.keys
     first = len(batch) + len(queries)
     found: dict[int, Tensor] = {}
     rest = []
