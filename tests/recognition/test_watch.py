@@ -43,6 +43,21 @@ def operand_changed(q, k, v):
     return scores.softmax(-1) @ v
 
 
+def operand_changed_after_a_step(q, k, v):
+    """It was read for the scores alone, not for what was made of them."""
+    scores = (q @ k.mT).clone() * 0.5
+    q.mul_(2)
+    return scores.softmax(-1) @ v
+
+
+def operand_changed_after_a_look(q, k, v):
+    first = q @ k.mT
+    scores = first + 1
+    top = first.max()
+    k.mul_(-1)
+    return scores.softmax(-1) @ v * top
+
+
 def operand_changed_by_its_view(q, k, v):
     scores = q @ k.mT
     k[:, 0, 1:3] = 7.0
@@ -111,6 +126,11 @@ def viewed_result(q, k, v):
     return ((q @ k.mT).softmax(-1) @ v).view(6, 9, 8)
 
 
+def result_changed(q, k, v):
+    """A backward of attention reads its result, which one of the product does not."""
+    return ((q @ k.mT).softmax(-1) @ v).mul_(2).add_(q)
+
+
 def dtype_of_another(q, k, v):
     return (q @ k.mT).softmax(-1, dtype=torch.float64) @ v.double()
 
@@ -143,7 +163,10 @@ KEPT = [value for value in list(globals().values()) if callable(value) and (
     getattr(value, "__code__", None) is not None
     and value.__code__.co_varnames[:3] == ("q", "k", "v")
 )]  # fmt: skip
-NO_BACKWARD = (operand_changed, operand_changed_by_its_view)  # the original's raises
+NO_BACKWARD = (  # the original's raises
+    operand_changed, operand_changed_after_a_step, operand_changed_after_a_look,
+    operand_changed_by_its_view,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("function", KEPT, ids=lambda f: f.__name__)
@@ -229,6 +252,18 @@ def test_an_error_leaves_no_mode_and_the_values_that_were_kept() -> None:
 
 class Held(NamedTuple):
     x: Tensor
+
+
+def test_no_gradient_of_what_was_changed_since() -> None:
+    q, k, v = (t.requires_grad_() for t in operands())
+    watch = Watch("strict", "eager")
+    with watch:
+        out = watch.close((q @ k.mT).softmax(-1) @ v)
+    out += 1  # by the caller, and then what the product needs
+    with torch.no_grad():
+        k *= 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("held", [lambda x: x, lambda x: [x], lambda x: {"x": x}, Held])

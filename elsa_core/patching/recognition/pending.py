@@ -110,12 +110,25 @@ class _Attended(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_(t.requires_grad) for t in sources]
             out = run(leaves)
-        ctx.call, ctx.sources, ctx.leaves, ctx.out = call, sources, leaves, out
+        ctx.run, ctx.call, ctx.sources, ctx.leaves, ctx.out = run, call, sources, leaves, out
+        ctx.versions = [t.is_inference() or t._version for t in (*leaves, out)]
         return out.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _gradients(ctx, grads[0], None if torch.is_grad_enabled() else ctx.out)
+        if torch.is_grad_enabled():
+            return _gradients(ctx, grads[0])
+        *made_of, result = (t.is_inference() or t._version for t in (*ctx.leaves, ctx.out))
+        if result == ctx.versions[-1]:
+            return _gradients(ctx, grads[0], ctx.out)
+        # the result was written into, which these gradients read and the original's do not
+        if made_of != ctx.versions[:-1]:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: what an attention is made of, whose result was modified too"
+            )
+        with torch.enable_grad():
+            return _gradients(ctx, grads[0], ctx.run(ctx.leaves))
 
 
 def _gradients(ctx: Any, grad: Tensor, out: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -522,8 +535,10 @@ def _address(tensor: Tensor) -> int:
 
 
 def _reads(pending: Pending, written: Sequence[Tensor]) -> bool:
-    """Whether computing a pending tensor reads memory of one of these, or is made of one."""
-    for one in _tensors((*pending.call.args, *pending.call.kwargs.values())):
+    """Whether computing a pending tensor, or attention of it, reads memory of one of these, or is
+    made of one."""
+    sources = [] if pending.scores is None else pending.scores.sources()
+    for one in _tensors((*pending.call.args, *pending.call.kwargs.values(), *sources)):
         if isinstance(one, Pending):
             if any(one is other for other in written) or (
                 one.made is None and _reads(one, written)
