@@ -123,14 +123,8 @@ def _located(
     ready: Prepared, found: ProfileReport, settings: Settings, tell: Progress, *,
     sites: bool | None, errors: bool, end: float,
 ) -> ProfileReport:  # fmt: skip
-    """A report with its sites, timed and their errors checked.
-
-    Args:
-        ready, found: what was measured; `settings` say how.
-        sites: to time them; None: on a CPU only if the budget suffices.
-        errors: to check them against float64.
-        end: when the budget is over, by `time.perf_counter`.
-    """
+    """The report `found` of `ready` with its sites, timed and their errors checked as `profile` was
+    asked to. end: of the budget, by `time.perf_counter`."""
     always = sites is True or (sites is None and ready.first.device.type == "cuda")
     both = sum(found.run(name).seconds for name in _PAIR)
     least = 2 * _LEAST_ROUNDS * both

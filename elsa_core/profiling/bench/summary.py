@@ -19,7 +19,8 @@ def of_attention(document: Document) -> str:
     judged = [
         (case["case"]["name"], case["case"]["goal"], own["ratio"])
         for case in cases
-        if (own := own_of(case)) is not None
+        for own in case["measurements"]
+        if own["precision"] == case["case"]["precisions"][0]
         and own["ratio"] is not None
         and own["contender"] not in case["wrong"]
     ]
@@ -44,12 +45,6 @@ def of_attention(document: Document) -> str:
     if document["results"].get("busy"):
         text += f" The machine was not free: {document['results']['busy']}."
     return text
-
-
-def own_of(case: Document) -> Document | None:
-    """What elsa's first precision measured in a case."""
-    first = case["case"]["precisions"][0]
-    return next((m for m in case["measurements"] if m["precision"] == first), None)
 
 
 def of_models(document: Document) -> str:
