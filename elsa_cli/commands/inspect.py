@@ -58,6 +58,8 @@ def command(session: Session, /, model: str | None, **values: Any) -> None:
     path = os.path.expanduser(model)  # noqa: PTH111
     manifest = os.path.join(path, "manifest.json")  # noqa: PTH118
     if os.path.isfile(manifest) or (path.endswith(".zip") and os.path.isfile(path)):  # noqa: PTH113
+        if options.html is not None:
+            raise click.UsageError("--html is a page of sites: of a bundle its manifest is shown")
         _show_bundle(session, Path(model))
         return
     loaded = pipeline.open_model(session, model, options, shapes_alone=True)

@@ -184,6 +184,21 @@ def test_a_model_without_attention(elsa: Elsa) -> None:
     assert "\n\n\n" not in answer.out
 
 
+@pytest.mark.parametrize("command", ["patch", "check", "export"])
+@pytest.mark.parametrize("given", ["--inputs=f.pt", "--input-size=3x160x160"])
+def test_images_beside_other_inputs(elsa: Elsa, command: str, given: str) -> None:
+    """They were left out without a word, and the check passed."""
+    Path("images").mkdir()
+    elsa(command, "test_vit", "--images", "images", given).fails(2, "--images", given[:8])
+
+
+def test_a_page_of_a_bundle(elsa: Elsa) -> None:
+    """None was written, without a word."""
+    Path("bundle").mkdir()
+    Path("bundle/manifest.json").write_text("{}")
+    elsa("inspect", "bundle", "--html", "page.html").fails(2, "--html", "manifest")
+
+
 @pytest.mark.parametrize("command", ["patch", "check", "profile", "export"])
 def test_a_glob_that_matches_no_site(elsa: Elsa, command: str) -> None:
     line = (command, "test_vit", "--exclude", "block.0.*")
