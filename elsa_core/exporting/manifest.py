@@ -35,6 +35,7 @@ FILES = {
     "onnx-int8": "model.int8.onnx",
 }
 _BLOCK = 1 << 20
+_NOT_PLAIN = "{} is a link or a device: a bundle holds plain files alone"
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,12 @@ def open_plain(path: Path) -> BinaryIO:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return open(descriptor, "rb")  # noqa: PTH123  # of a descriptor
         os.close(descriptor)
-    raise ModelError(f"{path} is a link or a device: a bundle holds plain files alone")
+    raise ModelError(_NOT_PLAIN.format(path))
 
 
 def files_in(directory: Path) -> list[Path]:
-    """Every entry below a directory that is no plain directory, links included, in order. Raises
-    ModelError over more entries, or folders in folders, than a bundle has."""
+    """Every file below a directory, in order. Raises ModelError over a link, a device, and more
+    entries, or folders in folders, than a bundle has."""
     found: list[Path] = []
     folders = [directory]
     while folders:
@@ -97,9 +98,10 @@ def files_in(directory: Path) -> list[Path]:
         if len(folder.relative_to(directory).parts) > MAX_DEPTH:
             raise ModelError(f"{directory} holds more than {MAX_DEPTH} nested folders: no bundle")
         for path in folder.iterdir():
-            # asked first: to follow a link may fail
-            plain = not path.is_symlink() and path.is_dir()
-            (folders if plain else found).append(path)
+            # asked first: to follow a link may fail, or lead outside
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                raise ModelError(_NOT_PLAIN.format(path))
+            (folders if path.is_dir() else found).append(path)
             if len(found) + len(folders) > MAX_FILES:
                 raise ModelError(f"{directory} holds more than {MAX_FILES} entries: no bundle")
     return sorted(found)
