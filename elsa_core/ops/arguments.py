@@ -24,18 +24,10 @@ _NAMES: Final = ("precision", "backend", "layout", "activation")
 
 
 def explain_types(error: Exception, given: Mapping[str, Any]) -> None:
-    """Say which argument of a call that failed has a wrong type; nothing is looked at before.
-
-    So right calls cost nothing. A call that failed for another reason passes.
-
-    Args:
-        error: what the call raised; an error of elsa says itself what was wrong.
-        given: arguments by name, `locals()` of a public function; other names are not read.
-
-    Raises:
-        TypeError: names the argument.
-    """
-    if isinstance(error, ElsaError):
+    """Raise the TypeError that names an argument of a wrong type, after a call has failed: so right
+    calls cost nothing. given: arguments by name, `locals()` of a public function; other names are
+    not read."""
+    if isinstance(error, ElsaError):  # it says itself what was wrong
         return
     for name, each in given.items():
         if name in _TENSORS and (each is not None or name in _REQUIRED):

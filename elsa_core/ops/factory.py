@@ -112,11 +112,7 @@ class Operator:
 
 
 def register(record: Operator) -> Operator:
-    """Define an operator; `elsa_core.dispatch` then knows that its reference serves it.
-
-    Raises:
-        ValueError: an operator of that name is registered.
-    """
+    """Define an operator, whose reference then serves it; ValueError: its name is taken."""
     if record.name in RECORDS:
         raise ValueError(f"the operator {record.name!r} is registered already")
     record = replace(record, exported=record.portable or record.reference)
@@ -172,12 +168,9 @@ def _by_device(
 
 
 def variant(record: Operator, name: str, kernel: Callable[..., Any], key: str) -> Any:
-    """Define `elsa::<name>`: a record's operator by another kernel of one dispatch key, with the
-    gradients of `elsa::<record.name>`. The record has a fake and an operator of its gradients.
-
-    Returns:
-        Its overload.
-    """
+    """Define `elsa::<name>` and give its overload: a record's operator by another kernel of one
+    dispatch key, with the gradients of `elsa::<record.name>`. The record has a fake and an operator
+    of its gradients."""
     _LIBRARY.define(name + record.schema)
     _LIBRARY.impl(name, kernel, key)
     BY_SCHEMA[f"elsa::{name}"] = record

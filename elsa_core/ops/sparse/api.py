@@ -44,12 +44,8 @@ def checked(sparsity: object) -> str | float | None:
 def asked(
     query: object, key: object, value: object, attn_mask: object, dropout_p: float, sparsity: object
 ) -> str | float | None:
-    """`checked`, for a call with these arguments.
-
-    Raises:
-        TypeError: query, key, value or attn_mask is no tensor.
-        ArgumentError: sparsity is unknown, with dropout, or a number where gradients are wanted.
-    """
+    """`checked`, for a call with these arguments: TypeError where one is no tensor, ArgumentError
+    also with dropout, and for a number where gradients are wanted."""
     found = checked(sparsity)
     given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     for name, each in given.items():
