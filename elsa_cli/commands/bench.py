@@ -151,6 +151,9 @@ def _check(kind: str, options: Options) -> None:
         raise click.UsageError(f"{alien[0]} is not for {name}")
     if options.resume and options.output is None:
         raise click.UsageError("--resume goes on with what --output holds: name it")
+    both = [path.resolve() for path in (options.plot, options.output) if path is not None]
+    if len(set(both)) < len(both):
+        raise click.UsageError("--plot and --output write the same file")
     if options.trace and options.tune:
         raise click.UsageError("--trace and --tune exclude each other")
     for mode in ("trace", "tune"):

@@ -161,9 +161,11 @@ def _targets(options: Options) -> dict[str, Path]:
     for name, path in named.items():
         hint = f", or --resume {path} to go on with it" if name == "output" else ""
         names.check_new(path, options.force, hint)
+    written = [path.resolve() for path in named.values()]
     if options.resume is not None:
         names.check_writable(options.resume)
-    if len({path.resolve() for path in named.values()}) < len(named):
+        written.append(options.resume.resolve())
+    if len(set(written)) < len(written):
         raise click.UsageError("two of the files to write are the same")
     if "plot" in named:
         names.check_plot(named["plot"])

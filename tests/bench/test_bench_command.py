@@ -83,6 +83,7 @@ def test_a_shape_of_ones_own(
         ("attention --device cpu --rounds 1", "--rounds"),
         ("attention --device cpu -o none/r.json", "its folder does not exist"),
         ("attention --device cpu --plot r.pdf", ".png or .svg"),
+        ("attention --device cpu --plot r.png -o r.png", "the same file"),
         ("attention --device cpu --tune", "cpu has no tile table"),
         ("attention --trace --tune", "exclude each other"),
         ("attention --trace -o r.json", "--trace makes none of them"),

@@ -155,6 +155,7 @@ def test_a_model_that_does_not_fit(elsa: Elsa) -> None:
         ((MODEL, "--html", "/proc/none/r.html"), 2, ("/proc/none/r.html cannot be written",)),
         ((MODEL, "--plot", "r.pdf"), 2, (".png or .svg",)),
         ((MODEL, "--html", "r", "-o", "r"), 2, ("the same",)),
+        ((MODEL, "--html", "r", "--resume", "r"), 2, ("the same",)),
         ((MODEL, "--policy", "faster", "--precision", "strict,turbo"), 2, ("one --precision",)),
         ((MODEL, "--policy", "faster", "--no-sites"), 2, ("--no-sites",)),
         ((MODEL, "--resume", "a", "-o", "b"), 2, ("--resume",)),
