@@ -91,6 +91,30 @@ def scores_changed_through_a_view(q, k, v):
     return scores.softmax(-1) @ v
 
 
+def scores_changed_through_a_view_of_a_view(q, k, v):
+    """What else is made of the scores read them after the change."""
+    scores = q @ k.mT
+    kept = scores * 1
+    part = scores.unsqueeze(1).squeeze(1)
+    part *= 0.25
+    return scores.softmax(-1) @ v + kept.sum()
+
+
+def a_row_hidden_by_two_values(q, k, v):
+    """All its keys weighed alike; those of the larger value alone do."""
+    first = torch.arange(9) < 5
+    scores = (q @ k.mT).masked_fill(first, -1e9) / 2
+    return scores.masked_fill(~first, -1e9).softmax(-1) @ v
+
+
+def a_row_hidden_before_its_maximum(q, k, v):
+    """Its scores are 0 then, beside those that are hidden afterwards."""
+    rows = (torch.arange(9)[:, None] < 3).expand(9, 9)
+    scores = (q @ k.mT).masked_fill(rows, -1e9)
+    scores = scores - scores.amax(-1, keepdim=True)
+    return scores.masked_fill(torch.arange(9) < 5, -1e9).softmax(-1) @ v
+
+
 def weights_used_twice(q, k, v):
     weights = (q @ k.mT).softmax(-1)
     return weights @ v + weights @ v.flip(2)

@@ -322,6 +322,9 @@ class Watch(TorchFunctionMode):
             return
         self._forget()
         written = list(_tensors((*args, *kwargs.values())))
+        for one in written:  # and what a pending view is of
+            if isinstance(one, Pending) and one.made is None and one.call.function in rules.VIEWS:
+                written.append(one.call.args[0])
         for pending in list(self._alive):
             if type(pending) is Pending and pending.made is None and _reads(pending, written):
                 compute(pending)

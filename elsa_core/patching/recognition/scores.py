@@ -3,6 +3,7 @@ softmax, and the call of `elsa_core.attention` that gives the softmax's product 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -181,11 +182,12 @@ def _with_terms(  # noqa: PLR0912, PLR0915
     biases: list[Tensor] = []
     hidden: Tensor | None = None
     finite = shifted = False
-    level, lowest = 0.0, float("-inf")  # a number that the scores were moved by; fills above it
+    level, lowest = 0.0, float("-inf")  # a number that the scores were moved by; a fill above it
     for term in terms:
         given = term.value
         if term.kind == "row":
-            shifted, level = True, level + given
+            # of the number 0 each row's own, which is not known; hidden scores were moved by it too
+            shifted, level = True, level + (given or (math.nan if finite else 0.0))
             continue
         if term.kind in ("mul", "div") and not isinstance(given, Tensor):
             factor = given if term.kind == "mul" else 1 / given
@@ -198,10 +200,10 @@ def _with_terms(  # noqa: PLR0912, PLR0915
         layout, known = term.layout, ("term", plan, shape)
         spread = run(given, layout.known(known, broadcast, layout.axes, shape, every))
         if term.kind == "fill":
-            if hidden is not None and finite != (term.fill != float("-inf")):
+            if hidden is not None and lowest != term.fill - level:  # not all weigh alike
                 raise RefusedError
-            finite = term.fill != float("-inf")
-            lowest = max(lowest, term.fill - level)
+            lowest = term.fill - level
+            finite = math.isfinite(lowest)
             hidden = spread if hidden is None else hidden | spread
         elif term.kind in ("add", "sub"):
             if finite:
