@@ -373,7 +373,7 @@ def _run(
             raise ExportError(f"{FILES[name]} does not reproduce the model: {report.reason}")
         if name == INT8 and exact is not None:
             # One constant, the mean of the exact outputs, errs by no more than their deviation.
-            most, firsts = float(exact.output.std(correction=0)), (run.further for run in own)
+            most, firsts = exact.spread, (run.further for run in own)
             means = (exact.cost(each)["mean_error"] for each in firsts if each is not None)
             if (mean := max(means, default=0.0)) > most:
                 raise ExportError(

@@ -226,6 +226,7 @@ class Exact:
     inputs: tuple[Tensor, ...]  # the model's arguments, float32 or token ids, [rows, ...] each
     output: Tensor  # float64 [rows, ...], the first output
     own: Tensor  # what float32 makes of them
+    spread: float  # the standard deviation of the output's finite values
     source: str  # the names of the inputs with their counts
 
     def cost(self, output: np.ndarray[Any, Any] | Tensor) -> Cost:
@@ -235,7 +236,8 @@ class Exact:
                 f"accuracy: outputs of shape {list(output.shape)}, not {list(self.output.shape)}"
             )
         values, exact = torch.as_tensor(output, dtype=torch.float64), self.output
-        errors = (values - exact).abs()
+        # an infinity that both have is no error
+        errors = (values - exact).abs().where(values != exact, 0.0)
         known = bool(errors.isfinite().all())
         mean, most = (float(errors.mean()), float(errors.max())) if known else (math.inf, math.inf)
         changed = int((values.flatten(1).argmax(1) != exact.flatten(1).argmax(1)).sum())
@@ -247,7 +249,7 @@ class Exact:
             "against": "float64 of the float32 weights",
             "inputs": self.source,
             "rows": len(self.output),
-            "output_std": float(self.output.std(unbiased=False)),
+            "output_std": self.spread,
             "costs": {
                 name: finite(cost) | ({} if classes else {"class_changed": None})
                 for name, cost in {"float32": self.cost(self.own), **costs}.items()
@@ -277,7 +279,8 @@ def exact_outputs(model: nn.Module, cases: Mapping[str, ModelInput]) -> Exact:
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ExportError(f"the model fails in float64: {first_line(error)}") from error
     own, output = found
-    return Exact(inputs, output, own, source)
+    spread = float(output[output.isfinite()].std(correction=0))
+    return Exact(inputs, output, own, spread, source)
 
 
 def cost_rows(accuracy: Mapping[str, Any]) -> list[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shlex
 import shutil
@@ -445,6 +446,10 @@ def test_an_infinity_that_the_model_returns_is_no_error() -> None:
     assert not any(each.reason for each in reference.judge(made, good))
     finite = {size: [np.nan_to_num(outputs[0])] for size, outputs in good.items()}
     assert all("not finite where" in each.reason for each in reference.judge(made, finite))
+    exact = reference.exact_outputs(model, {"example": inputs})
+    cost = exact.cost(exact.own)
+    assert cost["max_error"] < 1e-4 and cost["class_changed"] == 0 and 0 < exact.spread < math.inf
+    assert exact.cost(np.nan_to_num(exact.own.numpy()))["max_error"] == math.inf
 
 
 def test_the_text_tower_computes_what_the_clip_does() -> None:
