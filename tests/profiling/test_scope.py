@@ -128,3 +128,24 @@ def test_a_scalar_that_comes_first_is_no_batch() -> None:
     )
     assert (report.batch, report.image_size, report.wrong) == (2, (32, 32), ())
     assert [run.name for run in report.runs] == ["eager", "control", "patched"]  # one name is one
+
+
+def test_a_model_of_token_ids() -> None:
+    """Its profile had no dtype, and a class as output gave words of Python's `max`."""
+
+    class Text(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 64)
+            self.block = timm.models.vision_transformer.Block(64, 2)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.block(self.embedding(ids)).mean(1).argmax(-1)
+            return out
+
+    ids = torch.randint(50, (3, 17))
+    report = elsa.profile(Text().eval(), ids, rounds=1, budget_seconds=0.2, sites=False)
+    assert (report.batch, report.dtype, report.image_size) == (3, "float32", None)
+    assert "the errors of the runs are not known: the model's output has no floating tensor" in (
+        report.warnings
+    )

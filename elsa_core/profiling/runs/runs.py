@@ -253,9 +253,11 @@ def timed(
     best, fastest = (next(run for run in fit if run.patched is each) for each in (False, True))
     assert fastest.ratio_to_best is not None
     weights = [*ready.plain.parameters(), *ready.plain.buffers()]
+    # token ids have none
+    dtype = next((t.dtype for t in (first, *weights) if t.is_floating_point()), first.dtype)
     found = ProfileReport(
         device=str(first.device),
-        dtype=str(first.dtype if first.is_floating_point() else "").removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         batch=first.shape[0],
         image_size=(first.shape[-2], first.shape[-1]) if first.dim() == 4 else None,
         precision=report.precision,
@@ -369,6 +371,8 @@ def run_errors(
                 with contender.context():
                     outputs[contender.name] = floating_outputs(contender.call())
         reference = outputs["eager"]
+        if not reference:
+            raise ValueError("the model's output has no floating tensor")
         exact = _exact(copy.deepcopy(plain).double(), arguments, reference)
         errors, wrong = {}, {}
         turbo = precision == "turbo" and all(x.dtype == torch.float32 for x in reference.values())
