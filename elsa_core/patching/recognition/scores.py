@@ -232,9 +232,7 @@ def _with_terms(  # noqa: PLR0912, PLR0915
         hidden = hidden & ~every_key
     if len(keys) > 1:
         q, k, biases, scale = _widened(q, k, biases, scale, plan)
-    mask = None
-    for bias in biases:
-        mask = bias if mask is None else mask + bias
+    mask = sum(biases[1:], biases[0]) if biases else None
     if mask is None:
         return q, k, None if hidden is None else ~hidden, scale
     if mask.dtype not in (q.dtype, torch.float32):
