@@ -29,20 +29,6 @@ void load(void* from, const char* symbol, F& field) {
   }
 }
 
-Context primary(Device device) {
-  if (device < 0 || device >= kMostDevices) {
-    throw std::runtime_error("device " + std::to_string(device) + " is beyond the " +
-                             std::to_string(kMostDevices) + " that are served");
-  }
-  Context context = primaries[device].load(std::memory_order_acquire);
-  if (context != nullptr) return context;
-  Device handle = 0;
-  check(driver().device_get(&handle, device), "cuDeviceGet");
-  check(driver().primary_context(&context, handle), "cuDevicePrimaryCtxRetain");
-  primaries[device].store(context, std::memory_order_release);
-  return context;
-}
-
 }  // namespace
 
 void open_driver(const char* path) {
@@ -102,7 +88,17 @@ void check(Result result, const char* what, const char* detail) {
 }
 
 Current::Current(Device device) {
-  const Context wanted = primary(device);
+  if (device < 0 || device >= kMostDevices) {
+    throw std::runtime_error("device " + std::to_string(device) + " is beyond the " +
+                             std::to_string(kMostDevices) + " that are served");
+  }
+  Context wanted = primaries[device].load(std::memory_order_acquire);
+  if (wanted == nullptr) {
+    Device handle = 0;
+    check(driver().device_get(&handle, device), "cuDeviceGet");
+    check(driver().primary_context(&wanted, handle), "cuDevicePrimaryCtxRetain");
+    primaries[device].store(wanted, std::memory_order_release);
+  }
   Context now = nullptr;
   check(driver().current_context(&now), "cuCtxGetCurrent");
   if (now == wanted) return;

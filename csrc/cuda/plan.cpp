@@ -146,19 +146,6 @@ uint64_t bytes_of(const Output& output) {
 
 namespace {
 
-Output read_output(Reader& reader) {
-  Output output;
-  output.dtype = reader.read<int32_t>();
-  const bool known = output.dtype >= 0 &&
-                     static_cast<size_t>(output.dtype) < std::size(kItemBytes) &&
-                     kItemBytes[output.dtype] != 0;
-  if (!known) refuse("an output has an unknown dtype");
-  const uint32_t dims = reader.count(kMostDims, "an output has too many dimensions");
-  for (uint32_t i = 0; i < dims; ++i) output.sizes.push_back(reader.read<int64_t>());
-  for (uint32_t i = 0; i < dims; ++i) output.strides.push_back(reader.read<int64_t>());
-  return output;
-}
-
 // `sizes`: the bytes of each slot; those of inputs are not known.
 Place read_place(Reader& reader, const std::vector<uint64_t>& sizes, uint64_t needed) {
   Place place;
@@ -168,22 +155,6 @@ Place read_place(Reader& reader, const std::vector<uint64_t>& sizes, uint64_t ne
   const uint64_t size = sizes[place.slot];
   if (place.offset > size || needed > size - place.offset) refuse("a pointer leaves its memory");
   return place;
-}
-
-void read_argument(Reader& reader, const std::vector<uint64_t>& sizes, Step& step) {
-  const uint32_t size = reader.read<uint32_t>();  // 0: a pointer
-  const uint32_t bytes = size == 0 ? 8 : size;
-  if (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) refuse("an argument's size is unknown");
-  const uint32_t at = (static_cast<uint32_t>(step.arguments.size()) + bytes - 1) / bytes * bytes;
-  if (at + bytes > kMostArgumentBytes) refuse("a launch has too many bytes of arguments");
-  step.arguments.resize(at + bytes);
-  step.offsets.push_back(at);
-  if (size == 0) {
-    step.pointers.push_back({at, read_place(reader, sizes, 0)});
-  } else {
-    const uint64_t value = reader.read<uint64_t>();
-    std::memcpy(step.arguments.data() + at, &value, bytes);
-  }
 }
 
 Step read_step(Reader& reader, const std::vector<uint64_t>& sizes, uint32_t inputs) {
@@ -203,7 +174,23 @@ Step read_step(Reader& reader, const std::vector<uint64_t>& sizes, uint32_t inpu
     if (step.grid[i] == 0) refuse("a grid is empty");
   }
   const uint32_t arguments = reader.count(kMostArguments, "a launch has too many arguments");
-  for (uint32_t i = 0; i < arguments; ++i) read_argument(reader, sizes, step);
+  for (uint32_t left = arguments; left > 0; --left) {
+    const uint32_t size = reader.read<uint32_t>();  // 0: a pointer
+    const uint32_t bytes = size == 0 ? 8 : size;
+    if (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) {
+      refuse("an argument's size is unknown");
+    }
+    const uint32_t at = (static_cast<uint32_t>(step.arguments.size()) + bytes - 1) / bytes * bytes;
+    if (at + bytes > kMostArgumentBytes) refuse("a launch has too many bytes of arguments");
+    step.arguments.resize(at + bytes);
+    step.offsets.push_back(at);
+    if (size == 0) {
+      step.pointers.push_back({at, read_place(reader, sizes, 0)});
+    } else {
+      const uint64_t value = reader.read<uint64_t>();
+      std::memcpy(step.arguments.data() + at, &value, bytes);
+    }
+  }
   return step;
 }
 
@@ -217,9 +204,17 @@ Plan parse(const uint8_t* bytes, uint64_t size) {
   plan.inputs = reader.count(kMostInputs, "it has too many inputs");
   std::vector<uint64_t> sizes(plan.inputs, kMostBytes);
   const uint32_t outputs = reader.count(kMostOutputs, "it has too many outputs");
-  for (uint32_t i = 0; i < outputs; ++i) {
-    plan.outputs.push_back(read_output(reader));
-    sizes.push_back(bytes_of(plan.outputs.back()));
+  for (uint32_t left = outputs; left > 0; --left) {
+    Output& output = plan.outputs.emplace_back();
+    output.dtype = reader.read<int32_t>();
+    const bool known = output.dtype >= 0 &&
+                       static_cast<size_t>(output.dtype) < std::size(kItemBytes) &&
+                       kItemBytes[output.dtype] != 0;
+    if (!known) refuse("an output has an unknown dtype");
+    const uint32_t dims = reader.count(kMostDims, "an output has too many dimensions");
+    for (uint32_t i = 0; i < dims; ++i) output.sizes.push_back(reader.read<int64_t>());
+    for (uint32_t i = 0; i < dims; ++i) output.strides.push_back(reader.read<int64_t>());
+    sizes.push_back(bytes_of(output));
   }
   plan.workspace = reader.read<uint64_t>();
   if (plan.workspace > kMostBytes) refuse("its workspace is too large");

@@ -88,15 +88,14 @@ Plans read_plans(Reader& reader, const std::vector<Signature>& operators, bool k
   return plans;
 }
 
-std::string names_of(const Archs& archs) {
-  std::string names;
-  for (const uint32_t arch : archs) {
-    names += (names.empty() ? "sm_" : ", sm_") + std::to_string(arch);
-  }
-  return names;
-}
-
 [[noreturn]] void refuse_gpu(const std::string& what, const Archs& held, const Archs& here) {
+  const auto names_of = [](const Archs& archs) {
+    std::string names;
+    for (const uint32_t arch : archs) {
+      names += (names.empty() ? "sm_" : ", sm_") + std::to_string(arch);
+    }
+    return names;
+  };
   throw std::runtime_error(what + " for " + names_of(held) + ", and the GPU here is " +
                            names_of(here) + ": export the bundle for that (--gpu-archs)");
 }

@@ -13,6 +13,8 @@ constexpr int64_t kLargestHeadDim = 256;
 
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kBool };
 
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 constexpr int64_t element_size(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2;
 }

@@ -14,9 +14,7 @@ namespace {
 // Above this many query rows, reading values in place costs more than packing them first.
 constexpr int64_t kDirectRows = 64;
 
-constexpr int64_t kSpanRows = (kBlockRows + kLanes - 1) / kLanes * kLanes;
-int64_t spans_of(int64_t keys) { return (keys + kSpan - 1) / kSpan; }
-int64_t sum_chunks(int64_t keys) { return (keys + kSumChunk - 1) / kSumChunk; }
+constexpr int64_t kSpanRows = ceil_div(kBlockRows, kLanes) * kLanes;
 
 // Offsets of a thread's arrays in its workspace, in floats.
 struct Layout {
@@ -26,14 +24,10 @@ struct Layout {
 
 int64_t value_width(const Attention& a) { return round_up(a.value_dim, kLanes); }
 
-int64_t item_rows(const Attention& a, const Plan& plan) {
-  return (a.queries + plan.splits - 1) / plan.splits;
-}
-
 bool values_in_place(const Attention& a, const Plan& plan) {
   return a.value.dtype == DType::kFloat32 && a.value.stride[3] == 1 && a.value_dim % kLanes == 0 &&
          a.value.stride[2] == a.value_dim && plan.key_blocks == 1 &&
-         item_rows(a, plan) <= kDirectRows;
+         ceil_div(a.queries, plan.splits) <= kDirectRows;
 }
 
 // Dense rows need no copy; a narrow panel reads four head dimensions at a time.
@@ -49,7 +43,7 @@ int64_t packed_key_stride(const Attention& a, const Plan& plan) {
 
 Layout layout(const Attention& a, const Plan& plan) {
   const int64_t blocks = plan.keep_packed ? plan.key_blocks : 1;
-  const int64_t state = plan.key_blocks > 1 ? item_rows(a, plan) : kBlockRows;
+  const int64_t state = plan.key_blocks > 1 ? ceil_div(a.queries, plan.splits) : kBlockRows;
   Carve carve;
   Layout l;
   l.keys = carve.take(blocks * packed_key_stride(a, plan));
@@ -65,7 +59,7 @@ Layout layout(const Attention& a, const Plan& plan) {
   l.out = carve.take(state * value_width(a));
   l.maximum = carve.take(state + kLanes);  // these two are read in whole vectors
   l.sum = carve.take(state + kLanes);
-  const int64_t spans = a.sparse ? spans_of(plan.key_block) : 0;
+  const int64_t spans = a.sparse ? ceil_div(plan.key_block, kSpan) : 0;
   l.span_max = carve.take(spans * kSpanRows * kLanes);
   l.span_top = carve.take(spans * kSpanRows);
   l.total = carve.total();
@@ -105,16 +99,17 @@ class Item {
       next_[0] = Prefetch(matrix(a.key, batch, kv_head), a.keys, a.head_dim);
       next_[1] = Prefetch(matrix(a.value, batch, kv_head), a.keys, a.value_dim);
       next_[2] = Prefetch(matrix(a.query, batch, head), a.queries, a.head_dim);
-      const int64_t tiles = (rows_ + kTileRows - 1) / kTileRows;
-      const int64_t calls = tiles * (round_up(a.keys, kPanel) / kPanel +
-                                     round_up(width_, kPanel) / kPanel * sum_chunks(a.keys));
-      for (const Prefetch& p : next_) lines_per_call_ += (p.lines() + calls - 1) / calls;
+      const int64_t tiles = ceil_div(rows_, kTileRows);
+      const int64_t calls =
+          tiles * (round_up(a.keys, kPanel) / kPanel +
+                   round_up(width_, kPanel) / kPanel * ceil_div(a.keys, kSumChunk));
+      for (const Prefetch& p : next_) lines_per_call_ += ceil_div(p.lines(), calls);
     }
   }
 
   void run() {
     const int64_t blocks = blocks_for(first_row_ + rows_ - 1);
-    const int64_t tiles = (rows_ + kTileRows - 1) / kTileRows;
+    const int64_t tiles = ceil_div(rows_, kTileRows);
     const int64_t middle = (first_row_ + rows_ / 2) * a_.keys / a_.queries / plan_.key_block;
     local_ = !a_.sparse ? 0 : a_.causal ? blocks - 1 : smaller(blocks - 1, middle);
     for (int64_t position = 0; position < blocks; ++position) {
@@ -204,7 +199,7 @@ class Item {
   ELSA_NOINLINE void scores() {
     const int64_t row = rows_of_.row, rows = rows_of_.rows;
     float* const row_max = memory_ + (a_.sparse ? at_.span_max : at_.row_max);
-    for (int64_t span = 0; span < (a_.sparse ? spans_of(most_keys_) : 1); ++span) {
+    for (int64_t span = 0; span < (a_.sparse ? ceil_div(most_keys_, kSpan) : 1); ++span) {
       forget_maxima(row_max + span * kSpanRows * kLanes, rows);
     }
     ScoreTile t = {};
@@ -289,7 +284,7 @@ class Item {
       float* const maximum = memory_ + at_.maximum + state_ + i;
       const Floats previous = block_ == 0 ? splat(-kInf) : load(maximum);
       Floats m = previous;
-      for (int64_t span = 0; span < spans_of(most_keys_); ++span) {
+      for (int64_t span = 0; span < ceil_div(most_keys_, kSpan); ++span) {
         const int64_t at = span * kSpanRows + i;
         const Floats top = row_maxima(memory_ + at_.span_max + at * kLanes);
         store(tops + at, top);
@@ -299,7 +294,7 @@ class Item {
     }
     for (int64_t t = 0; t < rows_of_.count; ++t) {
       const Tile& tile = rows_of_.tiles[t];
-      const int64_t keys = keys_of(tile), seen = keys > 0 ? spans_of(keys) : 0;
+      const int64_t keys = keys_of(tile), seen = keys > 0 ? ceil_div(keys, kSpan) : 0;
       kept_[t] = 0;
       count_[kSeen] += seen;
       count_[kMaxima] += seen;
@@ -356,7 +351,7 @@ class Item {
         store(out + tile.local * width_ + j, Floats{});
       }
     }
-    for (int64_t span = 0; span < spans_of(most_keys_); ++span) {
+    for (int64_t span = 0; span < ceil_div(most_keys_, kSpan); ++span) {
       const int64_t key = span * kSpan;
       for (int64_t i = 0; i < rows_of_.count; ++i) {
         const Tile& tile = rows_of_.tiles[i];
@@ -408,7 +403,7 @@ class Item {
 
   // scores * values, into the state, this block's own sums, or (normalised) the output itself.
   ELSA_NOINLINE void weigh_values(bool direct) {
-    const int64_t chunks = sum_chunks(keys_);
+    const int64_t chunks = ceil_div(keys_, kSumChunk);
     ValueTile t = {};
     t.weight_stride = score_stride_;
     t.few = a_.queries <= kFewQueries;

@@ -28,7 +28,7 @@ Status entmax_attention(const Entmax& problem, int threads, ParallelFor parallel
     for (int64_t i = 0; i < rows; ++i) problem.rows[i] = -__builtin_inff();
     return Status::kOk;
   }
-  const int64_t tiles = ceil_div(a.queries, kEntmaxTile) * ceil_div(a.keys, kEntmaxTile);
+  const int64_t tiles = tiles_of(a.queries) * tiles_of(a.keys);
   memset(problem.tiles, 0, static_cast<size_t>(a.batch * a.heads * tiles));
   const int64_t most = workers_of(a, threads);
   Plan plan = {};

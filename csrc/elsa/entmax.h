@@ -11,6 +11,7 @@
 namespace elsa {
 
 constexpr int64_t kEntmaxTile = 64;  // queries and keys of a tile whose emptiness is noted
+constexpr int64_t tiles_of(int64_t count) { return ceil_div(count, kEntmaxTile); }
 
 struct Entmax {
   Attention attention;        // its `lse` is not used

@@ -18,8 +18,6 @@ int64_t list_rows(int64_t keys) {
   return rows < kBlockRows ? kBlockRows : smaller(rows, kEntmaxMostRows);
 }
 
-int64_t tiles_of(int64_t count) { return (count + kEntmaxTile - 1) / kEntmaxTile; }
-
 // The lists of some rows, one after another in a workspace.
 struct ListLayout {
   int64_t values, keys, counts, stride;
@@ -44,8 +42,8 @@ struct Layout {
   int64_t columns, values, out, maximum, slope, total, size;
 
   Layout(Carve carve, const Attention& a, const Plan& plan)
-      : scores(carve, a, plan), lists(carve, (a.queries + plan.splits - 1) / plan.splits, a.keys) {
-    const int64_t rows = (a.queries + plan.splits - 1) / plan.splits;
+      : scores(carve, a, plan), lists(carve, ceil_div(a.queries, plan.splits), a.keys) {
+    const int64_t rows = ceil_div(a.queries, plan.splits);
     const int64_t width = round_up(a.value_dim, kLanes);
     columns = carve.take(round_up(a.keys, kLanes) * kLanes);
     values = carve.take(is_padded(a.value, a.value_dim) ? 0 : plan.key_block * width);
@@ -242,10 +240,9 @@ struct GradientLayout {
 
   GradientLayout(Carve carve, const EntmaxGradient& g, const Plan& plan)
       : scores(carve, g.forward.attention, plan),
-        lists(carve, (g.forward.attention.queries + plan.splits - 1) / plan.splits,
-              g.forward.attention.keys) {
+        lists(carve, ceil_div(g.forward.attention.queries, plan.splits), g.forward.attention.keys) {
     const Attention& a = g.forward.attention;
-    rows = (a.queries + plan.splits - 1) / plan.splits;
+    rows = ceil_div(a.queries, plan.splits);
     width = round_up(a.head_dim, kLanes);
     value_width = round_up(a.value_dim, kLanes);
     long_sums = a.queries * (a.heads / a.kv_heads) > kChainRows;
@@ -419,7 +416,7 @@ class GradientItem {
     for (int64_t j = 0; j < list.count; j += kLanes) {
       const Floats x = load(list.values + j) - top;
       const Powers p = powers<F>(x, splat(slope), exponent_);
-      const Ints inside = lane_index() < static_cast<int32_t>(smaller(list.count - j, kLanes));
+      const Ints inside = first_lanes(list.count - j);
       const Floats over = inside ? p.over : Floats{};
       store(weights + j, inside ? p.r / total : Floats{});
       store(ratios + j, over);

@@ -218,7 +218,7 @@ struct List {
                           float limit) {
     for (int64_t j = 0; j < present; j += kLanes) {
       const Floats s = load(scores + j);
-      const Ints inside = lane_index() < static_cast<int32_t>(smaller(present - j, kLanes));
+      const Ints inside = first_lanes(present - j);
       const Ints keep = ~(s - base <= limit) & inside;
       count += put(s, lane_index() + static_cast<int32_t>(first + j), keep, values + count,
                    keys + count);
@@ -229,7 +229,7 @@ struct List {
     int64_t kept = 0;
     for (int64_t j = 0; j < count; j += kLanes) {
       const Floats x = load(values + j) - base;
-      const Ints inside = lane_index() < static_cast<int32_t>(smaller(count - j, kLanes));
+      const Ints inside = first_lanes(count - j);
       kept += put(x, load_keys(j), ~(x <= limit) & inside, values + kept, keys + kept);
     }
     count = kept;
@@ -240,7 +240,7 @@ struct List {
     int64_t kept = 0;
     for (int64_t j = 0; j < count; j += kLanes) {
       const Floats p = powers<F>(load(values + j), splat(slope), e).r / total;
-      const Ints inside = lane_index() < static_cast<int32_t>(smaller(count - j, kLanes));
+      const Ints inside = first_lanes(count - j);
       kept += put(p, load_keys(j), ~(p <= 0.0f) & inside, values + kept, keys + kept);
     }
     count = kept;
@@ -250,9 +250,6 @@ struct List {
     __builtin_memcpy(&index, keys + j, sizeof(index));
     return index;
   }
-
- private:
-  static ELSA_INLINE int64_t smaller(int64_t x, int64_t y) { return x < y ? x : y; }
 };
 
 // m, b and Z of kLanes rows.
@@ -265,7 +262,7 @@ struct Solved {
 ELSA_NOINLINE int64_t side_by_side(List (&lists)[kLanes], int64_t rows, float* columns) {
   int64_t most = 0;
   for (int i = 0; i < rows; ++i) most = lists[i].count > most ? lists[i].count : most;
-  most = (most + kLanes - 1) / kLanes * kLanes;
+  most = ceil_div(most, kLanes) * kLanes;
   for (int i = 0; i < rows; ++i) {
     for (int64_t j = lists[i].count; j < most; ++j) lists[i].values[j] = -kInf;
   }

@@ -51,7 +51,7 @@ class Scores {
   template <class Visit>
   void each_block(int64_t first, int64_t rows, Visit visit) {
     const int64_t together = block_tiles(smaller(plan_.key_block, a_.keys));
-    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    const int64_t tiles = ceil_div(rows, kTileRows);
     for (int64_t tile = 0; tile < tiles; tile += together) {
       block_.cut(first, rows, tiles, tile, smaller(together, tiles - tile));
       visit(block_.row, block_.rows);

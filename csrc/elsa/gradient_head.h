@@ -28,7 +28,7 @@ struct GradientLayout {
   GradientLayout(int64_t rows, int64_t keys, int64_t key_block, int64_t depth, int64_t value_dim,
                  bool dropping = false, bool shard = false)
       : rows(rows), keys(keys), key_block(key_block), depth(depth), value_dim(value_dim) {
-    key_blocks = (keys + key_block - 1) / key_block;
+    key_blocks = ceil_div(keys, key_block);
     whole = key_blocks == 1 && !shard;
     width = round_up(depth, kLanes);
     value_width = round_up(value_dim, kLanes);
@@ -36,8 +36,8 @@ struct GradientLayout {
     const int64_t cached = kGradientScores / (kTileRows * score_stride);
     // Blocks of nearly equal height: 49 rows are one, not 48 and 1.
     const int64_t most = kTileRows * (cached < 2 ? 2 : smaller(cached, kGradientTiles));
-    const int64_t blocks = (rows + most - 1) / most;
-    block_rows = (rows + blocks - 1) / blocks;
+    const int64_t blocks = ceil_div(rows, most);
+    block_rows = ceil_div(rows, blocks);
     Carve carve;
     query = carve.take(rows * width);
     grad_out = carve.take(rows * value_width);
@@ -201,7 +201,7 @@ class HeadGradient {
     rows_ = smaller(at_.block_rows, at_.rows - row);
     visible_ = causal_ ? smaller(keys_, row + rows_ - first_key_) : keys_;
     if (visible_ <= 0) return false;
-    const int64_t tiles = (rows_ + kTileRows - 1) / kTileRows;
+    const int64_t tiles = ceil_div(rows_, kTileRows);
     block_.cut(row, rows_, tiles, 0, tiles);
     return true;
   }
@@ -333,7 +333,7 @@ class HeadGradient {
     t.value_stride = t.out_stride = width;
     t.count = rows_;
     t.accumulate = true;
-    const int64_t tiles = (visible_ + kTileRows - 1) / kTileRows;
+    const int64_t tiles = ceil_div(visible_, kTileRows);
     for (int64_t c = 0; c < width; c += kPanel) {
       t.values = values + c;
       const ValueFunction* const functions = Tiles::value<false, true>[width - c > kLanes];
@@ -353,7 +353,7 @@ class HeadGradient {
     t.weight_stride = at_.score_stride;
     t.out_stride = at_.width;
     t.accumulate = true;
-    const int64_t chunks = (visible_ + kSumChunk - 1) / kSumChunk;
+    const int64_t chunks = ceil_div(visible_, kSumChunk);
     const float* columns = memory_ + at_.key_columns;
     for (int64_t c = 0; c < at_.width; c += kPanel) {
       t.value_stride = smaller(kPanel, at_.width - c);

@@ -25,8 +25,8 @@ float dot(const float* x, const float* y, int64_t count) {  // of a multiple of 
 
 GradientLayout attention_layout(const AttentionGradient& g) {
   const Attention& a = g.forward;
-  const int64_t blocks = (a.keys + kGradientKeys - 1) / kGradientKeys;
-  const int64_t block = round_up((a.keys + blocks - 1) / blocks, kPanel);
+  const int64_t blocks = ceil_div(a.keys, kGradientKeys);
+  const int64_t block = round_up(ceil_div(a.keys, blocks), kPanel);
   return GradientLayout(a.queries, a.keys, block, a.head_dim, a.value_dim, a.dropout != nullptr,
                         g.shard);
 }

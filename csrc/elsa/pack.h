@@ -9,10 +9,7 @@
 namespace elsa {
 namespace {
 
-constexpr int64_t round_up(int64_t n, int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
-ELSA_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
 
 // Takes parts of a workspace one after another, in floats.
 class Carve {

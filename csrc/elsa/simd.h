@@ -41,6 +41,8 @@ typedef uint16_t HalvesUnaligned __attribute__((vector_size(kLanes * 2), aligned
 constexpr float kInf = __builtin_inff();
 constexpr float kLog2E = 1.44269504088896340736f;
 
+ELSA_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 ELSA_INLINE Floats load(const float* p) { return *reinterpret_cast<const FloatsUnaligned*>(p); }
 ELSA_INLINE void store(float* p, Floats x) { *reinterpret_cast<FloatsUnaligned*>(p) = x; }
 ELSA_INLINE Floats splat(float x) { return x - Floats{}; }
@@ -74,6 +76,10 @@ ELSA_INLINE Ints lane_index() {
   for (int i = 0; i < kLanes; ++i) index[i] = i;
   return index;
 }
+// Which are the first `count`.
+ELSA_INLINE Ints first_lanes(int64_t count) {
+  return lane_index() < static_cast<int32_t>(smaller(count, kLanes));
+}
 
 // The first `count` lanes at p, `rest` in the others; no memory beyond them is read.
 ELSA_INLINE Floats load_first(const float* p, int64_t count, float rest) {
@@ -82,7 +88,7 @@ ELSA_INLINE Floats load_first(const float* p, int64_t count, float rest) {
   return reinterpret_cast<Floats>(
       _mm512_mask_loadu_ps(_mm512_set1_ps(rest), static_cast<__mmask16>((1u << lanes) - 1), p));
 #elif defined(__AVX2__)
-  const Ints inside = lane_index() < static_cast<int32_t>(count < kLanes ? count : kLanes);
+  const Ints inside = first_lanes(count);
   const __m256 x = _mm256_maskload_ps(p, reinterpret_cast<__m256i>(inside));
   return inside ? reinterpret_cast<Floats>(x) : splat(rest);
 #else
@@ -146,8 +152,7 @@ struct Interleave {
 
 // x with the lanes from `count` on replaced by -inf.
 ELSA_INLINE Floats keep_first(Floats x, int64_t count) {
-  const int32_t limit = count > kLanes ? kLanes : static_cast<int32_t>(count);
-  return lane_index() < limit ? x : splat(-kInf);
+  return first_lanes(count) ? x : splat(-kInf);
 }
 
 // 2^x for x <= 0, within 1.25 ulp (1.01 with fused multiply-add) down to 2^-126, and zero from

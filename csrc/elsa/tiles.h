@@ -36,7 +36,7 @@ constexpr int64_t wide_keys(int64_t keys) {
 
 // Of the `wide` keys in panels, those before the last panel of three vectors, if there is one.
 constexpr int64_t paired_keys(int64_t wide) {
-  const int64_t vectors = (wide + kLanes - 1) / kLanes;
+  const int64_t vectors = ceil_div(wide, kLanes);
   return kTripleRows > 0 && vectors > 1 && vectors % 2 == 1 ? (vectors - 3) * kLanes : wide;
 }
 
@@ -46,8 +46,8 @@ constexpr int64_t kDepthChunk = 96;  // head dimensions summed in one accumulato
 constexpr int64_t kSumChunk = 100;   // keys summed in one accumulator chain; see values_tile
 // Head dimensions of a chain: as many chains as kDepthChunk asks for, of nearly equal length.
 constexpr int64_t depth_chunk(int64_t depth) {
-  const int64_t chunks = (depth + kDepthChunk - 1) / kDepthChunk;
-  return chunks > 1 ? (depth + chunks - 1) / chunks : depth;
+  const int64_t chunks = ceil_div(depth, kDepthChunk);
+  return chunks > 1 ? ceil_div(depth, chunks) : depth;
 }
 // Floats from one row of a buffer to the next: an odd number of cache lines spreads the rows over
 // the sets, and as few as hold `count` keep them on few pages.

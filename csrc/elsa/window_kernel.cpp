@@ -13,7 +13,7 @@ namespace elsa {
 namespace {
 
 // Register tiles whose scores are in cache together: at most these, and at most kCachedWeights.
-constexpr int64_t kWindowTiles = (56 + kTileRows - 1) / kTileRows;
+constexpr int64_t kWindowTiles = ceil_div(56, kTileRows);
 constexpr int64_t kWindowRows = kWindowTiles * kTileRows;
 constexpr int64_t kCachedWeights = 4096;  // 16 KiB, half of a first-level cache
 // Floats from one narrow key's scores to the next's: those of a block's rows, in whole vectors.
@@ -82,7 +82,7 @@ struct Fetch {
     place = *source;
     end = place + source_bytes;
   }
-  static int64_t steps(int64_t bytes) { return (bytes + 64 * kLines - 1) / (64 * kLines); }
+  static int64_t steps(int64_t bytes) { return ceil_div(bytes, 64 * kLines); }
   int64_t steps() const { return left * (steps(source_bytes) + steps(target_bytes)); }
   // The last step of a run of lines goes beyond it, to neighbours or nowhere: nothing is read.
   ELSA_INLINE void step(int64_t count) {
@@ -141,9 +141,9 @@ class Worker {
     for (int i = 0; i < 3; ++i) {
       operand_[i] = {window_->source, offset(head_, i), a_.dtype, a_.logit_scale && i < 2};
     }
-    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    const int64_t tiles = ceil_div(rows, kTileRows);
     const int64_t together = tiles_together(plan_);
-    const int64_t blocks = (tiles + together - 1) / together;
+    const int64_t blocks = ceil_div(tiles, together);
     prepare_fetch(item, end, rows, tiles);
     if (packed_ != index_) pack();
     for (int64_t b = 0; b < blocks; ++b) {
@@ -183,8 +183,8 @@ class Worker {
     fetch_.target_bytes = channels;
     fetch_.start();
     const int64_t calls =
-        rows + tiles * ((plan_.tokens + kPanel - 1) / kPanel + (width_ + kPanel - 1) / kPanel);
-    steps_per_call_ = (fetch_.steps() + calls - 1) / calls;
+        rows + tiles * (ceil_div(plan_.tokens, kPanel) + ceil_div(width_, kPanel));
+    steps_per_call_ = ceil_div(fetch_.steps(), calls);
   }
 
   ELSA_NOINLINE void pack() {
@@ -247,7 +247,7 @@ class Worker {
       // The last panel has three vectors: tiles of fewer rows.
       t.panel = memory_ + at_.keys + paired * a_.head_dim;
       t.valid = wide_ - paired;
-      const int64_t tiles = (block_.rows + kTripleRows - 1) / kTripleRows;
+      const int64_t tiles = ceil_div(block_.rows, kTripleRows);
       for (int64_t i = 0; i < tiles; ++i) {
         const int64_t row = i * block_.rows / tiles, next = (i + 1) * block_.rows / tiles;
         tile_at(row, paired);
@@ -350,7 +350,7 @@ class Worker {
 
   // scores * values, into memory or (normalised) the output itself.
   ELSA_NOINLINE void weigh_values() {
-    const int64_t chunks = (keys_ + kSumChain - 1) / kSumChain;
+    const int64_t chunks = ceil_div(keys_, kSumChain);
     ValueTile t = {};
     t.weight_stride = at_.score_stride;
     t.narrow_stride = kNarrowStride;

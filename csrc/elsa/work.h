@@ -18,8 +18,6 @@ constexpr int64_t kMaxStateRows = 512;
 constexpr int64_t kPackingRows = 8;    // packing a head costs about as much as this many query rows
 constexpr double kSerialWork = 2.5e5;  // multiply-adds below which waking threads does not pay
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The number of ranges, at least `least`, to cut the `rows` of each of `heads` into, so that
 // `threads` taking turns at equal items finish first.
 int64_t choose_splits(int64_t heads, int64_t rows, int64_t least, int64_t row_tile,

@@ -77,7 +77,11 @@ void parallel_for(int64_t count, elsa::Body body, void* context) {
   STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, body, context));
 }
 
-void check_status(elsa::Status status, const char* name) {
+// Calls solve(threads, parallel_for), a driver of csrc/elsa.
+template <class Solve>
+void run(const char* name, Solve solve) {
+  const auto threads = static_cast<int>(torch::stable::get_num_threads());
+  const elsa::Status status = solve(threads, parallel_for);
   if (status == elsa::Status::kOk) return;
   const char* isa = getenv("ELSA_CPU_ISA");
   STD_TORCH_CHECK(status != elsa::Status::kOutOfMemory, name,
@@ -86,12 +90,6 @@ void check_status(elsa::Status status, const char* name) {
                   ", but this CPU lacks it; unset the variable");
   STD_TORCH_CHECK(false, name, ": ELSA_CPU_ISA=", isa,
                   " is unknown on this architecture; unset the variable");
-}
-
-// Calls solve(threads, parallel_for), a driver of csrc/elsa.
-template <class Solve>
-void run(const char* name, Solve solve) {
-  check_status(solve(static_cast<int>(torch::stable::get_num_threads()), parallel_for), name);
 }
 
 }  // namespace

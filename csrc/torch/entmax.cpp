@@ -73,8 +73,6 @@ std::vector<double> exponents(const std::optional<Tensor>& head_alpha, double al
   return found;
 }
 
-int64_t tiles_of(int64_t count) { return (count + elsa::kEntmaxTile - 1) / elsa::kEntmaxTile; }
-
 std::tuple<Tensor, Tensor, Tensor> entmax_attention(const Tensor& query, const Tensor& key,
                                                     const Tensor& value,
                                                     const std::optional<Tensor>& attn_mask,
@@ -88,8 +86,9 @@ std::tuple<Tensor, Tensor, Tensor> entmax_attention(const Tensor& query, const T
   p.a = given.data();
   Tensor out = elsa_torch::output(query, a);
   Tensor rows = elsa_torch::empty<4>({3, a.batch, a.heads, a.queries});
-  Tensor tiles = elsa_torch::empty<4>({a.batch, a.heads, tiles_of(a.queries), tiles_of(a.keys)},
-                                      aoti_torch_dtype_uint8());
+  Tensor tiles =
+      elsa_torch::empty<4>({a.batch, a.heads, elsa::tiles_of(a.queries), elsa::tiles_of(a.keys)},
+                           aoti_torch_dtype_uint8());
   p.rows = elsa_torch::floats(rows);
   p.tiles = static_cast<uint8_t*>(tiles.mutable_data_ptr());
   elsa_torch::run(kName, [&](auto... how) { return elsa::entmax_attention(p, how...); });
@@ -119,8 +118,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> entmax_attention_backward(
   g.grad_out = elsa_torch::output_view(grad_out, a, "grad_out");
   const int64_t all = a.batch * a.heads;
   const Tensor kept_rows = dense(rows, 3 * all * a.queries, ScalarType::Float, "rows");
-  const Tensor kept_tiles =
-      dense(tiles, all * tiles_of(a.queries) * tiles_of(a.keys), ScalarType::Byte, "tiles");
+  const Tensor kept_tiles = dense(tiles, all * elsa::tiles_of(a.queries) * elsa::tiles_of(a.keys),
+                                  ScalarType::Byte, "tiles");
   // read, not written
   g.forward.rows = elsa_torch::floats(kept_rows);
   g.forward.tiles = const_cast<uint8_t*>(static_cast<const uint8_t*>(kept_tiles.const_data_ptr()));

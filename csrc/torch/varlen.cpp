@@ -17,12 +17,6 @@ using elsa_torch::Tensor;
 
 constexpr const char* kName = "elsa::varlen_attention";
 
-template <class Integer>
-std::vector<int64_t> copied(const Tensor& lengths) {
-  const Integer* const from = static_cast<const Integer*>(lengths.const_data_ptr());
-  return std::vector<int64_t>(from, from + lengths.numel());
-}
-
 // Cumulative lengths, which decide what memory is read: checked.
 std::vector<int64_t> bounds(const Tensor& given, const char* name, int64_t tokens) {
   STD_TORCH_CHECK(given.dim() == 1 && given.numel() >= 1, kName, ": ", name,
@@ -31,7 +25,11 @@ std::vector<int64_t> bounds(const Tensor& given, const char* name, int64_t token
   const bool wide = given.scalar_type() == ScalarType::Long;
   STD_TORCH_CHECK(wide || given.scalar_type() == ScalarType::Int, kName, ": ", name,
                   " must be int32 or int64");
-  const std::vector<int64_t> found = wide ? copied<int64_t>(dense) : copied<int32_t>(dense);
+  const void* const data = dense.const_data_ptr();
+  std::vector<int64_t> found(dense.numel());
+  for (size_t i = 0; i < found.size(); ++i) {
+    found[i] = wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
   bool rises = found.front() == 0 && found.back() == tokens;
   for (size_t i = 1; i < found.size(); ++i) rises = rises && found[i] >= found[i - 1];
   STD_TORCH_CHECK(rises, kName, ": ", name, " must start with 0, not decrease and end with ",
