@@ -302,8 +302,10 @@ class GradientItem {
       if (g_.alpha) g_.alpha[head_index_] = static_cast<float>(of_alpha_);
     }
     if (at_.long_sums) end_chain();
-    write(g_.key, at_.grad_key, at_.width, a_.head_dim, a_.scale);
-    write(g_.value, at_.grad_value, at_.value_width, a_.value_dim, 1.0f);
+    write_rows(g_.key, batch_, kv_head_, 0, a_.keys, a_.head_dim, a_.scale, memory_ + at_.grad_key,
+               at_.width);
+    write_rows(g_.value, batch_, kv_head_, 0, a_.keys, a_.value_dim, 1.0f, memory_ + at_.grad_value,
+               at_.value_width);
   }
 
  private:
@@ -452,10 +454,7 @@ class GradientItem {
       differentiate(list.count, delta, total);
       add_products(list);
     }
-    if (g_.query.data == nullptr) return;
-    const Target& t = g_.query;
-    write_row(grad_query, a_.scale, a_.head_dim, t.stride[3],
-              t.data + batch_ * t.stride[0] + head_ * t.stride[1] + row * t.stride[2]);
+    write_rows(g_.query, batch_, head_, row, 1, a_.head_dim, a_.scale, grad_query, at_.width);
   }
 
   // dP -> dS.
@@ -523,15 +522,6 @@ class GradientItem {
       for (int v = 0; v < V; ++v) {
         store(target + v * kLanes, load(target + v * kLanes) + w * x[v]);
       }
-    }
-  }
-
-  void write(const Target& target, int64_t from, int64_t width, int64_t columns, float factor) {
-    if (target.data == nullptr) return;
-    float* const out = target.data + batch_ * target.stride[0] + kv_head_ * target.stride[1];
-    for (int64_t j = 0; j < a_.keys; ++j) {
-      write_row(memory_ + from + j * width, factor, columns, target.stride[3],
-                out + j * target.stride[2]);
     }
   }
 

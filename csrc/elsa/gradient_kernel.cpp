@@ -62,11 +62,13 @@ class AttentionItem {
         if (!head_.whole() || i == 0) head_.pack(block, keys, values);
         fold();
       }
-      write(g_.query, query_head_, a_.queries, a_.head_dim, a_.scale, head_.grad_query(0),
-            at_.width);
+      write_rows(g_.query, batch_, query_head_, 0, a_.queries, a_.head_dim, a_.scale,
+                 head_.grad_query(0), at_.width);
     }
-    write(g_.key, kv_head_, a_.keys, a_.head_dim, a_.scale, head_.grad_key(0), at_.width);
-    write(g_.value, kv_head_, a_.keys, a_.value_dim, 1.0f, head_.grad_value(0), at_.value_width);
+    write_rows(g_.key, batch_, kv_head_, 0, a_.keys, a_.head_dim, a_.scale, head_.grad_key(0),
+               at_.width);
+    write_rows(g_.value, batch_, kv_head_, 0, a_.keys, a_.value_dim, 1.0f, head_.grad_value(0),
+               at_.value_width);
   }
 
  private:
@@ -120,15 +122,6 @@ class AttentionItem {
                            g_.value.data != nullptr};
     for (int64_t i = 0; i < a_.queries; i += head_.block_rows()) {
       head_.row_block(i, lse_slope(), wanted, bias(), [](int64_t, int64_t, const float*) {});
-    }
-  }
-
-  void write(const Target& target, int64_t head, int64_t rows, int64_t columns, float factor,
-             const float* from, int64_t width) {
-    if (target.data == nullptr) return;
-    float* out = target.data + batch_ * target.stride[0] + head * target.stride[1];
-    for (int64_t i = 0; i < rows; ++i) {
-      write_row(from + i * width, factor, columns, target.stride[3], out + i * target.stride[2]);
     }
   }
 

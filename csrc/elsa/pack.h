@@ -2,7 +2,7 @@
 // transposed.
 #pragma once
 
-#include "attention.h"
+#include "gradient.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -186,10 +186,18 @@ ELSA_INLINE void store_row(const float* row, float factor, int64_t count, DType 
   }
 }
 
-// The same in float32, of any stride.
-inline void write_row(const float* row, float factor, int64_t columns, int64_t stride, float* out) {
-  if (stride == 1) return store_row(row, factor, columns, DType::kFloat32, out);
-  for (int64_t d = 0; d < columns; ++d) out[d * stride] = row[d] * factor;
+// Rows [first, first + count) of a gradient, if it is wanted, from rows that lie `width` apart.
+inline void write_rows(const Target& t, int64_t batch, int64_t head, int64_t first, int64_t count,
+                       int64_t columns, float factor, const float* from, int64_t width) {
+  if (t.data == nullptr) return;
+  float* out = t.data + batch * t.stride[0] + head * t.stride[1] + first * t.stride[2];
+  for (int64_t i = 0; i < count; ++i, from += width, out += t.stride[2]) {
+    if (t.stride[3] == 1) {
+      store_row(from, factor, columns, DType::kFloat32, out);
+    } else {
+      for (int64_t d = 0; d < columns; ++d) out[d * t.stride[3]] = from[d] * factor;
+    }
+  }
 }
 
 // Fetches rows of a matrix into the second-level cache, a few cache lines at a time.

@@ -32,9 +32,9 @@ class Windows(NamedTuple):
     the grid of MaxViT: the tokens of a window lie size / window apart instead of side by side.
     """
 
-    size: tuple[int, int, int]
-    window: tuple[int, int, int]
-    shift: tuple[int, int, int]
+    size: Sequence[int]
+    window: Sequence[int]
+    shift: Sequence[int]
     grid: bool
 
     @property
@@ -98,7 +98,7 @@ def region_mask(cut: Windows, mask_value: float, like: Tensor) -> Tensor | None:
             shape = [1, 1, 1]
             shape[axis] = size
             region = region * 3 + label.view(shape)
-    whole = Windows((padded[0], padded[1], padded[2]), cut.window, (0, 0, 0), cut.grid)
+    whole = Windows(padded, cut.window, (0, 0, 0), cut.grid)
     flat = partition(region[None, ..., None], whole)
     label = flat.squeeze(-1)
     return torch.where(
@@ -117,7 +117,7 @@ def attention(*arguments: Any, **named: Any) -> Tensor:
     call = WindowCall(*arguments, **named)
     qkv = call.qkv
     with torch.autocast(qkv.device.type, enabled=False):
-        cut = geometry(call)
+        cut = Windows(call.qkv.shape[1:4], call.window_size, call.shift_size, call.grid)
         windows = partition(qkv, cut, call.pad_qkv)
         terms = _Terms.of(call, cut)
         # Joined, not written into one tensor: `vmap` cannot write into what it has not batched.
@@ -141,7 +141,7 @@ def backward(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor,
     """
     call, needs = WindowCall(*arguments[:-1]), arguments[-1]
     with torch.autocast(call.qkv.device.type, enabled=False), _recording(), torch.enable_grad():
-        cut = geometry(call)
+        cut = Windows(call.qkv.shape[1:4], call.window_size, call.shift_size, call.grid)
         leaves = [
             None if t is None else t.detach().requires_grad_(needed)
             for t, needed in zip(call.differentiable, needs, strict=True)
@@ -237,7 +237,7 @@ def dense_bias(bias: Tensor, bias_index: Tensor | None) -> Tensor:
 
 def largest_score(call: WindowCall) -> float:
     """The largest |score| that the operator sees, masked ones left out; 0 where none is finite."""
-    cut = geometry(call)
+    cut = Windows(call.qkv.shape[1:4], call.window_size, call.shift_size, call.grid)
     windows = partition(call.qkv, cut, call.pad_qkv)
     terms = _Terms.of(call, cut)._replace(mask=None)
     largest = 0.0
@@ -286,11 +286,3 @@ def _chunks(windows: Tensor, num_heads: int) -> Iterator[slice]:
     tokens = windows.shape[1]
     size = max(1, _SCORES_ALIVE // max(1, num_heads * tokens * tokens))
     return eager._blocks(windows.shape[0], size)
-
-
-def geometry(call: WindowCall) -> Windows:
-    """How the operator cuts qkv [B, D, H, W, 3C]."""
-    depth, height, width = call.qkv.shape[1:4]
-    wd, wh, ww = call.window_size
-    sd, sh, sw = call.shift_size
-    return Windows((depth, height, width), (wd, wh, ww), (sd, sh, sw), call.grid)

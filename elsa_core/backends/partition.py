@@ -7,7 +7,7 @@ split, and the splits merged by a tree. What differs is where the states live in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -111,7 +111,3 @@ class Partition:
             for first, last in self.spans()
             for i in range(first, last, self.key_tile)
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, the derived numbers included."""
-        return asdict(self) | {"spans": list(map(list, self.spans())), "tree": self.tree}

@@ -92,7 +92,7 @@ def window_attention(*arguments: Any) -> Tensor:
     call = WindowCall(*arguments)
     qkv, bias, heads = call.qkv, call.bias, call.num_heads
     first = call.layout == "qkv"
-    cut = eager_window.geometry(call)
+    cut = eager_window.Windows(qkv.shape[1:4], call.window_size, call.shift_size, call.grid)
     windows = eager_window.partition(qkv, cut, call.pad_qkv)
     count, tokens, channels = math.prod(cut.counts), windows.shape[1], qkv.shape[-1] // 3
     wide = torch.promote_types(qkv.dtype, torch.float32)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -70,10 +70,12 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
+        partition = self.partition
+        spans = [list(span) for span in partition.spans()]
         return {
             "case": self.case.to_dict(),
             "precision": self.precision,
-            "partition": self.partition.to_dict(),
+            "partition": asdict(partition) | {"spans": spans, "tree": partition.tree},
             "sample": {"batch": 0, "heads": list(self.heads), "rows": list(self.rows)},
             "claims": [claim.to_dict() for claim in self.claims],
             "ok": self.ok,
