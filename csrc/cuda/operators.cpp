@@ -16,18 +16,6 @@
 
 #include "planfile.h"
 
-using elsa_cuda::Address;
-using elsa_cuda::ask;
-using elsa_cuda::cache;
-using elsa_cuda::Entry;
-using elsa_cuda::Handle;
-using elsa_cuda::kMostOperators;
-using elsa_cuda::kMostValues;
-using elsa_cuda::Operator;
-using elsa_cuda::operator_count;
-using elsa_cuda::operators;
-using elsa_cuda::served;
-
 namespace elsa_cuda {
 
 std::array<Operator, kMostOperators> operators;
@@ -87,8 +75,6 @@ bool run(const Bound& bound, const Address* inputs, Where where, Handle* outputs
   return true;
 }
 
-}  // namespace elsa_cuda
-
 namespace {
 
 using torch::stable::detail::to;
@@ -110,7 +96,7 @@ class Arguments {
 
   // The call in words, and the addresses of its tensors. Without their device the words are those
   // of elsa_core/backends/cuda/planfile.py, in any process and on any GPU.
-  void describe(elsa_cuda::Key& key, bool with_device = true) {
+  void describe(Key& key, bool with_device = true) {
     with_device_ = with_device;
     tensors = 0;
     for (size_t i = 0; i < count_; ++i) describe(types_[i], values_[i], key);
@@ -124,7 +110,7 @@ class Arguments {
 
   uint32_t tensors = 0;
   Address addresses[kMostValues];
-  elsa_cuda::Where where;  // of the first tensor
+  Where where;  // of the first tensor
 
  private:
   static void drop(char type, StableIValue value) {
@@ -142,7 +128,7 @@ class Arguments {
     }
   }
 
-  void describe(char type, StableIValue value, elsa_cuda::Key& key) {
+  void describe(char type, StableIValue value, Key& key) {
     switch (type) {
       case 'T':
         return describe(to<AtenTensorHandle>(value), key);
@@ -176,10 +162,10 @@ class Arguments {
     }
   }
 
-  void describe(AtenTensorHandle tensor, elsa_cuda::Key& key) {
+  void describe(AtenTensorHandle tensor, Key& key) {
     if (tensor == nullptr) {
       addresses[tensors++] = 0;
-      return elsa_cuda::add_no_tensor(key);
+      return add_no_tensor(key);
     }
     int64_t dims = 0;
     int64_t* sizes = nullptr;
@@ -191,11 +177,10 @@ class Arguments {
     ask(aoti_torch_get_dtype(tensor, &dtype), "a tensor's dtype");
     ask(aoti_torch_get_device_type(tensor, &type), "a tensor's device");
     ask(aoti_torch_get_device_index(tensor, &index), "a tensor's device");
-    const Address address = elsa_cuda::address_of(tensor);
+    const Address address = address_of(tensor);
     if (tensors == 0) where = {type, index};
     addresses[tensors++] = address;
-    elsa_cuda::add_tensor(key, address, dtype, {type, with_device_ ? index : 0}, dims, sizes,
-                          strides);
+    add_tensor(key, address, dtype, {type, with_device_ ? index : 0}, dims, sizes, strides);
   }
 
   const std::string& types_;
@@ -205,12 +190,12 @@ class Arguments {
 };
 
 // CPU tensors, which tests alone pass, have no index.
-elsa_cuda::Device device_of(const Arguments& arguments) {
+Device device_of(const Arguments& arguments) {
   return arguments.where.index < 0 ? 0 : arguments.where.index;
 }
 
-// Runs a planned call; see `elsa_cuda::run`.
-bool run(const elsa_cuda::Bound& bound, const Arguments& arguments, StableIValue* stack) {
+// Runs a planned call; see `run`.
+bool run(const Bound& bound, const Arguments& arguments, StableIValue* stack) {
   Handle outputs[kMostValues];
   if (!elsa_cuda::run(bound, arguments.addresses, arguments.where, outputs)) return false;
   for (size_t i = 0; i < bound.plan.outputs.size(); ++i)
@@ -218,30 +203,29 @@ bool run(const elsa_cuda::Bound& bound, const Arguments& arguments, StableIValue
   return true;
 }
 
-std::unique_ptr<const elsa_cuda::Bound> bound_of(elsa_cuda::Plan plan, elsa_cuda::Device device) {
-  const elsa_cuda::Current current(device);
+std::unique_ptr<const Bound> bound_of(Plan plan, Device device) {
+  const Current current(device);
   if (current.foreign()) throw std::runtime_error("the current CUDA context is not PyTorch's");
-  if (elsa_cuda::stream_getter() == nullptr)
-    throw std::runtime_error("this PyTorch gives no CUDA stream");
-  return std::make_unique<const elsa_cuda::Bound>(elsa_cuda::bind(std::move(plan), device));
+  if (stream_getter() == nullptr) throw std::runtime_error("this PyTorch gives no CUDA stream");
+  return std::make_unique<const Bound>(bind(std::move(plan), device));
 }
 
 // Keeps what `elsa::<name>_plan` said of a layout: nothing; "N", that such calls are not for this
 // library; "P" and a plan. "E" and a text is an error that ends the call.
-void keep(const Operator& op, const elsa_cuda::Key& key, uint64_t generation,
-          const Arguments& arguments, AtenTensorHandle said) {
+void keep(const Operator& op, const Key& key, uint64_t generation, const Arguments& arguments,
+          AtenTensorHandle said) {
   int64_t size = 0;
   ask(aoti_torch_get_numel(said, &size), "a plan's size");
   if (size == 0) return;
-  const auto* bytes = reinterpret_cast<const uint8_t*>(elsa_cuda::address_of(said));
+  const auto* bytes = reinterpret_cast<const uint8_t*>(address_of(said));
   const uint64_t rest = static_cast<uint64_t>(size) - 1;
   if (bytes[0] == 'E') {
     throw std::runtime_error(std::string(reinterpret_cast<const char*>(bytes) + 1, rest));
   }
   auto entry = std::make_shared<Entry>();
   if (bytes[0] == 'P') {
-    entry->bound = bound_of(elsa_cuda::parse(bytes + 1, rest), device_of(arguments));
-    const elsa_cuda::Plan& plan = entry->bound->plan;
+    entry->bound = bound_of(parse(bytes + 1, rest), device_of(arguments));
+    const Plan& plan = entry->bound->plan;
     if (plan.inputs != arguments.tensors || plan.outputs.size() != op.results) {
       throw std::runtime_error(op.name + ": a plan is for another operator");
     }
@@ -250,16 +234,16 @@ void keep(const Operator& op, const elsa_cuda::Key& key, uint64_t generation,
 }
 
 // A call of a layout that was not met before, by the plans of a file.
-void serve_by_file(const Operator& op, Arguments& arguments, const elsa_cuda::Key& key,
-                   uint64_t generation, StableIValue* stack) {
-  elsa_cuda::Key portable;
+void serve_by_file(const Operator& op, Arguments& arguments, const Key& key, uint64_t generation,
+                   StableIValue* stack) {
+  Key portable;
   arguments.describe(portable, false);
   if (!key.fits() || !portable.fits()) {  // words of it are missing: another call may have the same
     throw std::runtime_error(op.name + ": no kernel is here for tensors of so many dimensions");
   }
   auto entry = std::make_shared<Entry>();
-  const elsa_cuda::Device device = device_of(arguments);
-  entry->bound = bound_of(elsa_cuda::find_plan(op.name, portable.words(), device), device);
+  const Device device = device_of(arguments);
+  entry->bound = bound_of(find_plan(op.name, portable.words(), device), device);
   if (!run(*entry->bound, arguments, stack)) {
     throw std::runtime_error(op.name + ": no memory, or a CUDA context that is not PyTorch's");
   }
@@ -268,7 +252,7 @@ void serve_by_file(const Operator& op, Arguments& arguments, const elsa_cuda::Ke
 
 void serve(const Operator& op, StableIValue* stack) {
   Arguments arguments(op, stack);
-  elsa_cuda::Key key;
+  Key key;
   key.add(static_cast<uint64_t>(&op - operators.data()));
   arguments.describe(key);
   uint64_t generation = 0;
@@ -296,7 +280,7 @@ void serve(const Operator& op, StableIValue* stack) {
 
 template <size_t N>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
-  serve(elsa_cuda::operators[N], stack);
+  serve(operators[N], stack);
 }
 
 using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
@@ -351,7 +335,7 @@ void add_operator(const char* name, const char* types, uint32_t results, const c
 
 // Opens the driver: libcuda.so.1, or the file that a test names.
 ELSA_EXPORT const char* elsa_cuda_open(const char* path) {
-  return answered([&] { elsa_cuda::open_driver(path); });
+  return answered([&] { open_driver(path); });
 }
 
 // Makes this library the kernel of elsa::<name> for a dispatch key.
@@ -365,7 +349,7 @@ ELSA_EXPORT const char* elsa_cuda_add_kernel(const char* symbol, const uint8_t* 
                                              uint32_t threads, uint32_t shared_bytes,
                                              uint32_t cluster, uint32_t flags, uint32_t* number) {
   return answered([&] {
-    elsa_cuda::Kernel kernel;
+    Kernel kernel;
     kernel.symbol = symbol;
     kernel.code.assign(code, code + size);
     kernel.threads = threads;
@@ -373,7 +357,7 @@ ELSA_EXPORT const char* elsa_cuda_add_kernel(const char* symbol, const uint8_t* 
     kernel.cluster = cluster;
     kernel.overlap = (flags & 1) != 0;
     kernel.cooperative = (flags & 2) != 0;
-    *number = elsa_cuda::add_kernel(std::move(kernel));
+    *number = add_kernel(std::move(kernel));
   });
 }
 
@@ -381,9 +365,9 @@ ELSA_EXPORT const char* elsa_cuda_add_kernel(const char* symbol, const uint8_t* 
 ELSA_EXPORT const char* elsa_cuda_load_plan(const uint8_t* bytes, uint64_t size, int device) {
   return answered([&] {
     if (device < 0) {
-      elsa_cuda::parse(bytes, size);
+      parse(bytes, size);
     } else {
-      bound_of(elsa_cuda::parse(bytes, size), device);
+      bound_of(parse(bytes, size), device);
     }
   });
 }
@@ -393,21 +377,21 @@ ELSA_EXPORT const char* elsa_cuda_load_plan(const uint8_t* bytes, uint64_t size,
 ELSA_EXPORT const char* elsa_cuda_launch(const uint8_t* bytes, uint64_t size, int device,
                                          const uint64_t* slots, uint64_t count) {
   return answered([&] {
-    const auto bound = bound_of(elsa_cuda::parse(bytes, size), device);
-    const elsa_cuda::Plan& plan = bound->plan;
+    const auto bound = bound_of(parse(bytes, size), device);
+    const Plan& plan = bound->plan;
     if (plan.inputs != count || !plan.outputs.empty() || plan.workspace != 0) {
       throw std::runtime_error("a plan of launches takes other tensors than it is given");
     }
-    const elsa_cuda::Current current(device);
+    const Current current(device);
     const std::vector<Address> addresses(slots, slots + count + 1);
-    elsa_cuda::run(*bound, addresses.data(), elsa_cuda::current_stream(device));
+    elsa_cuda::run(*bound, addresses.data(), current_stream(device));
   });
 }
 
 // Forgets every plan.
 ELSA_EXPORT void elsa_cuda_clear() {
   cache.clear();
-  elsa_cuda::admitted.clear();  // last: what is admitted while this runs was planned before
+  admitted.clear();  // last: what is admitted while this runs was planned before
 }
 
 // Layouts that are kept, and calls that ran without Python.
@@ -420,13 +404,15 @@ ELSA_EXPORT void elsa_cuda_counts(int64_t* layouts, int64_t* calls) {
 // planfile.h) and serves them for a dispatch key, "CUDA". Call it once, before a model is loaded.
 ELSA_EXPORT const char* elsa_cuda_serve_file(const uint8_t* bytes, uint64_t size, const char* key) {
   return answered([&] {
-    elsa_cuda::driver();
+    driver();
     using torch::stable::detail::StableLibrary;
     const auto kind = StableLibrary::Kind::FRAGMENT;
-    for (const elsa_cuda::Signature& each : elsa_cuda::add_file(bytes, size)) {
+    for (const Signature& each : add_file(bytes, size)) {
       auto* library = new StableLibrary(kind, "elsa", "", __FILE__, __LINE__);
       library->def(each.schema.c_str());
       add_operator(each.name.c_str(), each.types.c_str(), each.results, key, true);
     }
   });
 }
+
+}  // namespace elsa_cuda

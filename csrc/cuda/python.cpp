@@ -16,19 +16,8 @@
 
 #include "operators.h"
 
+namespace elsa_cuda {
 namespace {
-
-using elsa_cuda::Address;
-using elsa_cuda::Admitted;
-using elsa_cuda::Handle;
-using elsa_cuda::Key;
-using elsa_cuda::kMostValues;
-using elsa_cuda::Operator;
-using elsa_cuda::Output;
-using elsa_cuda::Plan;
-using elsa_cuda::Python;
-using elsa_cuda::Where;
-namespace dlpack = elsa_cuda::dlpack;
 
 template <typename T>
 T symbol(const char* name) {
@@ -133,7 +122,7 @@ class Read {
       case 'O':
         if (object == py.none) {
           addresses[count_++] = 0;
-          elsa_cuda::add_no_tensor(key);
+          add_no_tensor(key);
           return true;
         }
         [[fallthrough]];
@@ -208,7 +197,7 @@ class Read {
     }
     const auto address = reinterpret_cast<Address>(found.data);
     addresses[count_++] = address;
-    elsa_cuda::add_tensor(key, address, dtype, place, found.ndim, found.shape, found.strides);
+    add_tensor(key, address, dtype, place, found.ndim, found.shape, found.strides);
     return true;
   }
 
@@ -263,7 +252,7 @@ PyObject* serve(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count
       (is_observed != nullptr && is_observed()) || !call.read(arguments)) {
     return none();
   }
-  const auto found = elsa_cuda::admitted.find(call.key.words());
+  const auto found = admitted.find(call.key.words());
   if (found.entry == nullptr) return none();
   PyObject* result = result_of(*found.entry, call);
   return result != nullptr ? result : none();
@@ -291,19 +280,19 @@ PyObject* admit(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count
       !of_function.read(arguments + half) || !call.has_memory_of(of_function)) {
     return none();
   }
-  const uint64_t generation = elsa_cuda::admitted.find(of_function.key.words()).generation;
-  const auto found = elsa_cuda::cache.find(call.key.words());
+  const uint64_t generation = admitted.find(of_function.key.words()).generation;
+  const auto found = cache.find(call.key.words());
   if (found.entry == nullptr || found.entry->bound == nullptr) return none();
   auto made = std::make_shared<Admitted>();
   made->entry = found.entry;
   const Plan& plan = found.entry->bound->plan;
   if (!first_of(plan, call.dims, of_function.dims, made->first)) return none();
-  elsa_cuda::admitted.put(of_function.key.words(), generation, std::move(made));
+  admitted.put(of_function.key.words(), generation, std::move(made));
   return given(python().yes);
 }
 
-elsa_cuda::Method serve_method = {"serve", serve, elsa_cuda::kFastCall, nullptr};
-elsa_cuda::Method admit_method = {"admit", admit, elsa_cuda::kFastCall, nullptr};
+Method serve_method = {"serve", serve, kFastCall, nullptr};
+Method admit_method = {"admit", admit, kFastCall, nullptr};
 
 const dlpack::Exchange* exchange_of(PyObject* capsule) {
   const Python& py = python();
@@ -329,14 +318,14 @@ extern "C" __attribute__((visibility("default"))) int elsa_cuda_short(
     const char* name, PyObject* exchange, PyObject* tensor, PyObject* parameter, PyObject* negated,
     PyObject** made) {
   try {
-    const Operator* const end = elsa_cuda::operators.data() + elsa_cuda::operator_count;
+    const Operator* const end = operators.data() + operator_count;
     const Operator* const op = std::find_if(
-        static_cast<const Operator*>(elsa_cuda::operators.data()), end,
+        static_cast<const Operator*>(operators.data()), end,
         [&](const Operator& each) { return each.name == "elsa::" + std::string(name); });
     const dlpack::Exchange* found = exchange_of(exchange);
     if (op == end || found == nullptr || wrap() == nullptr) return -1;
     const Python& py = python();
-    const auto number = static_cast<uint64_t>(op - elsa_cuda::operators.data());
+    const auto number = static_cast<uint64_t>(op - operators.data());
     auto* about = new Short{op, number, found, given(tensor), given(parameter), given(negated)};
     PyObject* self = py.new_capsule(about, kShort, nullptr);
     if (self == nullptr) return -1;
@@ -350,3 +339,5 @@ extern "C" __attribute__((visibility("default"))) int elsa_cuda_short(
     return -1;
   }
 }
+
+}  // namespace elsa_cuda

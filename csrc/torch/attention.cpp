@@ -12,7 +12,6 @@
 namespace {
 
 using elsa_torch::gradient_of;
-using elsa_torch::output_view;
 using elsa_torch::problem;
 using elsa_torch::Tensor;
 
@@ -128,13 +127,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     dropout = dropout_of(dropout_p, *seed);
     g.forward.dropout = &dropout;
   }
-  const elsa::Attention& a = g.forward;
-  STD_TORCH_CHECK(a.query.dtype == elsa::DType::kFloat32, kBackwardName,
-                  ": the CPU kernel takes float32");
-  g.out = output_view(out, a, "out");
-  g.grad_out = output_view(grad_out, a, "grad_out");
   std::array<std::optional<Tensor>, 2> kept;
-  elsa_torch::read_rows(g, lse, grad_lse, kBackwardName, kept);
+  elsa_torch::read_results(g, grad_out, grad_lse, out, lse, kBackwardName, kept);
   Tensor grad_query = gradient_of(query, needs_query, g.query);
   Tensor grad_key = gradient_of(key, needs_key, g.key);
   Tensor grad_value = gradient_of(value, needs_value, g.value);

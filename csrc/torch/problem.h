@@ -133,10 +133,15 @@ elsa::View output_view(const Tensor& tensor, const elsa::Attention& a, const cha
   return o.view;
 }
 
-// Of a gradient, lse and its slope as dense rows; `kept` holds them.
-void read_rows(elsa::AttentionGradient& g, const Tensor& lse, const std::optional<Tensor>& grad_lse,
-               const char* name, std::array<std::optional<Tensor>, 2>& kept) {
+// Of a gradient in float32 what its forward gave, and the slopes of that; `kept` holds dense rows.
+void read_results(elsa::AttentionGradient& g, const Tensor& grad_out,
+                  const std::optional<Tensor>& grad_lse, const Tensor& out, const Tensor& lse,
+                  const char* name, std::array<std::optional<Tensor>, 2>& kept,
+                  bool packed = false) {
   const elsa::Attention& a = g.forward;
+  STD_TORCH_CHECK(a.query.dtype == elsa::DType::kFloat32, name, ": the CPU kernel takes float32");
+  g.out = output_view(out, a, "out", packed);
+  g.grad_out = output_view(grad_out, a, "grad_out", packed);
   const auto rows = [&](const Tensor& t, const char* term) {
     STD_TORCH_CHECK(
         t.numel() == a.batch * a.heads * a.queries && t.scalar_type() == ScalarType::Float, name,

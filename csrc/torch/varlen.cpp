@@ -84,13 +84,9 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
   Packed p = packed(query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale);
   elsa::AttentionGradient g;
   g.forward = p.problem;
-  const elsa::Attention& a = g.forward;
-  STD_TORCH_CHECK(a.query.dtype == elsa::DType::kFloat32, kName,
-                  "_backward: the CPU kernel takes float32");
-  g.out = elsa_torch::output_view(out, a, "out", true);
-  g.grad_out = elsa_torch::output_view(grad_out, a, "grad_out", true);
   std::array<std::optional<Tensor>, 2> kept;
-  elsa_torch::read_rows(g, lse, grad_lse, "elsa::varlen_attention_backward", kept);
+  elsa_torch::read_results(g, grad_out, grad_lse, out, lse, "elsa::varlen_attention_backward", kept,
+                           true);
   Tensor grad_query = gradient_of(query, needs_query, g.query);
   Tensor grad_key = gradient_of(key, needs_key, g.key);
   Tensor grad_value = gradient_of(value, needs_value, g.value);

@@ -23,7 +23,7 @@ from elsa_core.backends.support import Request, Support, loses_digits
 from elsa_core.base.skipping import COUNTS, exact_threshold
 
 # Scores alive at once: 2**22 values are 16 MiB in float32, which stays near the last-level cache.
-_SCORES_ALIVE = 1 << 22
+SCORES_ALIVE = 1 << 22
 _KEY_BLOCK = 1024
 _QUERY_BLOCK_MIN = 16
 _TILE = 64  # queries and keys of a tile that may be left out
@@ -317,7 +317,7 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def _block_sizes(query: Tensor, key: Tensor) -> tuple[int, int]:
     block_k = max(1, min(key.shape[2], _KEY_BLOCK))
     heads = max(1, query.shape[0] * query.shape[1])
-    block_q = max(_QUERY_BLOCK_MIN, _SCORES_ALIVE // (heads * block_k))
+    block_q = max(_QUERY_BLOCK_MIN, SCORES_ALIVE // (heads * block_k))
     return min(block_q, max(1, query.shape[2])), block_k
 
 

@@ -24,8 +24,6 @@ from torch import Tensor
 from elsa_core.backends import eager
 
 TILE = 64  # queries and keys of a tile whose emptiness is noted
-# Scores alive at once, as in `eager`.
-_SCORES_ALIVE = 1 << 22
 # At alpha = 1 the formulas in a take their limit: 1 + b x is 1 to the last digit, log1p(b x) / a is
 # x / c.
 _LEAST = 2.0**-60
@@ -219,12 +217,12 @@ def _at(a: Tensor | float) -> Tensor:
 
 
 def _parts(query: Tensor, key: Tensor) -> Iterator[Rows]:
-    """Blocks of at most `_SCORES_ALIVE` scores, or of 64 rows of one key head."""
+    """Blocks of at most `eager.SCORES_ALIVE` scores, or of 64 rows of one key head."""
     batch, heads, queries, _ = query.shape
     kv_heads, keys = key.shape[1:3]
     if not (batch and heads and queries):
         return
-    group, alive = heads // kv_heads, _SCORES_ALIVE // keys  # rows of scores
+    group, alive = heads // kv_heads, eager.SCORES_ALIVE // keys  # rows of scores
     rows = max(TILE, min(queries, alive // group) // TILE * TILE)
     alive //= min(rows, queries)
     some_heads = max(1, min(kv_heads, alive // group))

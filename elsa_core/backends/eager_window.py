@@ -20,8 +20,6 @@ from elsa_core.backends import eager
 from elsa_core.backends.window_call import WindowCall
 from elsa_core.base.operands import require_inside
 
-# Scores alive at once: 2**22 values are 16 MiB in float32, which stays near the last-level cache.
-_SCORES_ALIVE = 1 << 22
 _NORM_EPS = 1e-12  # of torch.nn.functional.normalize, which cosine attention is defined with
 
 
@@ -284,5 +282,5 @@ def _scores(
 
 def _chunks(windows: Tensor, num_heads: int) -> Iterator[slice]:
     tokens = windows.shape[1]
-    size = max(1, _SCORES_ALIVE // max(1, num_heads * tokens * tokens))
+    size = max(1, eager.SCORES_ALIVE // max(1, num_heads * tokens * tokens))
     return eager._blocks(windows.shape[0], size)
