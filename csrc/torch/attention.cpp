@@ -9,20 +9,17 @@
 
 #include "problem.h"
 
+namespace elsa_torch {
 namespace {
-
-using elsa_torch::gradient_of;
-using elsa_torch::problem;
-using elsa_torch::Tensor;
 
 constexpr const char* kName = "elsa::attention";
 constexpr const char* kBackwardName = "elsa::attention_backward";
 
 // As `threshold` and `factors` in elsa_core/backends/philox.py.
 elsa::Dropout dropout_of(double p, const Tensor& seed) {
-  STD_TORCH_CHECK(seed.numel() == 2 && seed.scalar_type() == elsa_torch::ScalarType::Long &&
-                      seed.is_contiguous(),
-                  "elsa::attention_dropout: seed must be int64 [2]");
+  STD_TORCH_CHECK(
+      seed.numel() == 2 && seed.scalar_type() == ScalarType::Long && seed.is_contiguous(),
+      "elsa::attention_dropout: seed must be int64 [2]");
   STD_TORCH_CHECK(p >= 0.0 && p <= 1.0, "elsa::attention_dropout: dropout_p must be in [0, 1]");
   const int64_t* const words = static_cast<const int64_t*>(seed.const_data_ptr());
   elsa::Dropout d;
@@ -42,14 +39,14 @@ std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const
   elsa::Attention a = problem(query, key, value, attn_mask, is_causal, scale);
   a.dropout = dropout;
   a.sparse = sparse;
-  Tensor out = elsa_torch::output(query, a);
-  Tensor lse = elsa_torch::empty<3>({a.batch, a.heads, a.queries});
-  a.lse = elsa_torch::floats(lse);
+  Tensor out = output(query, a);
+  Tensor lse = empty<3>({a.batch, a.heads, a.queries});
+  a.lse = floats(lse);
   if (lse_low) {
     *lse_low = torch::stable::empty_like(lse);
-    a.lse_low = elsa_torch::floats(*lse_low);
+    a.lse_low = floats(*lse_low);
   }
-  elsa_torch::run(kName, [&](auto... how) { return elsa::attention(a, how...); });
+  run(kName, [&](auto... how) { return elsa::attention(a, how...); });
   return {out, lse};
 }
 
@@ -64,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_state(const Tensor& query, const Te
                                                    const Tensor& value,
                                                    const std::optional<Tensor>& attn_mask,
                                                    bool is_causal, double scale) {
-  Tensor low = elsa_torch::nothing();
+  Tensor low = nothing();
   auto [out, lse] = forward(query, key, value, attn_mask, is_causal, scale, nullptr, nullptr, &low);
   return {out, lse, low};
 }
@@ -80,7 +77,7 @@ std::tuple<Tensor, Tensor> attention_dropout(const Tensor& query, const Tensor& 
 
 // As `exact_threshold` in elsa_core/base/skipping.py: log2 of u / 8 and of 1 / keys.
 double exact_threshold(const Tensor& query, int64_t keys) {
-  const elsa::DType dtype = elsa_torch::dtype_of(query.scalar_type(), kName);
+  const elsa::DType dtype = dtype_of(query.scalar_type(), kName);
   const double of_dtype = dtype == elsa::DType::kFloat32   ? -27.0
                           : dtype == elsa::DType::kFloat16 ? -14.0
                                                            : -11.0;
@@ -101,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_attention(const Tensor& query, const T
                   "elsa::sparse_attention: threshold must not be positive, relief 0 to 7");
   const elsa::Attention a = problem(query, key, value, attn_mask, is_causal, scale);
   const int64_t batch = a.batch, heads = a.heads;
-  Tensor counts = elsa_torch::empty<3>({batch, heads, elsa::kCounts}, aoti_torch_dtype_int64());
+  Tensor counts = empty<3>({batch, heads, elsa::kCounts}, aoti_torch_dtype_int64());
   elsa::Sparse sparse;
   sparse.counts = static_cast<int64_t*>(counts.mutable_data_ptr());
   for (int64_t i = 0; i < batch * heads * elsa::kCounts; ++i) sparse.counts[i] = 0;
@@ -128,15 +125,16 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     g.forward.dropout = &dropout;
   }
   std::array<std::optional<Tensor>, 2> kept;
-  elsa_torch::read_results(g, grad_out, grad_lse, out, lse, kBackwardName, kept);
+  read_results(g, grad_out, grad_lse, out, lse, kBackwardName, kept);
   Tensor grad_query = gradient_of(query, needs_query, g.query);
   Tensor grad_key = gradient_of(key, needs_key, g.key);
   Tensor grad_value = gradient_of(value, needs_value, g.value);
-  elsa_torch::run(kBackwardName, [&](auto... how) { return elsa::attention_gradient(g, how...); });
+  run(kBackwardName, [&](auto... how) { return elsa::attention_gradient(g, how...); });
   return {grad_query, grad_key, grad_value};
 }
 
 }  // namespace
+}  // namespace elsa_torch
 
 STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
   // In Python the schema belongs to elsa_core/ops; alone (C++, TorchScript) the library
@@ -149,11 +147,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
-  m.impl("attention", TORCH_BOX(&attention));
-  m.impl("attention_dropout", TORCH_BOX(&attention_dropout));
-  m.impl("sparse_attention", TORCH_BOX(&sparse_attention));
-  m.impl("attention_backward_native", TORCH_BOX(&attention_backward));
-  m.impl("attention_state_native", TORCH_BOX(&attention_state));
+  m.impl("attention", TORCH_BOX(&elsa_torch::attention));
+  m.impl("attention_dropout", TORCH_BOX(&elsa_torch::attention_dropout));
+  m.impl("sparse_attention", TORCH_BOX(&elsa_torch::sparse_attention));
+  m.impl("attention_backward_native", TORCH_BOX(&elsa_torch::attention_backward));
+  m.impl("attention_state_native", TORCH_BOX(&elsa_torch::attention_state));
 }
 
 // For `elsa doctor`: the kernels that run here, or null where ELSA_CPU_ISA names what this CPU

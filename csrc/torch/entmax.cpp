@@ -13,12 +13,8 @@
 
 #include "problem.h"
 
+namespace elsa_torch {
 namespace {
-
-using elsa_torch::gradient_of;
-using elsa_torch::problem;
-using elsa_torch::ScalarType;
-using elsa_torch::Tensor;
 
 constexpr const char* kName = "elsa::entmax_attention";
 constexpr const char* kBackwardName = "elsa::entmax_attention_backward";
@@ -84,14 +80,13 @@ std::tuple<Tensor, Tensor, Tensor> entmax_attention(const Tensor& query, const T
   elsa::Attention& a = p.attention;
   const std::vector<double> given = exponents(head_alpha, alpha, a);
   p.a = given.data();
-  Tensor out = elsa_torch::output(query, a);
-  Tensor rows = elsa_torch::empty<4>({3, a.batch, a.heads, a.queries});
-  Tensor tiles =
-      elsa_torch::empty<4>({a.batch, a.heads, elsa::tiles_of(a.queries), elsa::tiles_of(a.keys)},
-                           aoti_torch_dtype_uint8());
-  p.rows = elsa_torch::floats(rows);
+  Tensor out = output(query, a);
+  Tensor rows = empty<4>({3, a.batch, a.heads, a.queries});
+  Tensor tiles = empty<4>({a.batch, a.heads, elsa::tiles_of(a.queries), elsa::tiles_of(a.keys)},
+                          aoti_torch_dtype_uint8());
+  p.rows = floats(rows);
   p.tiles = static_cast<uint8_t*>(tiles.mutable_data_ptr());
-  elsa_torch::run(kName, [&](auto... how) { return elsa::entmax_attention(p, how...); });
+  run(kName, [&](auto... how) { return elsa::entmax_attention(p, how...); });
   return {out, rows, tiles};
 }
 
@@ -115,29 +110,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> entmax_attention_backward(
                   ": the CPU kernel takes float32");
   const std::vector<double> given = exponents(head_alpha, alpha, a);
   g.forward.a = given.data();
-  g.grad_out = elsa_torch::output_view(grad_out, a, "grad_out");
+  g.grad_out = output_view(grad_out, a, "grad_out");
   const int64_t all = a.batch * a.heads;
   const Tensor kept_rows = dense(rows, 3 * all * a.queries, ScalarType::Float, "rows");
   const Tensor kept_tiles = dense(tiles, all * elsa::tiles_of(a.queries) * elsa::tiles_of(a.keys),
                                   ScalarType::Byte, "tiles");
   // read, not written
-  g.forward.rows = elsa_torch::floats(kept_rows);
+  g.forward.rows = floats(kept_rows);
   g.forward.tiles = const_cast<uint8_t*>(static_cast<const uint8_t*>(kept_tiles.const_data_ptr()));
   Tensor grad_query = gradient_of(query, needs_query, g.query);
   Tensor grad_key = gradient_of(key, needs_key, g.key);
   Tensor grad_value = gradient_of(value, needs_value, g.value);
-  Tensor grad_alpha = elsa_torch::nothing();
+  Tensor grad_alpha = nothing();
   if (needs_alpha) {
-    grad_alpha = elsa_torch::empty<4>({a.batch, a.heads, 1, 1});
-    g.alpha = elsa_torch::floats(grad_alpha);
+    grad_alpha = empty<4>({a.batch, a.heads, 1, 1});
+    g.alpha = floats(grad_alpha);
   }
-  elsa_torch::run(kBackwardName, [&](auto... how) { return elsa::entmax_gradient(g, how...); });
+  run(kBackwardName, [&](auto... how) { return elsa::entmax_gradient(g, how...); });
   return {grad_query, grad_key, grad_value, grad_alpha};
 }
 
 }  // namespace
+}  // namespace elsa_torch
 
 STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
-  m.impl("entmax_attention", TORCH_BOX(&entmax_attention));
-  m.impl("entmax_attention_backward_native", TORCH_BOX(&entmax_attention_backward));
+  m.impl("entmax_attention", TORCH_BOX(&elsa_torch::entmax_attention));
+  m.impl("entmax_attention_backward_native", TORCH_BOX(&elsa_torch::entmax_attention_backward));
 }

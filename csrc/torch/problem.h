@@ -31,7 +31,7 @@ Operand operand(const Tensor& tensor, const char* name, bool packed = false) {
     o.view.stride[i] = o.size[i] == 1 ? 0 : tensor.stride(from);
   }
   o.view.data = tensor.const_data_ptr();
-  o.view.dtype = elsa_torch::dtype_of(tensor.scalar_type(), "elsa::attention");
+  o.view.dtype = dtype_of(tensor.scalar_type(), "elsa::attention");
   return o;
 }
 

@@ -9,11 +9,8 @@
 
 #include "problem.h"
 
+namespace elsa_torch {
 namespace {
-
-using elsa_torch::gradient_of;
-using elsa_torch::ScalarType;
-using elsa_torch::Tensor;
 
 constexpr const char* kName = "elsa::varlen_attention";
 
@@ -50,7 +47,7 @@ Packed packed(const Tensor& query, const Tensor& key, const Tensor& value,
               const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, bool is_causal,
               double scale) {
   Packed p;
-  p.problem = elsa_torch::problem(query, key, value, std::nullopt, is_causal, scale, true);
+  p.problem = problem(query, key, value, std::nullopt, is_causal, scale, true);
   const elsa::Attention& a = p.problem;
   p.query = bounds(cu_seqlens_q, "cu_seqlens_q", a.queries);
   p.key = bounds(cu_seqlens_k, "cu_seqlens_k", a.keys);
@@ -65,13 +62,11 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& k
                                             double scale, std::string precision) {
   Packed p = packed(query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale);
   elsa::Attention& a = p.problem;
-  Tensor out =
-      elsa_torch::empty<3>({a.queries, a.heads, a.value_dim}, elsa_torch::dtype_code(query));
-  Tensor lse = elsa_torch::empty<2>({a.heads, a.queries});
+  Tensor out = empty<3>({a.queries, a.heads, a.value_dim}, dtype_code(query));
+  Tensor lse = empty<2>({a.heads, a.queries});
   a.out = out.mutable_data_ptr();
-  a.lse = elsa_torch::floats(lse);
-  elsa_torch::run(kName,
-                  [&](auto... how) { return elsa::varlen_attention(a, p.sequences(), how...); });
+  a.lse = floats(lse);
+  run(kName, [&](auto... how) { return elsa::varlen_attention(a, p.sequences(), how...); });
   return {out, lse};
 }
 
@@ -85,21 +80,20 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
   elsa::AttentionGradient g;
   g.forward = p.problem;
   std::array<std::optional<Tensor>, 2> kept;
-  elsa_torch::read_results(g, grad_out, grad_lse, out, lse, "elsa::varlen_attention_backward", kept,
-                           true);
+  read_results(g, grad_out, grad_lse, out, lse, "elsa::varlen_attention_backward", kept, true);
   Tensor grad_query = gradient_of(query, needs_query, g.query);
   Tensor grad_key = gradient_of(key, needs_key, g.key);
   Tensor grad_value = gradient_of(value, needs_value, g.value);
-  elsa_torch::run(kName,
-                  [&](auto... how) { return elsa::varlen_gradient(g, p.sequences(), how...); });
+  run(kName, [&](auto... how) { return elsa::varlen_gradient(g, p.sequences(), how...); });
   return {grad_query, grad_key, grad_value};
 }
 
 }  // namespace
+}  // namespace elsa_torch
 
 // The schemas belong to elsa_core/ops alone: no bundle holds these operators yet, and a
 // library that is loaded without Python registers kernels of operators that are not defined.
 STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
-  m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
-  m.impl("varlen_attention_backward_native", TORCH_BOX(&varlen_attention_backward));
+  m.impl("varlen_attention", TORCH_BOX(&elsa_torch::varlen_attention));
+  m.impl("varlen_attention_backward_native", TORCH_BOX(&elsa_torch::varlen_attention_backward));
 }

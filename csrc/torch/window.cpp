@@ -10,10 +10,8 @@
 #include "../elsa/sizes.h"
 #include "common.h"
 
+namespace elsa_torch {
 namespace {
-
-using elsa_torch::ScalarType;
-using elsa_torch::Tensor;
 
 constexpr const char* kName = "elsa::window_attention";
 constexpr const char* kBackwardName = "elsa::window_attention_backward";
@@ -33,7 +31,7 @@ elsa::WindowAttention problem(const Tensor& qkv, int64_t heads, const std::vecto
   const auto sizes = qkv.sizes();
   const auto strides = qkv.strides();
   elsa::WindowAttention a;
-  a.dtype = elsa_torch::dtype_of(qkv.scalar_type(), kName);
+  a.dtype = dtype_of(qkv.scalar_type(), kName);
   STD_TORCH_CHECK(a.dtype != elsa::DType::kBool, kName, ": qkv must not be boolean");
   const int64_t group = elsa::product({3, heads});
   STD_TORCH_CHECK(group > 0 && sizes[4] > 0 && sizes[4] % group == 0, kName, ": ", sizes[4],
@@ -69,7 +67,7 @@ elsa::WindowAttention problem(const Tensor& qkv, int64_t heads, const std::vecto
 elsa::View bias_view(const Tensor& bias, const elsa::WindowAttention& a) {
   elsa::View view;
   view.data = bias.const_data_ptr();
-  view.dtype = elsa_torch::dtype_of(bias.scalar_type(), kName);
+  view.dtype = dtype_of(bias.scalar_type(), kName);
   STD_TORCH_CHECK(view.dtype == elsa::DType::kFloat32 || view.dtype == a.dtype, kName,
                   ": bias must be float32 or qkv's dtype");
   for (int i = 0; i < bias.dim(); ++i) {
@@ -86,11 +84,11 @@ Tensor gathered(const Tensor& table, const Tensor& index, const elsa::WindowAtte
   STD_TORCH_CHECK(index.scalar_type() == ScalarType::Long && index.dim() == 2 &&
                       index.sizes()[0] == tokens && index.sizes()[1] == tokens,
                   kName, ": bias_index must be int64 [", tokens, ", ", tokens, "]");
-  Tensor out = elsa_torch::empty<3>({a.heads, tokens, tokens});
+  Tensor out = empty<3>({a.heads, tokens, tokens});
   const Tensor positions = dense(index, ScalarType::Long);
   const bool inside = elsa::gather_bias(bias_view(table, a), table.sizes()[0], a.heads,
                                         static_cast<const int64_t*>(positions.const_data_ptr()),
-                                        tokens * tokens, elsa_torch::floats(out));
+                                        tokens * tokens, floats(out));
   STD_TORCH_CHECK(inside, kName, ": bias_index has entries outside [0, ", table.sizes()[0], ")");
   return out;
 }
@@ -129,7 +127,7 @@ void add_terms(elsa::WindowAttention& a, Kept& kept, const Tensor& qkv,
     STD_TORCH_CHECK(logit_scale->dim() == 1 && logit_scale->sizes()[0] == a.heads, kName,
                     ": logit_scale must be [", a.heads, "]");
     kept.logit_scale = dense(*logit_scale, ScalarType::Float);
-    a.logit_scale = elsa_torch::floats(*kept.logit_scale);
+    a.logit_scale = floats(*kept.logit_scale);
   }
 }
 
@@ -143,19 +141,19 @@ Tensor window_attention(const Tensor& qkv, const std::optional<Tensor>& bias,
   elsa::WindowAttention a = problem(qkv, num_heads, window_size, shift_size, grid);
   Kept kept;
   add_terms(a, kept, qkv, bias, bias_index, pad_qkv, logit_scale, scale, mask_value, layout);
-  Tensor out = elsa_torch::empty<5>({a.batch, a.depth, a.height, a.width, a.heads * a.head_dim},
-                                    elsa_torch::dtype_code(qkv));
+  Tensor out =
+      empty<5>({a.batch, a.depth, a.height, a.width, a.heads * a.head_dim}, dtype_code(qkv));
   a.out = out.mutable_data_ptr();
-  elsa_torch::run(kName, [&](auto... how) { return elsa::window_attention(a, how...); });
+  run(kName, [&](auto... how) { return elsa::window_attention(a, how...); });
   return out;
 }
 
 // A dense float32 gradient of an operand's shape, or nothing.
 template <size_t N>
 Tensor gradient(bool needed, const std::array<int64_t, N>& size, float*& data) {
-  if (!needed) return elsa_torch::nothing();
-  Tensor result = elsa_torch::empty<N>(size);
-  data = elsa_torch::floats(result);
+  if (!needed) return nothing();
+  Tensor result = empty<N>(size);
+  data = floats(result);
   return result;
 }
 
@@ -181,17 +179,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> window_attention_backward(
       grad_out.numel() * 3 == qkv.numel() && grad_out.scalar_type() == ScalarType::Float,
       kBackwardName, ": grad_out must be float32 and of the output's shape");
   const Tensor slopes = dense(grad_out, ScalarType::Float);
-  g.grad_out = elsa_torch::floats(slopes);
+  g.grad_out = floats(slopes);
   Tensor grad_qkv =
       gradient<5>(needs_qkv, {a.batch, a.depth, a.height, a.width, 3 * channels}, g.qkv);
   Tensor grad_bias = gradient<3>(needs_bias && bias.has_value(), {a.heads, tokens, tokens}, g.bias);
   Tensor grad_pad = gradient<1>(needs_pad && pad_qkv.has_value(), {3 * channels}, g.pad_qkv);
   Tensor grad_scale = gradient<1>(needs_scale && logit_scale.has_value(), {a.heads}, g.logit_scale);
-  elsa_torch::run(kBackwardName, [&](auto... how) { return elsa::window_gradient(g, how...); });
+  run(kBackwardName, [&](auto... how) { return elsa::window_gradient(g, how...); });
   return {grad_qkv, grad_bias, grad_pad, grad_scale};
 }
 
 }  // namespace
+}  // namespace elsa_torch
 
 STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
   // As in attention.cpp: alone, the library brings its own schema.
@@ -204,6 +203,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
-  m.impl("window_attention", TORCH_BOX(&window_attention));
-  m.impl("window_attention_backward_native", TORCH_BOX(&window_attention_backward));
+  m.impl("window_attention", TORCH_BOX(&elsa_torch::window_attention));
+  m.impl("window_attention_backward_native", TORCH_BOX(&elsa_torch::window_attention_backward));
 }
