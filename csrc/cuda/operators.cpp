@@ -199,7 +199,7 @@ bool run(const Bound& bound, const Arguments& arguments, StableIValue* stack) {
   Handle outputs[kMostValues];
   if (!elsa_cuda::run(bound, arguments.addresses, arguments.where, outputs)) return false;
   for (size_t i = 0; i < bound.plan.outputs.size(); ++i)
-    stack[i] = torch::stable::detail::from(outputs[i].give());
+    stack[i] = torch::stable::detail::from(outputs[i].release());
   return true;
 }
 
@@ -275,7 +275,7 @@ void serve(const Operator& op, StableIValue* stack) {
   }
   keep(op, key, generation, arguments, results[op.results].get());
   for (uint32_t i = 0; i < op.results; ++i)
-    stack[i] = torch::stable::detail::from(results[i].give());
+    stack[i] = torch::stable::detail::from(results[i].release());
 }
 
 template <size_t N>

@@ -8,7 +8,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <utility>
+#include <type_traits>
 
 #include "cache.h"
 #include "plan.h"
@@ -49,25 +49,10 @@ inline void ask(AOTITorchError error, const char* what) {
   }
 }
 
-// A tensor handle that is deleted unless it is given away.
-class Handle {
- public:
-  Handle() = default;
-  explicit Handle(AtenTensorHandle handle) : handle_(handle) {}
-  Handle(Handle&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
-  Handle& operator=(Handle&& other) noexcept {
-    std::swap(handle_, other.handle_);
-    return *this;
-  }
-  ~Handle() {
-    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
-  }
-  AtenTensorHandle get() const { return handle_; }
-  AtenTensorHandle give() { return std::exchange(handle_, nullptr); }
-
- private:
-  AtenTensorHandle handle_ = nullptr;
+struct Delete {
+  void operator()(AtenTensorHandle tensor) const { aoti_torch_delete_tensor_object(tensor); }
 };
+using Handle = std::unique_ptr<std::remove_pointer_t<AtenTensorHandle>, Delete>;
 
 inline Address address_of(AtenTensorHandle tensor) {
   void* data = nullptr;
