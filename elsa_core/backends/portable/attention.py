@@ -237,20 +237,18 @@ class Driver:
     @contextmanager
     def _current(self, device: int) -> Iterator[None]:
         """Make the primary context of a device, which is PyTorch's, the current one."""
-        self._ask("cuCtxPushCurrent_v2", self._context(device))
-        try:
-            yield
-        finally:
-            self._ask("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-    def _context(self, device: int) -> ctypes.c_void_p:
         with self._lock:
-            if device not in self._contexts:
+            context = self._contexts.get(device)
+            if context is None:
                 handle, context = ctypes.c_int(), ctypes.c_void_p()
                 self._ask("cuDeviceGet", ctypes.byref(handle), device)
                 self._ask("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
                 self._contexts[device] = context
-            return self._contexts[device]
+        self._ask("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self._ask("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def _ask(self, function: str, *arguments: object) -> None:
         try:
