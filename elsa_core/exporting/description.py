@@ -288,13 +288,10 @@ def _onnx(manifest: dict[str, Any], on_gpu: bool) -> str:
     openvino = template.NO_OPENVINO
     if artefact.get("mode") == "standard":
         found = artefact.get("verification", {}).get("openvino", "")
-        openvino = (
-            f"OpenVINO does not reproduce it: {found}." if found else "OpenVINO was not tried."
-        )
-        if found == "ok":
-            openvino = (
-                "OpenVINO reads it too, and reproduced the model where this bundle was written."
-            )
+        openvino = {
+            "": "OpenVINO was not tried.",
+            "ok": "OpenVINO reads it too, and reproduced the model where this bundle was written.",
+        }.get(found, f"OpenVINO does not reproduce it: {found}.")
     return _ONNX.format(
         requirement=f"'onnxruntime{'-gpu' * on_gpu}{artefact['runtime']['onnxruntime']}'",
         register=register, openvino=openvino, provider=_PROVIDER if on_gpu else "",
