@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from elsa_core.errors import ArgumentError, ElsaError, UnavailableError
 
 _RENAME_EXCHANGE = 2  # of renameat2 in linux/fs.h
 _AT_FDCWD = -100
+_umask_lock = threading.Lock()
 
 
 def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentError) -> Path:
@@ -62,8 +64,9 @@ def parents_made(target: Path) -> Iterator[None]:
     made: list[Path] = []
     try:
         for path in missing:
-            path.mkdir()
-            made.append(path)
+            with suppress(FileExistsError):  # another call made it meanwhile
+                path.mkdir()
+                made.append(path)
         yield
     except BaseException:
         for path in reversed(made):
@@ -149,8 +152,9 @@ def flush(path: Path) -> None:
 
 def umask() -> int:
     """The permission bits that new files of this process lack."""
-    mask = os.umask(0o077)  # meanwhile no other thread makes a file for all
-    os.umask(mask)
+    with _umask_lock:  # two threads at once would leave the process another mask
+        mask = os.umask(0o077)
+        os.umask(mask)
     return mask
 
 

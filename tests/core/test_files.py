@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,28 @@ def test_the_longest_names_can_be_written(tmp_path: Path, name: str) -> None:
         (staging / "b").touch()
     assert [path.name for path in (tmp_path / name).iterdir()] == ["b"]
     files.write_text("x", tmp_path / name[1:])
+
+
+def test_threads_write_below_the_same_new_folders(tmp_path: Path) -> None:
+    """One found a folder that another had just made, and failed."""
+    together, before = threading.Barrier(4), sys.getswitchinterval()
+
+    def write(target: Path) -> None:
+        together.wait()
+        with files.staged(target) as staging:
+            (staging / "a").touch()
+
+    targets = [tmp_path / f"{i}" / "b" / f"{j}" for i in range(50) for j in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            written = [pool.submit(write, target) for target in targets]
+    finally:
+        sys.setswitchinterval(before)
+    assert [each.exception() for each in written] == [None] * len(targets)
+    assert {mode(target) for target in targets} == {0o750}
+    with files.staged(tmp_path / "last") as staging:
+        assert files.umask() == 0o027, staging
 
 
 def test_a_text_replaces_another_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
