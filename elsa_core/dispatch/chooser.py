@@ -40,6 +40,8 @@ RUNS: dict[tuple[str, str], Callable[..., Any]] = {}
 BY_ROW: dict[tuple[str, str], Callable[..., Any]] = {}
 SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
 
+# Where a backend of every device is asked for projections.
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _REGISTRATIONS = itertools.count(1)
 
 
@@ -405,11 +407,13 @@ def _forget() -> None:
                 BY_ROW[operator, each.name] = by_row
             known = ops.BY_SCHEMA.get(f"elsa::{operator}")
             projection = known is not None and known.kind == "linear"
-            if not projection or offered.direct is None or each.device is None:
+            if not projection or offered.direct is None:
                 continue
-            for name in ("auto", *(n for n, home in homes.items() if home == each.device)):
-                key = (operator, each.device, name)
-                SERVING[key] = (*SERVING.get(key, ()), offered.direct)
+            for place in (each.device,) if each.device else _DEVICES:
+                neighbours = {name for name, home in homes.items() if home == place}
+                for name in {"auto", each.name} | neighbours:
+                    key = (operator, place, name)
+                    SERVING[key] = (*SERVING.get(key, ()), offered.direct)
     # last: a graph captured before this line is not found behind it
     SWITCHES["registered"] = next(_REGISTRATIONS)
 

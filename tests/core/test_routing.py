@@ -222,9 +222,10 @@ def test_a_backend_of_another_package(guest) -> None:
         dispatch.register(Backend("guest", None, {}))
 
 
-@pytest.fixture
-def fused_by():
-    """A guest that computes layers of GELU without a gradient; the list grows with its calls."""
+@pytest.fixture(params=["cpu", None])
+def fused_by(request):
+    """A guest that computes layers of GELU without a gradient; the list grows with its calls. Of a
+    device, or of every one, which had been asked by nobody."""
     calls = []
 
     def direct(input, weight, bias, activation, residual, scale, precision):
@@ -235,7 +236,8 @@ def fused_by():
         return (out if residual is None else out + residual).detach()
 
     terms = (lambda _: Support(True), None, "at once", lambda _: "as it is")
-    dispatch.register(Backend("fuser", "cpu", {"linear": Implementation(*terms, direct=direct)}))
+    offered = {"linear": Implementation(*terms, direct=direct)}
+    dispatch.register(Backend("fuser", request.param, offered))
     yield calls
     dispatch.unregister("fuser")
 
