@@ -122,10 +122,13 @@ def _arguments(
         query, key, value, _ = operands.operands(query, key, value, None, False, enable_gqa)
         scale = default_scale(query) if scale is None else float(scale)
         dispatch.choose("attention", *kind_of(query, value, precision), backend)
+        if not all(hasattr(each, "__index__") for each in lengths or ()):
+            raise TypeError(f"lengths must be whole numbers, not {lengths!r}")
     except (ArgumentError, TypeError, ValueError, UnavailableError) as error:
-        if not calls.traced() and isinstance(query, Tensor):
+        devices = [t.device for t in (query, key, value) if isinstance(t, Tensor)]
+        if devices and not calls.traced():
             wrong = {"error": str(error)[: agreement.LONGEST]}
-            agreement.compare(groups.by_name(name), wrong, query.device)
+            agreement.compare(groups.by_name(name), wrong, devices[0])
         raise
     wanted = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
     gradients = " ".join(wanted)

@@ -142,6 +142,8 @@ def disagreements(rank: int) -> dict[str, str]:
 
     return {
         "types": said(lambda: attention(x, [1] if mine else x, x)),  # type: ignore[arg-type]
+        "query": said(lambda: attention([1] if mine else x, x, x)),  # type: ignore[arg-type]
+        "kind of lengths": said(lambda: attention(x, x, x, lengths=(4, 4.0 if mine else 4))),  # type: ignore[arg-type]
         "scale": said(lambda: attention(x, x, x, scale="a" if mine else 1.0)),  # type: ignore[arg-type]
         "mask of other dims": said(other_dims),
         "dtype": said(lambda: attention(y, y, y)),

@@ -11,6 +11,8 @@ from .ranks import SHORT
 
 LINES = {
     "types": "rank 1: key must be a torch.Tensor, not list",
+    "query": "rank 1: query must be a torch.Tensor, not list",
+    "kind of lengths": "rank 1: lengths must be whole numbers, not (4, 4.0)",
     "scale": "rank 1: could not convert string to float: 'a'",
     "dtype": "the dtype is float32 on rank 0 and float64 on rank 1",
     "head_dim": "head_dim is 8 on rank 0 and 9 on rank 1",
