@@ -29,7 +29,7 @@ from elsa_core.patching import (
 )
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import Prepared, ProfileReport, Progress, prepare, timed
-from elsa_core.profiling.runs.variants import first_tensor, on_device
+from elsa_core.profiling.runs.variants import first_tensor, inputs_kept, on_device
 from elsa_core.profiling.sites import outermost, profiles, served, site_clock
 from elsa_core.proof import check
 
@@ -104,7 +104,7 @@ def profile(
     model = plain_model(model)
     arguments = next(iter(as_cases(inputs).values()))
     device, start = first_tensor(arguments).device, time.perf_counter()
-    with shown(progress) as told, on_device(device):
+    with shown(progress) as told, on_device(device), inputs_kept(arguments):
         tell = told or (lambda what, done, total: None)
         ready = prepare(
             model, arguments, baselines, tell, precision=precision, backend=backend,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 import elsa_core as elsa
 from elsa_core.patching import find_sites, shared_copy
 from elsa_core.profiling import policy
+from elsa_core.profiling.runs.training import profile_training
 from elsa_core.profiling.sites import around, outermost, served, site_clock
 
 timm = pytest.importorskip("timm")
@@ -149,3 +152,23 @@ def test_a_model_of_token_ids() -> None:
     assert "the errors of the runs are not known: the model's output has no floating tensor" in (
         report.warnings
     )
+
+
+@pytest.mark.parametrize("measure", [elsa.profile, profile_training])
+def test_a_model_that_writes_to_its_input(measure: Callable[..., elsa.ProfileReport]) -> None:
+    """Each run had another input than the oracle, and the caller's was another one afterwards."""
+
+    class Normalising(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = timm.create_model("test_vit", img_size=32)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.inner(images.sub_(0.5).div_(1.25))
+            return out
+
+    images = torch.randn(2, 3, 32, 32)
+    given = images.clone()
+    report = measure(Normalising().eval(), given, rounds=2, budget_seconds=0.2)
+    assert torch.equal(given, images)
+    assert all(run.error is None or run.error < 1e-5 for run in report.runs)

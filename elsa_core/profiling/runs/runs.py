@@ -32,7 +32,7 @@ from elsa_core.patching import (
     unpatch,
 )
 from elsa_core.profiling.runs import variants
-from elsa_core.profiling.runs.variants import first_tensor
+from elsa_core.profiling.runs.variants import first_tensor, inputs_kept
 from elsa_core.profiling.words import profile_summary
 from elsa_core.proof import TURBO_EPS, Comparison, floating_outputs, map_floating
 
@@ -216,8 +216,10 @@ def prepare(
     else:
         patched = shared_copy(plain)
         report = patch(patched, **patching)
-    dispatch.compile_kernels(lambda: patched(*arguments), tell)
-    built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell, step)
+    with inputs_kept(arguments):
+        dispatch.compile_kernels(lambda: patched(*arguments), tell)
+        every = (*names, *variants.ours(names))
+        built = variants.build(plain, patched, arguments, every, tell, step)
     return Prepared(plain, patched, arguments, first, report, built, step is not None)
 
 
@@ -232,11 +234,12 @@ def timed(
     first, built, report = ready.first, ready.built, ready.report
     doubts = watch(first.device)
     tell("rounds", 0, 0)
-    samples = rounds.take_samples(
-        built.contenders, first.device, settings, clocks,
-        progress=lambda done, total: tell("rounds", done, total),
-        first=built.first_seconds if first.device.type == "cpu" else {},
-    )  # fmt: skip
+    with inputs_kept(ready.arguments):
+        samples = rounds.take_samples(
+            built.contenders, first.device, settings, clocks,
+            progress=lambda done, total: tell("rounds", done, total),
+            first=built.first_seconds if first.device.type == "cpu" else {},
+        )  # fmt: skip
     tell("errors", 0, 0)
     known = RunErrors({}, {})
     if errors and not ready.trains:
@@ -368,7 +371,7 @@ def run_errors(
         with torch.inference_mode():
             outputs = {}
             for contender in contenders:
-                with contender.context():
+                with contender.context(), inputs_kept(arguments):
                     outputs[contender.name] = floating_outputs(contender.call())
         reference = outputs["eager"]
         if not reference:

@@ -25,7 +25,7 @@ from elsa_core.measuring.rounds import Settings
 from elsa_core.measuring.timing import between, mark
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.runs import ProfileReport, Progress, prepare, timed
-from elsa_core.profiling.runs.variants import first_tensor, on_device
+from elsa_core.profiling.runs.variants import first_tensor, inputs_kept, on_device
 from elsa_core.proof import Comparison, floating_outputs, map_floating
 
 PARTS: Final = ("forward", "backward", "optimizer")
@@ -143,7 +143,7 @@ def profile_training(
     step = partial(
         Step, arguments=arguments, loss=loss, optimizer=optimizer, dtype=dtype, device=first.device
     )
-    with on_device(first.device):
+    with on_device(first.device), inputs_kept(arguments):
         ready = prepare(own, arguments, baselines, tell, step=step, **patching)
         clocks = {c.name: c.call.read for c in ready.built.contenders if isinstance(c.call, Step)}
         found, samples = timed(ready, settings, tell, clocks)

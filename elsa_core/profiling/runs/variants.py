@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from elsa_core.base.messages import first_line
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
@@ -69,6 +70,20 @@ Calling = Callable[[Callable[..., object]], Callable[[], object]]
 def first_tensor(arguments: tuple[Any, ...]) -> Tensor:
     """What a call's device, dtype, batch and image size are read from; a scalar has no batch."""
     return next(value for value in arguments if isinstance(value, Tensor) and value.ndim)
+
+
+@contextlib.contextmanager
+def inputs_kept(arguments: tuple[Any, ...]) -> Iterator[None]:
+    """A model may write to its inputs (`x.sub_(mean)`): they hold again what they held before."""
+    tensors = [each for each in pytree.tree_leaves(arguments) if isinstance(each, Tensor)]
+    kept = [each.clone() for each in tensors]
+    try:
+        yield
+    finally:
+        with torch.inference_mode():
+            for tensor, before in zip(tensors, kept, strict=True):
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
