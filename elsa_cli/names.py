@@ -123,8 +123,9 @@ def close_names(name: str, library: str | None = None) -> list[str]:
     ranked = sorted(shown.items(), key=lambda pair: (len(pair[0]), pair[0]))
     squashed = [(typed, "".join(words_of.findall(each.lower()))) for typed, each in ranked]
     found += [typed for typed, each in squashed if each == plain]
-    found += [typed for typed, each in squashed if each.startswith(plain)]
-    found += [typed for typed, each in ranked if all(w in each.lower() for w in words)]
+    if plain:  # else every name would begin so
+        found += [typed for typed, each in squashed if each.startswith(plain)]
+        found += [typed for typed, each in ranked if all(w in each.lower() for w in words)]
     by_name = {each: typed for typed, each in reversed(shown.items())}
     near = difflib.get_close_matches(name, list(by_name), n=_SHOWN, cutoff=0.6)
     found += [by_name[each] for each in near]

@@ -128,11 +128,8 @@ def command(session: Session, /, kind: str | None, **values: Any) -> None:
             raise click.UsageError(f"{alone[0]} is about a new run: --from takes an earlier one")
         bench_common.files(session, options.earlier, published)
         return
-    if published is not None and not (options.tables or options.patterns or options.quick):
-        options.patterns = tuple(
-            re.sub(r"([*?[])", r"[\1]", case["case"]["name"])
-            for case in published["results"]["cases"]
-        )
+    if published is not None:
+        _select(options, [case["case"] for case in published["results"]["cases"]])
     if options.plot is not None:
         names.check_plot(options.plot)
     pipeline.import_torch(session)
@@ -142,6 +139,24 @@ def command(session: Session, /, kind: str | None, **values: Any) -> None:
         bench_tiles.tune_linear(session, options)
     else:
         bench_models.run(session, options, published, kind)
+
+
+def _select(options: Options, published: list[Document]) -> None:
+    """Set in `options` the precision that all cases of a published run were measured in alone, and
+    where none are named, these cases."""
+    precisions = {tuple(case.get("precisions", ())) for case in published}
+    alone = precisions.pop() if len(precisions) == 1 else ()
+    if options.precision is None and len(alone) == 1:
+        options.precision = alone[0]
+    if options.tables or options.patterns or options.quick or options.shapes:
+        return
+    shapes = [re.fullmatch(r"shape/(.+)-(\w+)", case["name"]) for case in published]
+    found = [shape.groups() for shape in shapes if shape is not None]
+    if found:  # a run of --shape, whose calls are in no table
+        options.shapes = tuple(sizes.replace("x", ",") for sizes, _ in found)
+        options.dtype = options.dtype or found[0][1]
+    else:
+        options.patterns = tuple(re.sub(r"([*?[])", r"[\1]", case["name"]) for case in published)
 
 
 def _check(kind: str, options: Options) -> None:

@@ -65,6 +65,28 @@ def test_json_is_one_document(
         schema.validate(document)
 
 
+def test_a_run_of_shapes_is_measured_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No table had its cases, and a table's were measured in a precision of their own."""
+    monkeypatch.setitem(attention._GEMM_SIZE, "cpu", 128)
+    assert run(["bench", "attention", *TINY, "--precision", "ieee", "-o", "r.json"]) == 0
+    capsys.readouterr()
+    run(["bench", *SHORT, "--compare", "r.json", "-o", "again.json"])  # times may differ
+    assert "2 cases compared" in capsys.readouterr().out
+    first, again = (json.loads(Path(name).read_text()) for name in ("r.json", "again.json"))
+    assert [c["case"] for c in again["results"]["cases"]] == [
+        c["case"] for c in first["results"]["cases"]
+    ]
+    case = first["results"]["cases"][0]
+    case["case"]["name"] = "window/256x3x49x32-fp32-mask"
+    first["results"]["cases"] = [case]
+    Path("r.json").write_text(json.dumps(first))
+    run(["bench", *SHORT, "--compare", "r.json", "--case", "window/256*-mask", "--json"])
+    (found,) = json.loads(capsys.readouterr().out)["results"]["cases"]
+    assert found["case"]["precisions"] == ["ieee"] == case["case"]["precisions"]
+
+
 def test_a_shape_of_ones_own(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,11 @@ def test_close_names(text: str, first: str) -> None:
     assert f"'{text}'" in line and first in line.split("close names: ")[1].split(", ")[:2]
 
 
+def test_a_text_without_letters_is_close_to_nothing() -> None:
+    """Every name begins with the nothing that was left of it."""
+    assert names.close_names("##") == names.close_names("[") == []
+
+
 def test_what_is_right_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every name that the libraries know, aliases, tags, hub ids and whatever exists."""
     import timm
