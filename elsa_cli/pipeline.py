@@ -58,7 +58,7 @@ def open_model(
     if (folder := options.images) is not None and not folder.is_dir():
         what = "not a folder" if folder.exists() else "no such folder of images"
         raise ModelFileError(f"{folder}: {what}")
-    if folder is not None and (options.inputs is not None or options.input_size is not None):
+    if (options.inputs is not None or options.input_size is not None) and typed(("images",)):
         raise click.UsageError("--images and --inputs or --input-size exclude each other")
     import_torch(session)
     # The device is asked for first: a missing one is known before seconds go into loading.

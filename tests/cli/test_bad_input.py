@@ -190,6 +190,9 @@ def test_images_beside_other_inputs(elsa: Elsa, command: str, given: str) -> Non
     """They were left out without a word, and the check passed."""
     Path("images").mkdir()
     elsa(command, "test_vit", "--images", "images", given).fails(2, "--images", given[:8])
+    # a default, which other inputs replace
+    Path("pyproject.toml").write_text('[tool.elsa]\nimages = "images"\n')
+    assert "--images" not in elsa(command, "test_vit", "--inputs", "none.pt").err
 
 
 def test_a_page_of_a_bundle(elsa: Elsa) -> None:
