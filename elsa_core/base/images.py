@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 
 # Pillow warns from 89 million pixels and refuses at twice that; here the warning is the limit.
 MAX_PIXELS = 89_478_485
+_opening = threading.Lock()
 
 
 class ImageBatch(NamedTuple):
@@ -139,11 +141,14 @@ def _read(file: Path, mode: str, transform: Any, target: tuple[float, float] | N
     from PIL import Image
 
     try:
-        with warnings.catch_warnings(), open_regular(file) as opened:
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            Image.init()
-            known = [name for name in FORMATS if name in Image.OPEN]
-            with Image.open(opened, formats=known) as image:
+        with open_regular(file) as opened:
+            # Filters of warnings are the process's: threads that read put back those of others.
+            with _opening, warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                Image.init()
+                known = [name for name in FORMATS if name in Image.OPEN]
+                image = Image.open(opened, formats=known)
+            with image:
                 width, height = image.size
                 scale = 1.0
                 if target is not None and width and height:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import struct
+import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from elsa_core.base.images import read_folder
+from elsa_core.base.images import read_folder, reader
 from elsa_core.errors import ArgumentError, ModelError
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
@@ -103,6 +105,16 @@ def test_decompression_bomb_is_refused(tmp_path: Path, side: int, words: str) ->
     (tmp_path / "big.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
     with pytest.raises(ModelError, match=rf"big\.png.*{words}"):
         read_folder(tmp_path, (3, 16, 16), MEAN, STD)
+
+
+def test_threads_leave_the_filters_of_warnings_as_they_were(tmp_path: Path) -> None:
+    """Decompression bombs were ignored in the whole process after `elsa_core.evaluate`."""
+    files = [write(tmp_path / f"{i}.png", 300, 300) for i in range(64)]
+    read = reader((3, 32, 32), MEAN, STD)
+    before = list(warnings.filters)
+    with ThreadPoolExecutor(8) as pool:
+        assert len(list(pool.map(read, files))) == len(files)
+    assert list(warnings.filters) == before
 
 
 def test_a_name_starts_no_interpreter(tmp_path: Path) -> None:
