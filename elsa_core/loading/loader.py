@@ -290,10 +290,14 @@ def _checked_device(device: str | torch.device) -> torch.device:
             raise UnavailableError("device cuda is not available here: use --device cpu")
         if found.index is not None and found.index >= count:
             raise UnavailableError(f"device {found} is not there: this machine has {count}")
-    elif found.type == "mps" and not torch.backends.mps.is_available():
-        raise UnavailableError("device mps is not available here: use --device cpu")
     elif found.type == "meta":
         raise ArgumentError("device (--device) meta holds no weights: use cpu or cuda")
+    elif found.type != "cpu":
+        try:
+            torch.empty(0, device=found)
+        except (AssertionError, ImportError, RuntimeError) as error:  # each device has its own
+            line = f"device {found} is not available here: use --device cpu ({first_line(error)})"
+            raise UnavailableError(line) from None
     return found
 
 

@@ -174,6 +174,9 @@ def test_devices_and_dtypes_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnavailableError, match="cuda is not available"):
         load("test_vit", device="cuda")
+    for device in ("hpu", "vulkan"):  # each was another error of PyTorch's, after the build
+        with pytest.raises(UnavailableError, match=f"{device} is not available here"):
+            load("test_vit", device=device)
     for device in ("nonsense", "meta"):
         with pytest.raises(ArgumentError, match="--device"):
             load("test_vit", device=device)
