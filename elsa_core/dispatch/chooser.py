@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
 
 # Where a backend of every device is asked for projections.
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
-_REGISTRATIONS = itertools.count(1)
+_REGISTRATIONS, _JOINING = itertools.count(1), threading.Lock()
 
 
 def register(backend: Backend, *, ahead_of: str = PLAIN) -> None:
@@ -51,19 +52,21 @@ def register(backend: Backend, *, ahead_of: str = PLAIN) -> None:
     Raises:
         ArgumentError: a backend of its name is there, or none of the name `ahead_of`.
     """
-    known = [each.name for each in BACKENDS]
-    if backend.name in ("auto", *known):
-        raise ArgumentError(f"a backend {backend.name!r} is registered already")
-    if ahead_of not in known:
-        raise ArgumentError(f"ahead_of={ahead_of!r} is unknown: choose one of {', '.join(known)}")
-    BACKENDS.insert(known.index(ahead_of), backend)
-    _forget()
+    with _JOINING:
+        known = [each.name for each in BACKENDS]
+        if backend.name in ("auto", *known):
+            raise ArgumentError(f"a backend {backend.name!r} is registered already")
+        if ahead_of not in known:
+            choices = ", ".join(known)
+            raise ArgumentError(f"ahead_of={ahead_of!r} is unknown: choose one of {choices}")
+        place = known.index(ahead_of)
+        _use([*BACKENDS[:place], backend, *BACKENDS[place:]])
 
 
 def unregister(name: str) -> None:
     """Take a backend out again."""
-    BACKENDS[:] = [each for each in BACKENDS if each.name != name]
-    _forget()
+    with _JOINING:
+        _use([each for each in BACKENDS if each.name != name])
 
 
 def names(operator: str = "attention") -> tuple[str, ...]:
@@ -262,11 +265,9 @@ def is_whole(operator: str, name: str) -> bool:
 
 
 def kernels_of(operator: str, device_type: str) -> str:
-    """The backend whose kernels `elsa::<operator>` has on a device."""
-    for backend in BACKENDS:
-        if backend.device == device_type and operator in backend.operators:
-            return backend.name
-    return PLAIN
+    """The backend whose kernels `elsa::<operator>` has on a device: none of another package."""
+    own = (each for each in BACKENDS if each.name in SHIPPED and each.device == device_type)
+    return next((each.name for each in own if operator in each.operators), PLAIN)
 
 
 def plain_alone(backend: str) -> str:
@@ -389,22 +390,18 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
     return (*reasons, f"gradients: {by}")
 
 
-def _forget() -> None:
-    chosen.cache_clear()
-    cuda.forget()
-    tables: tuple[dict[Any, Any], ...] = (RUNS, BY_ROW, SERVING)
-    for table in tables:
-        table.clear()
-    for record in ops.RECORDS.values():
-        RUNS[record.name, PLAIN] = record.eager
-    homes = {each.name: each.device for each in BACKENDS}
-    for each in BACKENDS:
+def _use(backends: list[Backend]) -> None:
+    """Make these the backends; calls of other threads go on meanwhile."""
+    runs: dict[Any, Any] = {(name, PLAIN): each.eager for name, each in ops.RECORDS.items()}
+    by_row, serving = dict[Any, Any](), dict[Any, Any]()
+    homes = {each.name: each.device for each in backends}
+    for each in backends:
         for operator, offered in each.operators.items():
             if offered.run is not None:
-                RUNS[operator, each.name] = offered.run
-            by_row = offered.by_row or (offered.direct if offered.whole else None)
-            if by_row is not None:
-                BY_ROW[operator, each.name] = by_row
+                runs[operator, each.name] = offered.run
+            direct = offered.by_row or (offered.direct if offered.whole else None)
+            if direct is not None:
+                by_row[operator, each.name] = direct
             known = ops.BY_SCHEMA.get(f"elsa::{operator}")
             projection = known is not None and known.kind == "linear"
             if not projection or offered.direct is None:
@@ -413,9 +410,19 @@ def _forget() -> None:
                 neighbours = {name for name, home in homes.items() if home == place}
                 for name in {"auto", each.name} | neighbours:
                     key = (operator, place, name)
-                    SERVING[key] = (*SERVING.get(key, ()), offered.direct)
+                    serving[key] = (*serving.get(key, ()), offered.direct)
+    tables: list[tuple[dict[Any, Any], dict[Any, Any]]]
+    tables = [(RUNS, runs), (BY_ROW, by_row), (SERVING, serving)]
+    for table, made in tables:
+        table.update(made)
+    BACKENDS[:] = backends  # after what they run, and before what is no longer theirs goes
+    chosen.cache_clear()
+    cuda.forget()
+    for table, made in tables:
+        for key in table.keys() - made.keys():
+            del table[key]
     # last: a graph captured before this line is not found behind it
     SWITCHES["registered"] = next(_REGISTRATIONS)
 
 
-_forget()
+_use(list(BACKENDS))

@@ -206,6 +206,7 @@ def test_a_backend_of_another_package(guest) -> None:
     q = make(1, 2, 5, 24).requires_grad_()
     route = elsa.explain(q, q, q)
     assert (route.backend, route.schedule) == ("guest", "all at once")
+    assert dispatch.kernels_of("attention", "cpu") == "native", "the operator's kernel stays"
     wanted = F.scaled_dot_product_attention(q, q, q)
     compiled = torch.compile(lambda x: elsa.attention(x, x, x), fullgraph=True, backend="aot_eager")
     for call in (elsa.attention, lambda q, *_: compiled(q)):
@@ -267,6 +268,20 @@ def test_a_guest_may_train_what_the_table_leaves_to_the_original(home: str | Non
         assert not dispatch.choose(*kind, mode="site")
     finally:
         dispatch.unregister("guest")
+
+
+def test_calls_go_on_while_a_backend_joins_and_leaves() -> None:
+    """Calls of other threads found no kernel while the tables were made anew."""
+    q, outs = make(1, 2, 5, 24), []
+
+    class Offered(dict):
+        def items(self):
+            outs.append(elsa.entmax_attention(q, q, q, alpha=1.5))
+            return super().items()
+
+    dispatch.register(Backend("guest", "cpu", Offered()), ahead_of="native")
+    dispatch.unregister("guest")
+    assert len(outs) == 1
 
 
 def test_a_guest_that_left_is_gone() -> None:
