@@ -219,7 +219,7 @@ def model_options(*, required: bool = True, swept: bool = False) -> tuple[Decora
         ),
         click.option("--std", type=values.NUMBERS, help="Their standard deviation."),
         click.option(
-            "--crop-pct", type=click.FloatRange(0.05, 2.0), metavar="SHARE",
+            "--crop-pct", type=values.Number(0.05, 2.0), metavar="SHARE",
             help="Share of the resized image that the centre crop keeps.",
         ),
         click.option(
@@ -300,7 +300,7 @@ PROOF = (
         "number in (0, 1), which costs an error.",
     ),
     click.option(
-        "--sparsity-bound", type=click.FloatRange(min=0.0), default=0.0,
+        "--sparsity-bound", type=values.Number(min=0.0), default=0.0,
         help="The relative error that a number as --sparsity may add to what is allowed.",
     ),
 )  # fmt: skip

@@ -43,6 +43,16 @@ class _Shown(click.ParamType):  # type: ignore[type-arg]  # generic in new Click
         return self.metavar
 
 
+class Number(click.FloatRange):
+    """A number within a range; Click lets NaN through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return found
+
+
 @dataclass(eq=False, repr=False)
 class Parsed(_Shown):
     """What `read` makes of the match of a pattern with a text. A text that does not match, or of

@@ -12,7 +12,7 @@ from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import PlaceError, VerdictError
 from elsa_cli.options import Options, elsa_command, typed
-from elsa_cli.values import BASELINE_LIST, DEVICE, DTYPES
+from elsa_cli.values import BASELINE_LIST, DEVICE, DTYPES, Number
 
 if TYPE_CHECKING:
     import torch
@@ -66,11 +66,11 @@ _NOT_FOR = {
         help="Samples of each contender (models: at least).",
     ),
     click.option(
-        "--budget", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True,
+        "--budget", type=Number(0.1, 3600), default=20.0, show_default=True,
         metavar="SECONDS", help="Limit of one case; it takes fewer rounds then.",
     ),
     click.option(
-        "--limit", type=click.FloatRange(1), metavar="SECONDS",
+        "--limit", type=Number(1), metavar="SECONDS",
         help="Begin no further model or product after this time; --resume goes on.",
     ),
     click.option(

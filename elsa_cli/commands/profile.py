@@ -13,7 +13,7 @@ from elsa_cli import options as shared
 from elsa_cli.console import Session
 from elsa_cli.errors import PlaceError, VerdictError
 from elsa_cli.options import Options, elsa_command, resolve_device, typed
-from elsa_cli.values import BASELINE_LIST, Listed
+from elsa_cli.values import BASELINE_LIST, Listed, Number
 
 if TYPE_CHECKING:
     from elsa_core.profiling.sweep import Configuration, Plan
@@ -56,7 +56,7 @@ Document = dict[str, Any]
         help="Samples of each run at least; more until the interval decides.",
     ),
     click.option(
-        "--budget", type=click.FloatRange(0.1, 3600), default=60.0,
+        "--budget", type=Number(0.1, 3600), default=60.0,
         metavar="SECONDS",
         help="Limit of one configuration's rounds; its sites take what is left. Where sites are "
         "timed whatever it says (--sites, or on CUDA), their time comes on top.",

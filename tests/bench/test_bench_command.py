@@ -115,6 +115,7 @@ def test_a_shape_of_ones_own(
         ("attention --device cpu --shape 1,2,3,4 --dtype fp16 --precision turbo", "turbo"),
         ("models --trace", "--trace is not for models"),
         ("attention --limit 5", "--limit is not for attention"),
+        ("attention --budget nan", "'nan' is not a number"),
         ("models --device cpu --baselines x", "'x' is unknown"),
         ("models --device cpu -o none/m.json", "folder does not exist"),
         ("", "Missing argument"),
