@@ -190,6 +190,8 @@ def _planned(
     check_sizes(spec, [size for size in sizes if size is not None])
     if options.inputs is not None and typed(("batch_size",)):
         raise click.UsageError("--inputs has a batch of its own: leave --batch-size out")
+    if len(sizes) > 1 and (options.inputs is not None or options.input_size is not None):
+        raise click.UsageError("--inputs and --input-size have one size: give one --img at most")
 
     load = partial(pipeline.load, session, spec, options, device)
     about = {

@@ -146,6 +146,7 @@ def test_a_model_that_does_not_fit(elsa: Elsa) -> None:
         ((MODEL, "--baselines", "eager,tensorrt"), 2, ("'tensorrt' is unknown", "compile")),
         ((MODEL, "--img", "32,65"), 2, ("65", "multiple of the patch size")),
         ((MODEL, "--img", "0"), 2, ("--img-size",)),
+        ((MODEL, "--img", "32,48", "--input-size", "3x32x32"), 2, ("--input-size", "one --img")),
         ((MODEL, "--img", "32,,48"), 2, ("--img-size",)),
         ((MODEL, "--batch-size", "1,x"), 2, ("--batch-size",)),
         ((MODEL, "--dtype", "fp8"), 2, ("--dtype",)),
