@@ -7,9 +7,13 @@ block. Tokens, windows, FLOPs and masks come from one run of a copy (`elsa_core.
 
 from __future__ import annotations
 
+import dis
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from inspect import unwrap
+from types import CodeType, FunctionType
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -19,7 +23,7 @@ from elsa_core.base.grouping import group, group_by
 from elsa_core.base.inputs import resolved_input_size
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ArgumentError
-from elsa_core.patching import adapters, hints, layers
+from elsa_core.patching import adapters, layers
 from elsa_core.patching.adapters import table, watched
 from elsa_core.patching.probe import Attentions, Example, Probe, ProbeError, probe, watch
 
@@ -29,6 +33,13 @@ _RETURNED = "the model returns its attention weights, which PyTorch has to compu
 _NOT_OVER_TOKENS = ("linear", "channel", "other")
 _NO_ATTENTION = (table.BLOCK, table.COMPANION, *table.LAYERS)  # kinds of rows
 _TITLES = ("site", ">count", "class", "kind", ">heads", ">tokens", ">FLOPs", "terms")
+# Names in the code of a class that may attend.
+_CALLS: Final = {
+    "scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS",
+}  # fmt: skip
+_SOFTMAXES: Final = {"softmax", "log_softmax"}
+_PRODUCTS: Final = {"matmul", "bmm", "baddbmm", "einsum", "@"}
+_MOST = 64  # functions: a class whose forward reaches more is a whole model, no attention layer
 # The terms that attributes of an attention module tell of.
 _TERMS = {
     "relative bias": (
@@ -205,8 +216,7 @@ def plain_model(model: object) -> nn.Module:
 def find_sites(
     model: nn.Module, scope: str = layers.ATTENTION, example: Example | None = None
 ) -> tuple[AttentionSite, ...]:
-    """The sites by code alone, or by what happens in a run on an example; tokens and FLOPs are
-    None."""
+    """The sites by code, or by a run on an example; tokens and FLOPs are None."""
     ran = None if example is None else watch(model, example)
     found: list[AttentionSite] = []
     for site in _sites(model, scope == layers.MODEL, ran):
@@ -259,7 +269,7 @@ def _sites(model: nn.Module, whole: bool, ran: Attentions | None) -> Iterator[At
         row = _row(inner)
         if row is not None:
             kind = None if row.kind == table.NONE else row.kind
-        elif hints.may_attend(inner, getattr(inner, "forward", None)):
+        elif may_attend(inner, getattr(inner, "forward", None)):
             kind = table.GLOBAL
         seen = ran is not None and ran.paths[path] > 0
         if kind is None and not seen and not watches:
@@ -366,14 +376,45 @@ def _heads(module: nn.Module) -> tuple[int | None, int | None]:
     return heads, head_dim
 
 
+# Bound: reading the code of a class takes milliseconds, and a process sees some hundred classes.
+@functools.lru_cache(maxsize=1024)
+def may_attend(cls: type, forward: object) -> bool:
+    """Whether `forward`, its helpers of the same package and the methods that they call name an
+    attention function, or a softmax and a product of matrices. A class may get another forward."""
+    if cls.__module__.startswith("torch.nn."):
+        return False
+    package = cls.__module__.partition(".")[0]
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    seen: set[Any] = set()
+    pending: list[Any] = [forward]
+    names: set[str] = set()
+    while pending and len(seen) < _MOST:
+        found = pending.pop(0)
+        found = getattr(found, "fget", None) or getattr(found, "__func__", found)
+        function = unwrap(found) if callable(found) else found
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        codes = [function.__code__]
+        for code in codes:  # and of the lambdas and comprehensions inside it
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+            names.update(code.co_names)
+            names.update("@" for i in dis.get_instructions(code) if i.argrepr in ("@", "@="))
+            for name in code.co_names:
+                pending += [base.__dict__[name] for base in bases if name in base.__dict__]
+                helper = function.__globals__.get(name)
+                if callable(helper):
+                    names.add(str(getattr(helper, "__name__", name)))
+                if str(getattr(helper, "__module__", "")).partition(".")[0] == package:
+                    pending.append(helper)
+    return bool(_CALLS & names) or bool(_SOFTMAXES & names and _PRODUCTS & names)
+
+
 # As rows and lines: identical sites of one pattern become `blocks.0-11.attn`, 12 times.
 
 
-def sites_table(
-    sites: Sequence[AttentionSite],
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Titles, and a row for each group of equal sites; columns of which nothing is known are left
-    out."""
+def sites_table(sites: Sequence[AttentionSite]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Titles, and a row for each group of equal sites, without columns that are empty."""
     rows = []
     for label, members in group(sites, lambda site: site.alike):
         one = members[0]

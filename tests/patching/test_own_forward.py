@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from elsa_core.errors import NothingPatchedError
-from elsa_core.patching import hints
+from elsa_core.patching import sites
 from elsa_core.patching.adapters import watched
 from elsa_core.patching.rewrite import patch, unpatch
 
@@ -230,7 +230,7 @@ def test_a_class_that_no_module_has_is_gone() -> None:
         patch(module)
     assert len(watched._CLASSES) == before + 5
     del module, modules
-    hints.may_attend.cache_clear()
+    sites.may_attend.cache_clear()
     gc.collect()
     assert len(watched._CLASSES) == before
 

@@ -175,8 +175,7 @@ def is_small(site: Any, x: Tensor, work: int, operator: str = "attention") -> bo
 
 def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
     """Whether an eager call, of tokens x [B, N, C], keeps the original forward since the table
-    gives its training to PyTorch's own kernel: the operator would call that too, and take longer.
-    """
+    gives its training to PyTorch's own kernel: the operator would call that, and take longer."""
     if not (torch.is_grad_enabled() or site.training):
         return False
     if noted(site, "elsa_sparsity") is not None:
@@ -261,18 +260,16 @@ def attend(
 ) -> Tensor:
     """The operator with the patched module's precision and backend: [B, H, N, D] -> [B, H, N, Dv].
     `scale` is 1 / sqrt(D) if None; for `dropout_p` see `drop_p`. Where weights are dropped, none is
-    left out for its size. Of a model in host memory that was patched with `offload` a GPU computes
-    it."""
+    left out for its size. With `offload` a GPU computes it of a model in host memory."""
     sparsity = None if dropout_p else noted(module, "elsa_sparsity")
     offload = None
     if noted(module, "elsa_offload") is not None:
         from elsa_core.offload.activations import streams
 
         offload = "host" if streams(module, query, key, mask, dropout_p) else None
-    out: Any = attention(
+    result: Any = attention(
         query, key, value, mask, dropout_p, is_causal, scale, enable_gqa,
         precision=module.elsa_precision, backend=module.elsa_backend,
         sparsity=None if offload else sparsity, offload=offload,
     )  # fmt: skip
-    result: Tensor = out
-    return result
+    return result  # type: ignore[no-any-return]

@@ -326,8 +326,7 @@ def _grid_and_lengths(model: Any, images: Tensor) -> tuple[tuple[int, int], tupl
 
 
 def _called(block: Any, lengths: tuple[int, ...], x: Tensor, **terms: Any) -> Any:
-    """A block on tokens of these lengths: a checkpoint computes it again after images of another
-    size."""
+    """A block on tokens of these lengths: a checkpoint runs it again after others."""
     if block.attn.elsa_lengths != lengths:
         block.attn.elsa_lengths = lengths
     return block(x, **terms)

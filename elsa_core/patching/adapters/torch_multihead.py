@@ -17,8 +17,7 @@ from elsa_core.patching.adapters.common import attend, project_by, split_heads, 
 
 class ElsaMultiheadAttention(nn.MultiheadAttention):
     """Multi-head attention of [B, N, E] (or [N, B, E], or [N, E]), any floating dtype. A call that
-    wants the attention weights back goes to PyTorch's own function: the weights do not exist
-    here."""
+    wants the attention weights back, which do not exist here, goes to PyTorch's own function."""
 
     elsa_base = nn.MultiheadAttention
     elsa_precision: str

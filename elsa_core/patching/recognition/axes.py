@@ -171,8 +171,7 @@ Steps = tuple[tuple[str, Any], ...]
 
 def steps_to(have: Axes, want: Axes, whole: bool = True) -> Steps:
     """The views and copies that bring a tensor of the dimensions `have` to the dimensions `want`.
-    Atoms that it lacks are broadcast; without `whole`, a dimension of which it has no atom stays of
-    length 1."""
+    Atoms that it lacks are broadcast; without `whole` a dimension of such alone has length 1."""
     if have == want:
         return ()
     steps: list[tuple[str, Any]] = []

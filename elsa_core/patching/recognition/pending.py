@@ -538,8 +538,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _reads(pending: Pending, written: Sequence[Tensor]) -> bool:
-    """Whether computing a pending tensor, or attention of it, reads memory of one of these, or is
-    made of one."""
+    """Whether a pending tensor, or attention of it, is made of one of these or of its memory."""
     sources = [] if pending.scores is None else pending.scores.sources()
     for one in _tensors((*pending.call.args, *pending.call.kwargs.values(), *sources)):
         if isinstance(one, Pending):

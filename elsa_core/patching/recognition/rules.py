@@ -70,8 +70,7 @@ def _fits(scores: Scores, other: Any) -> bool:
 
 
 def _key(scores: Scores, dim: Any) -> str:
-    """The operand over all of whose tokens, and nothing else, a softmax along `dim` is; "" for
-    none."""
+    """The operand over all of whose tokens, and nothing else, a softmax along `dim` is, or ""."""
     layout = scores.layout
     if not isinstance(dim, int) or not -len(layout.axes) <= dim < len(layout.axes):
         return ""
