@@ -62,7 +62,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    words = ("DefaultCPUAllocator", "out of memory", "bad_alloc", "could not create a memory")
+    words = ("DefaultCPUAllocator", "out of memory", "bad_alloc", "could not create a memory",
+             "Storage size calculation overflowed")  # fmt: skip
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 

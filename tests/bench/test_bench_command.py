@@ -112,6 +112,7 @@ def test_a_shape_of_ones_own(
         ("attention --shape 1,2,3,4 --quick", "--shape and --quick"),
         ("attention --device cpu --shape 1,2,3", "'1,2,3' is not B,H,N,D"),
         ("attention --device cpu --shape 1,2,0,4", "positive numbers"),
+        (f"attention --device cpu --shape 1,2,3,{10**18}", "positive numbers"),
         ("attention --device cpu --shape 1,2,3,4 --dtype fp16 --precision turbo", "turbo"),
         ("models --trace", "--trace is not for models"),
         ("attention --limit 5", "--limit is not for attention"),

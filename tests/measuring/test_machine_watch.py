@@ -107,5 +107,8 @@ def test_beyond_the_limit_memory_is_an_error() -> None:
 def test_what_counts_as_out_of_memory() -> None:
     assert memory_limit.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert memory_limit.is_out_of_memory(MemoryError())
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty((2**40, 2**40))  # more bytes than a number of 64 bits has
+    assert memory_limit.is_out_of_memory(caught.value)
     assert not memory_limit.is_out_of_memory(RuntimeError("sizes do not match"))
     assert not memory_limit.is_out_of_memory(ValueError("out of memory"))

@@ -113,7 +113,8 @@ def inputs(case: Case, device: torch.device | str, seed: int = 0) -> Inputs:
 
 def from_shape(text: str, *, dtype: str = "fp32", precision: str = "strict") -> Case:
     """A case of its own: `B,H,N,D`, or `B,H,NQ:NK,D` where queries and keys differ in number."""
-    found = re.fullmatch(r"(\d+),(\d+),(\d+)(?::(\d+))?,(\d+)", text.replace(" ", ""))
+    one = r"(\d{1,18})"  # an integer of 64 bits
+    found = re.fullmatch(f"{one},{one},{one}(?::{one})?,{one}", text.replace(" ", ""))
     sizes = [int(size) for size in found.groups(default=found[3])] if found else [0]
     if min(sizes) < 1:
         raise ArgumentError(
