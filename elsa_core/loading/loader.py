@@ -29,6 +29,7 @@ from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
 from elsa_core.loading.recipe import (
     ASSUMABLE,
     FLAGS,
+    SIZES,
     Given,
     Preprocess,
     Recipe,
@@ -411,6 +412,11 @@ def _from_file(
             return Loaded(model, spec, recipe, str(path), notes, warnings=said)
         path = weights_in(path)
     weights = read_weights(path, key)
+    # Tensors of another size than the typed one are resampled, not taken at their own.
+    for word in SIZES:
+        if size is None and word in given:
+            where = f"model_kwargs (--model-kwargs): {word}"
+            size = required_pair(given[word], where, ArgumentError)
     # A classifier that is to be dropped tells the architecture like any other tensor.
     headless = given.get("num_classes") == 0
     kept = {key: value for key, value in given.items() if not headless or key != "num_classes"}

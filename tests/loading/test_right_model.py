@@ -182,6 +182,15 @@ def test_a_grid_that_is_not_square(tmp_path: Path) -> None:
     assert agree(given, model)
 
 
+@pytest.mark.parametrize("arch", [None, "test_vit"])
+def test_the_size_that_was_typed_is_the_models(tmp_path: Path, arch: str | None) -> None:
+    """The size of the tensors was taken in its place, without a word."""
+    path = write(made("test_vit"), tmp_path / "model.safetensors")
+    loaded = load_model(path, arch=arch, model_kwargs={"img_size": 64})
+    assert loaded.input_size == (3, 64, 64) and loaded.notes[-1] == "resampled as asked: pos_embed"
+    assert agree(loaded, load_model(path, arch=arch, image_size=64).model)
+
+
 def test_a_tensor_that_timm_would_drop_is_named(tmp_path: Path) -> None:
     """Old files of ImageNet-21k have a layer before the classifier, which timm leaves out."""
     state = made("test_vit").state_dict()
