@@ -89,7 +89,12 @@ def export_target(
     first = f"{tower}_features" if tower else "logits" if logits else "features"
     outputs = (first, *(f"output_{i}" for i in range(1, len(tree_leaves(out)))))
     if isinstance(out, Mapping):
-        outputs = tuple(key for key in out if out[key] is not None)
+        leaves = {key: len(tree_leaves(out[key])) for key in out if out[key] is not None}
+        outputs = tuple(
+            key if count == 1 else f"{key}_{index}"
+            for key, count in leaves.items()
+            for index in range(count)
+        )
     return ExportTarget(
         model=_with_tuples(model) if isinstance(out, Mapping) else model,
         inputs=found,

@@ -428,6 +428,30 @@ def test_the_judgement_can_fail(vit: Loaded) -> None:
     assert all(each.reason for each in reference.judge(made, {}))
 
 
+class Named(nn.Module):
+    """As a model of transformers returns its logits and the hidden states behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = load_model("test_vit", image_size=64, model_kwargs={"depth": 1}).model
+
+    def forward(self, images: Tensor) -> dict[str, Any]:
+        net: Any = self.net
+        states = net.forward_features(images)
+        return {"logits": net.forward_head(states), "hidden": (states[:, 0], states[:, 1])}
+
+
+def test_every_tensor_of_a_nested_output_has_a_name(tmp_path: Path) -> None:
+    """The manifest named fewer outputs than there are: a bundle that did not verify."""
+    model = Named().eval()
+    patch(model)
+    images = torch.randn(2, 3, 64, 64)
+    made = export(model, tmp_path / "out", formats=("torchscript",), inputs=images)
+    names = [each["name"] for each in made.manifest["outputs"]]
+    assert names == ["logits", "hidden_0", "hidden_1"]
+    assert verify(made.path).ok
+
+
 class Hides(nn.Module):
     def forward(self, logits: Tensor) -> Tensor:
         return torch.where(torch.arange(logits.shape[-1]) < 3, -torch.inf, logits)
