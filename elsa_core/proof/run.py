@@ -46,18 +46,15 @@ def depends(model: nn.Module, sites: Mapping[str, nn.Module], given: Given) -> b
     sites give, and its error of zero proves nothing.
     """
     attention = [site for site in sites.values() if not is_layer(site)]
-
-    def noisy(leaf: Tensor, noise: Tensor) -> Tensor:
-        size = leaf.detach().float().square().mean().sqrt().to(leaf.dtype)
-        return leaf + noise.to(leaf) * torch.where(size > 0, size, torch.ones_like(size))
-
     try:
         with original(model), ExitStack() as hooks:
             before = floating_outputs(model(*own(given)[0], **given[1]))
             for site in attention or sites.values():
-                hooks.enter_context(
-                    watched(site, entry(site), lambda _, __, ___, output: moved(output, 0, noisy))
-                )
+                # noise as large as what it gives, or of one where that is zero
+                hooks.enter_context(watched(site, entry(site), lambda _, __, ___, output: moved(
+                    output, 0,
+                    lambda leaf, noise: leaf + noise * (leaf.float().square().mean().sqrt() or 1.0),
+                )))  # fmt: skip
             after = floating_outputs(model(*own(given)[0], **given[1]))
     except (RuntimeError, TypeError, ValueError, AssertionError, IndexError):
         return True  # the check itself says why

@@ -13,24 +13,28 @@ from torch.utils import _pytree as pytree
 
 
 def moved(value: Any, seed: int, move: Callable[[Tensor, Tensor], Tensor], draw: Any = None) -> Any:
-    """The same nested value, each floating tensor changed by `move`, which is given random numbers
-    of its shape on the CPU: normal ones, or those of `draw`."""
+    """The same nested value, each floating tensor replaced by what `move` makes of it and of random
+    numbers of its shape, normal ones or those of `draw`; in its dtype."""
     draw = partial(draw or torch.randn, generator=torch.Generator().manual_seed(seed))
     return pytree.tree_map_only(
         Tensor,
-        lambda leaf: move(leaf, draw(leaf.shape)) if leaf.is_floating_point() else leaf,
+        lambda leaf: (
+            move(leaf, draw(leaf.shape).to(leaf.device)).to(leaf.dtype)
+            if leaf.is_floating_point()
+            else leaf
+        ),
         value,
     )
 
 
 def nearby(case: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
     """The case with its floating tensors moved by 1.6%: another sample of the same roundings."""
-
-    def move(tensor: Tensor, noise: Tensor) -> Tensor:
-        rms = tensor.float().square().mean().sqrt().clamp_min(2.0**-6).to(tensor.dtype)
-        return tensor + 2.0**-6 * rms * noise.to(tensor)
-
-    return tuple(moved(item, seed, move) for item in case)
+    return tuple(
+        moved(item, seed, lambda leaf, noise: (  # by the root of its mean square
+            leaf + 2.0**-6 * noise * leaf.double().square().mean().sqrt().clamp_min(2.0**-6)
+        ))
+        for item in case
+    )  # fmt: skip
 
 
 def jittered(value: Any, seed: int) -> Any:
@@ -38,11 +42,7 @@ def jittered(value: Any, seed: int) -> Any:
 
     Another sample of all roundings: which tokens are large, and what is zero or infinite, stays.
     """
-    return moved(
-        value,
-        seed,
-        lambda leaf, noise: (leaf.double() * (1 + 2.0**-6 * noise.to(leaf.device))).to(leaf.dtype),
-    )
+    return moved(value, seed, lambda leaf, noise: leaf.double() * (1 + 2.0**-6 * noise))
 
 
 def nudged(value: Any, seed: int) -> Any:
@@ -53,10 +53,9 @@ def nudged(value: Any, seed: int) -> Any:
     """
 
     def nudge(leaf: Tensor, draw: Tensor) -> Tensor:
-        draw = draw.to(leaf.device)
         sign = (draw < 1 / 24).double() - (draw > 23 / 24).double()
         # A significand in [1, 2) times 1 + 0.75 eps rounds to its neighbour.
-        return (leaf.double() * (1.0 + 0.75 * torch.finfo(leaf.dtype).eps * sign)).to(leaf.dtype)
+        return leaf.double() * (1.0 + 0.75 * torch.finfo(leaf.dtype).eps * sign)
 
     return moved(value, seed, nudge, torch.rand)
 
