@@ -27,6 +27,7 @@ REFERENCE_NAME = "reference.npz"
 MAX_BYTES = 16_000_000
 MAX_FILES = 10_000
 MAX_DEPTH = 32
+MAX_TENSORS = 1000  # inputs, and outputs: models may give every layer's state
 FILES = {
     "torchscript": "model.ts",
     "onnx": "model.onnx",
@@ -164,7 +165,7 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         good = isinstance(file, str) and file in files
         require(good, f": {str(file)[:120]!r} is used and not among the files")
     good = _fits(content, _FACTS) and content["reference"]["batch_sizes"]
-    good = good and all(0 < len(content[key]) <= 64 for key in ("inputs", "outputs"))
+    good = good and all(0 < len(content[key]) <= MAX_TENSORS for key in ("inputs", "outputs"))
     require(good, ": model, inputs, outputs, operators or reference is malformed")
     return Manifest(content, files, artefacts, raw)
 
