@@ -278,6 +278,16 @@ class Held(NamedTuple):
     x: Tensor
 
 
+def test_a_product_and_its_input_have_autocasts_dtype() -> None:
+    """They were said to be float32, and were bfloat16 when they were computed."""
+    q, k, _ = (t.flatten(0, 1) for t in operands())
+    watch = Watch("strict", "eager")
+    with torch.autocast("cpu", torch.bfloat16), watch:
+        scores = torch.baddbmm(torch.ones(9), q, k.mT)
+        said = scores.dtype
+    assert said == watch.close(scores).dtype == torch.bfloat16
+
+
 def test_no_gradient_of_what_was_changed_since() -> None:
     q, k, v = (t.requires_grad_() for t in operands())
     watch = Watch("strict", "eager")

@@ -488,7 +488,8 @@ def _with_input(scores: Scores, added: Any, kwargs: dict[str, Any]) -> Scores | 
     if beta != 1 or not isinstance(added, Tensor):
         return None
     found = rules.RULES[Tensor.add]((scores, added), {})
-    return found if isinstance(found, Scores) else None
+    # in the product's dtype, to which autocast turns the input
+    return found._replace(dtype=scores.dtype) if isinstance(found, Scores) else None
 
 
 def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
