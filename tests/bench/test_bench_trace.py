@@ -70,7 +70,11 @@ def test_a_gpus_schedule_is_planned_and_replayed_without_one(precision: str) -> 
     pytest.importorskip("triton")
     found = trace.trace(Case("t", 1, 2, 300, 2050, 64), CUDA, precision)
     part = found.partition
-    assert found.ok and found.claims[-1].ok is None and "no CUDA GPU" in found.claims[-1].note
+    assert (
+        found.to_dict()["ok"]
+        and found.claims[-1].ok is None
+        and "no CUDA GPU" in found.claims[-1].note
+    )
     if precision == "lean":
         assert part.splits == 1 and part.states.states == part.ahead_bytes == 0
 
@@ -110,7 +114,7 @@ def test_a_lie_is_caught() -> None:
     wrong = sample.pick(torch.nn.functional.scaled_dot_product_attention(*tensors[:3])) + 1e-4
     claims = {c.name: c for c in trace._replayed(lost, sample, "strict", wrong)}
     assert claims["exact"].ok is claims["stable"].ok is claims["kernel"].ok is False
-    assert not trace.Trace(case, "strict", lost, (0,), (0,), (claim,)).ok
+    assert not trace.Trace(case, "strict", lost, (0,), (0,), (claim,)).to_dict()["ok"]
     honest = {c.name: c for c in trace._replayed(made(100, 16, 1, 112), sample, "strict", wrong)}
     assert honest["exact"].ok and honest["kernel"].ok is False
 
