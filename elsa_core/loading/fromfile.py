@@ -175,7 +175,10 @@ def apply(
         with_one = build_meta(dataclasses.replace(recipe, num_classes=2)).state_dict().keys()
         extra = with_one - build_meta(recipe).state_dict().keys()
         dropped = sorted(extra & weights.shapes.keys())
-        weights = weights.without(extra)
+        whole, shapes = weights, {n: s for n, s in weights.shapes.items() if n not in extra}
+        weights = dataclasses.replace(
+            weights, shapes=shapes, read=lambda: {name: whole.tensors[name] for name in shapes}
+        )
     exact = not any(differences(plain, weights.shapes))
     if not exact:
         _check_scale(plain, weights, recipe, misfit)
@@ -200,7 +203,15 @@ def apply(
     except BUILD_ERRORS as error:
         why = explain_misfit(recipe, weights.shapes)
         raise ModelError(f"{misfit}: {why or first_line(error)}; {_ADVICE}") from error
-    asked = _asked(target, recipe, plain, weights, given)
+    asked: list[str] = []
+    if _RESAMPLING.intersection(given):
+        asked = sorted(differences(plain, weights.shapes)[2])
+    elif target.size != recipe.size:
+        before, after = (
+            {name: tensor.shape for name, tensor in model.state_dict().items()}
+            for model in (build_meta(recipe), plain)
+        )
+        asked = sorted(n for n in after.keys() & weights.shapes if after[n] != before.get(n))
     resized = bool(asked) or target.size != recipe.size
     # A model that is not what the file holds: a proof about it would prove nothing.
     if found := changed(model, weights.tensors, asked, resized=resized):
@@ -221,18 +232,6 @@ def _filled(recipe: Recipe, weights: Weights, strict: bool) -> nn.Module:
     kept = {name: tensor for name, tensor in weights.tensors.items() if name in own}
     model.load_state_dict(kept, strict=strict)
     return model
-
-
-def _asked(
-    target: Recipe, recipe: Recipe, plain: nn.Module, weights: Weights, given: Mapping[str, Any]
-) -> list[str]:
-    if _RESAMPLING.intersection(given):
-        return sorted(differences(plain, weights.shapes)[2])
-    if target.size == recipe.size:
-        return []
-    native = {name: tensor.shape for name, tensor in build_meta(recipe).state_dict().items()}
-    resized = plain.state_dict().items()
-    return sorted(n for n, t in resized if n in weights.shapes and native.get(n) != t.shape)
 
 
 def _check_scale(model: nn.Module, weights: Weights, recipe: Recipe, misfit: str) -> None:

@@ -14,8 +14,8 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PosixPath
 from typing import Any, BinaryIO, NamedTuple, NoReturn
@@ -83,11 +83,6 @@ class Weights:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors; ModelError where they are unreadable, complex, or hold NaN or infinity."""
         return self.read()
-
-    def without(self, names: Collection[str]) -> Weights:
-        """The same but for the tensors of these names."""
-        shapes = {name: shape for name, shape in self.shapes.items() if name not in names}
-        return replace(self, shapes=shapes, read=lambda: {n: self.tensors[n] for n in shapes})
 
 
 def read_header(path: Path) -> Header:
