@@ -129,24 +129,26 @@ def main(
     """
     given = (parser or options(doc)).parse_args(arguments)
     begin, rows = time.monotonic(), list[Row]()
-    for name, case in cases(given).items():
-        if given.match not in name:
-            continue
-        if given.dry_run:
-            sys.stdout.write(f"{name}\n")
-            continue
-        spent = time.monotonic() - begin
-        if spent > given.seconds:
-            rows.append(left_out(name, "all", "no time was left"))
-            continue
-        try:
-            found = measure(name, case, given)
-        except FAILURES as error:
-            found = [left_out(name, "all", error)]
-        rows += found
-        sys.stderr.write(f"{spent:6.1f} s  {name}: {', '.join(map(_words, found))}\n")
-    if not given.dry_run:
-        write(rows, given)
+    try:
+        for name, case in cases(given).items():
+            if given.match not in name:
+                continue
+            if given.dry_run:
+                sys.stdout.write(f"{name}\n")
+                continue
+            spent = time.monotonic() - begin
+            if spent > given.seconds:
+                rows.append(left_out(name, "all", "no time was left"))
+                continue
+            try:
+                found = measure(name, case, given)
+            except FAILURES as error:
+                found = [left_out(name, "all", error)]
+            rows += found
+            sys.stderr.write(f"{spent:6.1f} s  {name}: {', '.join(map(_words, found))}\n")
+    finally:  # after Ctrl-C too: a study takes hours
+        if rows:
+            write(rows, given)
     return rows
 
 

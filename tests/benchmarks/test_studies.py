@@ -76,6 +76,15 @@ def test_contenders_that_fail_and_cases_without_time_are_rows(
     assert rows[0]["error"] == 0.5 and rows[0]["p10"] <= rows[0]["median"] <= rows[0]["p90"]
     assert rows[1] == {"case": "one", "contender": "bad", "note": "no such kernel"}
     assert capsys.readouterr().out.startswith("case,contender,environment,n,median,p10,p90,error")
+
+    def interrupted(name: str, case: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
+        if name == "another":
+            raise KeyboardInterrupt
+        return measure(name, case, given)
+
+    with pytest.raises(KeyboardInterrupt):
+        harness.main("Doc.", lambda given: cases, interrupted, None, SHORT)
+    assert "\none,good," in capsys.readouterr().out
     late = harness.main("Doc.", lambda given: cases, measure, None, [*SHORT, "--seconds", "-1"])
     assert [row["note"] for row in late] == ["no time was left"] * 2
 
