@@ -60,7 +60,7 @@ def directory() -> Path:
     reason = not_own(wanted)
     if not reason:
         return Path(os.path.realpath(wanted))
-    private = Path(tempfile.gettempdir()) / f"elsa-{_user()}" / "native"
+    private = Path(tempfile.gettempdir()) / f"elsa-{os.geteuid()}" / "native"
     for place in (usual, private):
         if place is not None and place != wanted and not not_own(place):
             _warn_once("%s: %s is used instead", reason, place)
@@ -161,7 +161,7 @@ def not_own(folder: Path) -> str:
             facts = place.stat()
         except OSError:  # not there yet; other errors are raised where it is read
             continue
-        if facts.st_uid not in (_user(), 0):
+        if facts.st_uid not in (os.geteuid(), 0):
             return f"the cache {place} belongs to another user"
         # In a sticky folder (/tmp) only the owner of a file can move it.
         sticky = place != real and facts.st_mode & stat.S_ISVTX
@@ -180,7 +180,7 @@ def _is_private(group: int) -> bool:
     import pwd
 
     try:
-        user, found = pwd.getpwuid(_user()), grp.getgrgid(group)
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
     alone = found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
@@ -199,12 +199,8 @@ def open_own(path: Path) -> int | None:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     facts = os.fstat(descriptor)
     plain = stat.S_ISREG(facts.st_mode) and facts.st_size <= _LARGEST_BYTES
-    own = facts.st_uid in (_user(), 0) and not facts.st_mode & _WRITABLE_BY_OTHERS
+    own = facts.st_uid in (os.geteuid(), 0) and not facts.st_mode & _WRITABLE_BY_OTHERS
     if plain and own:
         return descriptor
     os.close(descriptor)
     return None
-
-
-def _user() -> int:
-    return os.geteuid() if hasattr(os, "geteuid") else 0
