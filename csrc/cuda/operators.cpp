@@ -194,7 +194,7 @@ Device device_of(const Arguments& arguments) {
   return arguments.where.index < 0 ? 0 : arguments.where.index;
 }
 
-// Runs a planned call; see `run`.
+// Runs a planned call; see `elsa_cuda::run`.
 bool run(const Bound& bound, const Arguments& arguments, StableIValue* stack) {
   Handle outputs[kMostValues];
   if (!elsa_cuda::run(bound, arguments.addresses, arguments.where, outputs)) return false;

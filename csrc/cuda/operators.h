@@ -60,7 +60,7 @@ inline Address address_of(AtenTensorHandle tensor) {
   return reinterpret_cast<Address>(data);
 }
 
-// Where this PyTorch says which one that is. Throws std::runtime_error.
+// PyTorch's current stream of a device. Throws std::runtime_error.
 Stream current_stream(Device device);
 
 // Memory of PyTorch's allocator; empty where there is none.
