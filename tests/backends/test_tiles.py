@@ -364,12 +364,14 @@ def test_gradients_are_chosen_by_the_gpu_of_the_call(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    device.capability_at.cache_clear()
     for support, operator in (
         (backward_tiling.support, "attention"), (window_backward.support, "window_attention"),
     ):  # fmt: skip
         request = Request("cuda", torch.float32, 32, 32, "strict", operator, tokens=49)
         found = [support(request._replace(ordinal=ordinal)).ok for ordinal in (-1, 0, 1)]
         assert found == [True, True, False]
+    device.capability_at.cache_clear()
 
 
 def test_a_plan_holds_no_tensor():

@@ -345,7 +345,8 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
-    caches = (triton._environment, dispatch.chosen, chooser._trained)
+    at = importlib.import_module("elsa_core.backends.triton.shared.device").capability_at
+    caches = (triton._environment, dispatch.chosen, chooser._trained, at)
     for each in caches:
         each.cache_clear()
     yield

@@ -97,7 +97,15 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
         return _described[-1].capability
     if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return None
-    return torch.cuda.get_device_capability(device)
+    if device.index is None:  # the current one, which may be another later
+        return torch.cuda.get_device_capability(device)
+    return capability_at(device.index)
+
+
+@lru_cache(maxsize=64)  # every eager backward asks
+def capability_at(index: int) -> tuple[int, int]:
+    """`capability_of` an NVIDIA GPU that is there, by its number."""
+    return torch.cuda.get_device_capability(index)
 
 
 def overlaps(device: torch.device) -> bool:
