@@ -39,6 +39,10 @@ class Run(NamedTuple):
     key: Tensor
     value: Tensor
 
+    def doubled(self) -> Run:
+        """In float64."""
+        return self._replace(key=self.key.double(), value=self.value.double())
+
 
 @dataclass(frozen=True)
 class Rows:

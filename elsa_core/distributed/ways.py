@@ -86,8 +86,7 @@ def backward(call: Call, saved: Saved, wanted: Wanted) -> Gradients:
     if call.plan.method == "gather":
         run, rows = _gathered(call), call.rows
         if loses_digits(saved.lse):
-            run = run._replace(key=run.key.double(), value=run.value.double())
-            rows = rows.doubled()
+            run, rows = run.doubled(), rows.doubled()
             found = shards.finished(shards.state(rows, run), rows, call.value.shape[3])
             saved = Saved(grad_out.double(), *found)
         sums = Sums.zeros(rows, wanted)

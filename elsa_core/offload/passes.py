@@ -101,12 +101,14 @@ def backward(call: Call, saved: Saved, wanted: Wanted) -> tuple[Tensor | None, .
             of_rows, double = Saved(*parts), loses_digits(parts[2])
             if double:  # what the gradients read, in float64: the keys come once more
                 total, rows = None, rows.doubled()  # noqa: PLW2901
-                for seen, run, _ in pass_.keys(rows, double=True):
-                    total = shards.state(seen, run, total)
+                for seen, run, _ in pass_.keys(rows):
+                    total = shards.state(seen.doubled(), run.doubled(), total)
                 out, lse = shards.finished(total, rows, call.value.shape[3])
                 of_rows = of_rows._replace(grad_out=of_rows.grad_out.double(), out=out, lse=lse)
             sums = Sums.zeros(rows, wanted)
-            for seen, run, columns in pass_.keys(rows, double=double):
+            for seen, run, columns in pass_.keys(rows):
+                if double:  # here, where the block before is not held any more
+                    seen, run = seen.doubled(), run.doubled()  # noqa: PLW2901
                 grads = shards.gradients(seen, run, of_rows, sums, wanted)
                 pairs = [
                     (grad.to(total.dtype), total[:, :, columns])
@@ -164,9 +166,9 @@ class _Pass:
             )
             yield rows, slice(start, stop), parts
 
-    def keys(self, rows: Rows, *, double: bool = False) -> Iterator[tuple[Rows, Run, slice]]:
+    def keys(self, rows: Rows) -> Iterator[tuple[Rows, Run, slice]]:
         """The blocks of keys and values that a block of queries sees, in their order: the rows with
-        the mask of the block's columns, the block, and the columns; in float64 with `double`."""
+        the mask of the block's columns, the block, and the columns."""
         call, mask, end = self.call, self.call.attn_mask, rows.start + rows.query.shape[2]
         seen = min(call.key.shape[2], end) if call.is_causal else call.key.shape[2]
         tensors, dims = [call.key, call.value], [2, 2]
@@ -182,10 +184,7 @@ class _Pass:
             part = own[0] if own else mask
             # a mask of the block's columns alone; without one, rows and columns have their places
             place = (start, stop) if part is None else (0, stop - start)
-            block = replace(rows, attn_mask=part)
-            if double:
-                block, key, value = block.doubled(), key.double(), value.double()  # noqa: PLW2901
-            yield block, Run(*place, key, value), slice(start, stop)
+            yield replace(rows, attn_mask=part), Run(*place, key, value), slice(start, stop)
 
     def put(self, *pairs: tuple[Tensor, Tensor], add: bool = False) -> None:
         """Put results where they belong: in place on the device, by the writer on the host."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
+from elsa_core.distributed.shards import Saved, Wanted
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.offload import passes, streaming
 
@@ -276,3 +279,31 @@ def test_contiguous_parts() -> None:
             assert to.is_contiguous() and part.is_contiguous()
             to.copy_(part)
         assert torch.equal(target, source)
+
+
+class Widened(TorchDispatchMode):
+    """How many blocks of keys and values in float64 are alive at a time."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.most, self._shape = 0, shape
+        self._alive: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        widens = func is torch.ops.aten._to_copy.default and found.dtype == torch.float64
+        if widens and found.shape == self._shape:
+            self._alive = [each for each in self._alive if each() is not None]
+            self._alive.append(weakref.ref(found))
+            self.most = max(self.most, len(self._alive))
+        return found
+
+
+def test_large_scores_hold_one_wide_block_at_a_time() -> None:
+    shape = torch.Size((1, 1, 64, 8))
+    terms = [torch.randn(1, 1, n, 8) * 100 for n in (16, 256, 256)]
+    call = passes.Call(*terms, None, False, 1.0, "strict", "auto", torch.device("cpu"), 64, 16)
+    saved = Saved(torch.ones_like(terms[0]), *passes.forward(call))
+    with Widened(shape) as widened:
+        passes.backward(call, saved, Wanted(True, True, True, False))
+    assert widened.most == 2  # its keys and its values
