@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # What concerns one process alone.
 _OTHERS = (
     "train", "baselines", "policy", "output", "resume", "html", "plot", "include", "exclude",
-    "inputs", "input_size",
+    "inputs", "input_size", "sites", "no_errors",
 )  # fmt: skip
 _ONE_OF = {
     "img_size": "--img", "batch_size": "--batch-size", "dtype": "--dtype",

@@ -92,6 +92,7 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     [
         ([], 3, "--sequence-parallel needs ranks: torchrun"),
         (["--train"], 2, "--train is not for --sequence-parallel"),
+        (["--sites"], 2, "--sites is not for --sequence-parallel"),
         (["--batch-size", "1,2"], 2, "--sequence-parallel takes one --batch-size"),
     ],
 )
