@@ -47,7 +47,8 @@ def errors_of(answer: Answer) -> list[str]:
     return [line for line in answer.err.splitlines() if not line.startswith(beats)]
 
 
-def test_a_profile_for_people(elsa: Elsa) -> None:
+def test_a_profile_for_people(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     answer = elsa("profile", "vit_tiny", "--img", "32", "--rounds", "6", "--budget", "1",
                   "--sites", "--no-errors", "--baselines", "sdpa")  # fmt: skip
     assert answer.code == 0 and errors_of(answer) == []
