@@ -76,7 +76,7 @@ ELSA_INLINE Ints lane_index() {
   for (int i = 0; i < kLanes; ++i) index[i] = i;
   return index;
 }
-// Which are the first `count`.
+// True in the first `count` lanes.
 ELSA_INLINE Ints first_lanes(int64_t count) {
   return lane_index() < static_cast<int32_t>(smaller(count, kLanes));
 }

@@ -133,7 +133,7 @@ elsa::View output_view(const Tensor& tensor, const elsa::Attention& a, const cha
   return o.view;
 }
 
-// Of a gradient in float32 what its forward gave, and the slopes of that; `kept` holds dense rows.
+// Reads what the forward gave, and its slopes, into a gradient in float32; `kept` holds dense rows.
 void read_results(elsa::AttentionGradient& g, const Tensor& grad_out,
                   const std::optional<Tensor>& grad_lse, const Tensor& out, const Tensor& lse,
                   const char* name, std::array<std::optional<Tensor>, 2>& kept,

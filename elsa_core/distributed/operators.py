@@ -52,9 +52,9 @@ def define_attention(
 ) -> None:
     """Define `elsa::<name>` of query, key, value, attn_mask and `terms`, and its gradients.
 
-    results: names of what it gives, out and lse first. call: makes of the arguments, and in the
-    backward of the results behind lse, what `forward` and `backward` take. fake: gives fake results
-    but for out, whose memory is [B, Nq, Hq, Dv]. refusal: the error of second derivatives.
+    results: names of what it gives, out and lse first. call: takes the arguments and, in the
+    backward, the results behind lse; gives what `forward` and `backward` take. fake: gives fake
+    results but for out, whose memory is [B, Nq, Hq, Dv]. refusal: the error of second derivatives.
     """
     saved = results.split()
     operands = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"

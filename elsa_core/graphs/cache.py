@@ -180,7 +180,7 @@ class Graphs:
         return entry
 
     def _drop(self, *keys: Hashable, replaced: bool = False) -> None:
-        """Where a graph is `replaced` again and again, capturing is not worth its time."""
+        """Drop graphs. Where one is `replaced` again and again, capturing is not worth its time."""
         if keys and self._device is not None:
             capture.BACKEND.wait(self._device)
         for key in keys:

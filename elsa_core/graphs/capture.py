@@ -120,7 +120,7 @@ class Cuda:
             last.synchronize()
 
     def random_numbers(self, device: torch.device) -> torch.Generator:
-        """Of the device; `get_offset` is equal before and after what draws none of them."""
+        """The device's generator: `get_offset` stays as it is where no number is drawn."""
         return torch.cuda.default_generators[device.index]
 
     def pool(self, device: torch.device) -> Any:

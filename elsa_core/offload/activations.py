@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from elsa_core.errors import ArgumentError
 
 _LEAST = 2**16  # bytes: below that a copy takes the host longer than the bytes are worth
-_PLAIN = (Tensor, nn.Parameter)  # no subclass of another
+_PLAIN = (Tensor, nn.Parameter)  # other subclasses stay where they are
 
 
 class _Saved(NamedTuple):

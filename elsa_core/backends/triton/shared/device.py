@@ -36,7 +36,7 @@ class Described(NamedTuple):
     multiprocessors: int
 
 
-_described: list[Described] = []  # plans are made for the last one; none: for what is there
+_described: list[Described] = []  # plans are for the last of these, else for the GPU that is there
 
 
 @contextmanager
