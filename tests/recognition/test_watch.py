@@ -288,6 +288,19 @@ def test_a_product_and_its_input_have_autocasts_dtype() -> None:
     assert said == watch.close(scores).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1, 1, 1)])
+def test_a_value_that_hides_may_have_dimensions(shape: tuple[int, ...]) -> None:
+    """The scores were said to have their own dtype and dimensions in any case."""
+    q, k, _ = (t.bfloat16() for t in operands())
+    seen, value = torch.eye(9, dtype=torch.bool), torch.full(shape, -1e9)
+    plain = torch.where(seen, q @ k.mT, value)
+    watch = Watch("strict", "eager")
+    with watch:
+        scores = torch.where(seen, q @ k.mT, value)
+        said = scores.dtype, scores.shape
+    assert said == (plain.dtype, plain.shape) and torch.equal(watch.close(scores), plain)
+
+
 def test_no_gradient_of_what_was_changed_since() -> None:
     q, k, v = (t.requires_grad_() for t in operands())
     watch = Watch("strict", "eager")

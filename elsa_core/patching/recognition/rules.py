@@ -114,7 +114,7 @@ def _combined(args: Any, kwargs: Any, *, kind: str) -> Any:  # noqa: PLR0911
     return scores.and_then(kind, other, dtype)
 
 
-def _hidden(args: Any, kwargs: Any, *, chosen: bool = False) -> Any:
+def _hidden(args: Any, kwargs: Any, *, chosen: bool = False) -> Any:  # noqa: PLR0911
     """scores.masked_fill(mask, value), or what `torch.where` has `chosen`."""
     if not chosen:
         args = (*args, *(kwargs[name] for name in ("mask", "value") if name in kwargs))
@@ -133,6 +133,9 @@ def _hidden(args: Any, kwargs: Any, *, chosen: bool = False) -> Any:
     if isinstance(value, Tensor):
         # on a GPU the host would wait for the value; a program has none
         if value.numel() != 1 or value.requires_grad or not value.is_cpu or calls.traced():
+            return MISSING
+        # one with dimensions broadcasts and promotes the others
+        if value.dim() > len(scores.layout.axes) or (value.dim() and value.dtype != scores.dtype):
             return MISSING
         value = value.item()
     if not isinstance(value, int | float) or not value <= LEAST_FILL:
