@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import Answer, Elsa
 
 # What this machine lacks, read before any test changes the environment.
 LACKING = {name for name in ("g++", "c++", "clang++") if shutil.which(name) is None}
@@ -179,6 +180,22 @@ def inductor(inductor_place: Callable[[], AbstractContextManager[None]]) -> Iter
     """What tests need in which Inductor compiles C++."""
     with inductor_place():
         yield
+
+
+@pytest.fixture
+def elsa(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Elsa:
+    """Run the command in this process; torch and timm are imported once for all tests."""
+    from elsa_cli import console
+    from elsa_cli.main import run
+
+    monkeypatch.setattr(console, "_BEAT_SECONDS", 3600.0)  # no lines of progress
+
+    def call(*arguments: object) -> Answer:
+        capsys.readouterr()
+        code = run([str(each) for each in arguments])
+        return Answer(code, *capsys.readouterr())
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -7,21 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
-from json_schema import document
 
 from elsa_core import dispatch
 from elsa_core.backends.support import Backend, Implementation, Support
 from elsa_core.measuring import busy
 
 Offered = Callable[..., AbstractContextManager[None]]
-
-
-@pytest.fixture(scope="session")
-def schema() -> jsonschema.Draft202012Validator:
-    """The schema of the documents that --json prints."""
-    return jsonschema.Draft202012Validator(document())
 
 
 @pytest.fixture

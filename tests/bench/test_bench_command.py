@@ -8,8 +8,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from command import Elsa, schema
 
-from elsa_cli.main import run
 from elsa_core import reference
 from elsa_core.measuring import busy
 from elsa_core.profiling.bench import attention
@@ -23,57 +23,48 @@ TINY = (*SHORT, "--shape", "1,2,17,16", "--shape", "1,2,33,16")
 pytestmark = pytest.mark.usefixtures("free_machine")
 
 
-def test_dry_run_lists_and_measures_nothing(
-    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
-) -> None:
-    assert run(["bench", "attention", "--device", "cuda", "--dry-run", "--table", "decode"]) == 0
-    out, err = capsys.readouterr()
+def test_dry_run_lists_and_measures_nothing(elsa: Elsa) -> None:
+    code, out, err = elsa(
+        "bench", "attention", "--device", "cuda", "--dry-run", "--table", "decode"
+    )
+    assert code == 0
     assert "decode/1x32x1:262144x64-fp16" in out and "12 cases on cuda" in out and err == ""
-    assert run(["bench", "attention", "--device", "cpu", "--dry-run", "--quick", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    schema.validate(document)
+    line = ("bench", "attention", "--device", "cpu", "--dry-run", "--quick", "--json")
+    document = elsa(*line).document()
     assert document["command"] == "bench attention" and document["results"]["dry_run"] is True
     assert "vit/8x12x197x64-fp32" in [case["name"] for case in document["results"]["cases"]]
 
 
-def test_a_run_shows_a_table_and_writes_its_results(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_shows_a_table_and_writes_its_results(elsa: Elsa, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert run(["bench", "attention", *TINY, "-o", "r.json", "--plot", "r.svg"]) == 0
-    out, err = capsys.readouterr()
+    code, out, err = elsa("bench", "attention", *TINY, "-o", "r.json", "--plot", "r.svg")
+    assert code == 0
     assert "1x2x17x16" in out and "shape fp32" in out and "best peer" in out and err == ""
     document = json.loads((tmp_path / "r.json").read_text())
     assert len(document["results"]["cases"]) == 2 and document["results"]["settings"]["rounds"] == 3
     assert (tmp_path / "r.svg").stat().st_size > 1000
-    assert run(["bench", "attention", *TINY, "-o", "r.json"]) == 2
-    assert "exists; use --force" in capsys.readouterr().err
+    elsa("bench", "attention", *TINY, "-o", "r.json").fails(2, "exists; use --force")
 
 
-def test_json_is_one_document(
-    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
-) -> None:
-    assert run(["bench", "attention", *TINY, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_json_is_one_document(elsa: Elsa) -> None:
+    document = elsa("bench", "attention", *TINY, "--json").document()
     assert set(document) == {
         "schema_version", "elsa_version", "command", "environment", "results"
     }  # fmt: skip
     assert document["results"]["cases"][0]["measurements"][0]["contender"] == "elsa-strict"
-    schema.validate(document)
     del document["results"]["cases"][0]["wrong"]
     with pytest.raises(jsonschema.ValidationError):
-        schema.validate(document)
+        schema().validate(document)
 
 
 def test_a_run_of_shapes_is_measured_again(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    elsa: Elsa, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No table had its cases, and a table's were measured in a precision of their own."""
     monkeypatch.setitem(attention._GEMM_SIZE, "cpu", 128)
-    assert run(["bench", "attention", *TINY, "--precision", "ieee", "-o", "r.json"]) == 0
-    capsys.readouterr()
-    run(["bench", *SHORT, "--compare", "r.json", "-o", "again.json"])  # times may differ
-    assert "2 cases compared" in capsys.readouterr().out
+    elsa("bench", "attention", *TINY, "--precision", "ieee", "-o", "r.json").shows()
+    answer = elsa("bench", *SHORT, "--compare", "r.json", "-o", "again.json")
+    assert "2 cases compared" in answer.out  # times may differ
     first, again = (json.loads(Path(name).read_text()) for name in ("r.json", "again.json"))
     assert [c["case"] for c in again["results"]["cases"]] == [
         c["case"] for c in first["results"]["cases"]
@@ -82,18 +73,15 @@ def test_a_run_of_shapes_is_measured_again(
     case["case"]["name"] = "window/256x3x49x32-fp32-mask"
     first["results"]["cases"] = [case]
     Path("r.json").write_text(json.dumps(first))
-    run(["bench", *SHORT, "--compare", "r.json", "--case", "window/256*-mask", "--json"])
-    (found,) = json.loads(capsys.readouterr().out)["results"]["cases"]
+    answer = elsa("bench", *SHORT, "--compare", "r.json", "--case", "window/256*-mask", "--json")
+    (found,) = json.loads(answer.out)["results"]["cases"]
     assert found["case"]["precisions"] == ["ieee"] == case["case"]["precisions"]
 
 
-def test_a_shape_of_ones_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shape_of_ones_own(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(attention._GEMM_SIZE, "cpu", 128)  # slow in half precision
     own = ["--shape", "1,2,9:33,16", "--dtype", "bf16"]
-    assert run(["bench", "attention", *SHORT, *own]) == 0
-    assert "1x2x9:33x16" in capsys.readouterr().out
+    elsa("bench", "attention", *SHORT, *own).shows("1x2x9:33x16")
 
 
 @pytest.mark.parametrize(
@@ -140,53 +128,51 @@ def test_a_shape_of_ones_own(
     ],
     ids=str,
 )
-def test_wrong_arguments_end_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], line: str, words: str
-) -> None:
-    assert run(["bench", *line.split()]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and words in err
+def test_wrong_arguments_end_before_anything_is_measured(elsa: Elsa, line: str, words: str) -> None:
+    answer = elsa("bench", *line.split())
+    answer.fails(2, words)
+    assert not answer.out
 
 
 def test_a_busy_machine_publishes_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    elsa: Elsa, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(busy, "reason", lambda _: "other programs use 90% of the processors")
-    assert run(["bench", "attention", *TINY, "-o", "r.json"]) == 3
-    out, err = capsys.readouterr()
+    code, out, err = elsa("bench", "attention", *TINY, "-o", "r.json")
+    assert code == 3
     assert out == "" and "use --allow-busy" in err and list(tmp_path.iterdir()) == []
-    assert run(["bench", "attention", *TINY, "-o", "r.json", "--allow-busy"]) == 0
-    assert "was not free" in capsys.readouterr().err
+    answer = elsa("bench", "attention", *TINY, "-o", "r.json", "--allow-busy")
+    assert answer.code == 0 and "was not free" in answer.err
     assert json.loads((tmp_path / "r.json").read_text())["results"]["busy"]
 
 
 def test_a_machine_that_became_busy_publishes_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    elsa: Elsa, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter(["", "", "other programs use 50% of the processors"])
     monkeypatch.setattr(busy, "reason", lambda _: next(answers))
-    assert run(["bench", "attention", *TINY, "-o", "r.json"]) == 3
-    assert "not written: other programs use 50%" in capsys.readouterr().err
+    answer = elsa("bench", "attention", *TINY, "-o", "r.json")
+    assert answer.code == 3 and "not written: other programs use 50%" in answer.err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_backend_that_served_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run(["bench", "attention", *TINY, "--backend", "triton", "-o", "r.json"]) == 3
-    out, err = capsys.readouterr()
+def test_a_backend_that_served_nothing(elsa: Elsa, tmp_path: Path) -> None:
+    code, out, err = elsa("bench", "attention", *TINY, "--backend", "triton", "-o", "r.json")
+    assert code == 3
     assert "no: backend='triton'" in out
     assert err.startswith("error: --backend triton served no case: ")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wrong_kernel_fails_and_is_not_published(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, offered: Offered
+    elsa: Elsa, tmp_path: Path, offered: Offered
 ) -> None:
     def wrong(*given: Any) -> Any:
         out, lse = reference.attention(*given[:6])
         return out + 1e-3, lse
 
     with offered(wrong):
-        assert run(["bench", "attention", *TINY, "-o", "r.json"]) == 1
-    out, err = capsys.readouterr()
+        code, out, err = elsa("bench", "attention", *TINY, "-o", "r.json")
+    assert code == 1
     assert "FAIL" in out and "wrong results, nothing was written: shape/1x2x17x16-fp32" in err
     assert list(tmp_path.iterdir()) == []

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
+from command import Elsa
 
 from benchmarks import tables
-from elsa_cli.main import run
 from elsa_core.errors import ArgumentError
 from elsa_core.loading import libraries
 from elsa_core.loading.spec import parse
@@ -67,26 +65,22 @@ def test_the_first_pass_sees_every_family_where_they_are_named() -> None:
 
 
 def test_a_run_is_cut_resumed_and_shown(
-    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    elsa: Elsa, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(busy, "reason", lambda _: "")
     cases = tuple(ModelCase("families", *row, batch, "fp32") for batch in (1, 2) for row in TINY)
     monkeypatch.setitem(models.TABLES, "cpu", {"families": cases})
     line = ["bench", "models", "--device", "cpu", "--table", "families", "-o", "m.json"]
     line += ["--rounds", "3", "--budget", "0.3"]
-    assert run([*line, "--case", "families/vision*", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    schema.validate(document)
+    document = elsa(*line, "--case", "families/vision*", "--json").document()
     first, second = document["results"]["cases"]
     assert first["case"]["batch"] == 1 and first["sites"] == [6, 6] and not first["wrong"]
     assert first["errors"][0] <= 2 * first["errors"][1] + 5e-7
     assert second["errors"] is None  # of batch 1 alone
     assert {run_["memory_bytes"] for run_ in first["measurements"]} == {None}
     assert document["results"]["settings"]["rounds"] == 3
-    assert run([*line, "--resume", "--limit", "300"]) == 0
-    said = capsys.readouterr().out
+    said = elsa(*line, "--resume", "--limit", "300").shows()
     assert "patched against eager: " in said and "slowest: " in said and "of 4 under 0.99" in said
     assert "Not measured: families/no-such-thing-176x1-fp32 (" in said
     kept = published.load(Path("m.json"))

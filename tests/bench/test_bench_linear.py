@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
+from command import Elsa, schema
 from torch import Tensor
 from torch.nn import functional
 
-from elsa_cli.main import run
 from elsa_core.dispatch import measured
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.profiling.bench import linear
@@ -68,28 +67,22 @@ def test_the_products_that_goals_are_set_for() -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_products_are_kept_resumed_and_shown(
-    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
-) -> None:
-    assert run([*LINE, "--quick", "-o", "p.json", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    schema.validate(document)
+def test_products_are_kept_resumed_and_shown(elsa: Elsa) -> None:
+    document = elsa(*LINE, "--quick", "-o", "p.json", "--json").document()
     [first] = document["results"]["cases"]
     assert document["command"] == "bench linear" and first["case"]["columns"] == 24
     assert {m["contender"] for m in first["measurements"]} == {"pytorch", "elsa"}
     assert set(first["left_out"]) == {"tf32"} and first["wrong"] == []
     own, peer = first["errors"]
     assert own <= 2 * peer + 2.0**-24 and first["gain"]["rounds"] >= 3
-    assert run([*LINE, "-o", "p.json"]) == 2 and "--resume" in capsys.readouterr().err
-    assert run([*LINE, "-o", "p.json", "--resume"]) == 0
-    out = capsys.readouterr().out
+    elsa(*LINE, "-o", "p.json").fails(2, "--resume")
+    out = elsa(*LINE, "-o", "p.json", "--resume").shows()
     assert "products/12x16x24" in out and "products/8x8x8" in out and "swin" not in out
     assert "of 2 products" in out
     kept = json.loads(Path("p.json").read_text())
-    schema.validate(kept)
+    schema().validate(kept)
     assert kept["results"]["complete"] and kept["results"]["cases"][0] == first
-    assert run([*LINE, "--dry-run", "--table", "swin", "--json"]) == 0
-    schema.validate(json.loads(capsys.readouterr().out))
+    elsa(*LINE, "--dry-run", "--table", "swin", "--json").document()
 
 
 def by_pytorch(x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
@@ -97,35 +90,29 @@ def by_pytorch(x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_an_interrupted_run_shows_and_keeps_what_it_has(
-    capsys: pytest.CaptureFixture[str], offered: Offered
-) -> None:
+def test_an_interrupted_run_shows_and_keeps_what_it_has(elsa: Elsa, offered: Offered) -> None:
     def interrupted(x: Tensor, *rest: Any) -> Tensor:
         if len(x) == 8:
             raise KeyboardInterrupt
         return by_pytorch(x, *rest)
 
     with offered(by_pytorch, "linear", direct=interrupted):
-        assert run([*LINE, "-o", "p.json"]) == 130
-    assert "products/12x16x24" in capsys.readouterr().out
+        elsa(*LINE, "-o", "p.json").shows("products/12x16x24", code=130)
     results = json.loads(Path("p.json").read_text())["results"]
     assert len(results["cases"]) == 1 and not results["complete"]
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_wrong_product_ends_with_exit_code_1(
-    capsys: pytest.CaptureFixture[str], offered: Offered
-) -> None:
+def test_a_wrong_product_ends_with_exit_code_1(elsa: Elsa, offered: Offered) -> None:
     with offered(by_pytorch, "linear", direct=lambda *given: by_pytorch(*given) + 1):
-        assert run([*LINE, "--quick"]) == 1
-    out, err = capsys.readouterr()
+        code, out, err = elsa(*LINE, "--quick")
+    assert code == 1
     assert "wrong" in out and "wrong results: products/12x16x24" in err
 
 
 @pytest.mark.usefixtures("tiny")
-def test_what_fails_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    code = run([*LINE, "--quick", "--backend", "triton"])
-    out = capsys.readouterr().out
+def test_what_fails_is_a_row(elsa: Elsa) -> None:
+    code, out, _ = elsa(*LINE, "--quick", "--backend", "triton")
     assert code in (0, 3) and "products/12x16x24" in out
 
 
@@ -156,12 +143,9 @@ def test_products_of_one_size_must_all_gain():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be measured")
-def test_without_a_gpu(capsys, schema):
-    assert run(["bench", "linear", "--tune"]) == 3
-    assert "no CUDA GPU" in capsys.readouterr().err
-    assert run(["bench", "linear", "--tune", "--dry-run", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    schema.validate(document)
+def test_without_a_gpu(elsa: Elsa) -> None:
+    elsa("bench", "linear", "--tune").fails(3, "no CUDA GPU")
+    document = elsa("bench", "linear", "--tune", "--dry-run", "--json").document()
     assert len(document["results"]["products"]) == len(linear.SHAPES)
     with pytest.raises(UnavailableError):
         linear.tune(torch.device("cuda"))

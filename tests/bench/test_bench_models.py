@@ -8,13 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import timm
 import torch
+from command import Elsa
 
 from benchmarks import tables
-from elsa_cli.main import run
 from elsa_core.errors import ArgumentError
 from elsa_core.loading import libraries
 from elsa_core.loading.fit import with_image_size
@@ -83,19 +82,15 @@ def test_every_model_can_be_built(case: ModelCase) -> None:
     assert (case.window, case.window) in windows
 
 
-def test_a_run_is_kept_resumed_shown_and_rendered(
-    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator, held: str
-) -> None:
+def test_a_run_is_kept_resumed_shown_and_rendered(elsa: Elsa, held: str) -> None:
     line = ["bench", "models", *SHORT, "-o", "m.json", "--json"]
     Path("m.json").write_text(held)
     [first] = json.loads(held)["results"]["cases"]
     assert first["sites"] == [12, 12] and first["wrong"] == []
     assert first["errors"][0] <= 2 * first["errors"][1] + 5e-7
     assert {m["contender"] for m in first["measurements"]} == {"eager", "patched"}
-    assert run(line) == 2 and "--resume" in capsys.readouterr().err
-    assert run([*line, "--resume"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    schema.validate(again)
+    elsa(*line).fails(2, "--resume")
+    again = elsa(*line, "--resume").document()
     assert again["command"] == "bench models" and again["results"]["complete"]
     assert again["results"]["cases"][0] == first
     swin = again["results"]["cases"][1]
@@ -107,8 +102,7 @@ def test_a_run_is_kept_resumed_shown_and_rendered(
     assert lines[0].startswith("| model | px | batch | eager, ms | sdpa, ms | patched, ms | gain")
     assert lines[2].startswith("| ViT-T | 32 | 2 | ") and len(lines) == 4
     assert "faster than the fastest baseline in " in tables.of_document(kept, "summary")
-    assert run([*line[:-1], "--resume", "--rounds", "4"]) == 2
-    assert "other settings" in capsys.readouterr().err
+    elsa(*line[:-1], "--resume", "--rounds", "4").fails(2, "other settings")
 
 
 @pytest.mark.parametrize(
@@ -123,33 +117,28 @@ def test_a_run_is_kept_resumed_shown_and_rendered(
     ],
 )
 def test_what_is_resumed_is_of_the_same_versions(
-    capsys: pytest.CaptureFixture[str], held: str, change: Any, code: int, words: str
+    elsa: Elsa, held: str, change: Any, code: int, words: str
 ) -> None:
     document = json.loads(held)
     for key, value in (change or {}).items():
         document[key] = document[key] | value if isinstance(value, dict) else value
     content = "[]" if change is None else json.dumps(document)
     Path("m.json").write_text(content)
-    assert run(["bench", "models", *SHORT, "--quick", "-o", "m.json", "--resume"]) == code
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and words in err
+    elsa("bench", "models", *SHORT, "--quick", "-o", "m.json", "--resume").fails(code, words)
     assert Path("m.json").read_text() == content
 
 
-def test_few_rounds_are_shown_without_an_interval(
-    capsys: pytest.CaptureFixture[str], held: str
-) -> None:
+def test_few_rounds_are_shown_without_an_interval(elsa: Elsa, held: str) -> None:
     document = json.loads(held)
     document["results"]["cases"][0]["gain"] |= {"rounds": 4, "verdict": "unsure"}
     Path("m.json").write_text(json.dumps(document))
-    assert run(["bench", "models", *SHORT, "--quick", "-o", "m.json", "--resume"]) == 0
-    shown = capsys.readouterr().out
+    shown = elsa("bench", "models", *SHORT, "--quick", "-o", "m.json", "--resume").shows()
     [row] = [line for line in shown.splitlines() if line.startswith("batch8/ViT-T")]
     assert " 4 rounds " in row and row.endswith("unsure")
     assert "undecided in 1 for want of rounds" in shown
 
 
-def test_a_limit_leaves_models_for_later(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_leaves_models_for_later(elsa: Elsa) -> None:
     clock = iter([0.0, 0.5, 100.0])
 
     class Time:
@@ -157,19 +146,16 @@ def test_a_limit_leaves_models_for_later(capsys: pytest.CaptureFixture[str]) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "time", Time)
-        assert run(["bench", "models", *SHORT, "-o", "m.json", "--limit", "1"]) == 0
-    out = capsys.readouterr().out
+        out = elsa("bench", "models", *SHORT, "-o", "m.json", "--limit", "1").shows()
     assert "1 of 2 models are left; --resume -o m.json goes on" in out
     assert not results.load(Path("m.json"))["results"]["complete"]
 
 
-def test_a_model_that_fails_is_a_row(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fails_is_a_row(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = ModelCase("batch8", "Odd", "timm:vit_tiny_patch16_224", 33, 1)
     monkeypatch.setitem(models.TABLES, "cpu", {"batch8": (bad, TINY["cpu"]["batch8"][0])})
-    assert run(["bench", "models", *SHORT, "-o", "m.json"]) == 0
-    out, err = capsys.readouterr()
+    code, out, err = elsa("bench", "models", *SHORT, "-o", "m.json")
+    assert code == 0
     assert "no: not measured" in out and "multiple of the patch size" in err
     document = results.load(Path("m.json"))
     assert "| Odd | 33 | 1 | - |" in tables.of_document(document, "batch8")
@@ -177,9 +163,9 @@ def test_a_model_that_fails_is_a_row(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_backend_that_served_no_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "models", *SHORT, "--quick", "--backend", "triton"]) == 3
-    out, err = capsys.readouterr()
+def test_a_backend_that_served_no_model(elsa: Elsa) -> None:
+    code, out, err = elsa("bench", "models", *SHORT, "--quick", "--backend", "triton")
+    assert code == 3
     assert "no: not measured" in out
     assert err.splitlines()[-1].startswith("error: --backend triton served no model: ")
 
@@ -253,35 +239,29 @@ def test_regressions_are_called(published: dict[str, Any]) -> None:
     assert "error" in found.rows[0].note and found.to_dict()["rows"][0]["seconds"] is None
 
 
-def test_compare_of_two_files(
-    capsys: pytest.CaptureFixture[str],
-    published: dict[str, Any],
-    schema: jsonschema.Draft202012Validator,
-) -> None:
+def test_compare_of_two_files(elsa: Elsa, published: dict[str, Any]) -> None:
     Path("mine.json").write_text(json.dumps(worse(published)))
     Path("same.json").write_text(json.dumps(published))
     line = ["bench", "--compare", "attention_cpu", "--from"]
-    assert run([*line, "same.json"]) == 0
-    assert "cases compared, 0 worse" in capsys.readouterr().out
-    assert run([*line, "mine.json"]) == 1
-    out, err = capsys.readouterr()
+    elsa(*line, "same.json").shows("cases compared, 0 worse")
+    code, out, err = elsa(*line, "mine.json")
+    assert code == 1
     assert "FAIL worse" in out and err.startswith("error: worse than published: vit/")
     other = json.loads(json.dumps(published))
     for case in other["results"]["cases"]:
         case["case"]["name"] += "-of-another-run"
     Path("other.json").write_text(json.dumps(other))
-    assert run([*line, "other.json"]) == 1
-    assert "error: nothing was compared: no case of this run" in capsys.readouterr().err
-    assert run([*line, "mine.json", "--json"]) == 1
-    document = json.loads(capsys.readouterr().out)
-    schema.validate(document)
+    answer = elsa(*line, "other.json")
+    assert answer.code == 1
+    assert "error: nothing was compared: no case of this run" in answer.err
+    document = elsa(*line, "mine.json", "--json").document(1)
     assert document["results"]["comparison"]["rows"][0]["verdict"] == "regression"
     Path("mine.json").write_text('{"command": "bench attention", "results": {}}')
-    assert run([*line, "mine.json"]) == 4
+    assert elsa(*line, "mine.json").code == 4
 
 
 def test_a_comparison_names_another_processor_and_a_busy_machine(
-    capsys: pytest.CaptureFixture[str], published: dict[str, Any]
+    elsa: Elsa, published: dict[str, Any]
 ) -> None:
     """Ratios of an Intel processor stood beside those of an AMD one without a word."""
     Path("same.json").write_text(json.dumps(published))
@@ -290,21 +270,20 @@ def test_a_comparison_names_another_processor_and_a_busy_machine(
     other["results"]["busy"] = "other programs use 90% of the processors"
     Path("mine.json").write_text(json.dumps(other))
     line = ["bench", "--compare", "attention_cpu", "--from"]
-    assert run([*line, "same.json"]) == 0
-    assert "Not the same processor" not in capsys.readouterr().out
-    assert run([*line, "mine.json"]) == 1
-    out, err = capsys.readouterr()
+    assert "Not the same processor" not in elsa(*line, "same.json").shows()
+    code, out, err = elsa(*line, "mine.json")
+    assert code == 1
     assert "Not the same processor (here Another Processor" in " ".join(out.split())
     assert err.rstrip().endswith(
         "the machine was not free: other programs use 90% of the processors"
     )
 
 
-def test_a_run_is_compared_with_a_file(capsys: pytest.CaptureFixture[str], held: str) -> None:
+def test_a_run_is_compared_with_a_file(elsa: Elsa, held: str) -> None:
     document = json.loads(held)
     gain = document["results"]["cases"][0]["gain"]
     gain |= {"value": 900.0, "low": 800.0, "high": 1000.0}  # nobody's machine gets there
     Path("m.json").write_text(json.dumps(document))
-    assert run(["bench", *SHORT, "--compare", "m.json"]) == 1
-    out, err = capsys.readouterr()
+    code, out, err = elsa("bench", *SHORT, "--compare", "m.json")
+    assert code == 1
     assert "1 case compared, 1 worse" in out and "batch8/ViT-T-32x2-fp32" in err

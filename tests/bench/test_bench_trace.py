@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
-import jsonschema
 import pytest
 import torch
+from command import Elsa
 
-from elsa_cli.main import run
 from elsa_core import explain, monoid
 from elsa_core.backends import native
 from elsa_core.backends.partition import Partition, RoundTrip
@@ -119,28 +117,20 @@ def test_a_lie_is_caught() -> None:
     assert honest["exact"].ok and honest["kernel"].ok is False
 
 
-def test_the_command_shows_and_proves(
-    capsys: pytest.CaptureFixture[str],
-    schema: jsonschema.Draft202012Validator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_command_shows_and_proves(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     arguments = ["bench", "attention", "--trace", "--device", "cpu", "--shape", "1,2,40:1301,32"]
-    assert run(arguments) == 0
-    out, err = capsys.readouterr()
+    code, out, err = elsa(*arguments)
+    assert code == 0
     assert err == "" and "merge depth" in out and "round trip" in out and "✓" in out
     assert "1 call traced: every tried claim holds" in out and max(map(len, out.split("\n"))) <= 90
-    assert run([*arguments, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    schema.validate(document)
+    document = elsa(*arguments, "--json").document()
     found = document["results"]["traces"][0]
     assert found["ok"] and found["case"]["name"] == "shape/1x2x40:1301x32-fp32"
     assert found["partition"]["tree"]["scan_depth"] >= 11
 
 
-def test_a_backend_of_another_package_is_proved(
-    capsys: pytest.CaptureFixture[str], offered: Offered
-) -> None:
+def test_a_backend_of_another_package_is_proved(elsa: Elsa, offered: Offered) -> None:
     """What its record tells is replayed; of a record that tells nothing one line says so."""
 
     def attend(q, k, v, mask, is_causal, scale, precision):
@@ -157,21 +147,20 @@ def test_a_backend_of_another_package_is_proved(
     arguments = ["bench", "attention", "--trace", "--device", "cpu", "--shape", "1,2,9:90,16"]
     for serve, told, status in ((attend, tell, 0), (attend, None, 3), (wrong, tell, 1)):
         with offered(serve, partition=told):
-            assert run(arguments) == status
-        out, err = capsys.readouterr()
+            code, out, err = elsa(*arguments)
+        assert code == status
         assert ("toy" in out and "in two halves" in out) is (told is not None)
         assert err.count("\n") == (status > 0)
         assert {0: "", 1: "a structural claim does not hold: shape/1x2x9:90x16-fp32",
                 3: "error: backend='toy' tells no partition"}[status] in err  # fmt: skip
         assert ("✗ no" in out) is (status == 1)
-    assert run([*arguments, "--backend", "sdpa"]) == 3  # PyTorch's kernels tell nothing
+    assert elsa(*arguments, "--backend", "sdpa").code == 3  # PyTorch's kernels tell nothing
 
 
-def test_entmax_is_not_traced_as_softmax(capsys: pytest.CaptureFixture[str]) -> None:
+def test_entmax_is_not_traced_as_softmax(elsa: Elsa) -> None:
     """The traces named cases of entmax, and were of softmax attention on the same shapes."""
     arguments = ["bench", "attention", "--trace", "--device", "cpu", "--case"]
-    assert run([*arguments, "vit/1x12x197*", "--case", "entmax/8x12x197*"]) == 0
-    out, _ = capsys.readouterr()
+    code, out, _ = elsa(*arguments, "vit/1x12x197*", "--case", "entmax/8x12x197*")
+    assert code == 0
     assert "1 call traced" in out and "entmax" not in out
-    assert run([*arguments, "entmax/8x12x197*"]) == 2
-    assert "none of these calls is of softmax attention" in capsys.readouterr().err
+    elsa(*arguments, "entmax/8x12x197*").fails(2, "none of these calls is of softmax attention")

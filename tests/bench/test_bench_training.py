@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
+from command import Elsa
 from torch import Tensor, nn
 
 from benchmarks import tables
-from elsa_cli.main import run
 from elsa_core.profiling.bench import published, training
 from elsa_core.profiling.bench.runner import ModelCase
 from elsa_core.profiling.runs.training import gradient_comparison
@@ -45,17 +43,11 @@ def test_the_papers_table_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(training.RUNNER.select(device, quick=True)) >= 2
 
 
-def test_steps_are_kept_resumed_and_rendered(
-    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
-) -> None:
+def test_steps_are_kept_resumed_and_rendered(elsa: Elsa) -> None:
     line = ["bench", "training", *SHORT, "-o", "t.json", "--json"]
-    assert run([*line, "--table", "steps", "--quick"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    schema.validate(document)
+    document = elsa(*line, "--table", "steps", "--quick").document()
     assert document["command"] == "bench training" and document["results"]["complete"]
-    assert run([*line, "--resume"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    schema.validate(again)
+    again = elsa(*line, "--resume").document()
     assert again["results"]["cases"][0] == document["results"]["cases"][0]
     assert len(again["results"]["cases"]) == 2
     for case in again["results"]["cases"]:
@@ -69,11 +61,12 @@ def test_steps_are_kept_resumed_and_rendered(
     lines = tables.of_document(kept, "steps").splitlines()
     assert lines[0].endswith("| forward + backward + optimizer of elsa, ms |") and len(lines) == 3
     assert "faster than the fastest baseline in " in tables.of_document(kept, "summary")
-    assert run(["bench", "models", *SHORT, "-o", "t.json", "--resume"]) == 4
-    assert "no result of `elsa bench models`" in capsys.readouterr().err
+    elsa("bench", "models", *SHORT, "-o", "t.json", "--resume").fails(
+        4, "no result of `elsa bench models`"
+    )
 
 
-def test_a_wrong_gradient_ends_with_1(capsys: pytest.CaptureFixture[str], offered: Offered) -> None:
+def test_a_wrong_gradient_ends_with_1(elsa: Elsa, offered: Offered) -> None:
     """The value is right and its gradient is not."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *terms: Any) -> Any:
@@ -81,11 +74,11 @@ def test_a_wrong_gradient_ends_with_1(capsys: pytest.CaptureFixture[str], offere
         return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
     with offered(attend):
-        assert run(["bench", "training", *SHORT, "--quick"]) == 1
-    answer = capsys.readouterr()
-    assert "FAIL wrong" in answer.out and "wrong results" in answer.err
-    assert run(["bench", "training", "--device", "cpu", "--baselines", "eager+graph"]) == 3
-    assert "eager+graph needs a CUDA GPU" in capsys.readouterr().err
+        code, out, err = elsa("bench", "training", *SHORT, "--quick")
+    assert code == 1 and "FAIL wrong" in out and "wrong results" in err
+    elsa("bench", "training", "--device", "cpu", "--baselines", "eager+graph").fails(
+        3, "eager+graph needs a CUDA GPU"
+    )
 
 
 class _Two(nn.Module):

@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
+from command import Elsa
 
-from elsa_cli.main import run
 from elsa_core.backends.triton.attention import tiling
 from elsa_core.backends.triton.attention.tiling import Shape, Tile
 from elsa_core.backends.triton.shared import device, usertable
@@ -184,19 +183,14 @@ def test_tables_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_the_command_lists_candidates_without_a_gpu(
-    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
-) -> None:
+def test_the_command_lists_candidates_without_a_gpu(elsa: Elsa) -> None:
     arguments = ["bench", "attention", "--tune", "--device", "cuda", "--shape", "8,12,197,64"]
-    assert run([*arguments, "--dry-run"]) == 0
-    out, err = capsys.readouterr()
+    code, out, err = elsa(*arguments, "--dry-run")
+    assert code == 0
     assert err == "" and "shipped" in out and "nothing was measured" in out
-    assert run([*arguments, "--dry-run", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    schema.validate(document)
+    document = elsa(*arguments, "--dry-run", "--json").document()
     assert document["results"]["tune"][0]["candidates"][0]["shipped"] is True
-    assert run(arguments) == 3
-    assert "--dry-run lists the candidates" in capsys.readouterr().err
+    elsa(*arguments).fails(3, "--dry-run lists the candidates")
 
 
 def test_a_users_table_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import Elsa
 
-from elsa_cli.main import run
 from elsa_core.errors import ArgumentError
 from elsa_core.profiling import figures
 
@@ -50,14 +50,12 @@ def test_operators_are_not_drawn_as_one_line(document: dict[str, Any]) -> None:
     assert [tokens for tokens, _ in times["elsa-strict"]] == [64, 128, 256, 512]
 
 
-def test_a_plot_of_one_length_is_refused_before_it_is_measured(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_plot_of_one_length_is_refused_before_it_is_measured(elsa: Elsa, tmp_path: Path) -> None:
     out, plot = tmp_path / "a.json", tmp_path / "a.png"
     arguments = ["bench", "attention", "--device", "cpu", "--allow-busy", "--shape", "1,2,9,16"]
-    assert run([*arguments, "-o", str(out), "--plot", str(plot)]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and "no two of these cases differ" in said.err
+    answer = elsa(*arguments, "-o", out, "--plot", plot)
+    answer.fails(2, "no two of these cases differ")
+    assert not answer.out
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])

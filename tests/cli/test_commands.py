@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import json_schema
 import jsonschema
 import pytest
 import torch
+from command import schema
 from PIL import Image
 
 import elsa_core
@@ -21,29 +21,17 @@ from elsa_core.patching.rewrite import patched_sites
 from elsa_core.proof import paths
 from elsa_core.proof.report import CheckReport, ModelCheck, SiteCheck
 
-from .conftest import TINY, Answer, Elsa
+from .conftest import TINY, Elsa
 
 # A check costs per site: two are enough wherever their number is not the point.
 FEW = ("vit_tiny_patch16_224", "--img", "32", "--model-kwargs", "depth=2")
 
-SCHEMA = json_schema.document()
-
-
-def document(answer: Answer, code: int = 0) -> dict[str, Any]:
-    """The one document on stdout, held against the schema."""
-    assert answer.code == code, answer.err
-    found: dict[str, Any] = json.loads(answer.out)
-    jsonschema.validate(found, SCHEMA, cls=jsonschema.Draft202012Validator)
-    assert found["schema_version"] == 1
-    assert found["elsa_version"] == elsa_core.__version__
-    return found
-
 
 def test_the_schema_is_one_and_refuses_what_is_missing() -> None:
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.Draft202012Validator.check_schema(schema().schema)
     broken = {"schema_version": 1, "elsa_version": "0", "command": "build", "environment": {}}
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(broken | {"results": {}}, SCHEMA)
+        schema().validate(broken | {"results": {}})
 
 
 def test_inspect(elsa: Elsa) -> None:
@@ -58,7 +46,7 @@ def test_inspect(elsa: Elsa) -> None:
 
 
 def test_inspect_json(elsa: Elsa) -> None:
-    found = document(elsa("inspect", *TINY, "--json"))["results"]["inspection"]
+    found = elsa("inspect", *TINY, "--json").document()["results"]["inspection"]
     assert [site["path"] for site in found["sites"]] == [f"blocks.{i}.attn" for i in range(12)]
     assert {(site["query_tokens"], site["head_dim"]) for site in found["sites"]} == {(17, 64)}
 
@@ -127,7 +115,7 @@ def test_patch_check(elsa: Elsa) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_check_json(elsa: Elsa, dtype: str) -> None:
-    found = document(elsa("check", *FEW, "--json", "--dtype", dtype, "--batch-size", "2"))
+    found = elsa("check", *FEW, "--json", "--dtype", dtype, "--batch-size", "2").document()
     results = found["results"]
     assert results["check"]["ok"]
     assert len(results["check"]["sites"]) == len(results["patch"]["patched"]) == 2
@@ -149,14 +137,14 @@ def test_a_wrong_kernel_fails_and_is_named(elsa: Elsa, monkeypatch: pytest.Monke
 
 def test_a_check_has_rows_beyond_the_first(elsa: Elsa) -> None:
     assert set(PATHS) == set(paths.PATHS)
-    cases = document(elsa("check", *FEW, "--json"))["results"]["check"]["cases"]
+    cases = elsa("check", *FEW, "--json").document()["results"]["check"]["cases"]
     assert {case["inputs"] for case in cases} == {CHECKED_ROWS} and {
         case["path"] for case in cases
     } == {"eager"}
 
 
 def test_check_of_gradients(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = document(elsa("check", *FEW, "--grad", "--json"))["results"]["check"]
+    found = elsa("check", *FEW, "--grad", "--json").document()["results"]["check"]
     assert [one["path"] for one in found["gradients"]] == [
         "blocks.0.attn",
         "blocks.1.attn",
@@ -173,7 +161,7 @@ def test_check_of_gradients(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_check_with_sparsity(elsa: Elsa) -> None:
-    found = document(elsa("check", *FEW, "--json", "--sparsity", "0.3", "--sparsity-bound", "0.5"))
+    found = elsa("check", *FEW, "--json", "--sparsity", "0.3", "--sparsity-bound", "0.5").document()
     results = found["results"]
     assert results["patch"]["sparsity"] == 0.3 and results["check"]["ok"]
     assert all(site["skip_rate"] is not None for site in results["check"]["sites"])
@@ -190,7 +178,7 @@ def test_patch_with_offload(elsa: Elsa, tmp_path: Path) -> None:
     assert answer.code == 0
     assert "offload host: what a backward needs stays in host memory" in answer.out.splitlines()
     assert json.loads((saved / "elsa_plan.json").read_text())["offload"] == "host"
-    again = document(elsa("patch", str(saved), "--json"))["results"]["patch"]
+    again = elsa("patch", str(saved), "--json").document()["results"]["patch"]
     assert again["offload"] == "host" and len(again["patched"]) == 2
     elsa("patch", *FEW, "--offload", "disk").fails(2, "'disk' is not 'host'")
 
@@ -234,7 +222,7 @@ def test_a_failed_check_prints_its_document(elsa: Elsa, monkeypatch: pytest.Monk
                     device="cpu", stress=True, failures=failures)  # fmt: skip
     monkeypatch.setattr(pipeline, "check_model", lambda *given: report)
     answer = elsa("check", *FEW, "--json")
-    found = document(answer, code=1)["results"]["check"]
+    found = answer.document(code=1)["results"]["check"]
     assert found["sites"][0]["max_abs"] is None
     line = "error: check failed: blocks.1.attn: large: not finite (and 1 more)\n"
     assert answer.err == line
@@ -253,7 +241,7 @@ def test_include_and_exclude(elsa: Elsa) -> None:
     answer = elsa(
         "patch", *TINY, "--include", "blocks.[0-5].*", "--exclude", "blocks.2.*", "--json"
     )
-    report = document(answer)["results"]["patch"]
+    report = answer.document()["results"]["patch"]
     assert [site["path"] for site in report["patched"]] == [
         f"blocks.{i}.attn" for i in (0, 1, 3, 4, 5)
     ]
@@ -272,7 +260,7 @@ def test_dry_run_writes_nothing(elsa: Elsa) -> None:
     assert "12 of 12 sites would be patched" in answer.out
     assert "Nothing was written" in answer.out
     assert list(Path().iterdir()) == []
-    assert document(elsa("patch", *TINY, "--dry-run", "--json"))["results"]["dry_run"] is True
+    assert elsa("patch", *TINY, "--dry-run", "--json").document()["results"]["dry_run"] is True
 
 
 def test_a_saved_model_loads_again(elsa: Elsa) -> None:
@@ -311,7 +299,7 @@ def test_a_plan_stands_above_defaults(elsa: Elsa, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ELSA_BACKEND", "eager")
     Path("elsa.toml").write_text('precision = "strict"\nexclude = "nothing.*"\nall-sites = true\n')
     for arguments in (("out",), (*small, "--plan", "out/elsa_plan.json")):
-        patch = document(elsa("patch", *arguments, "--json"))["results"]["patch"]
+        patch = elsa("patch", *arguments, "--json").document()["results"]["patch"]
         assert [site["path"] for site in patch["patched"]] == ["blocks.1.attn"]
         assert patch["precision"] == "ieee" and patch["backend"] == "auto"
 
@@ -322,14 +310,14 @@ def test_images_are_checked_too(elsa: Elsa) -> None:
     for index in range(3):
         image.new("RGB", (80, 70), (index * 80, 40, 200)).save(f"pictures/{index}.png")
     answer = elsa("patch", *FEW, "--images", "pictures", "--json", "-b", "2")
-    cases = document(answer)["results"]["check"]["cases"]
+    cases = answer.document()["results"]["check"]["cases"]
     assert [case["inputs"] for case in cases if case["case"] == "images"] == [3]
 
 
 def test_two_towers(elsa: Elsa) -> None:
     pytest.importorskip("open_clip")
     answer = elsa("inspect", "open_clip:ViT-S-32-alt", "--json")
-    assert document(answer)["results"]["model"]["source"] == "open_clip"
+    assert answer.document()["results"]["model"]["source"] == "open_clip"
 
 
 def test_verbose_logs_the_steps_on_stderr(elsa: Elsa) -> None:
@@ -341,28 +329,30 @@ def test_verbose_logs_the_steps_on_stderr(elsa: Elsa) -> None:
 def test_stdout_is_one_document_in_a_process_of_its_own(process: Elsa) -> None:
     """With every library's own output in play, and stderr clean without a terminal."""
     answer = process("patch", *FEW, "--check", "--json")
-    document(answer)
+    answer.document()
     assert answer.err == ""
 
 
 def test_the_scope_reaches_every_command(elsa: Elsa) -> None:
     """inspect lists the layers, patch writes them into the plan, and check judges each one."""
     small = ("vit_tiny_patch16_224", "--img", "32", "--model-kwargs", "depth=1")
-    found = document(elsa("inspect", *small, "--scope", "model", "--json"))["results"]["inspection"]
+    found = elsa("inspect", *small, "--scope", "model", "--json").document()["results"][
+        "inspection"
+    ]
     kinds = [site["kind"] for site in found["sites"]]
     assert found["scope"] == "model" and kinds.count("mlp") == 1 and "patch-embedding" in kinds
-    assert document(elsa("inspect", *small, "--json"))["results"]["inspection"]["scope"] == (
+    assert elsa("inspect", *small, "--json").document()["results"]["inspection"]["scope"] == (
         "attention"
     )
-    done = document(elsa("patch", *small, "--scope", "model", "-o", "kept", "--check", "--json"))
+    done = elsa("patch", *small, "--scope", "model", "-o", "kept", "--check", "--json").document()
     assert done["results"]["patch"]["scope"] == "model"
     assert len(done["results"]["check"]["sites"]) == len(kinds)
     plan = json.loads(Path("kept/elsa_plan.json").read_text())
     assert plan["scope"] == "model" and "blocks.0.mlp" in plan["sites"]
-    again = document(elsa("check", "kept", "--json"))["results"]
+    again = elsa("check", "kept", "--json").document()["results"]
     assert again["patch"]["scope"] == "model" and again["check"]["ok"]
     alone = ("--include", "*.mlp", "--scope", "model")
-    assert document(elsa("check", *small, *alone, "--json"))["results"]["routes"] == {}
+    assert elsa("check", *small, *alone, "--json").document()["results"]["routes"] == {}
     assert "1 of 6 sites patched" in elsa("check", *small, *alone).out
 
 

@@ -13,7 +13,6 @@ from processes import environment, python
 from elsa_cli.main import cli
 
 from .conftest import Elsa
-from .test_commands import document
 
 
 def complete(words: str) -> list[str]:
@@ -28,7 +27,7 @@ def complete(words: str) -> list[str]:
 def test_the_output_options_of_the_script(elsa: Elsa) -> None:
     script = elsa("completion", "bash").out
     assert elsa("completion", "bash", "-q").out == script
-    results = document(elsa("completion", "bash", "--json"))["results"]
+    results = elsa("completion", "bash", "--json").document()["results"]
     assert results["shell"] == "bash" and results["script"].rstrip() == script.rstrip()
 
 

@@ -23,7 +23,6 @@ from elsa_core.backends.support import Support
 from elsa_core.errors import UnavailableError
 
 from .conftest import Elsa
-from .test_commands import document
 
 TINY = ("test_vit", "--img", "32")
 
@@ -44,7 +43,7 @@ def test_export_and_verify_a_weights_file(elsa: Elsa, tmp_path: Path) -> None:
     mode = (tmp_path / "new").stat().st_mode
     files = [path for path in (tmp_path / "test_vit-elsa").rglob("*") if path.is_file()]
     assert [path.name for path in files if path.stat().st_mode != mode] == []
-    assert document(elsa("inspect", "test_vit-elsa", "--json"))["results"]["bundle"] == manifest
+    assert elsa("inspect", "test_vit-elsa", "--json").document()["results"]["bundle"] == manifest
     again = elsa("verify", "test_vit-elsa", "--files-only")
     assert again.code == 0 and "files match; nothing was run" in again.out
     elsa("export", *TINY, "-o", "test_vit-elsa").fails(2, "exists", "--force")
@@ -72,11 +71,11 @@ def test_a_bundle_says_what_was_assumed(elsa: Elsa, tmp_path: Path) -> None:
     image, *classes = ran.stdout.splitlines()
     assert image.endswith("a.png") and len(classes) == 5 and "assumed" not in ran.stdout
     assert manifest["reference"]["batch_sizes"] == [1, 4]
-    again = document(elsa("patch", bundle, "--json"))["results"]["model"]
+    again = elsa("patch", bundle, "--json").document()["results"]["model"]
     assert again["assumed"] == {"heads": 3}
     assert {"mean", "std"} <= set(again["preprocess"]["assumed"])
     given = ("--mean", "0.5", "--std", "0.5", "--crop-pct", "0.9", "--interpolation", "bicubic")
-    told = document(elsa("inspect", *mine, *given, "--json"))["results"]["model"]
+    told = elsa("inspect", *mine, *given, "--json").document()["results"]["model"]
     assert told["preprocess"]["assumed"] == []
 
 

@@ -12,7 +12,6 @@ from elsa_core.proof import coverage
 from elsa_core.proof.coverage import Coverage, Kept
 
 from .conftest import Elsa
-from .test_commands import document
 
 TWO = "timm:test_vit[23]"
 KEPT = (Kept("timm.models.cait.TalkingHeadAttn", "mixes heads", 3, softmax=False),)
@@ -34,10 +33,10 @@ def test_table_and_document(elsa: Elsa) -> None:
     last = answer.out.splitlines()[-1]
     assert last.startswith("2 of 2 architectures with softmax attention are patched whole (100.0%)")
     line = ("inspect", "--all", "timm:test_vit2", "--json")
-    results = document(elsa(*line, "--state", "new.jsonl"))["results"]
+    results = elsa(*line, "--state", "new.jsonl").document()["results"]
     assert [one["name"] for one in results["architectures"]] == ["timm:test_vit2"]
     assert results["summary"]["complete"] == 1
-    assert document(elsa(*line, "--state", "new.jsonl"))["results"] == results
+    assert elsa(*line, "--state", "new.jsonl").document()["results"] == results
     assert len(Path("new.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
@@ -61,7 +60,7 @@ def test_a_difference_is_exit_1(elsa: Elsa) -> None:
     answer = elsa(*line)
     assert answer.code == 1
     assert "timm:test_vit3: differs: far" in answer.out and "timm:test_vit3 first" in answer.err
-    assert document(elsa(*line, "--json"), code=1)
+    assert elsa(*line, "--json").document(code=1)
 
 
 def test_wrong_use(elsa: Elsa, tmp_path: Path) -> None:

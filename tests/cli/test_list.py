@@ -11,7 +11,6 @@ from elsa_cli import completion
 from elsa_cli.commands import list as listing
 
 from .conftest import Elsa
-from .test_commands import document
 
 ROOT = Path(__file__).parents[2]
 DEVICES = ROOT / "elsa_core/backends/triton/pack/devices.json"
@@ -24,13 +23,13 @@ def test_a_glob_selects_names(elsa: Elsa) -> None:
     assert ["swin_tiny_patch4_window7_224", "12", "12", "28.3", "M"] in rows
     assert all("swin_tiny" in row[0] for row in rows[2:] if len(row) == 5)
     assert "Next: elsa inspect swin_tiny_patch4_window7_224" in answer.out
-    whole = {row["name"] for row in document(elsa("list", "--json", "--all"))["results"]["models"]}
+    whole = {row["name"] for row in elsa("list", "--json", "--all").document()["results"]["models"]}
     assert {"resnet50", "open_clip:ViT-B-32", "vit_base_patch16_224"} <= whole
-    first = document(elsa("list", "vit_tiny", "--json"))["results"]["models"]
+    first = elsa("list", "vit_tiny", "--json").document()["results"]["models"]
     assert first[0]["name"] == "vit_tiny_patch16_224" and first[-1]["name"].count("vit_tiny")
-    anywhere = document(elsa("list", "dinov2", "--json"))["results"]["models"]
+    anywhere = elsa("list", "dinov2", "--json").document()["results"]["models"]
     assert len(anywhere) > 5 and all("dinov2" in row["name"] for row in anywhere)
-    library = document(elsa("list", "open_clip:*", "--json"))["results"]["models"]
+    library = elsa("list", "open_clip:*", "--json").document()["results"]["models"]
     assert library and {row["library"] for row in library} == {"open_clip"}
 
 
@@ -77,7 +76,7 @@ def test_help(elsa: Elsa) -> None:
     elsa("help", "bench", "modles").fails(2, "modles")
     elsa("help", "patch", "models").fails(2, "patch takes no 'models'")
     elsa("help", "pach").fails(2, "'pach'", "did you mean 'patch'?")
-    assert document(elsa("help", "eval", "--json"))["results"]["command"] == "elsa eval"
+    assert elsa("help", "eval", "--json").document()["results"]["command"] == "elsa eval"
 
 
 def test_offered_names_are_those_of_the_core() -> None:

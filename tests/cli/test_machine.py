@@ -15,7 +15,6 @@ from elsa_cli.values import BACKENDS
 from elsa_core.backends import native
 
 from .conftest import TINY, Elsa
-from .test_commands import document
 
 GROUPS = [
     "system", "packages", "gpu", "native library", "kernel packs", "backends", "caches",
@@ -38,7 +37,7 @@ def test_doctor(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_json(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELSA_IMG_SIZE", "64")
-    found = document(elsa("doctor", "--json"))["results"]["probes"]
+    found = elsa("doctor", "--json").document()["results"]["probes"]
     assert list(dict.fromkeys(probe["group"] for probe in found)) == GROUPS
     assert {probe["name"]: probe["value"] for probe in found}["ELSA_IMG_SIZE"] == "64"
     # Whatever is off says why.
@@ -122,7 +121,7 @@ def test_sizes_for_people() -> None:
 def test_build_of_a_machine_with_a_gpu(elsa: Elsa) -> None:
     """The CUDA library is built too: a first call on the GPU would take those seconds."""
     assert elsa("build").out.splitlines()[-1].startswith("CUDA library: ")
-    assert document(elsa("build", "--json"))["results"]["cuda_library"]["serves"]
+    assert elsa("build", "--json").document()["results"]["cuda_library"]["serves"]
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from elsa_core.patching.rewrite import patched_sites
 from elsa_core.profiling import sweep
 
 from .conftest import Answer, Elsa
-from .test_commands import document
 
 MODEL = "vit_tiny_patch16_224"
 SMALL = "test_vit"  # for whatever does not look at sites
@@ -33,7 +32,7 @@ def _nothing_left(tmp_path: Path) -> Iterator[None]:
 
 def results(answer: Answer, code: int = 0) -> dict[str, Any]:
     """The results of the one document on stdout."""
-    part: dict[str, Any] = document(answer, code)["results"]
+    part: dict[str, Any] = answer.document(code)["results"]
     return part
 
 
