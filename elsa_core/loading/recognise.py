@@ -65,7 +65,7 @@ def recognise(
         for name, plain in zip(names, variant, strict=True):
             recipe = with_kwargs(plain, given)
             count = _misfits(library, recipe, shapes)
-            fit = None if count else fitted(recipe, shapes, image_size)
+            fit = fitted(recipe, shapes, image_size) if count == 0 else None
             if fit is not None:
                 found.append(fit)
             elif count is not None:
