@@ -28,15 +28,8 @@ TILE = 64  # queries and keys of a tile whose emptiness is noted
 # x / c.
 _LEAST = 2.0**-60
 _MOST_STEPS = 60
-
-
-class Rows(NamedTuple):
-    """What a block of rows is cut out of: batches, key heads, their query heads, and queries."""
-
-    batch: slice
-    key_heads: slice
-    heads: slice
-    rows: slice
+# What a block of rows is cut out of: batches, key heads, their query heads, and queries.
+Rows = tuple[slice, slice, slice, slice]
 
 
 def attention(
@@ -230,7 +223,7 @@ def _parts(query: Tensor, key: Tensor) -> Iterator[Rows]:
     for b in eager._blocks(batch, some_batches):
         for h in eager._blocks(kv_heads, some_heads):
             for n in eager._blocks(queries, rows):
-                yield Rows(b, h, slice(h.start * group, h.stop * group), n)
+                yield b, h, slice(h.start * group, h.stop * group), n
 
 
 def _operands(
