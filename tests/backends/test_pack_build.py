@@ -195,46 +195,35 @@ def test_a_compiling_process_that_dies_is_one_line(monkeypatch) -> None:
         (("--cuda", "--arch", "sm_80", "-o", "file/packs"), 3, "cannot be written to file/packs"),
     ],
 )
-def test_mistakes_are_one_line(arguments, code, words, capsys) -> None:
-    from elsa_cli.main import run
-
+def test_mistakes_are_one_line(arguments, code, words, elsa) -> None:
     Path("file").write_text("")
-    assert run(["build", *arguments]) == code
-    out, err = capsys.readouterr()
-    (line,) = err.splitlines()
-    assert out == "" and line.startswith("error: ") and words in line
+    answer = elsa("build", *arguments)
+    answer.fails(code, words)
+    assert not answer.out
 
 
 @pytest.mark.skipif(device.triton_version() < (3, 6), reason="packs need it")
-def test_without_a_gpu_the_architecture_must_be_named(capsys) -> None:
+def test_without_a_gpu_the_architecture_must_be_named(elsa) -> None:
     import torch
-
-    from elsa_cli.main import run
 
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
-    assert run(["build", "--cuda"]) == 2
-    assert "name those to compile for, --arch sm_90" in capsys.readouterr().err
+    elsa("build", "--cuda").fails(2, "name those to compile for, --arch sm_90")
 
 
-def test_the_command_and_doctor_say_what_is_there(packs: Path, capsys, monkeypatch) -> None:
-    from elsa_cli.main import run
-
-    assert run(["build", "--cuda", "--arch", "80", "--only", ONLY, "-o", str(packs)]) == 0
-    out, _ = capsys.readouterr()
+def test_the_command_and_doctor_say_what_is_there(packs: Path, elsa, monkeypatch) -> None:
+    out = elsa("build", "--cuda", "--arch", "80", "--only", ONLY, "-o", packs).shows()
     first, second, third = out.splitlines()
     assert first == str(packs / "sm_80")
     assert second.startswith("2 kernels (0 compiled) · ") and second.endswith("100% of 2 calls")
     assert third == f"Next: ELSA_PACK={shlex.quote(str(packs))} elsa doctor"
     monkeypatch.setenv("ELSA_PACK", str(packs))
-    assert run(["doctor", "--json"]) == 0
-    probes = json.loads(capsys.readouterr().out)["results"]["probes"]
+    probes = elsa("doctor", "--json").document()["results"]["probes"]
     (pack,) = [probe for probe in probes if probe["group"] == "kernel packs"]
     assert (pack["name"], pack["ok"], pack["reason"]) == ("sm_80", True, "")
     assert "(2 kernels, " in pack["value"] and triton.__version__ in pack["value"]
     monkeypatch.delenv("ELSA_PACK")
-    assert run(["doctor", "--json"]) == 0
-    assert "none here: `elsa build --cuda` compiles them" in capsys.readouterr().out
+    elsa("doctor", "--json").shows("none here: `elsa build --cuda` compiles them")
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:

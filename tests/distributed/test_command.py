@@ -8,15 +8,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import json_schema
-import jsonschema
 import pytest
 import torch
+from command import Answer, Elsa
 from processes import ports
-
-from elsa_cli import main
 
 _MODEL = ["profile", "vit_tiny_patch16_224", "--img", "48"]
 _SMALL = [*_MODEL, "--sequence-parallel", "--device", "cpu"]
@@ -35,9 +31,7 @@ def test_two_ranks_print_one_document() -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    jsonschema.validate(document, json_schema.document())
-    found: dict[str, Any] = document["results"]["scaling"]
+    found = Answer(0, done.stdout, "").document()["results"]["scaling"]
     assert found["difference"] < 1e-5 and found["ranks"] == 2
     assert found["speedup"] == pytest.approx(found["seconds_one"] / found["seconds"])
     assert found["efficiency"] == pytest.approx(found["speedup"] / 2)
@@ -97,22 +91,18 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     ],
 )
 def test_what_it_refuses(
-    flags: list[str],
-    code: int,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    flags: list[str], code: int, line: str, monkeypatch: pytest.MonkeyPatch, elsa: Elsa
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert main.run([*_SMALL, *flags]) == code
-    said = capsys.readouterr()
-    assert line in said.err and not said.out
+    answer = elsa(*_SMALL, *flags)
+    answer.fails(code, line)
+    assert not answer.out
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
 def test_one_rank_says_what_is_wrong_on_all(
-    rank: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rank: str, lines: int, monkeypatch: pytest.MonkeyPatch, elsa: Elsa
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    assert main.run([*_SMALL, "--train"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == lines
+    answer = elsa(*_SMALL, "--train")
+    assert answer.code == 2 and len(answer.err.splitlines()) == lines

@@ -6,20 +6,16 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import json_schema
-import jsonschema
 import pytest
 import timm
 import torch
+from command import Elsa
 from torch import Tensor, nn
 
 import elsa_core as elsa
 from elsa_cli import console
-from elsa_cli.main import run
 from elsa_core.base.images import reader
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.loading.loader import load_model
@@ -27,21 +23,12 @@ from elsa_core.measuring.intervals import Ratio
 from elsa_core.patching.adapters import patched_class
 from elsa_core.proof.labelled import labelled_images
 
-Elsa = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Elsa:
+def command(elsa: Elsa, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Elsa:
+    """Runs the command in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(console, "_BEAT_SECONDS", 3600.0)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        code = run([str(each) for each in arguments])
-        return (code, *capsys.readouterr())
-
-    return call
+    return elsa
 
 
 def batches(trained: Path, digits: Path) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
@@ -191,9 +178,7 @@ def test_the_command(command: Elsa, trained: Path, digits: Path) -> None:
     code, out, _ = command("eval", trained, "--images", digits, "--labels", "names.txt")
     assert code == 0 and "(folders are names of classes)" in out
     assert not out.splitlines()[-1].startswith("top-1 9")
-    code, out, err = command("eval", trained, "--images", digits, "--json", "--limit", "30")
-    document: dict[str, Any] = json.loads(out)
-    jsonschema.validate(document, json_schema.document(), cls=jsonschema.Draft202012Validator)
+    document = command("eval", trained, "--images", digits, "--json", "--limit", "30").document()
     assert document["results"]["evaluation"]["images"] == 30
     assert document["results"]["evaluation"]["speed"] is None
     assert document["results"]["evaluation"]["changed"] == []
@@ -242,9 +227,9 @@ def test_the_command_says_what_is_missing(
         ((trained, "--images", tmp_path), 2, "class folder"),
         (("test_vit", "--model-kwargs", "num_classes=0", "--images", digits), 4, "no classifier"),
     ):
-        found = command("eval", *arguments)
-        assert found[0] == code and found[1] == "", found
-        assert words in found[2] and len(found[2].splitlines()) == 1
+        answer = command("eval", *arguments)
+        answer.fails(code, words)
+        assert not answer.out
 
 
 def test_random_weights_are_said(command: Elsa, digits: Path) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command import Elsa
 from PIL import Image
 from torch import Tensor, nn
 
-from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ExportError, NothingPatchedError, UnavailableError
 from elsa_core.exporting import reference
 from elsa_core.exporting.bundle import Bundle, check_output, export
@@ -119,9 +119,8 @@ def test_the_bundle_loads_again_as_a_model(bundle: Bundle, vit: Loaded) -> None:
         assert torch.equal(again.model(*inputs), vit.model(*inputs))
 
 
-def test_verify_repeats_it(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["verify", str(bundle.path), "--trust", "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
+def test_verify_repeats_it(bundle: Bundle, elsa: Elsa) -> None:
+    results = elsa("verify", bundle.path, "--trust", "--json").document()["results"]
     assert results["ok"] and results["failures"] == []
     assert {name: each["status"] for name, each in results["artefacts"].items()} == dict.fromkeys(
         FORMATS, "ok"

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from command import Elsa
 
-from elsa_cli.main import run
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.exporting import archive
 from elsa_core.exporting.manifest import hashed
@@ -28,7 +28,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_one_flipped_byte(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_flipped_byte(copy: Path, elsa: Elsa) -> None:
     for name in ("model.ts", "model.onnx", "model.pt2", "model.safetensors",
                  "lib/libelsa_torch.so", "load.py", "reference.npz"):  # fmt: skip
         path = copy / name
@@ -36,9 +36,8 @@ def test_one_flipped_byte(copy: Path, capsys: pytest.CaptureFixture[str]) -> Non
         content = bytearray(whole)
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-        assert run(["verify", str(copy)]) == 1
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and name in lines[0] and "differs from its sha256" in lines[0]
+        said = elsa("verify", copy)._replace(out="")  # a table of what was found
+        said.fails(1, name, "differs from its sha256")
         path.write_bytes(whole)
 
 
@@ -136,14 +135,12 @@ def test_manifests_that_are_not_json(copy: Path) -> None:
             verify(copy)
 
 
-def test_a_reference_that_is_none(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reference_that_is_none(copy: Path, elsa: Elsa) -> None:
     for content in (b"", b"PK", b"PK\x03\x04" + b"\0" * 40, b"\x93NUMPY", b"x"):
         (copy / "reference.npz").write_bytes(content)
         entry = hashed(copy / "reference.npz")
         rewrite(copy, lambda m, entry=entry: m["files"]["reference.npz"].update(vars(entry)))
-        assert run(["verify", str(copy), "--trust", "--quiet"]) == 4
-        err = capsys.readouterr().err
-        assert len(err.splitlines()) == 1 and "does not hold the reference" in err
+        elsa("verify", copy, "--trust", "--quiet").fails(4, "does not hold the reference")
 
 
 def test_a_reference_that_holds_a_pickle(copy: Path) -> None:
@@ -157,16 +154,13 @@ def test_a_reference_that_holds_a_pickle(copy: Path) -> None:
         verify(copy)
 
 
-def test_what_this_machine_cannot_run_is_skipped_by_name(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_this_machine_cannot_run_is_skipped_by_name(copy: Path, elsa: Elsa) -> None:
     rewrite(copy, lambda m: [x.update(platform="linux-riscv64") for x in m["libraries"].values()])
     report = verify(copy)
     assert report.ok and set(report.skipped) == {"torchscript", "onnx", "pt2"}
     assert all("is for linux-riscv64" in each.reason for each in report.artefacts)
-    assert run(["verify", str(copy), "--trust"]) == 0
-    streams = capsys.readouterr()
-    assert "nothing was run" in streams.out and streams.err.count("was skipped") == 3
+    answer = elsa("verify", copy, "--trust")
+    assert "nothing was run" in answer.shows() and answer.err.count("was skipped") == 3
     if not torch.cuda.is_available():
         rewrite(copy, lambda m: m["model"].update(device="cuda"))
         assert verify(copy).artefacts[0].reason == "it needs a CUDA GPU, and none is here"
@@ -217,13 +211,11 @@ def test_an_artefact_that_computes_something_else(copy: Path) -> None:
     assert report.failures[0].startswith("torchscript: at batch 1: error")
 
 
-def test_what_is_no_bundle(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_bundle(copy: Path, elsa: Elsa) -> None:
     (copy / "empty").mkdir()
     (copy / "text.zip").write_text("no zip")
     for given in ("nothing", "nothing.zip", "manifest.json", "empty", "text.zip", "/dev/null"):
-        assert run(["verify", str(copy / given)]) == 4
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and lines[0].startswith("error: ")
+        elsa("verify", copy / given).fails(4)
 
 
 def zipped(directory: Path) -> Path:

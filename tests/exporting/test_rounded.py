@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command import Elsa
 from test_hostile import rewrite
 
-from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ExportError, ModelError
 from elsa_core.exporting import replay
 from elsa_core.exporting.bundle import Bundle, export
@@ -91,12 +91,9 @@ def test_classes_that_change_are_counted(exact: Exact) -> None:
         exact.cost(turned[:1])
 
 
-def test_an_int8_bundle_verifies_and_is_called_an_approximation(
-    int8: Bundle, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["verify", str(int8.path), "--trust"]) == 0
-    out = capsys.readouterr().out
-    assert "onnx reproduces the model; onnx-int8 errs as the manifest says" in out
+def test_an_int8_bundle_verifies_and_is_called_an_approximation(int8: Bundle, elsa: Elsa) -> None:
+    answer = elsa("verify", int8.path, "--trust")
+    answer.shows("onnx reproduces the model; onnx-int8 errs as the manifest says")
     text = (int8.path / "README.md").read_text()
     assert "## What rounding costs" in text and "| model.int8.onnx |" in text
     assert "is an approximation" in text
@@ -130,26 +127,26 @@ def test_an_int8_file_that_errs_more_than_it_did_fails(int8: Bundle, tmp_path: P
             verify(copy)
 
 
-def test_int8_needs_onnx_and_float32(vit: Loaded, tmp_path: Path) -> None:
+def test_int8_needs_onnx_and_float32(vit: Loaded, tmp_path: Path, elsa: Elsa) -> None:
     with pytest.raises(ArgumentError, match=r"quantize concerns model\.onnx"):
         export(vit.model, tmp_path / "a", formats=("pt2",), quantize="int8", loaded=vit)
     with pytest.raises(ArgumentError, match="choose int8"):
         export(vit.model, tmp_path / "a", quantize="int4", loaded=vit)
     for arguments in (["--formats", "pt2"], ["--dtype", "float16"]):
-        assert run(["export", "test_vit", "--quantize", "int8", *arguments, "-q"]) == 2
+        assert elsa("export", "test_vit", "--quantize", "int8", *arguments, "-q").code == 2
     assert list(tmp_path.iterdir()) == []
 
 
 def test_fp16_says_what_it_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsa: Elsa
 ) -> None:
     """Against float64 of the float32 weights, not of the rounded ones."""
     monkeypatch.chdir(tmp_path)
     command = ["export", "test_vit", "--img", "48", "--dtype", "float16", "--formats", "onnx"]
-    assert run([*command, "-o", "half"]) == 0
-    out = capsys.readouterr().out
-    assert "against float64 of the float32 weights" in out and "class changed" in out
-    assert "reproduce the float16 model" in out and "noise 3, constant 3" in out
+    elsa(*command, "-o", "half").shows(
+        "against float64 of the float32 weights", "class changed",
+        "reproduce the float16 model", "noise 3, constant 3",
+    )  # fmt: skip
     accuracy = json.loads((tmp_path / "half/manifest.json").read_text())["accuracy"]
     assert accuracy["rows"] == 12
     own, half = accuracy["costs"]["float32"], accuracy["costs"]["model.onnx"]

@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from command import Elsa
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -21,7 +22,6 @@ from processes import alive, environment, gone, seen_from_proc, signalled, start
 from sampling import some
 from test_hostile import rewrite
 
-from elsa_cli.main import run
 from elsa_core.base import files
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.exporting import archive, signature
@@ -67,18 +67,18 @@ def sign(bundle: Path, private: Path) -> None:
 
 
 def test_nothing_runs_without_trust(
-    elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    elsewhere: Path, elsa: Elsa, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Which is no setting."""
     monkeypatch.setenv("ELSA_TRUST", "1")
     (tmp_path / "elsa.toml").write_text("trust = true\n")
     monkeypatch.chdir(tmp_path)
-    assert run(["verify", str(elsewhere)]) == 2
-    warning, line = capsys.readouterr().err.splitlines()
+    code, _, err = elsa("verify", elsewhere)
+    warning, line = err.splitlines()
+    assert code == 2
     assert "'trust' is ignored" in warning and "needs --trust or a signature" in line
-    assert run(["verify", str(elsewhere), "--trust"]) == 0
-    assert "about to run the library of" in capsys.readouterr().err
+    code, _, err = elsa("verify", elsewhere, "--trust")
+    assert code == 0 and "about to run the library of" in err
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 2)])
@@ -146,21 +146,18 @@ def test_what_runs_is_what_was_compared(copy: Path) -> None:
 
 @pytest.mark.parametrize("ssh", [False, True], ids=["pem", "openssh"])
 def test_a_signature_stands_for_trust(
-    elsewhere: Path, tmp_path: Path, ssh: bool, capsys: pytest.CaptureFixture[str]
+    elsewhere: Path, tmp_path: Path, ssh: bool, elsa: Elsa
 ) -> None:
     private, public = keys(tmp_path, ssh)
     sign(elsewhere, private)
     zipped = tmp_path / "vit.zip"
     archive.write_zip(elsewhere, zipped)
     for path in (elsewhere, zipped):
-        assert run(["verify", str(path), "--key", str(public)]) == 0
-        assert "files and the signature match" in capsys.readouterr().out
-    assert run(["verify", str(elsewhere)]) == 2
+        elsa("verify", path, "--key", public).shows("files and the signature match")
+    assert elsa("verify", elsewhere).code == 2
 
 
-def test_a_signature_that_does_not_match(
-    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signature_that_does_not_match(copy: Path, tmp_path: Path, elsa: Elsa) -> None:
     private, public = keys(tmp_path)
     sign(copy, private)
     (tmp_path / "second").mkdir()
@@ -180,9 +177,8 @@ def test_a_signature_that_does_not_match(
         if content is not None:
             (copy / file).write_bytes(content)
         for trust in ((), ("--trust",)):
-            assert run(["verify", str(copy), "--key", str(key), *trust]) == code
-            err = capsys.readouterr().err
-            assert words in err and len(err.splitlines()) == 1
+            said = elsa("verify", copy, "--key", key, *trust)._replace(out="")  # a table
+            said.fails(code, words)
 
 
 def test_openssl_agrees(copy: Path, tmp_path: Path) -> None:
@@ -196,7 +192,7 @@ def test_openssl_agrees(copy: Path, tmp_path: Path) -> None:
     assert "Success" in done.stdout, done
 
 
-def test_export_signs(vit: Loaded, report: CheckReport, tmp_path: Path) -> None:
+def test_export_signs(vit: Loaded, report: CheckReport, tmp_path: Path, elsa: Elsa) -> None:
     private, public = keys(tmp_path)
     out = tmp_path / "out"
     export(
@@ -204,7 +200,7 @@ def test_export_signs(vit: Loaded, report: CheckReport, tmp_path: Path) -> None:
         key=signature.read_key(private, "private"),
     )  # fmt: skip
     assert verify(out, run=False, key=signature.read_key(public, "public")).signed
-    assert run(["export", "test_vit", "-o", str(tmp_path / "other"), "--sign", str(public)]) == 2
+    elsa("export", "test_vit", "-o", tmp_path / "other", "--sign", public).fails(2)
     assert not (tmp_path / "other").exists()
 
 
@@ -296,24 +292,20 @@ def test_folders_in_folders(copy: Path) -> None:
         verify(copy, run=False)
 
 
-def test_a_zip_onto_a_directory_is_refused_before_the_work(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_zip_onto_a_directory_is_refused_before_the_work(copy: Path, elsa: Elsa) -> None:
     """With --force it ended in an error after minutes."""
     target = copy.rename(copy.with_suffix(".zip"))
     line = ["export", "no-such-model", "--zip", "-o", str(target)]
     for force in ((), ("--force",)):
-        assert run([*line, *force]) == 2
-        assert "is a directory; with --zip, -o names a file" in capsys.readouterr().err
+        elsa(*line, *force).fails(2, "is a directory; with --zip, -o names a file")
     with pytest.raises(ArgumentError, match="is a directory"):
         check_output(target, target, zip=True, force=True)
 
 
-def test_a_name_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_no_text(tmp_path: Path, elsa: Elsa) -> None:
     """Such a directory was written, and could not be loaded again."""
     for command in ("patch", "export"):
-        assert run([command, "test_vit", "-o", str(tmp_path / "a\udcff")]) == 2
-        assert "is no UTF-8 text" in capsys.readouterr().err
+        elsa(command, "test_vit", "-o", tmp_path / "a\udcff").fails(2, "is no UTF-8 text")
     assert list(tmp_path.iterdir()) == []
 
 

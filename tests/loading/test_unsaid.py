@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import timm
 import torch
+from command import Elsa
 from safetensors.torch import save_file
 from test_right_model import typed
 
-from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading.configuration import from_config
 from elsa_core.loading.loader import load_model
@@ -106,13 +106,11 @@ def test_attention_of_torch_never_shows_its_heads(tmp_path: Path) -> None:
     assert loaded.recipe.unsaid == {"heads": 12}
 
 
-def test_inspect_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_it(tmp_path: Path, elsa: Elsa) -> None:
     path = str(written(tmp_path, *VIT))
     arguments = ["inspect", path, "--arch", VIT[0], "--model-kwargs", "depth=1"]
-    assert run(arguments) == 0
-    assert "assumed: heads=3 from vit_tiny_patch16_224 (not in the file)" in capsys.readouterr().out
-    assert run([*arguments, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    elsa(*arguments).shows("assumed: heads=3 from vit_tiny_patch16_224 (not in the file)")
+    told = elsa(*arguments, "--json").document()
     assert told["results"]["model"]["assumed"] == {"heads": 3}
 
 
