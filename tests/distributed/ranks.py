@@ -20,7 +20,7 @@ from torch import Tensor
 import elsa_core as elsa
 from elsa_core.distributed import agreement, ways
 
-from . import heads, models
+from . import models
 from .cases import CASES, Case, Result, differentiated
 from .models import said
 
@@ -68,9 +68,9 @@ def everything(rank: int, port: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
     found: dict[str, Any] = {"calls": calls(rank, world)}
     found["models"] = {name: models.sharded(name) for name in models.VITS}
-    found["heads"] = heads.of_earlier_features(world)
+    found["heads"] = models.of_earlier_features(world)
     if world == 2:
-        found["later hooks"] = heads.of_later_hooks()
+        found["later hooks"] = models.of_later_hooks()
         found["models differ"] = models_differ(rank)
         found |= {"agreement": disagreements(rank), "one rank": alone(rank), "plans": plans(rank)}
         found["compiled"] = compiled(rank) | {"vit": compiled_model()}

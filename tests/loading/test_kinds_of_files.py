@@ -56,13 +56,6 @@ def timm_training(folder: Path, model: nn.Module) -> tuple[Path, dict[str, Any]]
     return folder / "last.pth.tar", {}
 
 
-def timm_averaged(folder: Path, model: nn.Module) -> tuple[Path, dict[str, Any]]:
-    other = prefixed(model.state_dict(), "", 0.5)
-    content = {"arch": NAME, "state_dict": other, "state_dict_ema": model.state_dict()}
-    torch.save(content, folder / "last.pth.tar")
-    return folder / "last.pth.tar", {}
-
-
 def ddp(folder: Path, model: nn.Module) -> tuple[Path, dict[str, Any]]:
     content = {"model": prefixed(model.state_dict(), "module."), "optimizer": {"state": {}}}
     torch.save(content, folder / "ddp.pth")
@@ -164,7 +157,6 @@ def transformers_folder(folder: Path, model: nn.Module) -> tuple[Path, dict[str,
 KINDS: list[tuple[Writer, dict[str, Any], tuple[str, ...], bool, str]] = [
     # who writes it, arguments of the model, what is assumed, class names, what is said
     (timm_training, {}, (), False, ""),
-    (timm_averaged, {}, ALL, False, "averaged weights (state_dict_ema) taken"),
     (ddp, {}, ALL, False, ""),
     (lightning, {}, (), True, "left out, for training alone: criterion.weight, accuracy.hits"),
     (hub_folder, {}, (), True, ""),

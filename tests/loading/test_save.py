@@ -26,9 +26,11 @@ from elsa_core.loading.loader import Loaded, load_model
 from elsa_core.loading.saving import check_target, save, separate
 from elsa_core.patching.rewrite import PatchReport, patch, patched_sites
 
+Patched = tuple[Loaded, PatchReport]
+
 
 @pytest.fixture(scope="module")
-def patched() -> tuple[Loaded, PatchReport]:
+def patched() -> Patched:
     loaded = load_model("test_vit", image_size=64, seed=4)
     report = patch(loaded.model, exclude="blocks.0.attn", precision="ieee", backend="eager")
     return loaded, report
@@ -44,7 +46,7 @@ def entries(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_round_trip(tmp_path: Path, patched: tuple[Loaded, PatchReport]) -> None:
+def test_round_trip(tmp_path: Path, patched: Patched) -> None:
     loaded, report = patched
     target = save(loaded, report, tmp_path / "deep" / "out")
     assert entries(target) == ["config.json", "elsa_plan.json", "model.safetensors"]
@@ -64,9 +66,7 @@ def test_round_trip(tmp_path: Path, patched: tuple[Loaded, PatchReport]) -> None
     assert plans[0] == plans[1]
 
 
-def test_every_file_has_the_permissions_of_a_new_one(
-    tmp_path: Path, patched: tuple[Loaded, PatchReport]
-) -> None:
+def test_every_file_has_the_permissions_of_a_new_one(tmp_path: Path, patched: Patched) -> None:
     """safetensors leaves weights to their owner alone: nobody else could load the directory."""
     old = os.umask(0o027)
     try:
@@ -78,7 +78,7 @@ def test_every_file_has_the_permissions_of_a_new_one(
 
 
 def test_the_weights_file_alone_still_knows_its_architecture(
-    tmp_path: Path, patched: tuple[Loaded, PatchReport]
+    tmp_path: Path, patched: Patched
 ) -> None:
     target = save(*patched, tmp_path / "out")
     alone = shutil.copy(target / "model.safetensors", tmp_path / "alone.safetensors")
@@ -89,7 +89,7 @@ def test_the_weights_file_alone_still_knows_its_architecture(
 @pytest.mark.skipif(
     not has_hf_hub(), reason="this timm does not know the huggingface_hub that is installed"
 )
-def test_timm_opens_the_directory(tmp_path: Path, patched: tuple[Loaded, PatchReport]) -> None:
+def test_timm_opens_the_directory(tmp_path: Path, patched: Patched) -> None:
     target = save(*patched, tmp_path / "out")
     model = timm.create_model(f"local-dir:{target}", pretrained=True).eval()
     inputs = patched[0].example_inputs(1)
@@ -110,9 +110,7 @@ def test_other_libraries_and_sizes(tmp_path: Path, name: str) -> None:
     assert torch.equal(outputs(again), outputs(loaded))
 
 
-def test_saved_sizes_can_be_changed_again(
-    tmp_path: Path, patched: tuple[Loaded, PatchReport]
-) -> None:
+def test_saved_sizes_can_be_changed_again(tmp_path: Path, patched: Patched) -> None:
     target = save(*patched, tmp_path / "out")
     again = load_model(target, image_size=96)
     assert again.input_size == (3, 96, 96) and outputs(again).shape == (2, 1000)
@@ -128,9 +126,7 @@ def test_tied_and_overlapping_tensors_are_written_in_full(tmp_path: Path) -> Non
     assert len(set(addresses)) == len(addresses)
 
 
-def test_a_model_with_tied_weights_saves(
-    tmp_path: Path, patched: tuple[Loaded, PatchReport]
-) -> None:
+def test_a_model_with_tied_weights_saves(tmp_path: Path, patched: Patched) -> None:
     loaded = load_model("test_vit", image_size=64)
     blocks: Any = loaded.model.blocks
     blocks[1].mlp.fc1.weight = blocks[0].mlp.fc1.weight
@@ -143,9 +139,7 @@ def test_a_model_with_tied_weights_saves(
 # --- targets -----------------------------------------------------------------------------------
 
 
-def test_an_existing_target_needs_force(
-    tmp_path: Path, patched: tuple[Loaded, PatchReport]
-) -> None:
+def test_an_existing_target_needs_force(tmp_path: Path, patched: Patched) -> None:
     target = save(*patched, tmp_path / "out")
     with pytest.raises(ArgumentError, match=r"exists: use --force"):
         save(*patched, target)
@@ -167,9 +161,7 @@ def test_force_replaces_every_file_that_elsa_writes(tmp_path: Path) -> None:
     check_target(tmp_path, tmp_path, force=True)
 
 
-def test_force_does_not_remove_what_elsa_did_not_write(
-    tmp_path: Path, patched: tuple[Loaded, PatchReport]
-) -> None:
+def test_force_does_not_remove_what_elsa_did_not_write(tmp_path: Path, patched: Patched) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ArgumentError, match=r"not a directory that elsa wrote.*thesis\.tex"):
         save(*patched, tmp_path, force=True)
@@ -179,7 +171,7 @@ def test_force_does_not_remove_what_elsa_did_not_write(
 
 
 @pytest.mark.parametrize("target", ["/proc/elsa/out", "/dev/null/out", "/sys/elsa"])
-def test_unwritable_targets(target: str, patched: tuple[Loaded, PatchReport]) -> None:
+def test_unwritable_targets(target: str, patched: Patched) -> None:
     with pytest.raises(ArgumentError, match=r"\(-o\) cannot be written") as caught:
         save(*patched, target)
     assert "\n" not in str(caught.value)
@@ -192,7 +184,7 @@ def test_unwritable_targets(target: str, patched: tuple[Loaded, PatchReport]) ->
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_a_failure_at_any_step_leaves_nothing(
     tmp_path: Path,
-    patched: tuple[Loaded, PatchReport],
+    patched: Patched,
     monkeypatch: pytest.MonkeyPatch,
     module: Any,
     step: str,
@@ -217,7 +209,7 @@ def test_a_failure_at_any_step_leaves_nothing(
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_an_interrupt_between_the_renames_restores_the_target(
     tmp_path: Path,
-    patched: tuple[Loaded, PatchReport],
+    patched: Patched,
     monkeypatch: pytest.MonkeyPatch,
     fails_at: int,
 ) -> None:
@@ -240,9 +232,7 @@ def test_an_interrupt_between_the_renames_restores_the_target(
     assert load_model(target).report is not None
 
 
-def test_weights_that_are_not_finite_are_not_saved(
-    tmp_path: Path, patched: tuple[Loaded, PatchReport]
-) -> None:
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, patched: Patched) -> None:
     loaded = load_model("test_vit")
     with torch.no_grad():
         next(loaded.model.parameters()).fill_(float("nan"))
@@ -272,7 +262,7 @@ def test_weights_that_are_not_finite_are_not_saved(
     ],
 )
 def test_plans_that_do_not_fit(
-    tmp_path: Path, patched: tuple[Loaded, PatchReport], change: dict[str, Any], words: str
+    tmp_path: Path, patched: Patched, change: dict[str, Any], words: str
 ) -> None:
     target = save(*patched, tmp_path / "out")
     path = target / "elsa_plan.json"
@@ -283,7 +273,7 @@ def test_plans_that_do_not_fit(
     assert words in message and "elsa_plan.json" in message and "\n" not in message
 
 
-def test_include_may_be_one_glob(tmp_path: Path, patched: tuple[Loaded, PatchReport]) -> None:
+def test_include_may_be_one_glob(tmp_path: Path, patched: Patched) -> None:
     loaded, report = patched
     target = save(loaded, replace(report, include="blocks.*"), tmp_path / "out")  # type: ignore[arg-type]
     assert json.loads((target / "elsa_plan.json").read_text())["include"] == ["blocks.*"]
