@@ -90,9 +90,7 @@ def test_an_alias_is_shown(elsa: Elsa) -> None:
 
 
 def test_patch(elsa: Elsa) -> None:
-    answer = elsa("patch", *TINY)
-    assert answer.code == 0
-    lines = answer.out.splitlines()
+    lines = elsa("patch", *TINY).shows().splitlines()
     assert "12 of 12 sites patched" in lines
     assert lines[-1] == "Next: elsa patch vit_tiny_patch16_224 --img 64 --check"
     assert max(map(len, lines)) <= 80
@@ -256,8 +254,7 @@ def test_all_sites_refuses_a_remainder(elsa: Elsa) -> None:
 
 def test_dry_run_writes_nothing(elsa: Elsa) -> None:
     answer = elsa("patch", *TINY, "--dry-run", "-o", "out")
-    assert answer.code == 0
-    assert "12 of 12 sites would be patched" in answer.out
+    answer.shows("12 of 12 sites would be patched")
     assert "Nothing was written" in answer.out
     assert list(Path().iterdir()) == []
     assert elsa("patch", *TINY, "--dry-run", "--json").document()["results"]["dry_run"] is True
@@ -265,9 +262,7 @@ def test_dry_run_writes_nothing(elsa: Elsa) -> None:
 
 def test_a_saved_model_loads_again(elsa: Elsa) -> None:
     arguments = ("--include", "blocks.[0-3].*", "--seed", "3", "-o", "out")
-    answer = elsa("patch", *TINY, *arguments)
-    assert answer.code == 0
-    assert "Written: out." in answer.out
+    elsa("patch", *TINY, *arguments).shows("Written: out.")
     assert [path.name for path in Path().iterdir()] == ["out"]
     model = elsa_core.load("out")
     assert len(patched_sites(model)) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
@@ -65,18 +64,14 @@ def test_a_volume_is_inspected_patched_and_checked(own: Path, elsa: Elsa) -> Non
     torch.save({"image": torch.randn(2, 1, 16, 16, 16)}, own / "inputs.pt")
     spec, given = "python:own_volume:volume", ("--inputs", "inputs.pt")
     noise = ("--input-size", "1x16x16x16", "--model-kwargs", "dim=24")
-    result = elsa("patch", spec, *noise, "--check", "--json")
-    assert result.code == 0, result.err
-    found = json.loads(result.out)["results"]
+    found = elsa("patch", spec, *noise, "--check", "--json").document()["results"]
     assert [site["path"] for site in found["patch"]["patched"]] == [""]
     assert "own code" in " ".join(found["model"]["notes"])
-    result = elsa("patch", spec, *given, "-o", "saved")
-    assert result.code == 0 and "--plan saved/elsa_plan.json --check" in result.out, result.err
+    elsa("patch", spec, *given, "-o", "saved").shows("--plan saved/elsa_plan.json --check")
     result = elsa("patch", spec, *given, "--plan", "saved/elsa_plan.json", "--check")
-    assert result.code == 0 and "1 of 1 sites patched" in result.out
-    result = elsa("inspect", spec, *given)
-    assert result.code == 0 and "1 of 1 sites can be patched" in result.out
-    assert "✓ the model" in result.out  # a site without a name
+    result.shows("1 of 1 sites patched")
+    # a site without a name
+    elsa("inspect", spec, *given).shows("1 of 1 sites can be patched", "✓ the model")
 
 
 def test_the_next_step_after_saving_own_code_runs(own: Path, elsa: Elsa) -> None:
@@ -94,15 +89,13 @@ def test_the_next_step_after_saving_own_code_runs(own: Path, elsa: Elsa) -> None
 
 
 def test_a_model_whose_first_parameter_is_of_integers(own: Path, elsa: Elsa) -> None:
-    result = elsa("check", "python:own_volume:counted", "--input-size", "1x16x16x16")
-    assert result.code == 0 and "outputs agree" in result.out, result.err
+    elsa("check", "python:own_volume:counted", "--input-size", "1x16x16x16").shows("outputs agree")
 
 
 def test_a_model_without_weights(own: Path, elsa: Elsa) -> None:
     given = ("python:own_volume:bare", "--input-size", "3x16x16")
     for command in ("inspect", "patch"):
-        result = elsa(command, *given)
-        assert result.code == 0 and "1 of 1 sites" in result.out, result.err
+        elsa(command, *given).shows("1 of 1 sites")
     result = elsa("check", *given)
     assert result.code == 4 and "no floating weights; nothing can be compared" in result.err
 
@@ -114,13 +107,10 @@ def test_a_volume_is_profiled_and_exported(own: Path, elsa: Elsa, given: tuple[s
     torch.save({"image": torch.randn(2, 1, 16, 16, 16)}, own / "inputs.pt")
     spec = "python:own_volume:volume"
     quick = ("--rounds", 3, "--budget", 0.1, "--no-sites", "--json")
-    result = elsa("profile", spec, *given, *quick)
-    assert result.code == 0, result.err
-    (row,) = json.loads(result.out)["results"]["points"]
+    (row,) = elsa("profile", spec, *given, *quick).document()["results"]["points"]
     assert (row["profile"]["patched"], row["profile"]["batch"]) == (1, 2)
     result = elsa("export", spec, *given, "--formats", "pt2", "-o", "out", "--json")
-    assert result.code == 0, result.err
-    found = json.loads(result.out)["results"]["manifest"]
+    found = result.document()["results"]["manifest"]
     assert found["inputs"][0]["shape"] == ["batch", 1, 16, 16, 16]
     assert found["preprocess"] is None and not found["model"]["reloads_in_elsa"]
     elsa("profile", spec, "--inputs", "inputs.pt", "-b", 2).fails(2, "--batch-size")
@@ -140,8 +130,7 @@ def test_an_argument_that_has_to_be_named(own: Path, elsa: Elsa) -> None:
 def test_a_model_of_images_is_profiled_at_several_sizes(own: Path, elsa: Elsa) -> None:
     quick = ("--rounds", 3, "--budget", 0.1, "--no-sites", "--json")
     result = elsa("profile", "python:own_volume:images", "--img-size", "96,160", *quick)
-    assert result.code == 0, result.err
-    points = json.loads(result.out)["results"]["points"]
+    points = result.document()["results"]["points"]
     assert [point["configuration"]["image_size"] for point in points] == [[96, 96], [160, 160]]
 
 

@@ -40,9 +40,7 @@ def test_a_step_as_a_document_and_a_page(elsa: Elsa) -> None:
 
 
 def test_a_step_for_people(elsa: Elsa) -> None:
-    answer = elsa("profile", MODEL, *FAST, "--img", "32", "--baselines", "sdpa")
-    assert answer.code == 0
-    lines = answer.out.splitlines()
+    lines = elsa("profile", MODEL, *FAST, "--img", "32", "--baselines", "sdpa").shows().splitlines()
     assert any(line.startswith("32 px, batch 1, fp32, strict, training step · ") for line in lines)
     heading = next(line for line in lines if "forward, ms" in line)
     rows = lines[lines.index(heading) + 2 :][:2]

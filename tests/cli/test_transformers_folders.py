@@ -102,18 +102,14 @@ def test_a_folder_goes_through_every_command(name: str, tmp_path: Path, elsa: El
     result = elsa("inspect", folder, "--json")
     sites = json.loads(result.out)["results"]["inspection"]["sites"]
     assert result.code == 0 and len(sites) >= 2 and all(site["patchable"] for site in sites)
-    result = elsa("patch", folder, "--check", "-o", "saved", "--json")
-    assert result.code == 0, result.err
-    found = json.loads(result.out)["results"]
+    found = elsa("patch", folder, "--check", "-o", "saved", "--json").document()["results"]
     assert len(found["patch"]["patched"]) == len(sites) and found["check"]["ok"]
     result = elsa("profile", folder, "--rounds", 3, "--budget", 0.1, "--no-sites", "--json")
-    assert result.code == 0, result.err
-    (row,) = json.loads(result.out)["results"]["points"]
+    (row,) = result.document()["results"]["points"]
     assert row["profile"]["patched"] == len(sites)
     result = elsa("export", "saved", "--formats", FORMATS.get(name, "torchscript"), "-o", "bundle",
                   "--batches", "1,2", "--json")  # fmt: skip
-    assert result.code == 0, result.err
-    manifest = json.loads(result.out)["results"]["manifest"]
+    manifest = result.document()["results"]["manifest"]
     labelled = cls.endswith("ForImageClassification")
     assert (manifest["outputs"][0]["name"] == "logits") is labelled
     assert (manifest["labels"] is not None) is labelled
@@ -236,5 +232,4 @@ def test_eval_takes_the_logits(tmp_path: Path, elsa: Elsa) -> None:
         (tmp_path / "images" / name).mkdir(parents=True)
         Image.new("RGB", (40, 40), (90 * index,) * 3).save(tmp_path / "images" / name / "1.png")
     result = elsa("eval", folder, "--images", tmp_path / "images", "--json")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["results"]["evaluation"]["labelled"] == 3
+    assert result.document()["results"]["evaluation"]["labelled"] == 3

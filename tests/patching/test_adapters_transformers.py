@@ -50,15 +50,18 @@ def test_unknown_terms_and_choices_are_refused() -> None:
         register(precision="exact")
 
 
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+VISION = {**SMALL, "image_size": 32, "patch_size": 8}
+
+
 @torch.no_grad()
 def test_models_run_on_it() -> None:
     transformers = pytest.importorskip("transformers")
     register()
     torch.manual_seed(0)
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
-    vision = transformers.ViTConfig(**small, num_attention_heads=4, image_size=32, patch_size=8)
+    vision = transformers.ViTConfig(**VISION, num_hidden_layers=2)
     text = transformers.LlamaConfig(
-        **small, num_attention_heads=4, num_key_value_heads=2, vocab_size=50
+        **SMALL, num_hidden_layers=2, num_key_value_heads=2, vocab_size=50
     )
     padding = torch.tensor([[1] * 7, [0, 0] + [1] * 5])
     ids = torch.randint(0, 50, (2, 7))
@@ -85,10 +88,7 @@ def test_models_run_on_it() -> None:
 def test_inspect_says_how_it_runs_on_elsa() -> None:
     """Attention that a class looks up by name is recognised as it runs."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=1, intermediate_size=48, num_attention_heads=4,
-        image_size=32, patch_size=8,
-    )  # fmt: skip
+    config = transformers.ViTConfig(**VISION, num_hidden_layers=1)
     (site,) = elsa.inspect(transformers.ViTModel(config).eval(), 32).sites
     assert site.patchable and site.adapter == "recognised"
 
@@ -97,10 +97,7 @@ def test_a_caller_of_weights_is_warned(caplog: pytest.LogCaptureFixture) -> None
     """An empty tuple came back without a word."""
     transformers = pytest.importorskip("transformers")
     register()
-    config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=1, intermediate_size=48, num_attention_heads=4,
-        image_size=32, patch_size=8, attn_implementation="elsa",
-    )  # fmt: skip
+    config = transformers.ViTConfig(**VISION, num_hidden_layers=1, attn_implementation="elsa")
     model, x = transformers.ViTModel(config).eval(), torch.randn(1, 3, 32, 32)
     logger: Any = logging.getLogger("transformers.integrations.elsa")
     logger.warning_once.cache_clear()  # it warns once

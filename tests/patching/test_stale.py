@@ -257,14 +257,11 @@ def test_compiled_and_exported_programs_read_the_weights() -> None:
     for target in (model, exported, traced):
         for name, parameter in target.named_parameters():
             if "cpb_mlp" in name:
-                parameter.data.copy_(parameter * -2.0 if target is model else _of(model, name))
+                changed = parameter * -2.0 if target is model else model.get_parameter(name)
+                parameter.data.copy_(changed)
     expected = model(x)
     for program in (compiled, exported, traced):
         torch.testing.assert_close(program(x), expected, rtol=1e-4, atol=1e-5)
-
-
-def _of(model: nn.Module, name: str) -> Tensor:
-    return model.get_parameter(name)
 
 
 @torch.no_grad()
