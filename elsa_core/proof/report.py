@@ -223,11 +223,6 @@ class SiteRecord:
             if self.worst is None or comparison.excess > self.worst.excess:
                 self.worst, self.case = comparison, case
 
-    @property
-    def shown(self) -> bool:
-        """Whether an output of the original differs from any other."""
-        return self.clearest < LEGIBLE
-
     def result(self, path: str) -> SiteCheck:
         reason, notes = "", list(dict.fromkeys(self.notes))
         # a site's own output is judged before its operator
@@ -242,7 +237,7 @@ class SiteRecord:
             notes.append(_NOT_REACHED)
         elif self.clearest == math.inf:
             reason = "its output is zero for each of these inputs, so nothing is known about it"
-        elif not self.shown:
+        elif self.clearest >= LEGIBLE:
             reason = (
                 f"the original's own error is {self.clearest:.0%} or more on each of these inputs, "
                 "so nothing is known about it"

@@ -20,7 +20,7 @@ from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.patching import entry, is_layer
 from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.compare import SITE_SAMPLES, TURBO_EPS, Judgement, floating_outputs, settle
-from elsa_core.proof.report import SiteRecord
+from elsa_core.proof.report import LEGIBLE, SiteRecord
 from elsa_core.proof.samples import zeros_filled
 from elsa_core.proof.sides import Given, PatchedError, Sides, judge_gradients, of_site, own, watched
 from elsa_core.proof.site_cases import FILLED, Seen, SiteCase, site_cases
@@ -100,7 +100,7 @@ class SiteRun:
         is_first = record.calls == 0
         sides = of_site(path, module, patched, self.oracle.get_submodule(path), entry)
         seen = self._judge(label, sides, given, output, grad=is_first)
-        hidden = not record.shown
+        hidden = record.clearest >= LEGIBLE  # no output of the original tells anything
         cases: Iterable[SiteCase] = ()
         if self.asked.stress and is_first:
             kind = (type(module), *(tuple(weight.shape) for weight in module.parameters()))
@@ -114,7 +114,7 @@ class SiteRun:
                 exact = copy.deepcopy(case.twin).double()
                 other = of_site(path, case.twin, patched, exact, entry)
             self._extra(f"{label}, {case.name}", other, case)
-            if case.name == FILLED and hidden and record.shown:
+            if case.name == FILLED and hidden and record.clearest < LEGIBLE:
                 record.notes.append(f"its output is zero with these weights: see {label}, {FILLED}")
 
     def _extra(self, label: str, sides: Sides, case: SiteCase) -> None:
