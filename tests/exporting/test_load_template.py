@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command import Answer
 from PIL import Image
 
 from elsa_core.exporting.templates import load as template
@@ -47,8 +48,8 @@ one (float[batch, channels, height, width] image) => (float[batch, 3] logits) {
 class Bundle:
     """A folder with load.py, its model and `facts`, which are written before each use."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.facts = folder, copy.deepcopy(FACTS)
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.facts, self.capsys = folder, copy.deepcopy(FACTS), capsys
         onnx.save(onnx.parser.parse_model(MODEL), folder / "model.onnx")
         (folder / "load.py").write_text(Path(template.__file__).read_text())
         spec = importlib.util.spec_from_file_location("load_of_bundle", folder / "load.py")
@@ -61,8 +62,9 @@ class Bundle:
         (self.folder / "manifest.json").write_text(json.dumps(self.facts))
         return self._module
 
-    def main(self, *arguments: object) -> int:
-        return int(self.py.main(list(map(str, arguments))))
+    def main(self, *arguments: object) -> Answer:
+        self.capsys.readouterr()
+        return Answer(int(self.py.main(list(map(str, arguments)))), *self.capsys.readouterr())
 
     def channels(self, count: int) -> None:
         self.facts["preprocess"] |= {
@@ -80,20 +82,19 @@ class Bundle:
 
 
 @pytest.fixture
-def bundle(tmp_path: Path) -> Bundle:
-    return Bundle(tmp_path)
+def bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bundle:
+    return Bundle(tmp_path, capsys)
 
 
-def test_what_was_assumed_is_said(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_assumed_is_said(bundle: Bundle) -> None:
     bundle.facts["model"]["weights"] = "a.safetensors"
     images = bundle.pictures(0)
-    assert bundle.main(images) == 0
-    said = capsys.readouterr()
+    said = bundle.main(images)
     assert "mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5] assumed" in said.err
-    assert " assumed" not in said.out
+    assert " assumed" not in said.shows()
     bundle.facts["preprocess"]["assumed"] = []
-    assert bundle.main(images) == 0
-    assert capsys.readouterr().err == ""
+    again = bundle.main(images)
+    assert (again.code, again.err) == (0, "")
 
 
 def test_images_that_are_none(bundle: Bundle) -> None:
@@ -124,17 +125,16 @@ def test_images_of_five_channels(bundle: Bundle, kind: str) -> None:
     found = bundle.py.preprocess(path)
     assert found.shape == (1, 5, 16, 16) and found.dtype == np.float32
     np.testing.assert_allclose(found[0, :, 3, 5], (levels / 255 - 0.25) / 0.5, atol=1e-6)
-    assert bundle.main(path) == bundle.main(bundle.folder) == 0  # a folder's arrays are found
+    for given in (path, bundle.folder):  # a folder's arrays are found
+        assert bundle.main(given).code == 0
 
 
-def test_a_photograph_is_not_five_channels(
-    bundle: Bundle, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_photograph_is_not_five_channels(bundle: Bundle) -> None:
     bundle.channels(5)
     images = bundle.pictures(10)
     np.save(images / "a.npy", np.zeros((5, 16, 16), np.uint8))
-    assert bundle.main(images) == 1
-    said = capsys.readouterr().err
+    code, _, said = bundle.main(images)
+    assert code == 1
     assert "the image has 3 channels (PNG RGB), the model takes 5: give a .npy [height" in said
     assert "uint8 [5, 16, 16] is not [height, width, 5]" in said
 
@@ -164,23 +164,21 @@ def test_grey_of_a_photograph(bundle: Bundle) -> None:
     np.testing.assert_allclose(found, np.full((1, 1, 16, 16), (76 / 255 - 0.25) / 0.5), atol=1e-6)
 
 
-def test_probabilities_with_names(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probabilities_with_names(bundle: Bundle) -> None:
     names = bundle.folder / "names.txt"
     names.write_text("cat\ndog\nowl, bird\n")
-    assert bundle.main(bundle.pictures(255), "--labels", names, "--top", 2) == 0
-    said = capsys.readouterr()
+    said = bundle.main(bundle.pictures(255), "--labels", names, "--top", 2)
     # A white image is 1 after normalising: logits 0, 1, 2.
     shares = np.exp([0, 1, 2]) / np.exp([0, 1, 2]).sum()
-    head, first, second = said.out.splitlines()
+    head, first, second = said.shows().splitlines()
     assert head.endswith("255.png")
     assert first.split(maxsplit=2) == [f"{shares[2]:.2%}", "2", "owl, bird"]
     assert second.split(maxsplit=2) == [f"{shares[1]:.2%}", "1", "dog"]
     assert "the weights are random" in said.err
     names.write_text("cat\ndog\n")  # of another model
-    assert bundle.main(bundle.folder / "images", "--labels", names) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.splitlines()[-1] == "error: --labels: 2 names for 3 classes"
+    code, out, err = bundle.main(bundle.folder / "images", "--labels", names)
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == "error: --labels: 2 names for 3 classes"
 
 
 @pytest.mark.parametrize("size", ["1", "2", "8"])
@@ -189,14 +187,14 @@ def test_folders_in_batches_as_csv_and_json(bundle: Bundle, size: str) -> None:
     bundle.pictures(50, under="images/more")
     (images / "notes.txt").write_text("no image")
     given = [images, images / "000.png", "--batch-size", size]
-    assert bundle.main(*given, "-o", bundle.folder / "out.csv", "--top", 1) == 0
+    assert bundle.main(*given, "-o", bundle.folder / "out.csv", "--top", 1).code == 0
     with (bundle.folder / "out.csv").open() as file:
         rows = list(csv.DictReader(file))
     names = [Path(row["file"]).name for row in rows]
     assert names == ["000.png", "100.png", "200.png", "050.png", "000.png"]
     # Dark images are negative after normalising: class 0 leads.
     assert [row["class"] for row in rows] == ["0", "0", "2", "0", "0"]
-    assert bundle.main(*given, "-o", bundle.folder / "out.json") == 0
+    assert bundle.main(*given, "-o", bundle.folder / "out.json").code == 0
     entries = json.loads((bundle.folder / "out.json").read_text())
     assert len(entries) == 5 and len(entries[0]["classes"]) == 3
     total = sum(one["probability"] for one in entries[0]["classes"])
@@ -204,48 +202,43 @@ def test_folders_in_batches_as_csv_and_json(bundle: Bundle, size: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"no image", b"P6\n30000 30000\n255\n"])
-def test_a_damaged_image_is_named_and_the_others_run(
-    bundle: Bundle, capsys: pytest.CaptureFixture[str], content: bytes
-) -> None:
+def test_a_damaged_image_is_named_and_the_others_run(bundle: Bundle, content: bytes) -> None:
     """One that Pillow takes for a decompression bomb ended the run, and the others were lost."""
     images = bundle.pictures(10, 20)
     (images / "015.png").write_bytes(content)
-    assert bundle.main(images) == 1
-    said = capsys.readouterr()
-    assert "010.png" in said.out and "020.png" in said.out
+    said = bundle.main(images)
+    said.shows("010.png", "020.png", code=1)
     assert "error: " in said.err and "015.png" in said.err
-    assert bundle.main(images, "--skip-unreadable") == 0
-    said = capsys.readouterr()
-    assert "020.png" in said.out and "skipped: " in said.err and "015.png" in said.err
+    said = bundle.main(images, "--skip-unreadable")
+    said.shows("020.png")
+    assert "skipped: " in said.err and "015.png" in said.err
 
 
-def test_names_do_not_steer_a_terminal(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_do_not_steer_a_terminal(bundle: Bundle) -> None:
     bad = "\x1b[31m\x07\r\u202eé"
     images, names = bundle.pictures(10, under=f"{bad}images"), bundle.folder / "names.txt"
     (images / f"{bad}.png").write_bytes(b"no image")
     names.write_text(f"cat{bad}\ndog\nowl\n".replace("\r", ""))
     given = [images, "--labels", names]
-    assert bundle.main(*given) == 1
-    said = capsys.readouterr()
-    assert bundle.main(*given, "-o", bundle.folder / "out.csv") == 1
-    assert bundle.main(f"{bad}.png") == 1
-    said_of_none = capsys.readouterr().err
-    for text in (said.out, said.err, (bundle.folder / "out.csv").read_text(), said_of_none):
+    said, none = bundle.main(*given), bundle.main(f"{bad}.png")
+    written = bundle.main(*given, "-o", bundle.folder / "out.csv")
+    assert said.code == none.code == written.code == 1
+    for text in (said.out, said.err, (bundle.folder / "out.csv").read_text(), none.err):
         assert repr(bad)[1:-1].replace(r"\r", "") in text.replace(r"\r", "")
         assert text.replace("\n", "").isprintable()
 
 
 def test_features_are_written_whole(bundle: Bundle) -> None:
     bundle.facts["outputs"] = [{"name": "features"}]
-    assert bundle.main(bundle.pictures(255), "-o", bundle.folder / "out.csv") == 0
+    assert bundle.main(bundle.pictures(255), "-o", bundle.folder / "out.csv").code == 0
     cells = (bundle.folder / "out.csv").read_text().strip().split(",")
     assert [float(cell) for cell in cells[1:]] == pytest.approx([0, 1, 2])
 
 
-def test_nothing_to_run(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_run(bundle: Bundle) -> None:
     (bundle.folder / "empty").mkdir()
-    assert bundle.main(bundle.folder / "empty") == 1
-    assert "error: no image in" in capsys.readouterr().err
+    code, _, err = bundle.main(bundle.folder / "empty")
+    assert code == 1 and "error: no image in" in err
     for option, value in (("-o", "out.txt"), ("--top", 0), ("--batch-size", -1)):
         with pytest.raises(SystemExit):
             bundle.main(bundle.folder, option, value)
@@ -348,13 +341,11 @@ def test_images_fill_up_the_batches_that_a_gpu_has_plans_for(
     assert [entry["classes"][0]["class"] for entry in entries] == [0, 0, 2, 2, 2]
 
 
-def test_what_a_runtime_says_is_one_line(
-    bundle: Bundle, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_runtime_says_is_one_line(bundle: Bundle) -> None:
     """A GPU's bundle at a batch that has no plan ended in a traceback."""
     path = bundle.folder / "model.onnx"
     fixed = MODEL.replace("float[batch, channels, height, width]", "float[7, 3, 8, 8]")
     onnx.save(onnx.parser.parse_model(fixed), path)
-    assert bundle.main(bundle.pictures(255)) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: ") and "invalid dimensions" in last
+    code, _, err = bundle.main(bundle.pictures(255))
+    last = err.splitlines()[-1]
+    assert code == 1 and last.startswith("error: ") and "invalid dimensions" in last
