@@ -58,6 +58,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     mask gives all keys of a row so large a number that lse holds nothing of their count."""
     batch, heads, length, _ = call.query.shape
     width, wide = call.value.shape[3], state_dtype(call.query.dtype)
+    # A block's state is (lse, 1, out), and a gradient reads exp(score - lse): where lse = m + ln S
+    # has lost ln S to rounding, every block weighs the same, whatever its number of keys. Scores of
+    # that size without a mask have lost their own digits, so that masked calls alone wait here.
+    masked = call.attn_mask is not None and call.attn_mask.is_floating_point()
+    limit = _LOST / torch.finfo(wide).eps
     with torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext():
         pass_ = _Pass(call, backward=False)
         at_once = call.query.device == call.device and len(pass_.query_bounds) == 1
@@ -71,7 +76,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
                 total = shards.state(seen, run, total)
             found, of_rows = shards.finished(total, rows, width)
             of_rows = of_rows.to(wide)
-            _require_count(of_rows, call.attn_mask)
+            if masked and bool(((of_rows.abs() > limit) & of_rows.isfinite()).any()):
+                raise ArgumentError(
+                    f"attn_mask gives all keys of a row numbers beyond {limit:.0f}, in which "
+                    "streamed blocks lose their count of keys: hide rows with -inf or a bool mask"
+                )
             if at_once:
                 return found, of_rows
             pass_.put((found, out[:, :, own]), (of_rows, lse[:, :, own]))
@@ -124,23 +133,6 @@ def backward(call: Call, saved: Saved, wanted: Wanted) -> tuple[Tensor | None, .
             for total, t, needed in zip(totals, call[:3], wanted[:3], strict=True)
         )
         return *found, None
-
-
-def _require_count(lse: Tensor, attn_mask: Tensor | None) -> None:
-    """Refuse rows whose lse = m + ln S has lost ln S to rounding.
-
-    A block's state is (lse, 1, out), and a gradient reads exp(score - lse): without ln S every
-    block weighs the same, whatever its number of keys. Scores of that size without a mask have lost
-    their own digits, so that only masked calls wait here for the device.
-    """
-    if attn_mask is None or not attn_mask.is_floating_point():
-        return
-    limit = _LOST / torch.finfo(lse.dtype).eps
-    if bool(((lse.abs() > limit) & lse.isfinite()).any()):
-        raise ArgumentError(
-            f"attn_mask gives all keys of a row numbers beyond {limit:.0f}, in which streamed "
-            "blocks lose their count of keys: hide rows with -inf or a bool mask"
-        )
 
 
 class _Pass:

@@ -194,9 +194,19 @@ def _define(name: str, schema: str, reference: Callable[..., Any], record: Opera
 def _describe(name: str, record: Operator, backward: str) -> None:
     """Register fake, formula and translation of `name`; backward: the operator that the formula
     calls, if the record has one."""
-    assert record.fake is not None
-    torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
-    _translate(name, record)
+    exported, fake = record.exported, record.fake
+    assert exported is not None and fake is not None
+    torch.library.register_fake(f"elsa::{name}", fake, lib=_LIBRARY)
+    # `torch.onnx.export` reads `torch._decomp.decomposition_table`. The entry goes into a view in
+    # front of it: torch.compile reads the table itself, and refuses an operator in it where the
+    # environment variable CI is set. Fake tensors of open shapes, which may see the view, get the
+    # fake.
+    table: Any = torch._decomp.decomposition_table
+    if not isinstance(table, ChainMap) or table.maps[0] is not _TRANSLATIONS:
+        torch._decomp.decomposition_table = ChainMap(_TRANSLATIONS, table)  # type: ignore[assignment]
+    _TRANSLATIONS[getattr(torch.ops.elsa, name).default] = lambda *given: (
+        exported(*given) if calls.exporting_onnx() else fake(*given)
+    )
     formula = record.formula
     if formula is None:
         return
@@ -209,22 +219,3 @@ def _describe(name: str, record: Operator, backward: str) -> None:
 
 # What `torch.onnx.export` replaces in an exported program, beside PyTorch's own decompositions.
 _TRANSLATIONS: dict[Any, Callable[..., Any]] = {}
-
-
-def _translate(name: str, record: Operator) -> None:
-    """Let `torch.onnx.export` write an exported program's node of `name` as the record says.
-
-    The exporter reads `torch._decomp.decomposition_table`. The entry goes into a view in front of
-    it: torch.compile reads the table itself, and refuses an operator in it where the environment
-    variable CI is set. Fake tensors of open shapes may see the view; for those the record has a
-    fake.
-    """
-
-    def decompose(*arguments: Any) -> Any:
-        form: Any = record.exported if calls.exporting_onnx() else record.fake
-        return form(*arguments)
-
-    table: Any = torch._decomp.decomposition_table
-    if not isinstance(table, ChainMap) or table.maps[0] is not _TRANSLATIONS:
-        torch._decomp.decomposition_table = ChainMap(_TRANSLATIONS, table)  # type: ignore[assignment]
-    _TRANSLATIONS[getattr(torch.ops.elsa, name).default] = decompose

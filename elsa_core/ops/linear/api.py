@@ -112,7 +112,16 @@ def _computed(given: tuple[Any, ...], backend: str) -> Tensor:
         product = _computed((input, weight, bias, "none", None, None, precision), backend)
         return epilogue(product, activation, residual, scale)
     device_type = "cuda" if input.is_cuda else input.device.type
-    if device_type == "cpu" and calls.keeps_products() and _is_uniform(input, weight, bias):
+    if (
+        device_type == "cpu"
+        and calls.keeps_products()
+        # computes what PyTorch's does: of one dtype, not cast, and of no class that may know
+        # PyTorch's operators alone (quantised weights)
+        and not torch.is_autocast_enabled("cpu")
+        and not any(hasattr(t, "__tensor_flatten__") for t in (input, weight, bias))
+        and input.dtype == weight.dtype
+        and (bias is None or bias.dtype == input.dtype)
+    ):
         kept: Tensor = torch.ops.elsa.linear.default(*given)
         return kept
     serving = dispatch.SERVING.get(("linear", device_type, backend), ())
@@ -241,16 +250,6 @@ def _composes(
     ):
         return True
     return calls.differentiates_otherwise()
-
-
-def _is_uniform(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the operator computes what PyTorch's does: of operands of one dtype, not cast, and
-    weights of no class that may know PyTorch's operators alone (quantised ones)."""
-    if torch.is_autocast_enabled(input.device.type):
-        return False
-    if any(hasattr(t, "__tensor_flatten__") for t in (input, weight, bias)):
-        return False
-    return input.dtype == weight.dtype and (bias is None or bias.dtype == input.dtype)
 
 
 def _explain_types(error: Exception, given: dict[str, Any]) -> None:

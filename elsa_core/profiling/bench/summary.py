@@ -49,7 +49,8 @@ def of_attention(document: Document) -> str:
 
 def of_models(document: Document) -> str:
     """Where patching won, and what lost, failed or was wrong."""
-    cases = [c for c in document["results"]["cases"] if c["gain"] is not None and not c["wrong"]]
+    results = document["results"]
+    cases = [c for c in results["cases"] if c["gain"] is not None and not c["wrong"]]
     counts = Counter(case["gain"]["verdict"] for case in cases)
     text = (
         f"Patched models are faster than the fastest baseline in {counts[FASTER]} of {len(cases)} "
@@ -60,35 +61,29 @@ def of_models(document: Document) -> str:
     if lost and document["command"] == "bench training":
         named = ", ".join(f"{c['case']['name']} ({c['gain']['value']:.2f})" for c in lost)
         text += f" Slower: {named}."
-    failed = [c for c in document["results"]["cases"] if c["gain"] is None]
+    failed = [c for c in results["cases"] if c["gain"] is None]
     if failed:
         named = ", ".join(
             f"{c['case']['name']} ({next(iter(c['left_out'].values()), '')})" for c in failed
         )
         text += f" Not measured: {named}."
-    wrong = [c["case"]["name"] for c in document["results"]["cases"] if c["wrong"]]
+    wrong = [c["case"]["name"] for c in results["cases"] if c["wrong"]]
     if wrong:
         text += f" Wrong results: {', '.join(wrong)}."
-    if document["results"]["busy"]:
-        text += f" The machine was not free: {document['results']['busy']}."
-    return text + families.summary(document) + _of_errors(document)
-
-
-def _of_errors(document: Document) -> str:
-    """What the column of errors is of, where it is not of the calls that were timed."""
-    results = document["results"]
-    if document["command"] == "bench training":  # of the batch that was timed, gradients alone
-        return ""
+    if results["busy"]:
+        text += f" The machine was not free: {results['busy']}."
+    text += families.summary(document)
+    if document["command"] == "bench training":  # errors are of what was timed, gradients alone
+        return text
     cases = [case for case in results["cases"] if case["errors"] is not None]
     known = [
         (case["case"]["batch"] == 1 and case["best_own"] == "patched")
         or any(m.get("error") is not None for m in case["measurements"])
         for case in cases
     ]
-    text = ""
     if results.get("errors_measured"):
         where = label(results["errors_measured"])
-        text = f" Errors of the same calls were measured apart, on {where}."
+        text += f" Errors of the same calls were measured apart, on {where}."
     if not all(known):
         some = f"In {known.count(False)} of {len(known)} cases errors" if any(known) else "Errors"
         text += f" {some} are of the first image of the batch, run eagerly."

@@ -100,8 +100,18 @@ def trace(
     # Without the GPU only the sampled heads are needed, and the call itself as shapes.
     made = replace(case, batch=1, heads=min(2, case.heads)) if absent else case
     tensors = inputs(made, "cpu" if absent else device, seed)
-    shapes = inputs(case, "meta") if absent else tensors
-    partition = partition_of(shapes, precision, backend=backend, planned=absent)
+    query, key, value, mask = inputs(case, "meta") if absent else tensors
+    if absent:
+        name = dispatch.kernels_of("attention", "cuda")
+        if backend not in ("auto", name):
+            raise UnavailableError(f"without a GPU {name} alone plans calls, not {backend!r}")
+    else:  # the kernels behind `auto`'s measured table, which gives some calls to PyTorch's own
+        kind = (calls.place(query), query.dtype, query.shape[3], value.shape[3], precision)
+        name = dispatch.choose("attention", *kind, backend)
+    told = dispatch.implementation("attention", name).partition
+    if told is None:
+        raise UnavailableError(f"backend={name!r} tells no partition of its calls: name another")
+    partition = told(query, key, value, mask, False, precision)
     sample = sample_of(made, tensors)
     output: Tensor | None = None
     if not absent:
@@ -111,26 +121,6 @@ def trace(
         output = sample.pick(returned)
     claims = (_cover(partition), *_replayed(partition, sample, precision, output))
     return Trace(case, precision, partition, sample.heads, sample.rows, claims)
-
-
-def partition_of(
-    tensors: Inputs, precision: str, *, backend: str = "auto", planned: bool = False
-) -> Partition:
-    """The partition with which a backend's kernels serve a call; of `auto` the one behind the
-    measured table, which gives some calls to PyTorch's own kernels.
-    """
-    query, key, value, mask = tensors
-    if planned:
-        name = dispatch.kernels_of("attention", "cuda")
-        if backend not in ("auto", name):
-            raise UnavailableError(f"without a GPU {name} alone plans calls, not {backend!r}")
-    else:
-        kind = (calls.place(query), query.dtype, query.shape[3], value.shape[3], precision)
-        name = dispatch.choose("attention", *kind, backend)
-    told = dispatch.implementation("attention", name).partition
-    if told is None:
-        raise UnavailableError(f"backend={name!r} tells no partition of its calls: name another")
-    return told(query, key, value, mask, False, precision)
 
 
 class Sample(NamedTuple):
