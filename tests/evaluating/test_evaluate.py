@@ -8,10 +8,13 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
 from command import Elsa
+from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import elsa_core as elsa
@@ -19,9 +22,41 @@ from elsa_cli import console
 from elsa_core.base.images import reader
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.loading.loader import load_model
+from elsa_core.loading.recipe import Given
+from elsa_core.loading.saving import save
 from elsa_core.measuring.intervals import Ratio
 from elsa_core.patching.adapters import patched_class
+from elsa_core.patching.rewrite import patch
 from elsa_core.proof.labelled import labelled_images
+
+_SIZES = {"patch_size": 2, "in_chans": 1, "num_classes": 10, "embed_dim": 64, "depth": 2,
+          "num_heads": 2}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def trained(learnt_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the model, trained on four fifths of the digits."""
+    loaded = load_model(
+        "vit_tiny_patch16_224", image_size=8, model_kwargs=_SIZES,
+        preprocess=Given((0.3,), (0.375,), 1.0, "nearest"),
+    )  # fmt: skip
+    loaded.model.load_state_dict(load_file(learnt_digits))
+    report = patch(loaded.model.eval())
+    return save(loaded, report, tmp_path_factory.mktemp("trained") / "digits")
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits it has not seen as PNGs of 8 x 8, in one folder a class."""
+    from sklearn.datasets import load_digits
+
+    data, root = load_digits(), tmp_path_factory.mktemp("digits")
+    for index in range(0, len(data.images), 5):
+        folder = root / str(data.target[index])
+        folder.mkdir(exist_ok=True)
+        pixels = np.round(data.images[index] / 16.0 * 255.0).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index:04}.png")
+    return root
 
 
 @pytest.fixture
