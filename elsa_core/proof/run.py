@@ -50,10 +50,11 @@ def depends(model: nn.Module, sites: Mapping[str, nn.Module], given: Given) -> b
         with original(model), ExitStack() as hooks:
             before = floating_outputs(model(*own(given)[0], **given[1]))
             for site in attention or sites.values():
-                # noise as large as what it gives, or of one where that is zero
+                # noise as large as what it gives, or of one where that is zero or not a number
                 hooks.enter_context(watched(site, entry(site), lambda _, __, ___, output: moved(
-                    output, 0,
-                    lambda leaf, noise: leaf + noise * (leaf.float().square().mean().sqrt() or 1.0),
+                    output, 0, lambda leaf, noise: (
+                        leaf + noise * (leaf.float().square().mean().sqrt().nan_to_num() or 1.0)
+                    ),
                 )))  # fmt: skip
             after = floating_outputs(model(*own(given)[0], **given[1]))
     except (RuntimeError, TypeError, ValueError, AssertionError, IndexError):

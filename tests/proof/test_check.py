@@ -24,6 +24,7 @@ from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 from elsa_core.patching.rewrite import patch, patched_sites
 from elsa_core.proof.checking import CheckReport, check
+from elsa_core.proof.run import depends
 from elsa_core.proof.sides import exactly
 from elsa_core.proof.site_cases import MANY_KEYS
 
@@ -151,6 +152,23 @@ def test_a_model_whose_output_depends_on_no_site_shows_nothing() -> None:
     case = report.cases[0]
     assert report.ok and not case.shown and "depends on no site" in case.notes[0]
     assert "shows nothing" in str(report) and "top-1" not in str(report)
+
+
+def test_rows_that_are_not_numbers_do_not_make_an_output_depend_on_a_site() -> None:
+    class First(nn.Module):
+        """Keeps the first image alone, and its head is of zeros."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn, self.head = Attention(32, num_heads=2), nn.Linear(32, 3)
+            nn.init.zeros_(self.head.weight)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.attn(torch.cat((x, x * torch.nan)))[: len(x)])
+
+    model = First().eval()
+    patch(model)
+    assert not depends(model, patched_sites(model), ((torch.randn(1, 8, 32),), {}))
 
 
 def test_a_site_that_gives_zeros_whatever_its_weights_is_not_proven() -> None:
