@@ -24,14 +24,17 @@ CUT = {"depth": 2, "num_classes": 3}
 SHALLOW = {"depths": (1, 1, 1, 1), "num_classes": 3}
 
 
-def made(name: str, seed: int = 3, **args: Any) -> nn.Module:
-    """A model whose every parameter is noise: unequal heads, windows and tables show."""
-    model: nn.Module = timm.create_model(name, **args).eval()
+def noisy(model: nn.Module, seed: int = 3) -> nn.Module:
+    """Noise in every parameter: unequal heads, windows and tables show."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
     return model
+
+
+def made(name: str, seed: int = 3, **args: Any) -> nn.Module:
+    return noisy(timm.create_model(name, **args).eval(), seed)
 
 
 # --- an architecture that no name has ------------------------------------------------------------
@@ -61,10 +64,7 @@ def test_other_arguments_than_the_names_are_asked_for(
     tmp_path: Path, name: str, args: dict[str, Any], closest: str
 ) -> None:
     """The closest architecture is named, and what differs from it loads the file."""
-    model = load_model(name, model_kwargs=typed(args)).model
-    with torch.no_grad():
-        for tensor in model.parameters():
-            tensor.add_(0.05 * torch.randn(tensor.shape))
+    model = noisy(load_model(name, model_kwargs=typed(args)).model)
     path = write(model, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=rf"{closest}.*--model-kwargs") as caught:
         load_model(path)
@@ -135,10 +135,7 @@ def test_arguments_that_torchvisions_builders_fix(tmp_path: Path, name: str) -> 
     again = build(from_config(json.loads(json.dumps(named.recipe.to_config())), "config"))
     shapes = [{key: t.shape for key, t in m.state_dict().items()} for m in (named.model, again)]
     assert shapes[0] == shapes[1]
-    with torch.no_grad():
-        for tensor in named.model.parameters():
-            tensor.add_(0.05 * torch.randn(tensor.shape))
-    path = write(named.model, tmp_path / "model.safetensors")
+    path = write(noisy(named.model), tmp_path / "model.safetensors")
     loaded = load_model(path, arch=arch, model_kwargs=given)
     assert agree(loaded, named.model) and loaded.recipe.unsaid == {}
 
