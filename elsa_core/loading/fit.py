@@ -131,7 +131,7 @@ def with_kwargs(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
             f" {recipe.name} is described by an open_clip_config.json"
         )
     # Keywords that the recipe holds elsewhere than among the constructor's.
-    count, size = given.get("num_classes"), next((key for key in SIZES if key in given), None)
+    count, sizes = given.get("num_classes"), [key for key in SIZES if key in given]
     apart = ("num_classes", *SIZES)
     recipe = recipe.with_args({key: value for key, value in given.items() if key not in apart})
     if "num_classes" in given:
@@ -141,8 +141,10 @@ def with_kwargs(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
     if type(given.get("in_chans")) is int and given["in_chans"] > 0:
         preprocess = recipe.preprocess.with_channels(given["in_chans"])
         recipe = dataclasses.replace(recipe, preprocess=preprocess)
-    if size is not None:
-        pair = required_pair(given[size], f"{where}: {size}", ArgumentError)
+    if len(sizes) > 1:
+        raise ArgumentError(f"{where}: {' and '.join(sizes)} are one size: give one of them")
+    for key in sizes:
+        pair = required_pair(given[key], f"{where}: {key}", ArgumentError)
         recipe = libraries.of(recipe.library).resized(recipe, pair)
     return recipe
 

@@ -93,6 +93,7 @@ def test_model_kwargs(tmp_path: Path) -> None:
         ({"checkpoint_path": "x"}, "must not set 'checkpoint_path'"),
         ({"depth": 10**6}, "limit of 1000 blocks"),
         ({"img_size": "large"}, "img_size must be"),
+        ({"img_size": 64, "image_size": 96}, "img_size and image_size are one size"),
         ({"num_classes": -1}, "num_classes must be"),
         ({"act_layer": object()}, "plain value"),
     ],
