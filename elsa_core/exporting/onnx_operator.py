@@ -214,7 +214,24 @@ def finish(model: ir.Model, mode: str, opset: int) -> None:
         model.graph.opset_imports[DOMAIN] = 1
     if opset < ATTENTION_OPSET:
         model.ir_version = _OLDEST_IR
-    _name_nodes(model)
+    # `blocks.0.attn/PackedAttention`, without the notes of the tracer, which are local paths
+    used: dict[str, int] = {}
+    for node in model.graph:
+        scopes: list[str] = []  # ['', 'blocks', 'blocks.0', 'linear'], whose last is the node
+        with contextlib.suppress(SyntaxError, ValueError):
+            scopes = ast.literal_eval(node.metadata_props.get(_SCOPES) or "[]")
+        path = scopes[-2] if len(scopes) > 1 else ""
+        kind = node.op_type.partition("_")[0]  # without a body's number, which is none of the node
+        name = f"{path}/{kind}" if path else kind
+        used[name] = used.get(name, 0) + 1
+        node.name = name if used[name] == 1 else f"{name}_{used[name]}"
+        for value in node.outputs:
+            value.metadata_props.clear()
+        node.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
 
 
 def _add_functions(
@@ -249,24 +266,3 @@ def _add_functions(
         model.functions[function.identifier()] = function
     for node, kind in zip(nodes, of_node, strict=True):
         node.op_type = functions[kind]
-
-
-def _name_nodes(model: ir.Model) -> None:
-    """Call nodes `blocks.0.attn/PackedAttention`; drop the tracer's notes (local paths)."""
-    used: dict[str, int] = {}
-    for node in model.graph:
-        scopes: list[str] = []  # ['', 'blocks', 'blocks.0', 'linear'], whose last is the node
-        with contextlib.suppress(SyntaxError, ValueError):
-            scopes = ast.literal_eval(node.metadata_props.get(_SCOPES) or "[]")
-        path = scopes[-2] if len(scopes) > 1 else ""
-        kind = node.op_type.partition("_")[0]  # without a body's number, which is none of the node
-        name = f"{path}/{kind}" if path else kind
-        used[name] = used.get(name, 0) + 1
-        node.name = name if used[name] == 1 else f"{name}_{used[name]}"
-        for value in node.outputs:
-            value.metadata_props.clear()
-        node.metadata_props.clear()
-    for value in (*model.graph.inputs, *model.graph.initializers.values()):
-        value.metadata_props.clear()
-    model.metadata_props.clear()
-    model.graph.metadata_props.clear()

@@ -215,8 +215,20 @@ class Training:
         args, kwargs = self.given.arguments(leaves)
         aliases = {id(each): nn.Parameter(each.detach()) for each in self.params}
         self._inputs = [*fresh.values(), *aliases.values()]
-        with _replaced(self._model, aliases), torch.enable_grad():
-            self._result = self._model(*args, **kwargs)
+        places = [
+            (module._parameters, name, own)
+            for module in self._model.modules()
+            for name, own in module._parameters.items()
+            if own is not None and id(own) in aliases
+        ]
+        try:
+            for held, name, own in places:
+                held[name] = aliases[id(own)]
+            with torch.enable_grad():
+                self._result = self._model(*args, **kwargs)
+        finally:
+            for held, name, own in places:
+                held[name] = own
         results = [x for x in pytree.tree_leaves(self._result) if isinstance(x, Tensor)]
         self._learning = [each for each in results if each.requires_grad]
 
@@ -306,23 +318,6 @@ class _Replay(torch.autograd.Function):
         ]
         ticket.done = True  # not before: another thread's forward would use the memory
         return (None, None, None, *of_arguments, *of_parameters)
-
-
-@contextmanager
-def _replaced(model: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[None]:
-    places = [
-        (module._parameters, name, own)
-        for module in model.modules()
-        for name, own in module._parameters.items()
-        if own is not None and id(own) in others
-    ]
-    try:
-        for held, name, own in places:
-            held[name] = others[id(own)]
-        yield
-    finally:
-        for held, name, own in places:
-            held[name] = own
 
 
 def _leaves_of(output: Tensor) -> Iterator[Tensor]:

@@ -364,8 +364,9 @@ def run_errors(
 ) -> RunErrors:
     """The error of every run that is timed: of that very call, its batch and its inputs.
 
-    The oracle is the original in float64 on the same inputs, row by row, since attention in float64
-    takes memory. The rule is that of `check`: twice the error of "eager", and a rounding band.
+    The oracle is the original in float64 on the same inputs: since attention in float64 takes
+    memory, of one row at a time where every output has the batch's rows. The rule is that of
+    `check`: twice the error of "eager", and a rounding band.
     """
     try:
         with torch.inference_mode():
@@ -376,7 +377,14 @@ def run_errors(
         reference = outputs["eager"]
         if not reference:
             raise ValueError("the model's output has no floating tensor")
-        exact = _exact(copy.deepcopy(plain).double(), arguments, reference)
+        oracle, first = copy.deepcopy(plain).double(), first_tensor(arguments)
+        by_row = all(out.ndim and len(out) == len(first) for out in reference.values())
+        with torch.inference_mode(), torch.autocast(first.device.type, enabled=False):
+            parts = [
+                floating_outputs(oracle(*map_floating(rows, torch.float64)))
+                for rows in chunks(arguments, 1 if by_row else len(first))
+            ]
+            exact = {place: torch.cat([part[place] for part in parts]) for place in reference}
         errors, wrong = {}, {}
         turbo = precision == "turbo" and all(x.dtype == torch.float32 for x in reference.values())
         for name, found in outputs.items():
@@ -391,19 +399,3 @@ def run_errors(
     except (ElsaError, RuntimeError, TypeError, ValueError, MemoryError, KeyError) as error:
         return RunErrors({}, {}, (f"the errors of the runs are not known: {first_line(error)}",))
     return RunErrors(errors, wrong, tuple(f"{name}: {why}" for name, why in wrong.items()))
-
-
-def _exact(
-    oracle: nn.Module, arguments: tuple[Any, ...], like: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """What the oracle returns: of one row at a time where every output has the batch's rows."""
-    batch, device = next(
-        (x.shape[0], x.device) for x in arguments if isinstance(x, Tensor) and x.ndim
-    )
-    by_row = all(out.ndim and out.shape[0] == batch for out in like.values())
-    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-        parts = [
-            floating_outputs(oracle(*map_floating(rows, torch.float64)))
-            for rows in chunks(arguments, 1 if by_row else batch)
-        ]
-        return {place: torch.cat([part[place] for part in parts]) for place in like}
