@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elsa_core.base.messages import side
-from elsa_core.base.summary import Summary
 from elsa_core.measuring.documents import Document
 from elsa_core.measuring.intervals import FEWEST_ROUNDS
 
@@ -141,27 +140,3 @@ def shares(sites: Sequence[Document]) -> list[str]:
     """
     tenths = [round(1000 * site["share"]) for site in sites[:-1]]
     return [f"{each / 10:.1f}%" for each in (*tenths, 1000 - sum(tenths))] if sites else []
-
-
-def profile_summary(found: Document) -> Summary:
-    """A profile as a table: its runs, then its sites, slowest first."""
-    size = f"{side(found['image_size'])} px, " if found["image_size"] else ""
-    what = f"{size}batch {found['batch']}, {found['dtype']} on {found['device']}"
-    runs = [
-        (run["name"], duration(run["seconds"]), three(run["images_per_second"]),
-         ratio_text(run["ratio"]))
-        for run in found["runs"]
-    ]  # fmt: skip
-    sites = [
-        (site["path"] or "the model", duration(site["seconds_before"]),
-         duration(site["seconds_after"]), share, ratio_text(site["ratio"]))
-        for site, share in zip(found["sites"], shares(found["sites"]), strict=True)
-    ]  # fmt: skip
-    columns = ("site", ">before", ">after", ">share before", "times as fast")
-    return Summary(
-        f"{verdict_text(found)} · {what}",
-        ("run", ">time of a call", ">images/s", "times as fast as eager"),
-        runs,
-        [*found["warnings"], *found["notes"]],
-        Summary("where the time goes", columns, sites) if sites else None,
-    )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from elsa_core import dispatch
 from elsa_core.base.inputs import chunks
-from elsa_core.base.messages import first_line
+from elsa_core.base.messages import first_line, side
 from elsa_core.base.summary import Summarised, Summary
 from elsa_core.errors import ElsaError
 from elsa_core.measuring import rounds
@@ -33,7 +33,7 @@ from elsa_core.patching import (
 )
 from elsa_core.profiling.runs import variants
 from elsa_core.profiling.runs.variants import first_tensor, inputs_kept
-from elsa_core.profiling.words import profile_summary
+from elsa_core.profiling.words import duration, ratio_text, shares, three, verdict_text
 from elsa_core.proof import TURBO_EPS, Comparison, floating_outputs, map_floating
 
 if TYPE_CHECKING:
@@ -162,8 +162,28 @@ class ProfileReport(Summarised, Plain):
         return found
 
     def summary(self) -> Summary:
-        """The verdict, a row for each run, and a row for each group of sites."""
-        return profile_summary(self.to_dict())
+        """The verdict, a row for each run, and a row for each site, slowest first."""
+        found = self.to_dict()
+        size = f"{side(found['image_size'])} px, " if found["image_size"] else ""
+        what = f"{size}batch {found['batch']}, {found['dtype']} on {found['device']}"
+        runs = [
+            (run["name"], duration(run["seconds"]), three(run["images_per_second"]),
+             ratio_text(run["ratio"]))
+            for run in found["runs"]
+        ]  # fmt: skip
+        sites = [
+            (site["path"] or "the model", duration(site["seconds_before"]),
+             duration(site["seconds_after"]), share, ratio_text(site["ratio"]))
+            for site, share in zip(found["sites"], shares(found["sites"]), strict=True)
+        ]  # fmt: skip
+        columns = ("site", ">before", ">after", ">share before", "times as fast")
+        return Summary(
+            f"{verdict_text(found)} · {what}",
+            ("run", ">time of a call", ">images/s", "times as fast as eager"),
+            runs,
+            [*found["warnings"], *found["notes"]],
+            Summary("where the time goes", columns, sites) if sites else None,
+        )
 
 
 @dataclass(frozen=True)
