@@ -144,19 +144,20 @@ def command(session: Session, /, kind: str | None, **values: Any) -> None:
 def _select(options: Options, published: list[Document]) -> None:
     """Set in `options` the precision that all cases of a published run were measured in alone, and
     where none are named, these cases."""
-    precisions = {tuple(case.get("precisions", ())) for case in published}
-    alone = precisions.pop() if len(precisions) == 1 else ()
-    if options.precision is None and len(alone) == 1:
-        options.precision = alone[0]
+    called = [str(case["name"]) for case in published]  # the file may say anything
+    first = published[0].get("precisions") if published else None
+    alone = all(case.get("precisions") == first for case in published)
+    if options.precision is None and alone and isinstance(first, list) and len(first) == 1:
+        options.precision = str(first[0])
     if options.tables or options.patterns or options.quick or options.shapes:
         return
-    shapes = [re.fullmatch(r"shape/(.+)-(\w+)", case["name"]) for case in published]
+    shapes = [re.fullmatch(f"shape/(.+)-({'|'.join(DTYPES)})", name) for name in called]
     found = [shape.groups() for shape in shapes if shape is not None]
     if found:  # a run of --shape, whose calls are in no table
         options.shapes = tuple(sizes.replace("x", ",") for sizes, _ in found)
         options.dtype = options.dtype or found[0][1]
     else:
-        options.patterns = tuple(re.sub(r"([*?[])", r"[\1]", case["name"]) for case in published)
+        options.patterns = tuple(re.sub(r"([*?[])", r"[\1]", name) for name in called)
 
 
 def _check(kind: str, options: Options) -> None:

@@ -76,6 +76,10 @@ def test_a_run_of_shapes_is_measured_again(
     answer = elsa("bench", *SHORT, "--compare", "r.json", "--case", "window/256*-mask", "--json")
     (found,) = json.loads(answer.out)["results"]["cases"]
     assert found["case"]["precisions"] == ["ieee"] == case["case"]["precisions"]
+    for hostile in ({"name": "shape/1x2x17x16-fp8"}, {"name": 5, "precisions": [["ieee"]]}):
+        case["case"] |= hostile
+        Path("r.json").write_text(json.dumps(first))
+        elsa("bench", *SHORT, "--compare", "r.json").fails(2)
 
 
 def test_a_shape_of_ones_own(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
