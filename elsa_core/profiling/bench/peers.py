@@ -147,16 +147,6 @@ def windows_of(case: Case, image: Tensor) -> Tensor:
     return windows
 
 
-def elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
-    """Windows read from the images that they would have been cut from."""
-    bias = None if tensors.mask is None else tensors.mask[0]
-    read: Any = partial(windows_of, case)
-    return of_elsa(
-        window_attention, explain_window_attention, (joined(case, *tensors[:3]), bias), precision,
-        backend, terms={"num_heads": case.heads, "window_size": (case.window,) * 2}, read=read,
-    )  # fmt: skip
-
-
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
 ) -> Tensor:
@@ -306,4 +296,13 @@ ATTENTION = Bench(
         attention, explain, tensors, precision, backend
     ),
 )
-WINDOW = Bench({"cpu": cases.CPU_WINDOW_TABLES}, elsa_windows)
+WINDOW = Bench(
+    {"cpu": cases.CPU_WINDOW_TABLES},
+    # windows read from the images that they would have been cut from
+    lambda case, tensors, precision, backend: of_elsa(
+        window_attention, explain_window_attention,
+        (joined(case, *tensors[:3]), None if tensors.mask is None else tensors.mask[0]),
+        precision, backend, read=partial(windows_of, case),
+        terms={"num_heads": case.heads, "window_size": (case.window,) * 2},
+    ),
+)  # fmt: skip
