@@ -99,7 +99,7 @@ def write(
             )
             try:
                 with torch.cuda.device(device), torch.no_grad():
-                    parts += [planfile.recorded(loaded, call) for call in calls]
+                    parts.append(planfile.recorded(loaded, partial(_make, calls)))
             except UnavailableError as error:
                 asked_by = "onnx" if format == "onnx" else "ELSA_CUDA_LIBRARY, gpu_archs and onnx"
                 raise ExportError(
@@ -151,6 +151,11 @@ def missing(manifest: Mapping[str, Any], here: str) -> str:
         return ""
     held = ", ".join(str(arch)[:20] for arch in archs[:20])
     return f"its kernels are for {held}, and the GPU here is {here}"
+
+
+def _make(calls: Iterable[Callable[[], object]]) -> None:
+    for call in calls:  # in one recording: equal layers are planned once
+        call()
 
 
 def of_nodes(
