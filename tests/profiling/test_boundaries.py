@@ -66,7 +66,7 @@ def test_mlps_lie_outside_and_attention_inside(name: str, patched: bool) -> None
 
 
 def test_the_clock_counts_attention_alone() -> None:
-    """Of a Swin block with an MLP that takes 20 ms, the site takes a fraction."""
+    """Of two Swin blocks with MLPs that take 0.2 s each, the sites take what is left at most."""
     import time
 
     model = built("swin_tiny_patch4_window7_224")
@@ -75,10 +75,13 @@ def test_the_clock_counts_attention_alone() -> None:
             module.register_forward_pre_hook(lambda *_: time.sleep(0.2))
     paths = list(outermost(model, find_sites(model)))
     clock = site_clock(model, paths, torch.device("cpu"))
+    start = time.perf_counter()
     with torch.inference_mode():
         model(torch.randn(1, 3, 56, 56))
-    assert len(paths) == 2
-    assert all(0 < seconds < 0.15 for seconds in clock().values())
+    left = time.perf_counter() - start - 2 * 0.2
+    found = clock()
+    assert len(found) == len(paths) == 2 and min(found.values()) > 0
+    assert sum(found.values()) <= left
 
 
 def test_the_clock_counts_what_a_forward_spends_in_calls_of_itself() -> None:
@@ -98,8 +101,9 @@ def test_the_clock_counts_what_a_forward_spends_in_calls_of_itself() -> None:
     model.site.proj.register_forward_pre_hook(lambda *_: time.sleep(0.05))
     clock = site_clock(model, ["site"], torch.device("cpu"))
     width = model.site.qkv.in_features
-    with torch.inference_mode():
-        model(torch.randn(1, 5, width))
-        assert 0.1 < clock()["site"] < 0.2
-        model(torch.randn(1, 5, width))
-    assert 0.1 < clock()["site"] < 0.2
+    for _ in range(2):  # of each call alone
+        start = time.perf_counter()
+        with torch.inference_mode():
+            model(torch.randn(1, 5, width))
+        taken = time.perf_counter() - start
+        assert 0.1 < clock()["site"] <= taken
