@@ -27,7 +27,7 @@ TINY = {
         "batch8": (
             ModelCase("batch8", "ViT-T", "timm:vit_tiny_patch16_224", 32, 2, quick=True),
             ModelCase("batch8", "Swin-T W4", "timm:swin_tiny_patch4_window7_224", 64, 1, window=4),
-        ),
+        )
     }
 }
 SHORT = ("--device", "cpu", "--rounds", "3", "--budget", "0.3")

@@ -19,14 +19,7 @@ from elsa_core.measuring.timing import Contender
 from elsa_core.precision import DTYPES
 from elsa_core.profiling.bench import attention, peers
 from elsa_core.profiling.bench.attention import Settings
-from elsa_core.profiling.bench.cases import (
-    Case,
-    Inputs,
-    bench_of,
-    from_shape,
-    inputs,
-    select,
-)
+from elsa_core.profiling.bench.cases import Case, Inputs, bench_of, from_shape, inputs, select
 from elsa_core.profiling.bench.peers import Bench, field_of
 
 VARLEN = Case("varlen", 4, 2, 24, 24, 8)

@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elsa_core.errors import ArgumentError
-from elsa_core.monoid import (
-    State,
-    finalize,
-    finalize_,
-    fold,
-    lift,
-    merge,
-    merge_,
-    tree,
-)
+from elsa_core.monoid import State, finalize, finalize_, fold, lift, merge, merge_, tree
 
 INF = float("inf")
 ULP = torch.finfo(torch.float64).eps

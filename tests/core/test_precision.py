@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 
 from elsa_core.errors import ArgumentError
 from elsa_core.monoid import State, finalize, lift, tree
-from elsa_core.precision import (
-    PRECISIONS,
-    depth,
-    theorem1_bound,
-    unit_roundoff,
-    validate,
-)
+from elsa_core.precision import PRECISIONS, depth, theorem1_bound, unit_roundoff, validate
 from elsa_core.reference import relative_l2
 
 ACCEPTED = {

@@ -199,10 +199,7 @@ def alone(rank: int) -> dict[str, Any]:
         for method in case.methods:
             one = call(whole, 0, method, group=groups[rank])
             found[f"{name} {method}"] = one["out"]
-    return {
-        "calls": found,
-        "vit": models.sharded("registers", groups[rank]),
-    }
+    return {"calls": found, "vit": models.sharded("registers", groups[rank])}
 
 
 def order_of_a_ring(rank: int) -> list[str]:

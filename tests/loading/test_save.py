@@ -208,10 +208,7 @@ def test_a_failure_at_any_step_leaves_nothing(
 
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_an_interrupt_between_the_renames_restores_the_target(
-    tmp_path: Path,
-    patched: Patched,
-    monkeypatch: pytest.MonkeyPatch,
-    fails_at: int,
+    tmp_path: Path, patched: Patched, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     target = save(*patched, tmp_path / "out")
     rename, calls = Path.rename, 0

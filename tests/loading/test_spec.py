@@ -18,10 +18,7 @@ from elsa_core.loading.spec import parse
     [
         ("vit_base_patch16_224", "timm", "vit_base_patch16_224", None),
         ("timm:deit3_small_patch16_224", "timm", "deit3_small_patch16_224", None),
-        (
-            "vit_base_patch16_224.augreg_in21k",
-            *("timm", "vit_base_patch16_224", "augreg_in21k"),
-        ),
+        ("vit_base_patch16_224.augreg_in21k", *("timm", "vit_base_patch16_224", "augreg_in21k")),
         ("timm/vit_base_patch16_224.mae", "timm", "vit_base_patch16_224", "mae"),
         ("hf-hub:timm/vit_base_patch16_224.mae", "timm", "vit_base_patch16_224", "mae"),
         ("hf-hub:someone/model@v1", "hub", "someone/model@v1", None),

@@ -190,10 +190,7 @@ def family(name: str) -> tuple[nn.Module, torch.Tensor]:
     return model, torch.randn(2, 3, side, side)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    thinned(tuple(FAMILIES), ("compile", "export")),
-)
+@pytest.mark.parametrize(("name", "way"), thinned(tuple(FAMILIES), ("compile", "export")))
 @torch.no_grad()
 def test_families_compile_and_export(name: str, way: str) -> None:
     model, x = family(name)

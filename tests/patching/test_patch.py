@@ -288,10 +288,7 @@ def test_a_module_that_is_a_site_itself() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        ({"precision": "exact"}, "precision='exact'"),
-        ({"backend": "cuda"}, "backend='cuda'"),
-    ],
+    [({"precision": "exact"}, "precision='exact'"), ({"backend": "cuda"}, "backend='cuda'")],
 )
 def test_unknown_choices(arguments: dict, words: str) -> None:
     model = make("vit")

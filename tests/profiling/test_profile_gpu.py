@@ -9,10 +9,7 @@ from torch import nn
 from elsa_core.loading.loader import load
 from elsa_core.profiling.profile import profile
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.alone,
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

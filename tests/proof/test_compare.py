@@ -30,11 +30,7 @@ def compared(
     """A comparison whose relative errors are those given, in every element."""
     oracle = torch.ones(8, 16, dtype=torch.float64)
     comparison = Comparison(factor)
-    comparison.add(
-        oracle,
-        (oracle * (1 + original)).to(dtype),
-        (oracle * (1 - patched)).to(dtype),
-    )
+    comparison.add(oracle, (oracle * (1 + original)).to(dtype), (oracle * (1 - patched)).to(dtype))
     return comparison
 
 
