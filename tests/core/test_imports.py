@@ -18,7 +18,7 @@ print("attention works")
 _PATCH = """
 import torch, timm, elsa_core as elsa
 model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1).eval()
-assert len(elsa.patch(model).patched) == 1
+assert len(elsa.patch(model, scope="attention").patched) == 1
 assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 1000)
 print("patch works")
 """

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
 from elsa_core import backends, dispatch, ops
+from elsa_core.backends import onednn
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.dispatch import chooser, measured, table
 from elsa_core.errors import ArgumentError, UnavailableError
@@ -254,6 +255,14 @@ def test_a_layer_that_learns_is_not_fused(fused_by) -> None:
     assert not fused_by
     elsa.linear(**dict(zip(names, given, strict=True)), activation="gelu")
     assert fused_by == ["gelu"]
+
+
+def test_explain_names_the_backend_that_is_asked_for(fused_by, monkeypatch) -> None:
+    """Of two that can serve a layer, on a processor of which oneDNN is the first."""
+    monkeypatch.setattr(onednn, "_mkl_lags", lambda: True)
+    x, w = make(3, 8), make(5, 8)
+    assert elsa.explain_linear(x, w).backend == "onednn"
+    assert elsa.explain_linear(x, w, backend="fuser").backend == "fuser"
 
 
 @pytest.mark.parametrize("home", ["cuda", None])

@@ -214,7 +214,8 @@ def explain_linear(
     routes = []
     for each in requests:
         serving = (each.operator, each.device_type, backend) in dispatch.SERVING
-        asked = "auto" if backend == "auto" or serving else dispatch.PLAIN
+        able = backend == "auto" or (serving and dispatch.support(each, backend).ok)
+        asked = backend if able else dispatch.PLAIN
         routes.append(dispatch.route(each, asked, schedule=(input, weight, bias)))
     found, *of_gated = routes
     for gated in of_gated:
