@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 NO_TENSOR_SCALE = "scale must be a number, not a tensor: multiply query by it to learn it"
@@ -27,6 +27,8 @@ NO_TENSOR_SCALE = "scale must be a number, not a tensor: multiply query by it to
 _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _transforms = torch._C._functorch.peek_interpreter_stack
 _batched = torch._C._functorch.is_legacy_batchedtensor
+# whether a CUDA graph is captured on this thread's current stream
+capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 # Checks of arguments hold for a trace too. PyTorch leaves out the warnings of its own modules so.
 warnings.filterwarnings(
@@ -40,7 +42,7 @@ def traced() -> bool:
     """Whether a compiler, tracer, transform or dispatch mode is active in this thread. Then what is
     called must be what is written, and Python must not branch on lengths."""
     return (
-        is_compiling()  # first: a constant for the compiler, which reads no further
+        is_dynamo_compiling()  # first: a constant for it; others compile within a dispatch mode
         or _modes() != 0
         or _tracing() is not None
         or _transforms() is not None

@@ -13,7 +13,7 @@ import elsa_core as elsa
 
 timm = pytest.importorskip("timm")
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 FAMILIES = (
     "vit_tiny_patch16_224",

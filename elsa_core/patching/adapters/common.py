@@ -129,13 +129,12 @@ def passed(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def runs_original(
-    work: Callable[[Any, Tensor], int], *, layered: bool = True
+    work: Callable[[Any, Tensor], int],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a patched attention's forward run the original one where attention weights have to
     exist (hooks on them, or another module in the place of softmax or dropout), and in small eager
     calls on a GPU: by `work`, of the module and its first argument the multiply-adds of query
-    key^T. If `layered` it is no small one where elsa computes a linear layer of the attention too:
-    then its forward has the fewer launches."""
+    key^T."""
 
     def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
         name = forward.__name__
@@ -144,11 +143,7 @@ def runs_original(
         def chosen(self: Any, x: Tensor, *given: Any, **named: Any) -> Any:
             if not isinstance(x, Tensor):  # torch.fx traces the original, and finds its names
                 return getattr(self.elsa_base, name)(self, x, *given, **named)
-            small = is_small(self, x, work(self, x))
-            if small and layered:
-                parts = self._modules.values()
-                small = not any("elsa_base" in type(part).__dict__ for part in parts)
-            if small or weights_are_hooked(self):
+            if is_small(self, x, work(self, x)) or weights_are_hooked(self):
                 return getattr(self.elsa_base, name)(self, x, *given, **named)
             return forward(self, x, *given, **named)
 
@@ -161,7 +156,8 @@ def is_small(site: Any, x: Tensor, work: int, operator: str = "attention") -> bo
     """Whether this is a small eager call on a GPU of a site patched without names: Python overhead
     bounds it, and the original forward may have less. Asked anew in every call. A CUDA graph saves
     the host's time and records elsa's kernels."""
-    # first what is constant for a compiler, which may read no length
+    # in few frames of Python, each of which takes 2 us in a model's call; first what is constant
+    # for a compiler, which may read no length
     if not x.is_cuda or calls.traced() or work >= dispatch.eager_least(operator, x.dtype):
         return False
     space = site.__dict__
@@ -169,7 +165,7 @@ def is_small(site: Any, x: Tensor, work: int, operator: str = "attention") -> bo
         space["elsa_backend"] == "auto"
         and space["elsa_precision"] == "strict"
         and "elsa_sparsity" not in space
-        and not torch.cuda.is_current_stream_capturing()
+        and not calls.capturing()
     )
 
 
@@ -183,7 +179,7 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
     fused = x.is_cuda and getattr(site, "fused_attn", False) and site.elsa_backend == "auto"
     if not fused or calls.traced() or not wants_training(site, x, projection):
         return False
-    if torch.cuda.is_current_stream_capturing():  # the operator chooses, as in eager calls
+    if calls.capturing():  # the operator chooses, as in eager calls
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     kind = ("cuda", dtype, site.head_dim, site.head_dim, site.elsa_precision)

@@ -105,9 +105,7 @@ class ElsaAttention(_Attention, Attention):  # type: ignore[misc]  # timm is unt
         if isinstance(attn_mask, Packed):  # which the original cannot read
             return False
         # in half precision PyTorch computes the layers
-        alone = x.dtype != torch.float32 or not any(
-            "elsa_base" in type(part).__dict__ for part in self._modules.values()
-        )
+        alone = x.dtype != torch.float32 or "elsa_base" not in type(self._modules["proj"]).__dict__
         if alone and is_small(self, x, x.numel() * x.shape[-2]):
             return True
         return weights_are_hooked(self) or trains_by_pytorch(self, x, self.qkv)

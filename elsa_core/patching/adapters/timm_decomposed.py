@@ -81,7 +81,7 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
 
     elsa_base = MultiScaleAttention
 
-    @runs_original(_pooled_work, layered=False)
+    @runs_original(_pooled_work)
     def forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:
         q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         pools = (self.pool_q, self.norm_q), (self.pool_k, self.norm_k), (self.pool_v, self.norm_v)
