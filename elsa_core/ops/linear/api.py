@@ -226,8 +226,7 @@ def explain_linear(
     fused = activation != "none" or residual is not None or scale is not None
     if fused or found.backend == dispatch.PLAIN or precision != "strict":
         return found
-    row = dispatch.product_by_pytorch(input, weight)
-    if row is None:
+    if (row := dispatch.product_by_pytorch(input, weight)) is None:
         return found
     slower = (
         f"{row.ratio[0]} to {row.ratio[1]} of PyTorch's speed in the shipped table; serves "
