@@ -15,12 +15,7 @@ import torch
 pytest.importorskip("triton")
 from triton_compile import compile_launch, planned_call
 
-from elsa_core.backends.triton.attention import (
-    backward,
-    entmax,
-    sparse,
-    varlen,
-)
+from elsa_core.backends.triton.attention import backward, entmax, sparse, varlen
 from elsa_core.backends.triton.linear import gated, launches
 from elsa_core.backends.triton.shared.device import Described, describing
 from elsa_core.backends.triton.shared.launch import recording

@@ -453,8 +453,7 @@ def test_explain_names_who_serves_and_raises_what_the_call_does(operator: str) -
 
 
 @pytest.mark.parametrize(
-    "operator",
-    ["attention", "entmax_attention", "varlen_attention", "entmax_varlen_attention"],
+    "operator", ["attention", "entmax_attention", "varlen_attention", "entmax_varlen_attention"]
 )
 def test_explain_speaks_of_what_autocast_makes_of_a_call(operator: str) -> None:
     """It named the arithmetic of the tensors as they were given."""

@@ -77,11 +77,7 @@ def all_no_worse(outs: list[Tensor], model: Terms, x: Tensor, y: Tensor) -> None
 
 @pytest.mark.parametrize(
     ("lead", "dtype", "opset"),
-    [
-        ((5,), torch.float16, 18),
-        ((5, 3), torch.float16, 23),
-        ((5, 3, 2), torch.float32, 18),
-    ],
+    [((5,), torch.float16, 18), ((5, 3), torch.float16, 23), ((5, 3, 2), torch.float32, 18)],
     ids=str,
 )
 def test_each_call_is_one_node(

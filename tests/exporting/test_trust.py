@@ -53,8 +53,7 @@ def keys(folder: Path, ssh: bool = False) -> tuple[Path, Path]:
     public_form = serialization.PublicFormat
     public.write_bytes(
         key.public_key().public_bytes(
-            SSH if ssh else PEM,
-            public_form.OpenSSH if ssh else public_form.SubjectPublicKeyInfo,
+            SSH if ssh else PEM, public_form.OpenSSH if ssh else public_form.SubjectPublicKeyInfo
         )
     )
     return private, public

@@ -172,11 +172,7 @@ NAMED = (
         "not any(m.training for m in (derivation.site, derivation.attention, *parts))",
         "True",
     ),
-    (
-        "elsa_core/patching/adapters/derived.py",
-        "t.is_inference() or t._version",
-        "True",
-    ),
+    ("elsa_core/patching/adapters/derived.py", "t.is_inference() or t._version", "True"),
 )
 
 

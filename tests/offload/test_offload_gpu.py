@@ -142,10 +142,7 @@ def test_blocks_by_the_free_memory() -> None:
 
 def test_capture_is_refused() -> None:
     query, key, value = long(256, 512, heads=1)
-    with (
-        pytest.raises(ArgumentError, match="CUDA graph"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
+    with pytest.raises(ArgumentError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         elsa.attention(query, key, value, offload="host")
 
 
