@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from conformance import oracle
 from drawn import Operands, operands, tokens_first
 from torch import Tensor
 
@@ -113,25 +114,11 @@ def by_float64(case: Case) -> Terms:
 
 
 def by_peer(case: Case, device: str = "cpu") -> Terms:
-    """PyTorch's plain formula in the case's own dtype, with rows that see nothing zeroed."""
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    """The definition's in the case's own dtype, with scores in float32."""
 
-    def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
-        groups = case.heads // case.kv_heads
-        key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-        scores = (query @ key.mT).float() * scale if query.dtype.itemsize < 4 else (
-            query @ key.mT * scale)  # fmt: skip
-        if case.is_causal:
-            seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-            scores = scores.masked_fill(~seen, -torch.inf)
-        elif mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        elif mask is not None:
-            scores = scores + mask
-        dead = (scores.detach() == -torch.inf).all(-1, keepdim=True)
-        weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
-        lse = scores.masked_fill(dead, 0.0).logsumexp(-1).masked_fill(dead[..., 0], -torch.inf)
-        return weights.to(value.dtype) @ value, lse
+    def call(*tensors: Any) -> tuple[Tensor, Tensor]:
+        found = oracle.attention(*tensors, is_causal=case.is_causal, scale=case.scale)
+        return found["out"], found["lse"]
 
     return differentiated(call, case, case.dtype, lambda name, tensor: tensor.to(device))
 

@@ -49,8 +49,44 @@ class Site(nn.Module):
 
 
 Way = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-WAYS: dict[str, Way] = {}
-LOOK_ALIKES: dict[str, Way] = {}
+WAYS: dict[str, Way] = {
+    "divided": lambda m, q, k, v: (
+        torch.softmax(torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(DIM), -1) @ v
+    ),
+    "scaled_by_tensor": lambda m, q, k, v: ((q @ k.mT) * m.temperature).softmax(-1) @ v,
+    "divided_by_tensor": lambda m, q, k, v: ((q @ k.mT) / m.temperature).softmax(-1) @ v,
+    "scaled_per_query": lambda m, q, k, v: (
+        ((q @ k.mT) * q.norm(dim=-1, keepdim=True)).softmax(-1) @ v
+    ),
+    "number_first": lambda m, q, k, v: (0.1 + m.scale * (q @ k.mT)).softmax(-1) @ v,
+    "bias_first_then_scale": lambda m, q, k, v: ((m.bias + q @ k.mT) * m.scale).softmax(-1) @ v,
+    "row_bias": lambda m, q, k, v: (q @ k.mT * m.scale + m.bias[:, :1]).softmax(-1) @ v,
+    "float_scores": lambda m, q, k, v: ((q @ k.mT).float() * m.scale).softmax(-1).type_as(v) @ v,
+    "one_query": lambda m, q, k, v: ((q[:, :, :1] @ k.mT).softmax(-1) @ v).expand_as(v),
+    "shared_keys": lambda m, q, k, v: (q @ k[:, :1].mT * m.scale).softmax(-1) @ v[:, :1],
+    "operator": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=m.bias),
+}
+LOOK_ALIKES: dict[str, Way] = {
+    "no_softmax": lambda m, q, k, v: (
+        (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * m.temperature) @ v
+    ),
+    "sigmoid": lambda m, q, k, v: (q @ k.mT * m.scale).sigmoid() @ v,
+    "two_softmaxes": lambda m, q, k, v: (q @ k.mT).softmax(-1).softmax(-1) @ v,
+    "softmax_over_heads": lambda m, q, k, v: (q @ k.mT).softmax(1) @ v,
+    "softmax_over_queries": lambda m, q, k, v: (q @ k.mT).softmax(-2) @ v,
+    # what is added to a row alike is not alike behind factors of keys
+    "moved_scores_times_keys": lambda m, q, k, v: (
+        ((q @ k.mT + 1.5) * k.norm(dim=-1).unsqueeze(-2)).softmax(-1) @ v
+    ),
+    "moved_below_what_is_filled_in": lambda m, q, k, v: (
+        (q @ k.mT - 2e4).masked_fill(m.hidden, -1e4).softmax(-1) @ v
+    ),
+    "clamped": lambda m, q, k, v: (q @ k.mT).clamp(-0.5, 0.5).softmax(-1) @ v,
+    "linear_attention": lambda m, q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
+    "log_weights": lambda m, q, k, v: (q @ k.mT).log_softmax(-1) @ v,
+    "small_fill": lambda m, q, k, v: (q @ k.mT).masked_fill(m.hidden, -2.0).softmax(-1) @ v,
+}
+WAYS |= LOOK_ALIKES
 
 
 def way(function: Way) -> Way:
@@ -82,31 +118,6 @@ def scaled_both(m, q, k, v):
 
 
 @way
-def divided(m, q, k, v):
-    return torch.softmax(torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(DIM), -1) @ v
-
-
-@way
-def scaled_by_tensor(m, q, k, v):
-    return ((q @ k.mT) * m.temperature).softmax(-1) @ v
-
-
-@way
-def divided_by_tensor(m, q, k, v):
-    return ((q @ k.mT) / m.temperature).softmax(-1) @ v
-
-
-@way
-def scaled_per_query(m, q, k, v):
-    return ((q @ k.mT) * q.norm(dim=-1, keepdim=True)).softmax(-1) @ v
-
-
-@way
-def number_first(m, q, k, v):
-    return (0.1 + m.scale * (q @ k.mT)).softmax(-1) @ v
-
-
-@way
 def cosine(m, q, k, v):
     attn = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
     return (attn * m.temperature.clamp(max=4.0).exp() + m.bias).softmax(-1) @ v
@@ -120,19 +131,9 @@ def relative_bias(m, q, k, v):
 
 
 @way
-def bias_first_then_scale(m, q, k, v):
-    return ((m.bias + q @ k.mT) * m.scale).softmax(-1) @ v
-
-
-@way
 def two_biases(m, q, k, v):
     attn = q @ k.mT + m.bias + m.bias.mean(0, keepdim=True)
     return (attn - 0.5 * m.bias.mT).softmax(-1) @ v
-
-
-@way
-def row_bias(m, q, k, v):
-    return (q @ k.mT * m.scale + m.bias[:, :1]).softmax(-1) @ v
 
 
 @way
@@ -186,11 +187,6 @@ def bias_and_mask(m, q, k, v):
 def float_softmax(m, q, k, v):
     attn = F.softmax(q @ k.mT * m.scale, dim=-1, dtype=torch.float32).to(q.dtype)
     return F.dropout(attn, 0.3, training=False) @ v
-
-
-@way
-def float_scores(m, q, k, v):
-    return ((q @ k.mT).float() * m.scale).softmax(-1).type_as(v) @ v
 
 
 @way
@@ -298,26 +294,11 @@ def chunks_of_queries(m, q, k, v):
 
 
 @way
-def one_query(m, q, k, v):
-    return ((q[:, :, :1] @ k.mT).softmax(-1) @ v).expand_as(v)
-
-
-@way
-def shared_keys(m, q, k, v):
-    return (q @ k[:, :1].mT * m.scale).softmax(-1) @ v[:, :1]
-
-
-@way
 def image_layout(m, q, k, v):
     q, k, v = (t.transpose(2, 3).flatten(1, 2) for t in (q, k, v))  # [B, H * D, N]
     q, k, v = (t.view(-1, HEADS, DIM, TOKENS) for t in (q, k, v))
     attn = torch.einsum("bhdn,bhdm->bhnm", q, k).mul(m.scale).softmax(-1)
     return torch.einsum("bhnm,bhdm->bhdn", attn, v).flatten(1, 2).transpose(1, 2)
-
-
-@way
-def operator(m, q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=m.bias)
 
 
 @way
@@ -340,40 +321,9 @@ def talking_weights(m, q, k, v):
 
 
 @look_alike
-def no_softmax(m, q, k, v):
-    return (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * m.temperature) @ v
-
-
-@look_alike
-def sigmoid(m, q, k, v):
-    return (q @ k.mT * m.scale).sigmoid() @ v
-
-
-@look_alike
 def relu(m, q, k, v):
     attn = F.relu(q @ k.mT) + 0.1
     return attn / attn.sum(-1, keepdim=True) @ v
-
-
-@look_alike
-def two_softmaxes(m, q, k, v):
-    return (q @ k.mT).softmax(-1).softmax(-1) @ v
-
-
-@look_alike
-def softmax_over_heads(m, q, k, v):
-    return (q @ k.mT).softmax(1) @ v
-
-
-@look_alike
-def softmax_over_queries(m, q, k, v):
-    return (q @ k.mT).softmax(-2) @ v
-
-
-@look_alike
-def moved_scores_times_keys(m, q, k, v):
-    """What is added to a row alike is not alike behind factors of keys."""
-    return ((q @ k.mT + 1.5) * k.norm(dim=-1).unsqueeze(-2)).softmax(-1) @ v
 
 
 @look_alike
@@ -387,11 +337,6 @@ def centred_scores_times_keys(m, q, k, v):
 def filled_scores_of_little_weight(m, q, k, v):
     attn = (q @ k.mT).masked_fill(m.hidden, -1e4) * 1e-4
     return attn.softmax(-1) @ v
-
-
-@look_alike
-def moved_below_what_is_filled_in(m, q, k, v):
-    return (q @ k.mT - 2e4).masked_fill(m.hidden, -1e4).softmax(-1) @ v
 
 
 @look_alike
@@ -433,29 +378,9 @@ def written_into(m, q, k, v):
 
 
 @look_alike
-def clamped(m, q, k, v):
-    return (q @ k.mT).clamp(-0.5, 0.5).softmax(-1) @ v
-
-
-@look_alike
 def squared_distance(m, q, k, v):
     scores = q.square().sum(-1, keepdim=True) - 2 * (q @ k.mT) + k.square().sum(-1)[..., None, :]
     return (-scores).softmax(-1) @ v
-
-
-@look_alike
-def linear_attention(m, q, k, v):
-    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
-
-
-@look_alike
-def log_weights(m, q, k, v):
-    return (q @ k.mT).log_softmax(-1) @ v
-
-
-@look_alike
-def small_fill(m, q, k, v):
-    return (q @ k.mT).masked_fill(m.hidden, -2.0).softmax(-1) @ v
 
 
 @look_alike
