@@ -25,6 +25,14 @@ def operands() -> list[Tensor]:
     return [torch.randn(2, 3, 9, 8) for _ in range(3)]
 
 
+def watched(function: Callable[..., Any], *given: Any) -> Any:
+    """What a function gives when it is watched."""
+    watch = Watch("strict", "eager")
+    with watch:
+        out = function(*given)
+    return watch.close(out)
+
+
 class Doubled(torch.autograd.Function):
     """Reads its argument in C++ and Python alike, asking no torch function."""
 
@@ -35,6 +43,10 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * 2
+
+
+def plain(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
 
 
 def operand_changed(q, k, v):
@@ -200,13 +212,7 @@ def test_values_are_the_originals(function: Callable[..., Tensor], grad: bool) -
         torch.manual_seed(5)
         leaves = [t.to(dtype).requires_grad_(grad) for t in operands()]
         given = [leaf * 1.0 for leaf in leaves]
-        if watch:
-            watching = Watch("strict", "eager")
-            with watching:
-                out = function(*given)
-            out = watching.close(out)
-        else:
-            out = function(*given)
+        out = watched(function, *given) if watch else function(*given)
         found = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True) if grad else ()
         return [out.detach(), *(g for g in found if g is not None)]
 
@@ -239,20 +245,17 @@ def test_weights_that_are_seen_are_the_originals(how: str) -> None:
     if how == "replaced":
         module.drop = nn.Threshold(0.1, 0.0)  # type: ignore[assignment]
     q, k, v = operands()
-    plain = module(q, k, v)
+    own = module(q, k, v)
     expected = {"kept": getattr(module, "weights", None), "hooked": seen and seen[0]}.get(how)
-    watch = Watch("strict", "eager")
-    with watch:
-        out = module(q, k, v)
-    out = watch.close(out)
+    out = watched(module, q, k, v)
     if how == "returned":
-        (plain, expected), (out, got) = plain, out
+        (own, expected), (out, got) = own, out
     else:
         got = {"kept": getattr(module, "weights", None), "hooked": seen and seen[-1]}.get(how)
     if expected is not None and how != "replaced":
         assert type(got) is Tensor and torch.equal(got, expected)
         assert torch.equal(pickle.loads(pickle.dumps(got)), expected)
-    assert torch.allclose(out, plain, atol=1e-5)
+    assert torch.allclose(out, own, atol=1e-5)
 
 
 def test_an_error_leaves_no_mode_and_the_values_that_were_kept() -> None:
@@ -303,9 +306,7 @@ def test_a_value_that_hides_may_have_dimensions(shape: tuple[int, ...]) -> None:
 
 def test_no_gradient_of_what_was_changed_since() -> None:
     q, k, v = (t.requires_grad_() for t in operands())
-    watch = Watch("strict", "eager")
-    with watch:
-        out = watch.close((q @ k.mT).softmax(-1) @ v)
+    out = watched(plain, q, k, v)
     out += 1  # by the caller, and then what the product needs
     with torch.no_grad():
         k *= 2
@@ -317,11 +318,9 @@ def test_no_gradient_of_what_was_changed_since() -> None:
 def test_results_are_laid_out_as_the_originals(held: Callable[[Tensor], Any]) -> None:
     """In a dict and a named tuple they lay as attention leaves them, of which there is no view."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in operands())
-    watch = Watch("strict", "eager")
-    with watch:
-        out = held((q @ k.mT).softmax(-1) @ v)
-    (found,) = tree_leaves(watch.close(out))
-    assert found.is_contiguous() and type(watch.close(out)) is type(out)
+    out = watched(lambda: held(plain(q, k, v)))
+    (found,) = tree_leaves(out)
+    assert found.is_contiguous() and type(out) is type(held(found))
 
 
 @pytest.mark.parametrize(
@@ -346,19 +345,14 @@ def test_a_refused_view_changes_no_later_product() -> None:
     for shape in ((-1, -1, 9), (6, -9, -9)):
         with pytest.raises(RuntimeError), Watch("strict", "eager"):
             (q @ k.mT).view(shape)
-    watch = Watch("strict", "eager")
-    with watch:
-        out = (q @ k.mT).softmax(-1) @ v
-    assert torch.allclose(watch.close(out), (q @ k.mT).softmax(-1) @ v, atol=1e-5)
+    assert torch.allclose(watched(plain, q, k, v), plain(q, k, v), atol=1e-5)
 
 
 @pytest.mark.parametrize("view", [(0, 9, 9), (0, 3, 3, 3, 9)], ids=str)
 def test_an_empty_batch_is_viewed_as_any(view: tuple[int, ...]) -> None:
     empty = torch.empty(0, 3, 9, 8)
-    watch = Watch("strict", "eager")
-    with watch:
-        out = (empty @ empty.mT).view(view).softmax(-1)
-    assert watch.close(out).shape == view
+    out = watched(lambda: (empty @ empty.mT).view(view).softmax(-1))
+    assert out.shape == view
 
 
 def test_watched_forwards_nest_recompute_and_run_in_threads() -> None:

@@ -64,6 +64,34 @@ WAYS: dict[str, Way] = {
     "float_scores": lambda m, q, k, v: ((q @ k.mT).float() * m.scale).softmax(-1).type_as(v) @ v,
     "one_query": lambda m, q, k, v: ((q[:, :, :1] @ k.mT).softmax(-1) @ v).expand_as(v),
     "shared_keys": lambda m, q, k, v: (q @ k[:, :1].mT * m.scale).softmax(-1) @ v[:, :1],
+    "scaled_after": lambda m, q, k, v: (
+        m.attn_drop((q @ k.transpose(-2, -1) * m.scale).softmax(dim=-1)) @ v
+    ),
+    "scaled_queries": lambda m, q, k, v: m.attn_drop(
+        m.softmax(torch.matmul(q * m.scale, k.transpose(2, 3)))
+    ).matmul(v),
+    "two_biases": lambda m, q, k, v: (
+        (q @ k.mT + m.bias + m.bias.mean(0, keepdim=True) - 0.5 * m.bias.mT).softmax(-1) @ v
+    ),
+    "masked_fill": lambda m, q, k, v: (
+        (q @ k.mT * m.scale).masked_fill(m.hidden, INF).softmax(-1) @ v
+    ),
+    "where": lambda m, q, k, v: torch.where(~m.hidden, q @ k.mT * m.scale, INF).softmax(-1) @ v,
+    "bias_and_mask": lambda m, q, k, v: (
+        (q @ k.mT * m.scale + m.bias).masked_fill(m.hidden, INF).softmax(-1) @ v
+    ),
+    "einsum_keys_first": lambda m, q, k, v: torch.einsum(
+        "bhmn,bhmd->bhnd", torch.einsum("bhmd,bhnd->bhmn", k, q).softmax(-2), v
+    ),
+    "einsum_mixed": lambda m, q, k, v: torch.einsum(
+        "axyb,xybz->xyaz", torch.einsum("xyac,xybc->axyb", q, k).softmax(-1), v
+    ),
+    "transposed_axis": lambda m, q, k, v: (
+        v.transpose(-2, -1) @ (k @ q.transpose(-2, -1)).softmax(dim=-2)
+    ).transpose(-2, -1),
+    "chunks_of_queries": lambda m, q, k, v: torch.cat(
+        [(part @ k.mT * m.scale).softmax(-1) @ v for part in q.chunk(3, dim=2)], dim=2
+    ),
     "operator": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=m.bias),
 }
 LOOK_ALIKES: dict[str, Way] = {
@@ -84,6 +112,18 @@ LOOK_ALIKES: dict[str, Way] = {
     "clamped": lambda m, q, k, v: (q @ k.mT).clamp(-0.5, 0.5).softmax(-1) @ v,
     "linear_attention": lambda m, q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
     "log_weights": lambda m, q, k, v: (q @ k.mT).log_softmax(-1) @ v,
+    "talking_heads": lambda m, q, k, v: (
+        m.mix((q @ k.mT * m.scale).permute(0, 2, 3, 1)).permute(0, 3, 1, 2).softmax(-1) @ v
+    ),
+    "talking_weights": lambda m, q, k, v: (
+        m.mix((q @ k.mT * m.scale).softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2) @ v
+    ),
+    "filled_scores_of_little_weight": lambda m, q, k, v: (
+        ((q @ k.mT).masked_fill(m.hidden, -1e4) * 1e-4).softmax(-1) @ v
+    ),
+    "gated_positions": lambda m, q, k, v: (
+        (0.7 * (q @ k.mT * m.scale).softmax(-1) + 0.3 * m.bias.softmax(-1)) @ v
+    ),
     "small_fill": lambda m, q, k, v: (q @ k.mT).masked_fill(m.hidden, -2.0).softmax(-1) @ v,
 }
 WAYS |= LOOK_ALIKES
@@ -97,18 +137,6 @@ def way(function: Way) -> Way:
 def look_alike(function: Way) -> Way:
     WAYS[function.__name__] = LOOK_ALIKES[function.__name__] = function
     return function
-
-
-@way
-def scaled_after(m, q, k, v):
-    attn = (q @ k.transpose(-2, -1)) * m.scale
-    return m.attn_drop(attn.softmax(dim=-1)) @ v
-
-
-@way
-def scaled_queries(m, q, k, v):
-    q = q * m.scale
-    return m.attn_drop(m.softmax(torch.matmul(q, k.transpose(2, 3)))).matmul(v)
 
 
 @way
@@ -131,22 +159,10 @@ def relative_bias(m, q, k, v):
 
 
 @way
-def two_biases(m, q, k, v):
-    attn = q @ k.mT + m.bias + m.bias.mean(0, keepdim=True)
-    return (attn - 0.5 * m.bias.mT).softmax(-1) @ v
-
-
-@way
 def in_place(m, q, k, v):
     attn = q @ k.mT
     attn *= m.scale
     attn += m.bias
-    return attn.softmax(-1) @ v
-
-
-@way
-def masked_fill(m, q, k, v):
-    attn = (q @ k.mT * m.scale).masked_fill(m.hidden, INF)
     return attn.softmax(-1) @ v
 
 
@@ -166,21 +182,9 @@ def hidden_rows(m, q, k, v):
 
 
 @way
-def where(m, q, k, v):
-    attn = torch.where(~m.hidden, q @ k.mT * m.scale, INF)
-    return attn.softmax(-1) @ v
-
-
-@way
 def additive_mask(m, q, k, v):
     mask = torch.zeros_like(m.hidden, dtype=q.dtype).masked_fill(m.hidden, INF)
     return (q @ k.mT * m.scale + mask).softmax(-1) @ v
-
-
-@way
-def bias_and_mask(m, q, k, v):
-    attn = (q @ k.mT * m.scale + m.bias).masked_fill(m.hidden, INF)
-    return attn.softmax(-1) @ v
 
 
 @way
@@ -200,24 +204,6 @@ def einsum_heads(m, q, k, v):
 def einsum_dots(m, q, k, v):
     attn = torch.einsum("... i d, ... j d -> ... i j", q, k).softmax(dim=-1)
     return torch.einsum("...ij,...jd->...id", attn, v)
-
-
-@way
-def einsum_keys_first(m, q, k, v):
-    attn = torch.einsum("bhmd,bhnd->bhmn", k, q).softmax(-2)
-    return torch.einsum("bhmn,bhmd->bhnd", attn, v)
-
-
-@way
-def einsum_mixed(m, q, k, v):
-    attn = torch.einsum("xyac,xybc->axyb", q, k).softmax(-1)
-    return torch.einsum("axyb,xybz->xyaz", attn, v)
-
-
-@way
-def transposed_axis(m, q, k, v):
-    attn = (k @ q.transpose(-2, -1)).softmax(dim=-2)
-    return (v.transpose(-2, -1) @ attn).transpose(-2, -1)
 
 
 @way
@@ -288,12 +274,6 @@ def one_head_at_a_time(m, q, k, v):
 
 
 @way
-def chunks_of_queries(m, q, k, v):
-    parts = [(part @ k.mT * m.scale).softmax(-1) @ v for part in q.chunk(3, dim=2)]
-    return torch.cat(parts, dim=2)
-
-
-@way
 def image_layout(m, q, k, v):
     q, k, v = (t.transpose(2, 3).flatten(1, 2) for t in (q, k, v))  # [B, H * D, N]
     q, k, v = (t.view(-1, HEADS, DIM, TOKENS) for t in (q, k, v))
@@ -309,18 +289,6 @@ def detour_of_views(m, q, k, v):
 
 
 @look_alike
-def talking_heads(m, q, k, v):
-    attn = m.mix((q @ k.mT * m.scale).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-    return attn.softmax(-1) @ v
-
-
-@look_alike
-def talking_weights(m, q, k, v):
-    attn = (q @ k.mT * m.scale).softmax(-1).permute(0, 2, 3, 1)
-    return m.mix(attn).permute(0, 3, 1, 2) @ v
-
-
-@look_alike
 def relu(m, q, k, v):
     attn = F.relu(q @ k.mT) + 0.1
     return attn / attn.sum(-1, keepdim=True) @ v
@@ -330,12 +298,6 @@ def relu(m, q, k, v):
 def centred_scores_times_keys(m, q, k, v):
     attn = q @ k.mT
     attn = (attn - attn.amax(-1, keepdim=True)) / (1 + k[..., :1].mT.square())
-    return attn.softmax(-1) @ v
-
-
-@look_alike
-def filled_scores_of_little_weight(m, q, k, v):
-    attn = (q @ k.mT).masked_fill(m.hidden, -1e4) * 1e-4
     return attn.softmax(-1) @ v
 
 
@@ -356,12 +318,6 @@ def top_scores(m, q, k, v):
 def squared_weights(m, q, k, v):
     attn = (q @ k.mT).softmax(-1)
     return attn * attn @ v
-
-
-@look_alike
-def gated_positions(m, q, k, v):
-    attn = (q @ k.mT * m.scale).softmax(-1)
-    return (0.7 * attn + 0.3 * m.bias.softmax(-1)) @ v
 
 
 @look_alike
