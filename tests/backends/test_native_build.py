@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import at_once, environment, python, stand_in
+from processes import at_once, environment, forked, python, stand_in
 
 from elsa_core.backends import compiler, native
 from elsa_core.errors import UnavailableError
@@ -67,32 +67,29 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "native"
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"CXX": "/bin/false"}, ["/bin/false", "failed"]),
-        ({"CXX": "no-such-compiler"}, ["no-such-compiler", "does not exist"]),
-        ({"CXX": 'g++ "'}, ["unset or correct CXX"]),
-        ({"ELSA_CACHE_DIR": "file/cache"}, ["ELSA_CACHE_DIR"]),
-        ({"ELSA_CPU_ISA": "avx9000"}, ["avx9000"]),
-    ],
+FAILS = (
+    ({"CXX": "/bin/false"}, ["/bin/false", "failed"]),
+    ({"CXX": "no-such-compiler"}, ["no-such-compiler", "does not exist"]),
+    ({"CXX": 'g++ "'}, ["unset or correct CXX"]),
+    ({"ELSA_CACHE_DIR": "file/cache"}, ["ELSA_CACHE_DIR"]),
+    ({"ELSA_CPU_ISA": "avx9000"}, ["avx9000"]),
 )
-def test_what_fails_leaves_eager_and_one_line(
-    library: Path, variables: dict[str, str], words: list[str], tmp_path: Path
-) -> None:
+
+
+def test_what_fails_leaves_eager_and_one_line(library: Path, tmp_path: Path) -> None:
+    """Where it is switched off, not even the line."""
     (tmp_path / "file").write_text("in the way")
-    given = {"ELSA_CACHE_DIR": str(tmp_path / variables.get("ELSA_CACHE_DIR", ""))}
-    done = run(**(variables if "ELSA_CPU_ISA" in variables else variables | given))
-    line = one_line(done)
-    assert all(word in line for word in words)
-    assert done.stdout.startswith("eager native:")
+    rows = [(LOAD, [], {"ELSA_NATIVE": "0"})]
+    for given, _ in FAILS:
+        cache = {"ELSA_CACHE_DIR": str(tmp_path / given.get("ELSA_CACHE_DIR", ""))}
+        rows.append((LOAD, [], given if "ELSA_CPU_ISA" in given else given | cache))
+    off, *answers = forked(tmp_path, *rows)
+    assert off.stdout.strip() == "eager native: switched off by ELSA_NATIVE=0" and off.stderr == ""
+    for done, (_, words) in zip(answers, FAILS, strict=True):
+        line = one_line(done)
+        assert all(word in line for word in words)
+        assert done.stdout.startswith("eager native:")
     assert not list(tmp_path.rglob("*.so"))
-
-
-def test_it_can_be_switched_off() -> None:
-    done = run(ELSA_NATIVE="0")
-    assert done.stdout.strip() == "eager native: switched off by ELSA_NATIVE=0"
-    assert done.stderr == ""
 
 
 def test_status_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,10 +175,11 @@ for name, call in calls.items():
 """
 
 
-def test_every_operator_runs_the_set_that_is_named() -> None:
+def test_every_operator_runs_the_set_that_is_named(library: Path, tmp_path: Path) -> None:
     """Each set adds in an order of its own: the bits tell which one ran."""
-    done = {name: run(BITS, ELSA_CPU_ISA=name.lower()) for name in compiler.kernels()}
-    lines = [one.stdout.splitlines() for one in done.values() if "lacks it" not in one.stderr]
+    rows = [(BITS, [], {"ELSA_CPU_ISA": name.lower()}) for name in compiler.kernels()]
+    done = forked(tmp_path, *rows)
+    lines = [one.stdout.splitlines() for one in done if "lacks it" not in one.stderr]
     assert lines and all(len(operators) == 4 for operators in lines), done
     for operator in zip(*lines, strict=True):
         assert len(set(operator)) == len(lines), operator

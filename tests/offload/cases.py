@@ -140,13 +140,13 @@ def assert_exact(found: Terms, case: Case, device: str = "cpu") -> None:
     exact, peer = by_float64(case), by_peer(case, device)
     finite = exact["lse"][exact["lse"].isfinite()]
     of_weights = float(finite.abs().max()) if case.factor > 1.0 else 0.0
-    for term, oracle in exact.items():
+    for term, right in exact.items():
         result = found[term]
         wide = torch.promote_types(case.dtype, torch.float32)
         assert result.dtype == (wide if term == "lse" else case.dtype), term
-        assert result.shape == oracle.shape, term
-        norm = float(torch.linalg.vector_norm(oracle[oracle.isfinite()]))
+        assert result.shape == right.shape, term
+        norm = float(torch.linalg.vector_norm(right[right.isfinite()]))
         band = (
             (2 + of_weights * (term not in ("out", "lse"))) * torch.finfo(result.dtype).eps * norm
         )
-        assert error(result, oracle) <= 2 * error(peer[term], oracle) + band, term
+        assert error(result, right) <= 2 * error(peer[term], right) + band, term
