@@ -35,8 +35,7 @@ def test_packed_sequences_are_half_of_a_padded_batch() -> None:
 
 def test_what_a_case_says_of_itself() -> None:
     case = Case("vit", 2, 3, 5, 7, 8, mask="additive")
-    assert case.name == "vit/2x3x5:7x8-fp32-mask"
-    assert case.flops == 4 * 2 * 3 * 5 * 7 * 8
+    assert case.name == "vit/2x3x5:7x8-fp32-mask" and case.flops == 4 * 2 * 3 * 5 * 7 * 8
     assert case.score_bytes == 2 * 3 * 5 * 7 * 4
     query, key, value, mask = inputs(case, "cpu", seed=1)
     assert query.shape == (2, 3, 5, 8) and key.shape == value.shape == (2, 3, 7, 8)

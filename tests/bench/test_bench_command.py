@@ -162,8 +162,7 @@ def test_a_machine_that_became_busy_publishes_nothing(
 
 def test_a_backend_that_served_nothing(elsa: Elsa, tmp_path: Path) -> None:
     code, out, err = elsa("bench", "attention", *TINY, "--backend", "triton", "-o", "r.json")
-    assert code == 3
-    assert "no: backend='triton'" in out
+    assert code == 3 and "no: backend='triton'" in out
     assert err.startswith("error: --backend triton served no case: ")
     assert list(tmp_path.iterdir()) == []
 

@@ -155,8 +155,7 @@ def test_a_model_that_fails_is_a_row(elsa: Elsa, monkeypatch: pytest.MonkeyPatch
     bad = ModelCase("batch8", "Odd", "timm:vit_tiny_patch16_224", 33, 1)
     monkeypatch.setitem(models.TABLES, "cpu", {"batch8": (bad, TINY["cpu"]["batch8"][0])})
     code, out, err = elsa("bench", "models", *SHORT, "-o", "m.json")
-    assert code == 0
-    assert "no: not measured" in out and "multiple of the patch size" in err
+    assert code == 0 and "no: not measured" in out and "multiple of the patch size" in err
     document = results.load(Path("m.json"))
     assert "| Odd | 33 | 1 | - |" in tables.of_document(document, "batch8")
     assert "Not measured: batch8/Odd-33x1-fp32 (" in tables.of_document(document, "summary")
@@ -165,8 +164,7 @@ def test_a_model_that_fails_is_a_row(elsa: Elsa, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_backend_that_served_no_model(elsa: Elsa) -> None:
     code, out, err = elsa("bench", "models", *SHORT, "--quick", "--backend", "triton")
-    assert code == 3
-    assert "no: not measured" in out
+    assert code == 3 and "no: not measured" in out
     assert err.splitlines()[-1].startswith("error: --backend triton served no model: ")
 
 

@@ -75,10 +75,8 @@ def test_inspect_writes_a_page(elsa: Elsa) -> None:
     assert (answer.code, answer.err) == (0, "") and "html: sites.html" in answer.out
     assert answer.out.splitlines()[-1] == "Next: elsa patch vit_tiny_patch16_224 --img 64 --check"
     page = Path("sites.html").read_text(encoding="utf-8")
-    assert (
-        ">blocks.0-11.attn</span></td>" in page
-        and "12 of 12 attention sites can be patched" in page
-    )
+    assert ">blocks.0-11.attn</span></td>" in page
+    assert "12 of 12 attention sites can be patched" in page
     elsa("inspect", *TINY, "--html", "sites.html").fails(2, "sites.html exists", "--force")
     assert elsa("inspect", *TINY, "--html", "sites.html", "--force").code == 0
     elsa("inspect", "--all", "--html", "a.html").fails(2, "--html")
@@ -124,11 +122,9 @@ def test_check_json(elsa: Elsa, dtype: str) -> None:
 def test_a_wrong_kernel_fails_and_is_named(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELSA_FAULT_INJECTION", "blocks.1.attn:1e-3")
     answer = elsa("patch", *FEW, "--check", "-o", "kept")
-    assert answer.code == 1
-    assert "outputs do NOT agree" in answer.out
+    assert answer.code == 1 and "outputs do NOT agree" in answer.out
     lines = [line for line in answer.err.splitlines() if not line.startswith("warning: ")]
-    assert len(lines) == 1
-    assert lines[0].startswith("error: check failed: blocks.1.attn: ")
+    assert len(lines) == 1 and lines[0].startswith("error: check failed: blocks.1.attn: ")
     assert lines[0].endswith("nothing was written")
     assert list(Path().iterdir()) == []
 
@@ -143,19 +139,12 @@ def test_a_check_has_rows_beyond_the_first(elsa: Elsa) -> None:
 
 def test_check_of_gradients(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     found = elsa("check", *FEW, "--grad", "--json").document()["results"]["check"]
-    assert [one["path"] for one in found["gradients"]] == [
-        "blocks.0.attn",
-        "blocks.1.attn",
-        "model",
-    ]
-    assert all(one["ok"] for one in found["gradients"])
+    paths = ["blocks.0.attn", "blocks.1.attn", "model"]
+    assert [(one["path"], one["ok"]) for one in found["gradients"]] == [(p, True) for p in paths]
     monkeypatch.setenv("ELSA_FAULT_INJECTION", "blocks.1.attn:1e-3")
-    answer = elsa("check", *FEW, "--grad")
-    assert answer.code == 1
-    lines = answer.out.splitlines()
-    assert any(line.startswith("✓ gradients: blocks.0.attn") for line in lines)
-    assert any(line.startswith("✗ gradients: blocks.1.attn") for line in lines)
-    assert any(line.startswith("✗ gradients: model") for line in lines)
+    lines = elsa("check", *FEW, "--grad").shows(code=1).splitlines()
+    for start in ("✓ gradients: blocks.0.attn", "✗ gradients: blocks.1.attn", "✗ gradients: model"):
+        assert any(line.startswith(start) for line in lines), start
 
 
 def test_check_with_sparsity(elsa: Elsa) -> None:
@@ -166,15 +155,13 @@ def test_check_with_sparsity(elsa: Elsa) -> None:
     shown = elsa("check", *FEW, "--sparsity", "exact")
     assert shown.code == 0 and "tiles left out: " in shown.out
     assert "sparsity" not in shown.out.splitlines()[-1]  # of the step after it
-    wrong = elsa("check", *FEW, "--sparsity", "1.5")
-    assert wrong.code == 2 and "neither exact nor a number in (0, 1)" in wrong.err
+    elsa("check", *FEW, "--sparsity", "1.5").fails(2, "neither exact nor a number in (0, 1)")
 
 
 def test_patch_with_offload(elsa: Elsa, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    answer = elsa("patch", *FEW, "--offload", "host", "-o", str(saved))
-    assert answer.code == 0
-    assert "offload host: what a backward needs stays in host memory" in answer.out.splitlines()
+    lines = elsa("patch", *FEW, "--offload", "host", "-o", str(saved)).shows().splitlines()
+    assert "offload host: what a backward needs stays in host memory" in lines
     assert json.loads((saved / "elsa_plan.json").read_text())["offload"] == "host"
     again = elsa("patch", str(saved), "--json").document()["results"]["patch"]
     assert again["offload"] == "host" and len(again["patched"]) == 2
@@ -184,11 +171,8 @@ def test_patch_with_offload(elsa: Elsa, tmp_path: Path) -> None:
 def test_check_by_paths(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     answer = elsa("check", *FEW, "--path", "eager,compile")
-    assert answer.code == 0
-    assert answer.out.splitlines()[-1].startswith("Next: elsa patch vit_tiny_patch16_224")
-    assert "--path" not in answer.out.splitlines()[-1]
-    for name in ("model: noise ", "model: noise, compile "):
-        assert any(name in line for line in answer.out.splitlines()), answer.out
+    last = answer.shows("model: noise ", "model: noise, compile ").splitlines()[-1]
+    assert last.startswith("Next: elsa patch vit_tiny_patch16_224") and "--path" not in last
     torch._dynamo.reset()
     elsa("check", *FEW, "--path", "fast").fails(2, "--path", "'fast'")
     if not torch.cuda.is_available():
@@ -198,11 +182,7 @@ def test_check_by_paths(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def filled(cls: Any, **known: Any) -> Any:
     """A report with these values, and zeros for whatever else it has no default for."""
-    needed = [
-        each.name
-        for each in fields(cls)
-        if each.default is MISSING and each.default_factory is MISSING
-    ]
+    needed = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING]
     return cls(**dict.fromkeys(needed, 0) | known)
 
 
@@ -212,9 +192,8 @@ def test_a_failed_check_prints_its_document(elsa: Elsa, monkeypatch: pytest.Monk
     bad = {"max_abs": nan, "patched_error": nan, "original_error": 1e-7, "excess": nan, "ok": False}
     site = filled(SiteCheck, path="blocks.1.attn", worst_case="large", drift=None, reason="no",
                   **bad)  # fmt: skip
-    case = filled(
-        ModelCheck, case="large", path="eager", output="output", reason="no", top1_rows=1, **bad
-    )
+    case = filled(ModelCheck, case="large", path="eager", output="output", reason="no",
+                  top1_rows=1, **bad)  # fmt: skip
     failures = ("blocks.1.attn: large: not finite", "another")
     report = filled(CheckReport, sites=(site,), cases=(case,), ok=False, dtype="float32",
                     device="cpu", stress=True, failures=failures)  # fmt: skip
@@ -236,14 +215,10 @@ def test_a_failed_check_prints_its_document(elsa: Elsa, monkeypatch: pytest.Monk
 
 
 def test_include_and_exclude(elsa: Elsa) -> None:
-    answer = elsa(
-        "patch", *TINY, "--include", "blocks.[0-5].*", "--exclude", "blocks.2.*", "--json"
-    )
-    report = answer.document()["results"]["patch"]
-    assert [site["path"] for site in report["patched"]] == [
-        f"blocks.{i}.attn" for i in (0, 1, 3, 4, 5)
-    ]
-    assert len(report["kept"]) == 7
+    globs = ("--include", "blocks.[0-5].*", "--exclude", "blocks.2.*")
+    report = elsa("patch", *TINY, *globs, "--json").document()["results"]["patch"]
+    paths = [f"blocks.{i}.attn" for i in (0, 1, 3, 4, 5)]
+    assert [site["path"] for site in report["patched"]] == paths and len(report["kept"]) == 7
 
 
 def test_all_sites_refuses_a_remainder(elsa: Elsa) -> None:
@@ -253,9 +228,8 @@ def test_all_sites_refuses_a_remainder(elsa: Elsa) -> None:
 
 
 def test_dry_run_writes_nothing(elsa: Elsa) -> None:
-    answer = elsa("patch", *TINY, "--dry-run", "-o", "out")
-    answer.shows("12 of 12 sites would be patched")
-    assert "Nothing was written" in answer.out
+    said = ("12 of 12 sites would be patched", "Nothing was written")
+    elsa("patch", *TINY, "--dry-run", "-o", "out").shows(*said)
     assert list(Path().iterdir()) == []
     assert elsa("patch", *TINY, "--dry-run", "--json").document()["results"]["dry_run"] is True
 
@@ -311,14 +285,13 @@ def test_images_are_checked_too(elsa: Elsa) -> None:
 
 def test_two_towers(elsa: Elsa) -> None:
     pytest.importorskip("open_clip")
-    answer = elsa("inspect", "open_clip:ViT-S-32-alt", "--json")
-    assert answer.document()["results"]["model"]["source"] == "open_clip"
+    found = elsa("inspect", "open_clip:ViT-S-32-alt", "--json").document()["results"]
+    assert found["model"]["source"] == "open_clip"
 
 
 def test_verbose_logs_the_steps_on_stderr(elsa: Elsa) -> None:
     answer = elsa("inspect", *TINY, "--verbose")
-    assert answer.code == 0
-    assert "loading vit_tiny_patch16_224: " in answer.err
+    assert answer.code == 0 and "loading vit_tiny_patch16_224: " in answer.err
 
 
 def test_stdout_is_one_document_in_a_process_of_its_own(process: Elsa) -> None:
@@ -331,14 +304,13 @@ def test_stdout_is_one_document_in_a_process_of_its_own(process: Elsa) -> None:
 def test_the_scope_reaches_every_command(elsa: Elsa) -> None:
     """inspect lists the layers, patch writes them into the plan, and check judges each one."""
     small = ("vit_tiny_patch16_224", "--img", "32", "--model-kwargs", "depth=1")
-    found = elsa("inspect", *small, "--scope", "model", "--json").document()["results"][
-        "inspection"
-    ]
+    attention, found = (
+        elsa("inspect", *small, *scope, "--json").document()["results"]["inspection"]
+        for scope in ((), ("--scope", "model"))
+    )
     kinds = [site["kind"] for site in found["sites"]]
     assert found["scope"] == "model" and kinds.count("mlp") == 1 and "patch-embedding" in kinds
-    assert elsa("inspect", *small, "--json").document()["results"]["inspection"]["scope"] == (
-        "attention"
-    )
+    assert attention["scope"] == "attention"
     done = elsa("patch", *small, "--scope", "model", "-o", "kept", "--check", "--json").document()
     assert done["results"]["patch"]["scope"] == "model"
     assert len(done["results"]["check"]["sites"]) == len(kinds)

@@ -55,15 +55,10 @@ def test_a_commands_own_table_wins(elsa: Elsa, seen: dict[str, Any]) -> None:
 
 
 def test_a_default_for_another_use_of_a_command_is_no_mistake(elsa: Elsa) -> None:
-    """`elsa inspect` has --check for --all alone; nobody typed it here."""
+    """`elsa inspect` has --check for --all alone, and `elsa check` took it for its own table."""
     Path("elsa.toml").write_text("check = true\nbackend = 'eager'\n")
     assert elsa("inspect", "test_vit").code == 0
     elsa("inspect", "test_vit", "--check").fails(2, "--check goes with --all")
-
-
-def test_an_option_named_as_a_command_is_no_table(elsa: Elsa) -> None:
-    """`check = true` was an internal error of `elsa check`, whose table it was taken for."""
-    Path("elsa.toml").write_text("check = true\n")
     elsa("check", "vit_bas_patch16_224").fails(4, "vit_bas_patch16_224")
 
 
@@ -76,14 +71,12 @@ def test_the_nearest_file_upwards(
     (inner / "pyproject.toml").write_text("[tool.other]\nseed = 4\n")
     monkeypatch.chdir(inner)
     elsa("patch", "vit")
-    assert seen["seed"] == 3
-    assert seen["images"] == tmp_path / "pictures"
+    assert seen["seed"] == 3 and seen["images"] == tmp_path / "pictures"
 
 
 def test_output_flags_from_the_environment(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELSA_QUIET", "1")
-    answer = elsa("doctor")
-    assert (answer.code, len(answer.out.splitlines())) == (0, 1)
+    assert len(elsa("doctor").shows().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,11 +100,13 @@ def test_output_flags_from_the_environment(elsa: Elsa, monkeypatch: pytest.Monke
         ("dtype = " + "[" * 200 + "]" * 200, ("elsa.toml", "'dtype' must be")),
         ("dtype = '" + "x" * 100_000 + "'", ("elsa.toml", "--dtype")),
         ("# " + "x" * (1 << 20), ("elsa.toml", "larger than")),
+        ("\xff\xfe\0", ("elsa.toml",)),
+        ("images = '~nosuchuser/x'", ("~nosuchuser/x",)),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
 def test_a_bad_file_is_one_short_line(elsa: Elsa, text: str, words: tuple[str, ...]) -> None:
-    Path("elsa.toml").write_text(text)
+    Path("elsa.toml").write_bytes(text.encode("latin-1"))
     answer = elsa("patch", "vit")
     answer.fails(2, *words)
     assert len(answer.err) <= 301
@@ -120,16 +115,6 @@ def test_a_bad_file_is_one_short_line(elsa: Elsa, text: str, words: tuple[str, .
 def test_tool_elsa_that_is_no_table(elsa: Elsa) -> None:
     Path("pyproject.toml").write_text("[tool]\nelsa = 3\n")
     elsa("patch", "vit").fails(2, "pyproject.toml", "[tool.elsa]")
-
-
-def test_a_file_that_is_no_text(elsa: Elsa) -> None:
-    Path("elsa.toml").write_bytes(b"\xff\xfe\x00")
-    elsa("patch", "vit").fails(2, "elsa.toml")
-
-
-def test_a_home_in_a_file_is_that_of_the_user(elsa: Elsa) -> None:
-    Path("elsa.toml").write_text('images = "~nosuchuser/x"\n')
-    elsa("check", "vit").fails(2, "~nosuchuser/x")
 
 
 def test_help_and_doctor_work_with_a_bad_file(elsa: Elsa) -> None:
@@ -225,11 +210,6 @@ def test_what_overwrites_is_for_the_command_line_alone(
     assert len(lines) == 2
     elsa("patch", "vit", "--force", "-o", "here")
     assert (seen["force"], seen["output"]) == (True, Path("here"))
-
-
-def test_a_size_of_thousands_of_digits(elsa: Elsa) -> None:
-    elsa("patch", "vit", "--img-size", "9" * 5000).fails(2, "--img-size")
-    elsa("patch", "vit", "--seed", "9" * 5000).fails(2, "--seed")
 
 
 LOOKS_UP = """

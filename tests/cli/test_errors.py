@@ -49,9 +49,7 @@ from .conftest import Elsa
 )
 def test_describe(error: BaseException, code: int, words: str) -> None:
     got, line = describe(error)
-    assert got == code
-    assert words in line
-    assert "\n" not in line
+    assert got == code and words in line and "\n" not in line
 
 
 def _raise(error: BaseException) -> None:
@@ -76,9 +74,7 @@ def test_an_internal_error_shows_its_traceback_only_with_debug(
 
 def test_interrupted(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect.command, "callback", lambda **given: _raise(KeyboardInterrupt()))
-    answer = elsa("inspect", "vit")
-    assert (answer.code, answer.out) == (130, "")
-    assert answer.err == "interrupted; nothing was written\n"
+    assert elsa("inspect", "vit") == (130, "", "interrupted; nothing was written\n")
 
 
 @pytest.mark.parametrize(

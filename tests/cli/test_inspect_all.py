@@ -49,8 +49,7 @@ def test_an_interrupt_names_the_state_that_was_kept() -> None:
     code, _, err = signalled(
         child, lambda: state.exists() and state.read_text(encoding="utf-8").endswith("\n")
     )
-    assert code == 130
-    assert err.splitlines()[-1] == "interrupted; state.jsonl is complete"
+    assert code == 130 and err.splitlines()[-1] == "interrupted; state.jsonl is complete"
     assert coverage.read_state(state)
 
 

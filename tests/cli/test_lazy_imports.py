@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +24,29 @@ HEAVY = {
 }
 
 
-@pytest.mark.parametrize("name", some(["test_vit", "swin_tiny_patch4_window7_224"]))
-def test_inspect_imports_little(name: str) -> None:
-    done, modules = watched("inspect", name)
-    out = done.stdout
-    assert done.returncode == 0, done.stderr
-    assert "sites can be patched" in out and "GFLOPs an image" in out and "timm" in modules
-    assert not sorted(HEAVY & modules)
+KEPT = """
+import atexit
+class Slow:
+    def __del__(self): print("taken apart")
+kept = Slow()
+atexit.register(lambda: print("registered"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    some([("test_vit", 0), ("swin_tiny_patch4_window7_224", 0),
+          ("test_vit --model-kwargs nonsense=1", 4)], one_in=3),
+)  # fmt: skip
+def test_inspect_imports_little(words: str, code: int) -> None:
+    """And ends without taking torch apart: what is registered for the end runs, what was printed is
+    there, the exit code is its own; objects that only the interpreter's end deletes can wait."""
+    done, modules = watched("inspect", *words.split(), first=KEPT)
+    assert done.returncode == code, done.stderr
+    assert "timm" in modules and not sorted(HEAVY & modules)
+    assert done.stdout.endswith("registered\n") and "taken apart" not in done.stdout
+    if code == 0:
+        assert "sites can be patched" in done.stdout and "GFLOPs an image" in done.stdout
 
 
 def test_random_weights_are_not_drawn_to_inspect(elsa: Elsa) -> None:
@@ -96,25 +111,3 @@ def test_timm_can_download_where_weights_are_asked_for() -> None:
     code += "from timm.models._hub import has_hf_hub\nprint(has_hf_hub())\n"
     done = python("-c", code)
     assert done.stdout == "True\n", done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    some([("inspect test_vit", 0), ("inspect test_vit --model-kwargs nonsense=1", 4)]),
-)
-def test_the_process_ends_without_taking_torch_apart(words: str, code: int, tmp_path: Path) -> None:
-    """What is registered for the end runs, what was printed is there, the exit code is its own;
-    objects that only the interpreter's end would delete are not waited for."""
-    program = (
-        "import atexit, sys, torch, timm\n"
-        "class Slow:\n"
-        "    def __del__(self): print('taken apart')\n"
-        "kept = Slow()\n"
-        "atexit.register(lambda: print('registered'))\n"
-        f"sys.argv = ['elsa', *{words.split()!r}]\n"
-        "from elsa_cli.main import main\n"
-        "main()\n"
-    )
-    done = python("-c", program, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
-    assert done.stdout.endswith("registered\n") and "taken apart" not in done.stdout

@@ -38,9 +38,6 @@ def test_models_without_attention_are_left_out_and_counted(elsa: Elsa) -> None:
     assert answer.out.splitlines()[-1].startswith("0 models · ")
     assert "--all lists them" in answer.out
     assert "resnet18 " in elsa("list", "resnet18*", "--all").out
-
-
-def test_nothing_matches(elsa: Elsa) -> None:
     elsa("list", "swintiny").fails(4, "swintiny", "swin_tiny")
 
 

@@ -61,8 +61,7 @@ def test_doctor_names_what_keeps_the_native_library_off(
     native.load.cache_clear()
     answer = elsa("doctor", "--quiet")
     native.load.cache_clear()
-    assert answer.code == 0
-    assert answer.out.startswith("Ready: sdpa, eager only. ")
+    assert answer.code == 0 and answer.out.startswith("Ready: sdpa, eager only. ")
     assert words in answer.out
     elsa("build").fails(3, variable)
 
@@ -106,8 +105,7 @@ def test_doctor_says_why_torch_failed_at_first(tmp_path: Path) -> None:
 
 def test_a_missing_torch_is_one_line() -> None:
     done = python("-c", BLOCK.format(names=["torch"], arguments=["inspect", "vit"]))
-    assert (done.returncode, done.stdout) == (3, "")
-    assert len(done.stderr.splitlines()) == 1
+    assert (done.returncode, done.stdout) == (3, "") and len(done.stderr.splitlines()) == 1
     assert "torch is broken here" in done.stderr
 
 
@@ -171,8 +169,7 @@ cp '{built}' "$output\"""",
 def test_a_compiler_that_fails(elsa: Elsa, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", stand_in(Path.cwd(), "echo 'x.cpp:1: error: no luck' >&2; exit 1"))
     elsa("build").fails(3, "compiler", "no luck")
-    assert not list(cache.rglob("*.so"))
-    assert not list(cache.rglob(".build-*"))
+    assert not list(cache.rglob("*.so")) and not list(cache.rglob(".build-*"))
 
 
 def test_patch_goes_on_without_a_compiler(
@@ -196,5 +193,4 @@ def test_ctrl_c_while_compiling(cache: Path) -> None:
     child = started("-m", "elsa_cli", "build", env=environment(CXX=slow))
     ended = signalled(child, Path("started").exists)
     assert ended == (130, "", "interrupted; nothing was written\n")
-    assert not list(cache.rglob("*.so"))
-    assert not list(cache.rglob(".build-*"))
+    assert not list(cache.rglob("*.so")) and not list(cache.rglob(".build-*"))

@@ -110,8 +110,7 @@ def test_a_file_is_told_of_progress(elsa: Elsa, monkeypatch: pytest.MonkeyPatch)
 def test_quiet_and_several_points(elsa: Elsa) -> None:
     answer = elsa("profile", SMALL, *FAST, "--img", "32,48", "--no-sites", "-q")
     assert answer.code == 0 and len(answer.out.splitlines()) == 1
-    assert answer.out.startswith("patched against the best baseline: ")
-    assert answer.err == ""
+    assert answer.out.startswith("patched against the best baseline: ") and answer.err == ""
 
 
 def test_a_sweep_stops_and_goes_on(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,7 @@ def test_sites_say_why_they_are_undecided(
     profile_view._sites(Session(), [*sites, site("rest of the model", ratios[0]) | {"share": 0.4}])
     text = capsys.readouterr().out
     assert "same ±3%" in text and "4 rounds" in text and "?" not in text
-    assert ("native" in text) is (width == 80)
-    assert max(map(len, text.splitlines())) <= width
+    assert ("native" in text) is (width == 80) and max(map(len, text.splitlines())) <= width
 
 
 def test_long_paths_stay_whole(

@@ -73,11 +73,9 @@ def test_answers_within_0_4_seconds(process: Elsa, argument: str) -> None:
 
 def test_help_lists_every_command_and_fits_in_80_columns(elsa: Elsa) -> None:
     answer = elsa("--help")
-    assert answer.code == 0
-    assert answer.err == ""
+    assert answer.code == 0 and answer.err == ""
     assert all(name in answer.out for name in COMMANDS)
-    assert max(map(len, answer.out.splitlines())) <= 80
-    assert elsa().out == answer.out
+    assert max(map(len, answer.out.splitlines())) <= 80 and elsa().out == answer.out
 
 
 @pytest.mark.parametrize("command", ["inspect", "patch", "check", "profile", "export"])
@@ -107,8 +105,7 @@ def test_version(process: Elsa) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(elsa: Elsa, name: str) -> None:
     answer = elsa(name, "--help")
-    assert answer.code == 0
-    assert answer.err == ""
+    assert answer.code == 0 and answer.err == ""
     assert answer.out.startswith(f"Usage: elsa {name}")
     assert all(flag in answer.out for flag in ("--json", "--quiet", "--verbose", "--debug"))
     assert max(map(len, answer.out.splitlines())) <= 100

@@ -74,10 +74,8 @@ def test_threads_write_below_the_same_new_folders(tmp_path: Path) -> None:
 def test_a_text_replaces_another_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     target = tmp_path / "report.json"
     for text in ("old", "newer"):
-        assert files.write_text(text, target) == target
-        assert target.read_text() == text
-    assert list(tmp_path.iterdir()) == [target]
-    assert mode(target) == 0o640
+        assert files.write_text(text, target) == target and target.read_text() == text
+    assert list(tmp_path.iterdir()) == [target] and mode(target) == 0o640
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
@@ -87,8 +85,7 @@ def test_a_failure_leaves_the_file_as_it_was(tmp_path: Path, error: type[BaseExc
     with pytest.raises((KeyboardInterrupt, OSError)), files.staged_file(target) as staging:
         staging.write_text("half")
         raise error
-    assert target.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
+    assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
 
 
 def test_a_directory_brings_its_parents_or_takes_them_back(tmp_path: Path) -> None:

@@ -46,8 +46,7 @@ def weight_of(parts: list[State]) -> tuple[float, Tensor]:
 
 def assert_close(a: State, b: State, parts: list[State], ulps: float = 24.0) -> None:
     total, weighted = weight_of(parts)
-    assert torch.equal(a.m, b.m)
-    assert abs(float(a.S - b.S)) <= ulps * ULP * total
+    assert torch.equal(a.m, b.m) and abs(float(a.S - b.S)) <= ulps * ULP * total
     assert bool(((a.W - b.W).abs() <= ulps * ULP * weighted.clamp(min=total)).all())
 
 
@@ -103,8 +102,7 @@ def test_in_place_gives_the_same_bits(a: State, b: State) -> None:
 @settings(deadline=None, derandomize=True, max_examples=100)
 def test_identity_changes_no_bit(a: State) -> None:
     e = State.identity((), VALUE_DIM, dtype=torch.float64)
-    assert equal(merge(a, e), a)
-    assert equal(merge(e, a), a)
+    assert equal(merge(a, e), a) and equal(merge(e, a), a)
 
 
 @given(st.lists(states(), min_size=1, max_size=19))
@@ -198,8 +196,7 @@ def test_merge_differentiates_through_m(m_b: float) -> None:
 def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
     n = 5000
     state = lift(torch.zeros(n, dtype=dtype), torch.ones(n, 1, dtype=dtype))
-    assert state.S.dtype == state.W.dtype == torch.float32
-    assert float(state.S) == n
+    assert state.S.dtype == state.W.dtype == torch.float32 and float(state.S) == n
     assert State.identity((2,), 3, dtype=dtype).W.dtype == torch.float32
     narrow = State(*(t.to(dtype) for t in state))
     with pytest.raises(ArgumentError, match="float32"):

@@ -33,8 +33,7 @@ def test_each_precision_takes_its_dtypes(name: str, dtype: torch.dtype) -> None:
 
 
 def test_the_table_is_complete() -> None:
-    assert set(PRECISIONS) == set(ACCEPTED)
-    assert next(iter(PRECISIONS)) == "strict"
+    assert set(PRECISIONS) == set(ACCEPTED) and next(iter(PRECISIONS)) == "strict"
     for name, precision in PRECISIONS.items():
         assert precision.met_by and set(precision.dtypes) == ACCEPTED[name]
 
@@ -56,10 +55,8 @@ def test_depth_is_the_papers_formula(n: int, block: int) -> None:
 
 
 def test_depth_of_known_sizes() -> None:
-    assert depth(1) == 3
-    assert depth(128) == 10
-    assert depth(16384) == 24
-    assert depth(2**20) == 36
+    assert depth(1) == 3 and depth(128) == 10
+    assert depth(16384) == 24 and depth(2**20) == 36
     assert depth(2**20, 1) == 43
     assert theorem1_bound(16384) == pytest.approx(24 * 2.0**-24, rel=1e-15)
     assert unit_roundoff(torch.bfloat16) == 2.0**-8

@@ -30,8 +30,7 @@ def agrees(
     double = None if mask is None else mask.double()
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), double, **kw)
     peer = F.scaled_dot_product_attention(q, k, v, mask, **kw)
-    assert out.shape == peer.shape
-    assert lse.shape == peer.shape[:-1]
+    assert out.shape == peer.shape and lse.shape == peer.shape[:-1]
     error, allowed = ((x.double() - exact).norm() / exact.norm() for x in (out, peer))
     assert error <= 2 * allowed + 2 * torch.finfo(torch.float32).eps
 

@@ -92,8 +92,7 @@ def test_changed_classes_are_found_and_named(trained: Path, digits: Path) -> Non
     site = next(m for m in model.modules() if patched_class(m) and m is not model)
     site.register_forward_hook(lambda m, args, out: 40 * out if patched_class(m) else None)
     report = elsa.evaluate(model, given)
-    assert report.top1_patched < report.top1_original
-    assert 0 < len(report.changed) <= 360
+    assert report.top1_patched < report.top1_original and 0 < len(report.changed) <= 360
     one = report.changed[0]
     images, labels = torch.cat([x for x, _ in given]), torch.cat([y for _, y in given])
     assert one.label == int(labels[one.index])

@@ -189,8 +189,7 @@ def test_what_a_file_states(
     expected = given.pop("expected", model)
     loaded = load_model(path, **given)
     assert loaded.name == (NAME if expected is model else type(expected).__name__)
-    assert holds(loaded, expected)
-    assert loaded.recipe.preprocess.assumed == assumed
+    assert holds(loaded, expected) and loaded.recipe.preprocess.assumed == assumed
     if not assumed:
         assert {key: loaded.preprocess.transform[key] for key in ALL} == {
             key: tuple(v) if isinstance(v, list) else v for key, v in STATED.items()
@@ -198,8 +197,7 @@ def test_what_a_file_states(
     counts = {len(loaded.preprocess.mean), len(loaded.preprocess.std), loaded.input_size[0]}
     assert counts == {args.get("in_chans", 3)}
     told = "\n".join(loaded.warnings)
-    assert ("does not say its preprocessing" in told) is bool(assumed)
-    assert said in told
+    assert ("does not say its preprocessing" in told) is bool(assumed) and said in told
     assert loaded.recipe.labels == (tuple(LABELS) if named else ())
 
 

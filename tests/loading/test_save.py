@@ -77,15 +77,6 @@ def test_every_file_has_the_permissions_of_a_new_one(tmp_path: Path, patched: Pa
     assert set(modes.values()) == {0o640}, modes
 
 
-def test_the_weights_file_alone_still_knows_its_architecture(
-    tmp_path: Path, patched: Patched
-) -> None:
-    target = save(*patched, tmp_path / "out")
-    alone = shutil.copy(target / "model.safetensors", tmp_path / "alone.safetensors")
-    again = load_model(alone)
-    assert again.input_size == (3, 64, 64) and not patched_sites(again.model)
-
-
 @pytest.mark.skipif(
     not has_hf_hub(), reason="this timm does not know the huggingface_hub that is installed"
 )
@@ -115,9 +106,12 @@ def test_saved_sizes_can_be_changed_again(tmp_path: Path, patched: Patched) -> N
     again = load_model(target, image_size=96)
     assert again.input_size == (3, 96, 96) and outputs(again).shape == (2, 1000)
     assert len(patched_sites(again.model)) == len(patched[1].patched)
+    # the weights alone still know their architecture
+    again = load_model(shutil.copy(target / "model.safetensors", tmp_path / "alone.safetensors"))
+    assert again.input_size == (3, 64, 64) and not patched_sites(again.model)
 
 
-def test_tied_and_overlapping_tensors_are_written_in_full(tmp_path: Path) -> None:
+def test_tied_and_overlapping_tensors_are_written_in_full() -> None:
     big = torch.arange(12.0).view(3, 4)
     state = {"a": big, "tied": big, "row": big[1], "turned": big.t(), "empty": torch.zeros(0)}
     written = separate(state)
@@ -126,7 +120,7 @@ def test_tied_and_overlapping_tensors_are_written_in_full(tmp_path: Path) -> Non
     assert len(set(addresses)) == len(addresses)
 
 
-def test_a_model_with_tied_weights_saves(tmp_path: Path, patched: Patched) -> None:
+def test_a_model_with_tied_weights_saves(tmp_path: Path) -> None:
     loaded = load_model("test_vit", image_size=64)
     blocks: Any = loaded.model.blocks
     blocks[1].mlp.fc1.weight = blocks[0].mlp.fc1.weight

@@ -140,8 +140,7 @@ def test_nothing_is_copied_around_the_operator(cls: type) -> None:
         module(torch.randn(2, TOKENS, WIDTH))
     (arguments, out), *_ = calls.elsa
     assert {storage(t) for t in arguments[:3]} == {storage(packed[0])}
-    assert storage(joined[0]) == storage(out)
-    assert joined[0].is_contiguous()
+    assert storage(joined[0]) == storage(out) and joined[0].is_contiguous()
 
 
 @torch.no_grad()
@@ -162,8 +161,7 @@ def test_a_subclass_is_not_taken_for_its_base() -> None:
     class Same(Attention):
         pass
 
-    assert adapters.written(Attention) is not None
-    assert adapters.written(Other) is None
+    assert adapters.written(Attention) is not None and adapters.written(Other) is None
     assert adapters.written(Same) is None  # its own forward runs
     module = nn.ModuleDict({"other": build(Other), "same": build(Same)})
     report = patch(module)

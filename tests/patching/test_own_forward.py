@@ -162,8 +162,7 @@ def test_names_are_invertible() -> None:
     from timm.models.vision_transformer_sam import Attention
 
     cls = watched.watched(Attention)
-    assert cls.__qualname__.isidentifier()
-    assert getattr(watched, cls.__qualname__) is cls
+    assert cls.__qualname__.isidentifier() and getattr(watched, cls.__qualname__) is cls
     for name in ("Watched", "anything"):
         with pytest.raises(AttributeError):
             getattr(watched, name)

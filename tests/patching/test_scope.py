@@ -77,7 +77,7 @@ def test_an_export_does_not_take_the_scope_of_a_processor(pretended, tmp_path, c
     from elsa_cli.main import run
 
     pretended("AuthenticAMD", "AVX512")
-    given = ["vit_tiny_patch16_224", "--img", "48", "--formats", "pt2", "-o", str(tmp_path / "b")]
+    given = ["test_vit", "--img", "32", "--formats", "torchscript", "-o", str(tmp_path / "b")]
     assert run(["export", *given]) == 0
     assert "one form for all processors; --scope model" in capsys.readouterr().out
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())

@@ -221,9 +221,7 @@ def test_copies_and_pickles_are_not_frozen() -> None:
 
 @torch.no_grad()
 def test_what_is_kept_ends_with_its_model() -> None:
-    model = make("swin-v2")
-    patch(model)
-    elsa.freeze(model)
+    model, _ = frozen()
     kept = weakref.ref(derived.KEPT[model.layers[0].blocks[0]].value.bias.bias)
     del model
     gc.collect()

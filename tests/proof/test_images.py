@@ -56,8 +56,7 @@ def test_sorted_recursive_and_ignored(tmp_path: Path) -> None:
         str(Path("b") / "z.JPG"),
         "c.webp",
     ]
-    assert batch.left_out == 0
-    assert batch.images.shape == (3, 3, 16, 24)
+    assert batch.left_out == 0 and batch.images.shape == (3, 3, 16, 24)
     few = read_folder(tmp_path, (3, 16, 16), MEAN, STD, limit=2)
     assert len(few.files) == 2 and few.left_out == 1
 

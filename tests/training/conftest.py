@@ -110,8 +110,7 @@ def assert_as_exact(found: Gradients, original: Gradients, oracle: Gradients) ->
         assert (one is None) == (two is None) == (exact is None), name
         if exact is not None and one is not None and two is not None:
             comparison.add(exact, one, two)
-    assert comparison.reason() == ""
-    assert comparison.oracle.maximum > 0
+    assert comparison.reason() == "" and comparison.oracle.maximum > 0
 
 
 def assert_step_as_exact(found: Subject, labels: Tensor | None = None) -> None:

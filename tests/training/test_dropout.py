@@ -97,8 +97,7 @@ def test_the_distribution_is_the_originals() -> None:
     z = (mean - own) / ((variance + own_variance) / count).sqrt()
     assert z.abs().max() < 4.5
     spread = ((fourth - variance**2 + own_fourth - own_variance**2) / count).sqrt()
-    assert ((variance - own_variance) / spread).abs().max() < 4.5
-    assert variance.min() > 0
+    assert ((variance - own_variance) / spread).abs().max() < 4.5 and variance.min() > 0
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
