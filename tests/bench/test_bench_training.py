@@ -61,9 +61,8 @@ def test_steps_are_kept_resumed_and_rendered(elsa: Elsa) -> None:
     lines = tables.of_document(kept, "steps").splitlines()
     assert lines[0].endswith("| forward + backward + optimizer of elsa, ms |") and len(lines) == 3
     assert "faster than the fastest baseline in " in tables.of_document(kept, "summary")
-    elsa("bench", "models", *SHORT, "-o", "t.json", "--resume").fails(
-        4, "no result of `elsa bench models`"
-    )
+    other = elsa("bench", "models", *SHORT, "-o", "t.json", "--resume")
+    other.fails(4, "no result of `elsa bench models`")
 
 
 def test_a_wrong_gradient_ends_with_1(elsa: Elsa, offered: Offered) -> None:
@@ -76,9 +75,8 @@ def test_a_wrong_gradient_ends_with_1(elsa: Elsa, offered: Offered) -> None:
     with offered(attend):
         code, out, err = elsa("bench", "training", *SHORT, "--quick")
     assert code == 1 and "FAIL wrong" in out and "wrong results" in err
-    elsa("bench", "training", "--device", "cpu", "--baselines", "eager+graph").fails(
-        3, "eager+graph needs a CUDA GPU"
-    )
+    graphed = elsa("bench", "training", "--device", "cpu", "--baselines", "eager+graph")
+    graphed.fails(3, "eager+graph needs a CUDA GPU")
 
 
 class _Two(nn.Module):

@@ -35,10 +35,10 @@ def test_the_schema_is_one_and_refuses_what_is_missing() -> None:
 
 
 def test_inspect(elsa: Elsa) -> None:
-    answer = elsa("inspect", *TINY)
+    answer = elsa("inspect", "vit_tiny", *TINY[1:])
     assert (answer.code, answer.err) == (0, "")
     lines = answer.out.splitlines()
-    assert lines[0] == "vit_tiny_patch16_224 · weights: random (seed 0)"
+    assert lines[0] == "vit_tiny → vit_tiny_patch16_224 · weights: random (seed 0)"
     assert "3x64x64 · fp32 · " in lines[1]
     assert any("blocks.0-11.attn" in line and "12x" in line for line in lines)
     assert any(line.startswith("12 of 12 sites can be patched") for line in lines)
@@ -82,11 +82,6 @@ def test_inspect_writes_a_page(elsa: Elsa) -> None:
     elsa("inspect", "--all", "--html", "a.html").fails(2, "--html")
 
 
-def test_an_alias_is_shown(elsa: Elsa) -> None:
-    answer = elsa("inspect", "vit_tiny", "--img", "64")
-    assert answer.out.startswith("vit_tiny → vit_tiny_patch16_224 · ")
-
-
 def test_patch(elsa: Elsa) -> None:
     lines = elsa("patch", *TINY).shows().splitlines()
     assert "12 of 12 sites patched" in lines
@@ -109,14 +104,15 @@ def test_patch_check(elsa: Elsa) -> None:
     assert " ms" not in verdict  # of a few runs no time can be told: `profile` measures
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_check_json(elsa: Elsa, dtype: str) -> None:
-    found = elsa("check", *FEW, "--json", "--dtype", dtype, "--batch-size", "2").document()
-    results = found["results"]
-    assert results["check"]["ok"]
+@pytest.mark.parametrize(("dtype", "rows"), [("fp32", CHECKED_ROWS), ("bf16", 2)])
+def test_check_json(elsa: Elsa, dtype: str, rows: int) -> None:
+    batch = () if rows == CHECKED_ROWS else ("--batch-size", rows)
+    results = elsa("check", *FEW, "--json", "--dtype", dtype, *batch).document()["results"]
+    assert results["check"]["ok"] and results["model"]["dtype"] == dtype
     assert len(results["check"]["sites"]) == len(results["patch"]["patched"]) == 2
-    assert results["model"]["dtype"] == dtype
-    assert results["check"]["cases"][0]["inputs"] == 2
+    cases = results["check"]["cases"]
+    assert {(case["inputs"], case["path"]) for case in cases} == {(rows, "eager")}
+    assert set(PATHS) == set(paths.PATHS)
 
 
 def test_a_wrong_kernel_fails_and_is_named(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,14 +123,6 @@ def test_a_wrong_kernel_fails_and_is_named(elsa: Elsa, monkeypatch: pytest.Monke
     assert len(lines) == 1 and lines[0].startswith("error: check failed: blocks.1.attn: ")
     assert lines[0].endswith("nothing was written")
     assert list(Path().iterdir()) == []
-
-
-def test_a_check_has_rows_beyond_the_first(elsa: Elsa) -> None:
-    assert set(PATHS) == set(paths.PATHS)
-    cases = elsa("check", *FEW, "--json").document()["results"]["check"]["cases"]
-    assert {case["inputs"] for case in cases} == {CHECKED_ROWS} and {
-        case["path"] for case in cases
-    } == {"eager"}
 
 
 def test_check_of_gradients(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,10 +39,6 @@ def test_table_and_document(elsa: Elsa) -> None:
     assert len(Path("new.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
-def test_a_target_that_cannot_be_written_is_known_at_once(elsa: Elsa) -> None:
-    elsa("inspect", "--all", "--state", "no/x").fails(2, "no/x cannot be written: No such file")
-
-
 def test_an_interrupt_names_the_state_that_was_kept() -> None:
     state = Path("state.jsonl")
     child = started("-m", "elsa_cli", "inspect", "--all", "timm:vit_*", "--state", state)
@@ -68,6 +64,7 @@ def test_wrong_use(elsa: Elsa, tmp_path: Path) -> None:
     for option in (("--img", "64"), ("--pretrained",), ("--seed", "0"), ("--dtype", "fp16")):
         elsa("inspect", "--all", *option).fails(2, "is not for --all")
     elsa("inspect", "--all", "nothing*").fails(2, "no architecture matches")
+    elsa("inspect", "--all", "--state", "no/x").fails(2, "no/x cannot be written: No such file")
     broken = tmp_path / "state.jsonl"
     broken.write_text(json.dumps({"name": 1}), encoding="utf-8")
     elsa("inspect", "--all", "--state", str(broken)).fails(4, "coverage file")

@@ -120,10 +120,10 @@ def test_an_argument_that_has_to_be_named(own: Path, elsa: Elsa) -> None:
     """Its default takes no place among the inputs of a file; a value of its own has none there."""
     image = torch.randn(2, 1, 16, 16, 16)
     torch.save({"image": image}, own / "inputs.pt")
-    result = elsa("inspect", "python:own_volume:named", "--inputs", "inputs.pt")
-    assert result.code == 0 and "1 of 1 sites can be patched" in result.out, result.err
+    line = ("inspect", "python:own_volume:named", "--inputs", "inputs.pt")
+    elsa(*line).shows("1 of 1 sites can be patched")
     torch.save({"image": image, "scale": 0.5}, own / "inputs.pt")
-    result = elsa("inspect", "python:own_volume:named", "--inputs", "inputs.pt")
+    result = elsa(*line)
     assert result.code == 2 and "scale cannot be given by place" in result.err
 
 

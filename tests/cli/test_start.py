@@ -111,15 +111,9 @@ def test_every_command_has_help(elsa: Elsa, name: str) -> None:
     assert max(map(len, answer.out.splitlines())) <= 100
 
 
-def test_unknown_command_names_the_close_one(elsa: Elsa) -> None:
+def test_what_is_misspelt_or_missing(elsa: Elsa) -> None:
     elsa("pach").fails(2, "'pach'", "did you mean 'patch'?")
-
-
-def test_unknown_option_names_the_close_one(elsa: Elsa) -> None:
     elsa("patch", "vit", "--chek").fails(2, "--chek", "--check", "elsa patch --help")
-
-
-def test_missing_model(elsa: Elsa) -> None:
     elsa("patch").fails(2, "MODEL")
 
 

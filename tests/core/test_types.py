@@ -17,6 +17,7 @@ G = torch.zeros(1, 1, 2, 8, requires_grad=True)
 P, CU = torch.zeros(2, 1, 8), torch.tensor([0, 2])
 X = torch.zeros(4, 4)
 Q = torch.zeros(1, 8, 8, 24)
+WINDOWS: dict[str, Any] = {"num_heads": 1, "window_size": (4, 4)}
 
 
 def _model() -> torch.nn.Module:
@@ -45,12 +46,7 @@ def _patched() -> torch.nn.Module:
         (lambda: elsa.attention(T, T, T, attn_mask=[1], sparsity=0.1), "attn_mask"),
         (lambda: elsa.attention(T, T, T, scale="x", sparsity="exact"), "scale"),
         (lambda: elsa.explain(T, None, T, sparsity=0.1), "key"),
-        (
-            lambda: elsa.window_attention(
-                Q, T, num_heads=1, window_size=(4, 4), bias_index=[[0]]
-            ),
-            "bias_index",
-        ),
+        (lambda: elsa.window_attention(Q, T, **WINDOWS, bias_index=[[0]]), "bias_index"),
         (lambda: elsa.attention(T, T, T, is_causal="x"), "is_causal"),
         (lambda: elsa.attention(T, T, T, is_causal="x", dropout_p=0.5), "is_causal"),
         (lambda: elsa.attention(T, T, T, is_causal="x", sparsity="exact"), "is_causal"),
@@ -65,16 +61,10 @@ def _patched() -> torch.nn.Module:
         (lambda: elsa.varlen_attention(P, P, P, CU, scale="x"), "scale"),
         (lambda: elsa.window_attention(Q, num_heads="1", window_size=(4, 4)), "num_heads"),
         (lambda: elsa.window_attention(Q, num_heads=1.0, window_size=(4, 4)), "num_heads"),
-        (
-            lambda: elsa.explain_window_attention(Q, num_heads="1", window_size=(4, 4)),
-            "num_heads",
-        ),
-        (
-            lambda: elsa.window_attention(Q, num_heads=1, window_size=(4, 4), mask_value="x"),
-            "mask_value",
-        ),
-        (lambda: elsa.window_attention(Q, num_heads=1, window_size=(4, 4), scale="x"), "scale"),
-        (lambda: elsa.window_attention(Q, num_heads=1, window_size=(4, 4), grid="x"), "grid"),
+        (lambda: elsa.explain_window_attention(Q, num_heads="1", window_size=(4, 4)), "num_heads"),
+        (lambda: elsa.window_attention(Q, **WINDOWS, mask_value="x"), "mask_value"),
+        (lambda: elsa.window_attention(Q, **WINDOWS, scale="x"), "scale"),
+        (lambda: elsa.window_attention(Q, **WINDOWS, grid="x"), "grid"),
         (lambda: elsa.explain_linear([1], [2]), "input"),
         (lambda: elsa.linear(X, X, "x"), "bias"),
         (lambda: elsa.linear(X, X, residual=[1]), "residual"),
@@ -92,7 +82,7 @@ def _patched() -> torch.nn.Module:
         (lambda: elsa.attention(T, T, T, backend=3), "backend"),
         (lambda: elsa.explain(T, T, T, precision=3), "precision"),
         (lambda: elsa.explain(T, T, T, backend=None), "backend"),
-        (lambda: elsa.window_attention(Q, num_heads=1, window_size=(4, 4), backend=3), "backend"),
+        (lambda: elsa.window_attention(Q, **WINDOWS, backend=3), "backend"),
         (lambda: elsa.linear(X, X, precision=None), "precision"),
         (lambda: elsa.linear(X, X, backend=3), "backend"),
         (lambda: elsa.varlen_attention(P, P, P, CU, backend=3), "backend"),

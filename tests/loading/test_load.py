@@ -131,13 +131,6 @@ def test_open_clip_around_a_timm_tower_takes_another_size(tmp_path: Path) -> Non
         assert images.shape[-1] == (size or 64) and tokens.shape == (2, 8)
 
 
-def test_torchvision() -> None:
-    pytest.importorskip("torchvision")
-    loaded = load_model("torchvision:swin_t", image_size=64)
-    with torch.no_grad():
-        assert loaded.model(*loaded.example_inputs(1)).shape == (1, 1000)
-
-
 # --- arguments ---------------------------------------------------------------------------------
 
 
@@ -209,22 +202,21 @@ def test_offline_fails_in_seconds_and_says_how_to_go_on(spec: str) -> None:
     assert time.monotonic() - start < 30
 
 
-def test_a_proxy_for_all_schemes_is_the_one_that_is_tried(
-    no_cache: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("variable", "proxy", "words"),
+    [
+        ("all_proxy", "http://127.0.0.1:9", r"127\.0\.0\.1 cannot be reached"),
+        ("https_proxy", "http://user:secret@127.0.0.1:port", "its proxy has no address"),
+        ("https_proxy", "http://[::1", "its proxy has no address"),
+    ],
+)
+def test_the_proxy_is_tried_and_named(
+    no_cache: None, monkeypatch: pytest.MonkeyPatch, variable: str, proxy: str, words: str
 ) -> None:
+    """One without an address was an internal error."""
     monkeypatch.delenv("https_proxy")
-    monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
-    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1 cannot be reached"):
-        load("test_vit", pretrained=True)
-
-
-@pytest.mark.parametrize("proxy", ["http://user:secret@127.0.0.1:port", "http://[::1"])
-def test_a_proxy_without_an_address_is_named_as_one(
-    no_cache: None, monkeypatch: pytest.MonkeyPatch, proxy: str
-) -> None:
-    """It was an internal error."""
-    monkeypatch.setenv("https_proxy", proxy)
-    with pytest.raises(UnavailableError, match="its proxy has no address") as caught:
+    monkeypatch.setenv(variable, proxy)
+    with pytest.raises(UnavailableError, match=words) as caught:
         load("test_vit", pretrained=True)
     assert "secret" not in str(caught.value)
 

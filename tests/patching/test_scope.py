@@ -338,13 +338,20 @@ def test_other_convolutions_are_no_sites(conv):
     assert find_sites(nn.Sequential(conv), "model") == ()
 
 
-def test_a_plan_knows_the_scope(tmp_path):
+@pytest.mark.parametrize("scope", ["model", "attention"])
+def test_a_plan_knows_the_scope(tmp_path, scope):
     model = vit()
-    report = elsa.patch(model, scope="model", exclude="head")
-    plan = plan_of(report)
+    wanted = model(image())
+    report = elsa.patch(model, scope=scope, exclude="head" if scope == "model" else ())
+    plan, classes = plan_of(report), [type(m) for m in model.modules()]
     elsa.unpatch(model)
     again = apply_plan(model, plan, tmp_path)
-    assert again.scope == "model" and again.patched == report.patched
+    assert plan.scope == again.scope == scope and again.patched == report.patched
+    assert [type(m) for m in model.modules()] == classes
+    torch.testing.assert_close(model(image()), wanted)
+    if scope == "attention":
+        assert plan.sites == ("blocks.0.attn", "blocks.1.attn")
+        return
     # a profile's plan has one row for attention and its projections
     bare = dataclasses.replace(plan, sites=("blocks.0.attn", "blocks.1.mlp"), exclude=())
     elsa.unpatch(model)
@@ -362,15 +369,3 @@ def test_a_plan_of_no_scope(tmp_path):
     file.write_text(json.dumps(content | {"scope": ["model"]}))
     with pytest.raises(ModelError, match="scope"):
         read_plan(file)
-
-
-def test_a_plan_of_attention_alone(tmp_path):
-    model = vit()
-    wanted = model(image())
-    report = elsa.patch(model, scope="attention")
-    plan, classes = plan_of(report), [type(m) for m in model.modules()]
-    assert plan.scope == "attention" and plan.sites == ("blocks.0.attn", "blocks.1.attn")
-    elsa.unpatch(model)
-    assert apply_plan(model, plan, tmp_path).patched == report.patched
-    assert [type(m) for m in model.modules()] == classes
-    torch.testing.assert_close(model(image()), wanted)
