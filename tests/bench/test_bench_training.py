@@ -34,9 +34,8 @@ def _place(free_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_papers_table_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     cases = training.RUNNER.select("cuda", tables=["paper"])
-    assert {(case.label, case.dtype) for case in cases} == {
-        (label, dtype) for label in ("ViT-T", "Swin-T") for dtype in ("fp32", "fp16")
-    }
+    rows = {(label, dtype) for label in ("ViT-T", "Swin-T") for dtype in ("fp32", "fp16")}
+    assert {(case.label, case.dtype) for case in cases} == rows
     for device in ("cpu", "cuda"):
         cases = training.RUNNER.select(device)
         assert len({case.name for case in cases}) == len(cases)

@@ -84,14 +84,12 @@ def test_a_sweep_as_a_document(elsa: Elsa) -> None:
     assert found["complete"] and len(found["points"]) == 8
     assert found["settings"]["baselines"] == ["eager"]
     refused = [row for row in found["points"] if row["status"] != "done"]
-    assert {(r["configuration"]["dtype"], r["configuration"]["precision"]) for r in refused} == {
-        ("bf16", "turbo")
-    }
+    asked = [row["configuration"] for row in refused]
+    assert {(each["dtype"], each["precision"]) for each in asked} == {("bf16", "turbo")}
     assert "turbo" in refused[0]["reason"]
     measured = [row["profile"] for row in found["points"] if row["status"] == "done"]
-    assert {(p["batch"], p["image_size"][0], p["dtype"]) for p in measured} == {
-        (b, s, "bfloat16") for b in (1, 2) for s in (32, 48)
-    }
+    sizes = {(b, s, "bfloat16") for b in (1, 2) for s in (32, 48)}
+    assert {(p["batch"], p["image_size"][0], p["dtype"]) for p in measured} == sizes
     assert json.loads(Path("p.json").read_text())["results"] == found
 
 
@@ -229,17 +227,14 @@ def test_a_weights_file_is_named_and_known_again(elsa: Elsa) -> None:
         assert saved.code == 0, saved.err
     shutil.copy("saved0/model.safetensors", "w.safetensors")
     line = ("profile", "w.safetensors", *FAST, "--no-sites")
-    answer = elsa(*line, "-o", "p.json")
-    assert answer.code == 0, answer.err
-    head = f"{SMALL} · weights: w.safetensors, saved from random (seed 0)"
-    assert answer.out.splitlines()[0] == head
+    shown = elsa(*line, "-o", "p.json").shows()
+    assert shown.startswith(f"{SMALL} · weights: w.safetensors, saved from random (seed 0)\n")
     again = results(elsa(*line, "--resume", "p.json", "--json"))
     assert again["model"]["architecture"] == SMALL and again["complete"]
     shutil.copy("saved1/model.safetensors", "w.safetensors")
     elsa(*line, "--resume", "p.json").fails(2, "another sweep", "weights_sha256")
-    answer = elsa("profile", "./saved1", *FAST, "--no-sites")
-    assert answer.code == 0, answer.err
-    assert answer.out.startswith(f"{SMALL} · weights: saved1/model.safetensors, saved from random")
+    shown = elsa("profile", "./saved1", *FAST, "--no-sites").shows()
+    assert shown.startswith(f"{SMALL} · weights: saved1/model.safetensors, saved from random")
 
 
 def test_few_rounds_are_shown_without_an_interval(elsa: Elsa) -> None:
@@ -272,9 +267,8 @@ def test_a_plan_leaves_slow_sites_alone(elsa: Elsa) -> None:
 
     A file that holds another precision too was refused after everything was measured.
     """
-    assert (
-        elsa("profile", *TINY, "--sites", "--precision", "turbo,strict", "-o", "p.json").code == 0
-    )
+    line = ("profile", *TINY, "--sites")
+    elsa(*line, "--precision", "turbo,strict", "-o", "p.json").shows()
     document = json.loads(Path("p.json").read_text())
     for row in document["results"]["points"]:
         for site in row["profile"]["sites"]:  # whatever this machine says of so small a model
@@ -284,7 +278,7 @@ def test_a_plan_leaves_slow_sites_alone(elsa: Elsa) -> None:
                              "rounds": 9, "verdict": verdict}  # fmt: skip
             site["extra"] = ["slow"] if slow else []
     Path("p.json").write_text(json.dumps(document))
-    answer = elsa("profile", *TINY, "--sites", "--resume", "p.json", "--policy", "faster")
+    answer = elsa(*line, "--resume", "p.json", "--policy", "faster")
     answer.shows("plan: plan.json (10 sites patched, 2 left out: ELSA was slower)")
     assert "Next: elsa patch vit_tiny_patch16_224 --img 32 --plan plan.json -o DIR" in answer.out
     plan = json.loads(Path("plan.json").read_text())
@@ -327,9 +321,8 @@ def test_a_step_as_a_document_and_a_page(elsa: Elsa) -> None:
 
 
 def test_a_step_for_people(elsa: Elsa) -> None:
-    lines = (
-        elsa("profile", SMALL, *STEPS, "--img", "32", "--baselines", "sdpa").shows().splitlines()
-    )
+    answer = elsa("profile", SMALL, *STEPS, "--img", "32", "--baselines", "sdpa")
+    lines = answer.shows().splitlines()
     assert any(line.startswith("32 px, batch 1, fp32, strict, training step · ") for line in lines)
     heading = next(line for line in lines if "forward, ms" in line)
     rows = lines[lines.index(heading) + 2 :][:2]

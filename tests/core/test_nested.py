@@ -62,10 +62,7 @@ def test_gradients_reach_the_projection(call: Callable[..., Tensor]) -> None:
 def test_grouped_heads() -> None:
     q, k, v = jagged(LENGTHS, heads=6), jagged(LENGTHS, seed=1), jagged(LENGTHS, seed=2)
     out = elsa.attention(q, k, v, enable_gqa=True)
-    wide = (
-        [t.repeat_interleave(2, 1) for t in apart(k)],
-        [t.repeat_interleave(2, 1) for t in apart(v)],
-    )
+    wide = ([t.repeat_interleave(2, 1) for t in apart(each)] for each in (k, v))
     for one, *operands in zip(apart(out), apart(q), *wide, strict=True):
         assert torch.allclose(one, F.scaled_dot_product_attention(*operands), atol=1e-6)
 
@@ -105,11 +102,8 @@ def test_compiles() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("others", [LENGTHS, OTHERS])
 def test_entmax_of_nested_tensors(others: list[int], causal: bool) -> None:
-    q, k, v = (
-        jagged(LENGTHS, heads=4),
-        jagged(others, seed=5, heads=2),
-        jagged(others, 4, seed=9, heads=2),
-    )
+    q, k = jagged(LENGTHS, heads=4), jagged(others, seed=5, heads=2)
+    v = jagged(others, 4, seed=9, heads=2)
     alpha = torch.tensor([1.2, 1.5, 1.7, 2.0]).reshape(4, 1, 1)
     out = elsa.entmax_attention(q, k, v, alpha=alpha, is_causal=causal, enable_gqa=True)
     assert out.is_nested and out.shape == (*q.shape[:3], 4)

@@ -102,9 +102,8 @@ def test_alpha_of_a_head_whatever_the_rank(shape: tuple[int, ...], merged: bool)
 def test_a_program_takes_any_number_of_sequences() -> None:
     class Packs(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
-            return elsa.entmax_varlen_attention(
-                q, k, v, ends, max_seqlen_q=9, max_seqlen_k=9, alpha=1.5
-            )
+            longest = {"max_seqlen_q": 9, "max_seqlen_k": 9}
+            return elsa.entmax_varlen_attention(q, k, v, ends, alpha=1.5, **longest)
 
     def given(lengths: list[int]) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(sum(lengths))

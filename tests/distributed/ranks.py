@@ -39,11 +39,8 @@ def start(
     try:
         for world, port in zip(worlds, ports(len(worlds)), strict=True):
             given = (port, world, str(folder))
-            begun.append(
-                mp.start_processes(
-                    run or everything, given, world, join=False, start_method="forkserver"
-                )
-            )
+            how: Any = {"join": False, "start_method": "forkserver"}
+            begun.append(mp.start_processes(run or everything, given, world, **how))
         waiting = list(begun)
         while waiting:  # a failure is noticed in whichever world it is
             waiting = [each for each in waiting if not each.join(timeout=0.1)]

@@ -111,9 +111,8 @@ def half(folder: Path, model: nn.Module) -> tuple[Path, dict[str, Any]]:
 def dino(folder: Path, model: nn.Module) -> tuple[Path, dict[str, Any]]:
     heads = {"last_layer.weight_v": torch.ones(2, 2), "mlp.0.weight": torch.ones(2, 2)}
     teacher = prefixed(model.state_dict(), "backbone.") | prefixed(heads, "head.")
-    student = prefixed(model.state_dict(), "module.backbone.", 0.5) | prefixed(
-        heads, "module.head."
-    )
+    student = prefixed(model.state_dict(), "module.backbone.", 0.5)
+    student |= prefixed(heads, "module.head.")
     content = {"student": student, "teacher": teacher, "args": Namespace(arch="vit_small")}
     torch.save({**content, "dino_loss": {"center": torch.ones(1, 2)}}, folder / "dino.pth")
     return folder / "dino.pth", {"arch": NAME}
@@ -191,9 +190,8 @@ def test_what_a_file_states(
     assert loaded.name == (NAME if expected is model else type(expected).__name__)
     assert holds(loaded, expected) and loaded.recipe.preprocess.assumed == assumed
     if not assumed:
-        assert {key: loaded.preprocess.transform[key] for key in ALL} == {
-            key: tuple(v) if isinstance(v, list) else v for key, v in STATED.items()
-        }
+        given = {key: tuple(v) if isinstance(v, list) else v for key, v in STATED.items()}
+        assert {key: loaded.preprocess.transform[key] for key in ALL} == given
     counts = {len(loaded.preprocess.mean), len(loaded.preprocess.std), loaded.input_size[0]}
     assert counts == {args.get("in_chans", 3)}
     told = "\n".join(loaded.warnings)
@@ -235,10 +233,7 @@ def test_weights_are_chosen(tmp_path: Path) -> None:
     for key in ("state_dict", "state_dict.model"):
         chosen = load_model(path, weights=key)
         assert holds(chosen, plain) and "weights state_dict taken" in chosen.warnings[0]
-    flat = {
-        **prefixed(plain.state_dict(), "student."),
-        **prefixed(averaged.state_dict(), "teacher."),
-    }
+    flat = prefixed(plain.state_dict(), "student.") | prefixed(averaged.state_dict(), "teacher.")
     flat["classifier.weight"] = torch.ones(3, 64)
     save_file(flat, tmp_path / "flat.safetensors")
     for key, model in (("student", plain), ("teacher", averaged)):

@@ -74,10 +74,8 @@ def test_a_library_of_ones_own_is_one_record(tmp_path: Path) -> None:
     assert again.recipe == loaded.recipe and again.report is not None
     file = tmp_path / "saved" / "model.safetensors"
     named = load_model(file, arch="toys:toy_small", model_kwargs={"num_classes": 3})
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(loaded.model.parameters(), named.model.parameters(), strict=True)
-    )
+    pairs = zip(loaded.model.parameters(), named.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
     assert load_model("toys:toy_large", image_size=4).input_size == (3, 4, 4)
 
 

@@ -255,11 +255,8 @@ def test_cached_weights_are_used_and_resized(
     loaded = load_model("test_vit", pretrained=True)
     assert agree(loaded, model) and loaded.weights == "pretrained (timm/test_vit.r160_in1k)"
     other = load_model("test_vit", pretrained=True, image_size=96)
-    overlay = {"file": str(path)}
-    expected = timm.create_model(
-        "test_vit", pretrained=True, img_size=96, pretrained_cfg_overlay=overlay
-    )
-    assert agree(other, expected.eval())
+    given = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(path)}}
+    assert agree(other, timm.create_model("test_vit", img_size=96, **given).eval())
 
 
 def test_a_hub_repository_with_a_configuration(
@@ -352,9 +349,8 @@ def test_metadata_and_config_beside_the_file(tmp_path: Path) -> None:
 def test_image_size_of_a_file_is_resized_as_timm_does(tmp_path: Path) -> None:
     path = write(tiny(num_classes=5), tmp_path / "model.safetensors")
     cfg = {"file": str(path), "num_classes": 5, "input_size": (3, 160, 160)}
-    expected = timm.create_model(
-        "test_vit", pretrained=True, num_classes=5, img_size=96, pretrained_cfg=cfg
-    )
+    given = {"pretrained": True, "num_classes": 5, "pretrained_cfg": cfg}
+    expected = timm.create_model("test_vit", img_size=96, **given)
     loaded = load_model(path, image_size=96)
     assert loaded.input_size == (3, 96, 96) and agree(loaded, expected.eval())
 
@@ -440,9 +436,8 @@ def test_channels_and_crops_that_timm_has() -> None:
     cfg = {"input_size": [1, 8, 8], "mean": [0.25], "std": [0.5], "crop_pct": 1.15}
     given = from_config({"architecture": "x", "pretrained_cfg": cfg}, "config").preprocess
     assert (given.mean, given.std, given.crop_pct) == ((0.25,), (0.5,), 1.15)
-    given = from_config(
-        {"architecture": "x", "pretrained_cfg": cfg | {"mean": None}}, "c"
-    ).preprocess
+    bare = {"architecture": "x", "pretrained_cfg": cfg | {"mean": None}}
+    given = from_config(bare, "config").preprocess
     assert given.mean == pytest.approx((sum(Preprocess().mean) / 3,))
     wide = Preprocess(mean=(0.1, 0.2, 0.3)).with_channels(2)
     assert wide.input_size == (2, 224, 224) and wide.mean == pytest.approx((0.2, 0.2))

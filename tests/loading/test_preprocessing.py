@@ -48,9 +48,8 @@ def test_what_is_given_is_not_assumed(deit: Path) -> None:
     assert loaded.warnings == () and loaded.recipe.preprocess.assumed == ()
     assert loaded.preprocess.with_said(vars(IMAGENET), str, ArgumentError) == loaded.preprocess
     some = load_model(deit, arch=DEIT, preprocess=Given(mean=[0.5], std=[0.5]))
-    assert some.preprocess.mean == (0.5, 0.5, 0.5) and not {"mean", "std"} & set(
-        some.recipe.preprocess.assumed
-    )
+    assert some.preprocess.mean == (0.5, 0.5, 0.5)
+    assert not {"mean", "std"} & set(some.recipe.preprocess.assumed)
 
 
 def test_a_tag_says_the_preprocessing(deit: Path) -> None:

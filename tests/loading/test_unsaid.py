@@ -76,9 +76,8 @@ def test_what_is_typed_or_written_down_is_said(tmp_path: Path) -> None:
     name, args = VIT
     path = written(tmp_path, name, args)
     assert load_model(path, arch=name, model_kwargs={**args, "num_heads": 3}).recipe.unsaid == {}
-    (tmp_path / "config.json").write_text(
-        json.dumps({"architecture": name, "num_classes": 3, "model_args": args})
-    )
+    config = {"architecture": name, "num_classes": 3, "model_args": args}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_model(path).recipe.unsaid == {}
 
 

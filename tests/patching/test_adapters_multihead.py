@@ -272,14 +272,11 @@ def test_coca_with_its_cross_attention() -> None:
 
 
 def test_inspect_says_where_the_weights_are_wanted() -> None:
-    class Wants(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-
+    class Wants(nn.Sequential):
         def forward(self, image):
             x = image.flatten(1, 2)
-            return self.attn(x, x, x)[0]
+            return self[0](x, x, x)[0]
 
-    (site,) = inspect(Wants(), (3, 5, WIDTH)).sites
+    model = Wants(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True))
+    (site,) = inspect(model, (3, 5, WIDTH)).sites
     assert "returns weights" in site.extra

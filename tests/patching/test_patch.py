@@ -257,11 +257,8 @@ def test_patching_again_updates() -> None:
     patch(model, precision="ieee", backend="eager", include="stages.2.*")
     precisions = [module.elsa_precision for module in patched_sites(model).values()]
     assert precisions == ["ieee", "ieee", "strict", "strict"]
-    assert all(
-        m.__class__.__mro__[1].__module__.startswith("timm")
-        for m in model.modules()
-        if adapters.patched_class(m)
-    )
+    bases = [type(m).__mro__[1] for m in model.modules() if adapters.patched_class(m)]
+    assert bases and all(base.__module__.startswith("timm") for base in bases)
     unpatch(model)
     assert not patched_sites(model)
 
@@ -270,9 +267,8 @@ def test_include_and_exclude() -> None:
     model = make("vit")
     report = patch(model, include=["blocks.*.attn"], exclude="blocks.1.*")
     assert [site.path for site in report.patched] == ["blocks.0.attn"]
-    assert [(site.path, site.reason) for site in report.kept] == [
-        ("blocks.1.attn", "excluded by 'blocks.1.*'")
-    ]
+    kept = [(site.path, site.reason) for site in report.kept]
+    assert kept == [("blocks.1.attn", "excluded by 'blocks.1.*'")]
     report = patch(model, include="blocks.1.attn")
     assert report.kept[0].reason == "not named by include"
     assert report.kept[0].patched  # by the first call, and left so

@@ -184,17 +184,19 @@ def test_a_site_that_gives_zeros_whatever_its_weights_is_not_proven() -> None:
     assert "its output is zero" in report.sites[1].reason
 
 
+class Projected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+
 def test_a_site_that_writes_to_its_input_is_judged_on_one_input(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Original, patched and float64 were each given what the one before had left: the original's
     error was that of another input, and allowed the patched site as much."""
 
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(16, 48)
-
+    class Writes(Projected):
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = self.qkv(x.sub_(0.5)).unsqueeze(1).chunk(3, -1)
             return nn.functional.scaled_dot_product_attention(q, k, v).squeeze(1)
@@ -209,25 +211,17 @@ def test_a_site_that_writes_to_its_input_is_judged_on_one_input(
 
 
 def test_a_site_may_add_to_a_list_that_it_is_given() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(16, 48)
-
+    class Block(Projected):
         def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
             q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
             kept.append(q)
             return nn.functional.scaled_dot_product_attention(q, k, v).squeeze(1)
 
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
-
+    class Whole(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            return self.block(x, [])
+            return self[0](x, [])
 
-    model, x = Whole().eval(), torch.randn(2, 12, 16)
+    model, x = Whole(Block()).eval(), torch.randn(2, 12, 16)
     patch(model, x)
     assert check(model, x).ok
 
@@ -235,16 +229,11 @@ def test_a_site_may_add_to_a_list_that_it_is_given() -> None:
 def test_a_model_that_never_runs_the_operator_is_not_proven() -> None:
     """Patched, it asks for the weights each time, which is PyTorch's own attention."""
 
-    class Weights(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
-
+    class Weights(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.attn(x, x, x)[0]
-            return out
+            return self[0](x, x, x)[0]
 
-    model = Weights().eval()
+    model = Weights(nn.MultiheadAttention(16, 2, batch_first=True)).eval()
     patch(model)
     report = check(model, torch.randn(2, 5, 16))
     assert not report.ok and "no site ran elsa's operator" in report.failures[0]
@@ -295,13 +284,13 @@ def test_sites_that_a_registered_backend_serves() -> None:
     assert not bad.ok and all("error" in site.reason for site in bad.sites)
 
 
-class Dropping(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
-
-
 def test_a_site_that_draws_at_random_is_not_proven() -> None:
     """Two draws differ by as much as the original from the oracle, and twice that was allowed."""
+
+    class Dropping(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
     model = nn.Sequential(nn.Linear(8, 8), Dropping()).eval()
     patch(model)
     report = check(model, torch.randn(2, 3, 9, 8))

@@ -32,12 +32,9 @@ def test_same_as_timm_transform(tmp_path: Path) -> None:
 
     file = write(tmp_path / "a.png", 61, 47)
     for mode in ("center", "squash", "border"):
-        got = read_folder(
-            tmp_path, (3, 32, 32), MEAN, STD, crop_pct=0.9, crop_mode=mode, interpolation="bicubic"
-        ).images
-        transform = create_transform(
-            (3, 32, 32), mean=MEAN, std=STD, crop_pct=0.9, crop_mode=mode, interpolation="bicubic"
-        )
+        how = {"crop_pct": 0.9, "crop_mode": mode, "interpolation": "bicubic"}
+        got = read_folder(tmp_path, (3, 32, 32), MEAN, STD, **how).images
+        transform = create_transform((3, 32, 32), mean=MEAN, std=STD, **how)
         with Image.open(file) as image:
             expected = transform(image.convert("RGB"))
         assert got.shape == (1, 3, 32, 32) and got.dtype == torch.float32
@@ -51,11 +48,8 @@ def test_sorted_recursive_and_ignored(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no image")
     (tmp_path / "._a.png").write_bytes(b"left by a file system")
     batch = read_folder(tmp_path, (3, 16, 24), MEAN, STD)
-    assert [str(file.relative_to(tmp_path)) for file in batch.files] == [
-        "a.png",
-        str(Path("b") / "z.JPG"),
-        "c.webp",
-    ]
+    names = [str(file.relative_to(tmp_path)) for file in batch.files]
+    assert names == ["a.png", str(Path("b") / "z.JPG"), "c.webp"]
     assert batch.left_out == 0 and batch.images.shape == (3, 3, 16, 24)
     few = read_folder(tmp_path, (3, 16, 16), MEAN, STD, limit=2)
     assert len(few.files) == 2 and few.left_out == 1
