@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from processes import environment, python
+from processes import environment, forked, python
 
 triton = pytest.importorskip("triton")
 
@@ -104,11 +106,6 @@ def test_declarations_are_those_of_cuda(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Code, its arguments and variables, in a process of its own."""
-    return python("-c", code, *arguments, env=environment(**variables), timeout=600)
-
-
 ASKED = """
 import torch, elsa_core as elsa
 from elsa_core.backends import cuda
@@ -126,24 +123,6 @@ if cuda.status().ok:
     torch.testing.assert_close(compiled(x, x, x), expected)
 print(cuda.status().ok, cuda.status().reason)
 """
-
-
-@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
-def test_asked_for(tmp_path: Path) -> None:
-    """The library takes its operators over at import; calls on the CPU are as they were."""
-    done = run(ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0")
-    served = "True serves attention, attention_backward, linear, linear_backward, "
-    served += "window_attention, window_attention_backward\n"
-    assert (done.returncode, done.stdout) == (0, served), done.stderr
-    assert "is off" not in done.stderr
-
-
-def test_nothing_is_built_without_a_gpu() -> None:
-    for setting in ("", "0"):
-        done = run(ASKED, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY=setting, CUDA_VISIBLE_DEVICES="")
-        off = "False off: there is no GPU\n"
-        assert (done.returncode, done.stdout) == (0, off), done.stderr
-
 
 GPU = """
 import torch, elsa_core as elsa
@@ -165,25 +144,6 @@ print(cuda.serves("attention"), cuda.status().reason)
 print(*(has(f"elsa::{name}", "CUDA") for name in ("attention", "linear", "linear_backward")))
 """
 
-
-@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
-def test_the_first_call_on_a_gpu_loads_it(tmp_path: Path) -> None:
-    """Not the import; and where it is switched off, or cannot be built, Triton serves unsaid."""
-    for first in ("operator", "direct"):
-        done = run(GPU, first, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="")
-        assert done.returncode == 0, done.stderr
-        loaded, served, registered = done.stdout.splitlines()
-        assert served.startswith("True serves attention, ") and registered == "True True True"
-        assert loaded == "True True", first
-    done = run(GPU, "operator", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="0")
-    lines = ["True False", "False off: ELSA_CUDA_LIBRARY is 0", "False False False"]
-    assert (done.returncode, done.stdout.splitlines()) == (0, lines), done.stderr
-    broken = {"CXX": "no-such-compiler", "ELSA_CACHE_DIR": str(tmp_path)}
-    done = run(GPU, "direct", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="", **broken)
-    assert done.returncode == 0 and "False False False" in done.stdout, done.stderr
-    assert "is off" not in done.stderr
-
-
 INTERRUPTED = """
 import torch, elsa_core as elsa
 from elsa_core.backends import cuda
@@ -203,20 +163,6 @@ except KeyboardInterrupt:
 print(cuda.ready(), len(cuda._SERVED) == len(cuda.OFFERED), cuda._FAILED)
 """
 
-
-@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
-def test_an_interrupt_while_it_loads() -> None:
-    """Ctrl-C left the library with the operators that it had by then."""
-    done = run(INTERRUPTED, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="")
-    assert (done.returncode, done.stdout) == (0, "1\nTrue True []\n"), done.stderr
-
-
-def test_a_value_that_means_nothing_is_said() -> None:
-    done = run("import elsa_core", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="off")
-    assert done.returncode == 0
-    assert done.stderr.count("ELSA_CUDA_LIBRARY='off' is neither 0 nor 1: ignored") == 1
-
-
 BUNDLE_FIRST = """
 import torch
 library = torch.library.Library("elsa", "FRAGMENT")
@@ -233,21 +179,98 @@ terms = (None, "none", None, None, "ieee")
 on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 print(kernel.call_boxed(on_cuda, torch.ones(2, 3), torch.ones(4, 3), *terms))
 """
+# program, arguments and the value of ELSA_CUDA_LIBRARY, and other variables
+PROGRAMS: dict[str, tuple[str, list[str], str, dict[str, str]]] = {
+    "asked for": (ASKED, [], "1", {}),
+    "no GPU": (ASKED, [], "", {"CUDA_VISIBLE_DEVICES": ""}),
+    "no GPU, off": (ASKED, [], "0", {"CUDA_VISIBLE_DEVICES": ""}),
+    "asked for, broken": (ASKED, [], "1", {"CXX": "no-such-compiler"}),
+    "operator": (GPU, ["operator"], "", {}),
+    "direct": (GPU, ["direct"], "", {}),
+    "off": (GPU, ["operator"], "0", {}),
+    "broken": (GPU, ["direct"], "", {"CXX": "no-such-compiler"}),
+    "interrupted": (INTERRUPTED, [], "", {}),
+    "meaningless": ("import elsa_core", [], "off", {}),
+    "a bundle first": (BUNDLE_FIRST, [], "0", {}),
+}
+Answers = Callable[[str], subprocess.CompletedProcess[str]]
 
 
-def test_a_bundle_that_was_loaded_before_the_package() -> None:
+@pytest.fixture(scope="module")
+def answers(once: Callable[[str, Callable[[Path], None]], Path]) -> Answers:
+    """What each program says; a broken compiler finds an empty cache."""
+
+    def fill(folder: Path) -> None:
+        rows = []
+        for program, arguments, asked, more in PROGRAMS.values():
+            own = {"ELSA_NATIVE": "0", "ELSA_CUDA_LIBRARY": asked} | more
+            rows.append((program, arguments, own))
+            if "CXX" in more:
+                own["ELSA_CACHE_DIR"] = str(folder / "cache")
+        found = dict(zip(PROGRAMS, forked(folder, *rows), strict=True))
+        (folder / "answers").write_bytes(pickle.dumps(found))
+
+    found = pickle.loads((once("cuda programs", fill) / "answers").read_bytes())
+
+    def answer(name: str) -> subprocess.CompletedProcess[str]:
+        assert found[name].returncode == 0, found[name].stderr
+        return found[name]
+
+    return answer
+
+
+with_cuda = pytest.mark.skipif(
+    torch.version.cuda is None, reason="this PyTorch is built without CUDA"
+)
+
+
+@with_cuda
+def test_asked_for(answers: Answers) -> None:
+    """The library takes its operators over at import; calls on the CPU are as they were."""
+    served = "True serves attention, attention_backward, linear, linear_backward, "
+    served += "window_attention, window_attention_backward\n"
+    assert answers("asked for").stdout == served
+    assert "is off" not in answers("asked for").stderr
+
+
+def test_nothing_is_built_without_a_gpu(answers: Answers) -> None:
+    for name in ("no GPU", "no GPU, off"):
+        assert answers(name).stdout == "False off: there is no GPU\n"
+
+
+@with_cuda
+def test_the_first_call_on_a_gpu_loads_it(answers: Answers) -> None:
+    """Not the import; and where it is switched off, or cannot be built, Triton serves unsaid."""
+    for first in ("operator", "direct"):
+        loaded, served, registered = answers(first).stdout.splitlines()
+        assert served.startswith("True serves attention, ") and registered == "True True True"
+        assert loaded == "True True", first
+    lines = ["True False", "False off: ELSA_CUDA_LIBRARY is 0", "False False False"]
+    assert answers("off").stdout.splitlines() == lines
+    assert "False False False" in answers("broken").stdout
+    assert "is off" not in answers("broken").stderr
+
+
+@with_cuda
+def test_an_interrupt_while_it_loads(answers: Answers) -> None:
+    """Ctrl-C left the library with the operators that it had by then."""
+    assert answers("interrupted").stdout == "1\nTrue True []\n"
+
+
+def test_a_value_that_means_nothing_is_said(answers: Answers) -> None:
+    said = "ELSA_CUDA_LIBRARY='off' is neither 0 nor 1: ignored"
+    assert answers("meaningless").stderr.count(said) == 1
+
+
+def test_a_bundle_that_was_loaded_before_the_package(answers: Answers) -> None:
     """It took the key of CUDA tensors for the layouts of its file; the package serves others."""
-    done = run(BUNDLE_FIRST, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="0")
-    assert done.returncode == 0 and done.stdout.startswith("tensor([[3., 3., 3., 3.]"), done.stderr
+    assert answers("a bundle first").stdout.startswith("tensor([[3., 3., 3., 3.]")
 
 
-def test_what_cannot_be_built_is_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_built_is_one_line(answers: Answers) -> None:
     """Triton's kernels are registered as ever."""
-    done = run(
-        ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0", CXX="no-such-compiler",
-        ELSA_CACHE_DIR=str(tmp_path),
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.startswith("False "), done.stderr
+    done = answers("asked for, broken")
+    assert done.stdout.startswith("False ")
     said = [line for line in done.stderr.splitlines() if "the CUDA library is off" in line]
     reason = "no-such-compiler" if torch.version.cuda else "without CUDA"
     assert len(said) == 1 and reason in said[0], done.stderr

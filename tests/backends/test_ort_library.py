@@ -143,10 +143,7 @@ def _apart(qkv: np.ndarray, heads: int) -> np.ndarray:
 def test_empty_inputs_give_empty_or_zero_outputs(library: str) -> None:
     on = session(library, model("Attention", [FLOAT] * 3))
     f = np.float32
-    assert (
-        run(on, np.ones((0, 2, 3, 4), f), np.ones((0, 2, 3, 4), f), np.ones((0, 2, 3, 4), f)).size
-        == 0
-    )
+    assert run(on, *[np.ones((0, 2, 3, 4), f)] * 3).size == 0
     out = run(on, np.ones((1, 2, 3, 4), f), np.ones((1, 2, 0, 4), f), np.ones((1, 2, 0, 5), f))
     assert out.shape == (1, 2, 3, 5)
     assert not out.any()
@@ -234,16 +231,14 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], list[Any], str]] = {
     "large": ("WindowAttention", {**WINDOW, "window_size": [60000] * 3}, [IMAGE], "tokens"),
     "long shift": ("WindowAttention", {**WINDOW, "shift_size": [0, 2, 0]}, [IMAGE], "shift_size"),
     "a grid that does not divide": (
-        "WindowAttention",
-        {**WINDOW, "shift_size": [0, 0, 0], "grid": 1},
-        [(FLOAT, (1, 1, 4, 5, 12))],
-        "grid",
+        "WindowAttention", {**WINDOW, "shift_size": [0, 0, 0], "grid": 1},
+        [(FLOAT, (1, 1, 4, 5, 12))], "grid",
     ),
     "bias shape": ("WindowAttention", WINDOW, [IMAGE, (FLOAT, (2, 4, 3))], "bias"),
     "bias dtype": ("WindowAttention", WINDOW, [IMAGE, (HALF, (2, 4, 4))], "bias"),
     "pad_qkv": ("WindowAttention", WINDOW, [IMAGE, None, (FLOAT, (11,))], "pad_qkv"),
     "logit_scale": ("WindowAttention", WINDOW, [IMAGE, None, None, (FLOAT, (3,))], "logit_scale"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", HOSTILE)

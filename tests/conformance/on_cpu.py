@@ -98,14 +98,9 @@ def _triton() -> dict[str, Callable[..., Any]]:
 
     chains.CHAIN_TILES = 1  # a fresh state after each tile: no row here has 1024 of them
     forward = (
-        "attention",
-        "varlen_attention",
-        "entmax_attention",
-        "entmax_varlen_attention",
-        "sparse_attention",
-        "window_attention",
-        "linear",
-    )
+        "attention", "varlen_attention", "entmax_attention", "entmax_varlen_attention",
+        "sparse_attention", "window_attention", "linear",
+    )  # fmt: skip
     return {name: table.KERNELS_ON_CUDA[name] for name in forward} | {
         "gated_linear": _gated,
         "attention_backward": backward.attention_backward,

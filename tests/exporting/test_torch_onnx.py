@@ -81,11 +81,8 @@ def test_a_patched_model_exports(name: str, way: str, opset: int, tmp_path: Path
         peer, exact = model(images), model.double()(images.double())
     assert elsa.patch(model.float()).patched
     found = exported(model, (images[:2],), way, opset, path)
-    assert {each.domain for each in found.opset_import} <= {
-        "",
-        "ai.onnx",
-        "pkg.onnxscript.torch_lib.common",
-    }
+    domains = {each.domain for each in found.opset_import}
+    assert domains <= {"", "ai.onnx", "pkg.onnxscript.torch_lib.common"}
     assert found.opset_import[0].version == opset
     assert not [node for node in found.graph.node if node.domain]
     if name == "vit" and opset == 23:
@@ -185,13 +182,10 @@ def test_calls_of_windows_export(kind: str, way: str, opset: int, tmp_path: Path
     terms: dict[str, dict[str, Any]] = {
         "padded": {"pad_qkv": torch.randn(48), "shift_size": (1, 2), "mask_value": -torch.inf},
         "table": {
-            "bias": torch.randn(9, 2),
-            "bias_index": torch.randint(9, (16, 16)),
-            "scale": 0.2,
-        },
+            "bias": torch.randn(9, 2), "bias_index": torch.randint(9, (16, 16)), "scale": 0.2},
         "grid": {"grid": True, "layout": "head", "logit_scale": torch.rand(2) * 9},
         "hidden": {"bias": hidden},
-    }
+    }  # fmt: skip
     qkv = torch.randn(3, 8, 8, 48) if kind == "grid" else torch.randn(3, 7, 10, 48)
     module = Windows(**terms[kind]).eval()
     found = exported(module, (qkv[:2],), way, opset, tmp_path / "w.onnx")

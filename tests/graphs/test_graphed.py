@@ -101,11 +101,7 @@ def test_arguments_of_other_layouts_and_values_are_other_graphs(tape: Tape, net:
 
 
 def test_an_argument_given_twice_is_not_two(tape: Tape) -> None:
-    class Same(nn.Module):
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return a + b if a is b else a - b
-
-    model = Same().eval()
+    model = Does(lambda a, b: a + b if a is b else a - b).eval()
     held = elsa.graphed(model)
     x, y = inputs(), inputs()
     for given in ((x, x), (x, y), (y, y), (y, x)):
@@ -308,9 +304,15 @@ def test_gradients_that_are_wanted_have_graphs_of_their_own(tape: Tape, net: Net
         assert tape.captures == 3
 
 
-class Noisy(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.nn.functional.dropout(x, 0.5, True)
+class Does(nn.Module):
+    """Its forward is a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given: Tensor) -> Any:
+        return self.function(*given)
 
 
 class Counting(nn.Module):
@@ -323,17 +325,7 @@ class Counting(nn.Module):
         return x * self.count
 
 
-class Overwriting(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)  # its argument
-
-
 GLOBAL = torch.randn(8)
-
-
-class Global(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + GLOBAL
 
 
 class Holder:
@@ -350,11 +342,6 @@ class Hidden(nn.Module):
         return x + self.holder.tensor
 
 
-class Wrapped(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return Holder()
-
-
 class Generated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -364,15 +351,12 @@ class Generated(nn.Module):
         return x + torch.rand(8, generator=self.generator)
 
 
-class Elsewhere(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return x * 2, torch.empty(2, device="meta")
-
-
 REFUSED = {
-    "random numbers": Noisy, "writes to a tensor": Counting, "a tensor that is no": Global,
-    "no attribute of its modules": Hidden, "returns a Holder": Wrapped, "generator": Generated,
-    "writes to": Overwriting, "a tensor on another device": Elsewhere,
+    "random numbers": lambda: Does(lambda x: x + nn.functional.dropout(x, 0.5, True)),
+    "writes to a tensor": Counting, "a tensor that is no": lambda: Does(lambda x: x + GLOBAL),
+    "no attribute of its modules": Hidden, "returns a Holder": lambda: Does(lambda x: Holder()),
+    "generator": Generated, "writes to": lambda: Does(lambda x: x.mul_(2)),  # its argument
+    "a tensor on another device": lambda: Does(lambda x: (x * 2, torch.empty(2, device="meta"))),
 }  # fmt: skip
 
 
@@ -442,11 +426,7 @@ def test_a_capture_that_fails(tape: Tape, net: Net, caplog: pytest.LogCaptureFix
 def test_other_arguments(
     tape: Tape, given: tuple[Any, ...], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Counted(nn.Module):
-        def forward(self, *args: Any) -> int:
-            return len(args)
-
-    held = elsa.graphed(Counted().eval())
+    held = elsa.graphed(Does(lambda *args: len(args)).eval())
     assert held(*given) == held(*given) == len(given)
     assert len(caplog.messages) == 1 and reason in caplog.messages[0]
     assert tape.captures == 0

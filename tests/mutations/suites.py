@@ -82,19 +82,16 @@ def _interpreted(*operators: str) -> tuple[str, ...]:
 
 _FORWARD = _interpreted("attention")
 _WINDOWS = _interpreted("window_attention")
-_LINEAR = (
-    "tests/backends/test_interpreted.py::test_kernels_by_the_interpreter[linear]",
-    *_interpreted("linear"),
-)
+_APART = "tests/backends/test_interpreted.py::test_kernels_by_the_interpreter"
+_LINEAR = (f"{_APART}[linear]", *_interpreted("linear"))
+_TRAINED = "(cpu- and -train and -native and not compiled) or derivatives"
 
 # Declarations without code: what they say is what the files that include them do.
 _DECLARATIONS = frozenset(
     f"csrc/elsa/{name}.h"
-    for name in (
-        *("attention", "gradient", "gradient_kernel", "kernel", "varlen", "window"),
-        "window_kernel",
-    )
-)
+    for name in ("attention", "gradient", "gradient_kernel", "kernel", "varlen", "window",
+                 "window_kernel")
+)  # fmt: skip
 # The first that fits a file is its own.
 SUITES = (
     Suite("csrc/*/varlen.cpp", _native("varlen_attention")),
@@ -139,19 +136,11 @@ SUITES = (
     _host("*", "attention", "dropout"),
     Suite(
         "elsa_core/backends/native_backward.py",
-        (
-            CONFORMANCE,
-            CONTRACT,
-            "-k",
-            "(cpu- and -train and -native and not compiled) or derivatives",
-        ),
+        (CONFORMANCE, CONTRACT, "-k", _TRAINED),
         40,
         "python",
     ),
-    _triton(
-        "attention/fma_fallback",
-        "tests/backends/test_interpreted.py::test_kernels_by_the_interpreter[fma_fallback]",
-    ),
+    _triton("attention/fma_fallback", f"{_APART}[fma_fallback]"),
     _triton("attention/backward_*", *_FORWARD, lines=80),
     _triton("attention/decode", *_FORWARD),
     *(_triton(f"attention/{name}", *_FORWARD) for name in ("exact", "fold", "merge", "split")),
@@ -164,15 +153,16 @@ SUITES = (
 )
 
 # Defects that no test noticed once: file, text, what it becomes.
+_DERIVED = "elsa_core/patching/adapters/derived.py"
 NAMED = (
     ("csrc/elsa/window_tokens.h", "0.0f : a.mask_value", "0.0f : -100.0f"),
     ("csrc/elsa/window_tokens.h", "kNormEps = 1e-12f", "kNormEps = 1e-6f"),
     (
-        "elsa_core/patching/adapters/derived.py",
+        _DERIVED,
         "not any(m.training for m in (derivation.site, derivation.attention, *parts))",
         "True",
     ),
-    ("elsa_core/patching/adapters/derived.py", "t.is_inference() or t._version", "True"),
+    (_DERIVED, "t.is_inference() or t._version", "True"),
 )
 
 
