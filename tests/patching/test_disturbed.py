@@ -24,6 +24,12 @@ from torch import Tensor, nn
 import elsa_core as elsa
 
 SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "num_classes": 5}
+# A block of each kind is enough here: of more, `parts` takes the first.
+SHALLOW: dict[str, dict[str, Any]] = {
+    "crossvit_tiny_240": {"depth": ((1, 1, 0),) * 3},
+    "efficientformer_l1": {"depths": (1, 1, 1, 2)},
+    "maxvit_rmlp_pico_rw_256": {"depths": (1, 1, 1, 1)},
+}
 
 
 def _maxvit() -> nn.Module:
@@ -90,7 +96,8 @@ def made(name: str, fuses: bool) -> nn.Module:
     set_fused_attn(fuses)
     torch.manual_seed(0)
     other = OTHERS.get(name)
-    model: nn.Module = other[0]() if other else timm.create_model(name, **MODELS[name])
+    options = MODELS.get(name, {}) | SHALLOW.get(name, {})
+    model: nn.Module = other[0]() if other else timm.create_model(name, **options)
     model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
