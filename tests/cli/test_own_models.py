@@ -100,16 +100,18 @@ def test_a_model_without_weights(own: Path, elsa: Elsa) -> None:
     assert result.code == 4 and "no floating weights; nothing can be compared" in result.err
 
 
-@pytest.mark.parametrize(
-    "given", some([("--input-size", "1x16x16x16", "-b", 2), ("--inputs", "inputs.pt")])
-)
+GIVEN = [("torchscript", "--input-size", "1x16x16x16", "-b", 2), ("pt2", "--inputs", "inputs.pt")]
+
+
+@pytest.mark.parametrize("given", some(GIVEN))
 def test_a_volume_is_profiled_and_exported(own: Path, elsa: Elsa, given: tuple[str, ...]) -> None:
+    form, *given = given
     torch.save({"image": torch.randn(2, 1, 16, 16, 16)}, own / "inputs.pt")
     spec = "python:own_volume:volume"
     quick = ("--rounds", 3, "--budget", 0.1, "--no-sites", "--json")
     (row,) = elsa("profile", spec, *given, *quick).document()["results"]["points"]
     assert (row["profile"]["patched"], row["profile"]["batch"]) == (1, 2)
-    result = elsa("export", spec, *given, "--formats", "pt2", "-o", "out", "--json")
+    result = elsa("export", spec, *given, "--formats", form, "-o", "out", "--json")
     found = result.document()["results"]["manifest"]
     assert found["inputs"][0]["shape"] == ["batch", 1, 16, 16, 16]
     assert found["preprocess"] is None and not found["model"]["reloads_in_elsa"]
