@@ -24,13 +24,14 @@ import torch
 
 from benchmarks.publish import csv_of, save
 from elsa_core.base.messages import first_line
+from elsa_core.errors import ElsaError
 from elsa_core.measuring import environment
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.timing import Contender, interleaved, synchronize, time_all
 
 Row = dict[str, Any]
-FAILURES = (RuntimeError, ImportError, NotImplementedError, TypeError, AssertionError, ValueError)
-"""What a contender that cannot take part raises; ElsaError is a RuntimeError or a ValueError."""
+FAILURES = (ElsaError, RuntimeError, ImportError, TypeError, AssertionError, ValueError)
+"""What a contender that cannot take part raises."""
 
 
 def row(case: str, contender: str, seconds: Sequence[float], **more: Any) -> Row:
