@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional
 
 from elsa_core import dispatch
@@ -19,7 +19,7 @@ from elsa_core.base import calls
 from elsa_core.ops.linear.api import served
 from elsa_core.patching.adapters.common import is_small, project_by, why_no_weight
 
-_tracing = torch._C._get_tracing_state
+_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)  # none without CUDA
 
 
@@ -39,7 +39,8 @@ class ElsaLinear(nn.Linear):
             or (not input.is_cuda and calls.recorded() and not calls.keeps_products())
             or (
                 input.is_cuda
-                and not is_compiling()  # which may read no length
+                and not is_dynamo_compiling()  # which may read no length
+                and (_modes() == 0 or not is_compiling())
                 and input.numel() * weight.shape[0] < dispatch.eager_least("linear", input.dtype)
                 and not _capturing()
                 and _tracing() is None
