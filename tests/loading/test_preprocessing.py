@@ -79,7 +79,7 @@ def test_a_name_of_torchvision_says_no_preprocessing(tmp_path: Path) -> None:
     assert said.preprocess.crop_pct == 1.0
 
 
-def test_a_name_has_its_own(deit: Path) -> None:
+def test_a_name_has_its_own() -> None:
     assert load_model("test_vit").recipe.preprocess.assumed == ()
     given = load_model("test_vit", preprocess=Given(crop_pct=1.0, interpolation="bilinear"))
     assert (given.preprocess.crop_pct, given.preprocess.interpolation) == (1.0, "bilinear")

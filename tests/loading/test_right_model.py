@@ -118,10 +118,7 @@ TORCHVISION = {
     },
     "swin_t": {"window_size": 4, "depths": [2, 1], "num_heads": [1, 2], "embed_dim": 12},
     "swin_v2_t": {"window_size": [4, 8], "depths": [1, 1], "num_heads": [2, 2], "patch_size": 8},
-    "maxvit_t": {
-        **{"partition_size": 4, "block_layers": [1], "block_channels": [32]},
-        "img_size": 32,
-    },
+    "maxvit_t": {"partition_size": 4, "block_layers": [1], "block_channels": [32], "img_size": 32},
 }
 
 
