@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import environment, python
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +34,6 @@ for out in outs:
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
 def test_the_first_call_compiles_nothing(name: str, tmp_path: Path) -> None:
-    environ = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "ELSA_PACK": "0"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), name]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    env = environment(TRITON_CACHE_DIR=str(tmp_path), ELSA_PACK="0")
+    done = python("-c", PROGRAM, tmp_path, name, env=env)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -309,40 +309,39 @@ def test_threads_load_a_kernel_once(gpu: Driver, monkeypatch) -> None:
     assert [given[4] for given in gpu.launched] == [FUNCTION] * 3
 
 
-def misses(found: Launch | None = None) -> None:
-    """The launch goes to the JIT, which the fixture has fail."""
+def misses(caplog: pytest.LogCaptureFixture, *words: str, of: Launch | None = None) -> None:
+    """The launch goes to the JIT, which the fixture has fail, and `words` are in all that is
+    said."""
+    caplog.clear()
     with pytest.raises(pytest.fail.Exception, match="compiled"):
-        called(found or recorded()[0])
+        called(of or recorded()[0])
     assert lookup.COUNTS["hits"] == 0
+    assert all(word in caplog.text for word in words) and len(caplog.messages) == bool(words)
 
 
-def test_a_call_without_its_kernel_goes_to_the_jit(gpu: Driver) -> None:
-    misses(changed(D=32))
+def test_a_call_without_its_kernel_goes_to_the_jit(gpu: Driver, caplog) -> None:
+    misses(caplog, of=changed(D=32))
     assert lookup.COUNTS == {"misses": 1}
 
 
-def test_packs_are_not_used_unless_asked_for(gpu: Driver, monkeypatch) -> None:
-    for value in ("", "0"):
-        monkeypatch.setenv(lookup.VARIABLE, value)
-        misses()
+def test_packs_that_are_not_used(gpu: Driver, monkeypatch, caplog) -> None:
+    """Unless they are asked for; with another Triton, of other sources, beside settings."""
+    with monkeypatch.context() as patch:
+        for value in ("", "0"):
+            patch.setenv(lookup.VARIABLE, value)
+            misses(caplog)
     assert not lookup.COUNTS
-
-
-def test_another_triton_or_other_sources_are_a_miss(gpu: Driver, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(triton, "__version__", "3.8.7")
-    misses()
-    assert "needs Triton" in caplog.text and "this is 3.8.7" in caplog.text
-    monkeypatch.setattr(triton, "__version__", VERSION)
-    monkeypatch.setattr(specialize, "sources_digest", lambda: "0" * 64)
     lookup.forget()
-    misses()
-    assert "it is of another version of elsa" in caplog.text
-
-
-def test_settings_are_a_miss(gpu: Driver, monkeypatch, caplog) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(triton, "__version__", "3.8.7")
+        misses(caplog, "needs Triton", "this is 3.8.7")
+    lookup.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(specialize, "sources_digest", lambda: "0" * 64)
+        misses(caplog, "it is of another version of elsa")
+    lookup.forget()
     monkeypatch.setenv("PTXAS_OPTIONS", "-O1")
-    misses()
-    assert caplog.messages == ["kernel packs are not used: PTXAS_OPTIONS is set"]
+    misses(caplog, "kernel packs are not used: PTXAS_OPTIONS is set")
 
 
 def test_a_damaged_kernel_is_a_miss_in_one_line(gpu: Driver, packs: Path, tmp_path, monkeypatch,
@@ -353,9 +352,8 @@ def test_a_damaged_kernel_is_a_miss_in_one_line(gpu: Driver, packs: Path, tmp_pa
     content[-len(content) // 4] ^= 1
     data.write_bytes(content)
     monkeypatch.setenv(lookup.VARIABLE, str(tmp_path))
-    misses()
-    (line,) = caplog.messages
-    assert "is damaged" in line and "\n" not in line and not gpu.loaded
+    misses(caplog, "is damaged")
+    assert "\n" not in caplog.messages[0] and not gpu.loaded
 
 
 @pytest.mark.parametrize("wrong", ["keyword", "no name"])
@@ -371,9 +369,8 @@ def test_metadata_of_no_kernel_is_a_miss(
     header = {"arch": 90, "triton": pack.triton, "elsa": "0", "sources": pack.sources}
     store.write(tmp_path / "sm_90", header, kernels)
     monkeypatch.setenv(lookup.VARIABLE, str(tmp_path))
-    misses()
-    (line,) = caplog.messages
-    assert "is not used" in line and not gpu.loaded
+    misses(caplog, "is not used")
+    assert not gpu.loaded
 
 
 def test_a_driver_that_refuses_is_a_miss(gpu: Driver, caplog) -> None:
@@ -381,8 +378,7 @@ def test_a_driver_that_refuses_is_a_miss(gpu: Driver, caplog) -> None:
         raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
 
     gpu.utils.load_binary = refuse
-    misses()
-    assert "image is invalid" in caplog.text
+    misses(caplog, "image is invalid")
 
 
 def test_what_doctor_and_explain_say(packs: Path, tmp_path, monkeypatch, caplog) -> None:

@@ -92,24 +92,16 @@ def test_no_flipped_byte_passes(folder: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda h: h.update(schema=1),
-        lambda h: h.update(arch="90"),
-        lambda h: h.pop("sources"),
-        lambda h: h.update(bytes=1 << 40),
-        lambda h: h["kernels"].update(short={}),
-        lambda h: h["kernels"].update(short=row(h)),
-        lambda h: h.update(kernels=[]),
-        lambda h: row(h).update(metadata=[]),
-        lambda h: row(h).update(metadata={"a b": 1}),
-        lambda h: row(h).update(offset=-1),
-        lambda h: row(h).update(offset=1),
-        lambda h: row(h).update(size=0),
-        lambda h: row(h).update(size="1"),
+        lambda h: h.update(schema=1), lambda h: h.update(arch="90"), lambda h: h.pop("sources"),
+        lambda h: h.update(bytes=1 << 40), lambda h: h["kernels"].update(short={}),
+        lambda h: h["kernels"].update(short=row(h)), lambda h: h.update(kernels=[]),
+        lambda h: row(h).update(metadata=[]), lambda h: row(h).update(metadata={"a b": 1}),
+        lambda h: row(h).update(offset=-1), lambda h: row(h).update(offset=1),
+        lambda h: row(h).update(size=0), lambda h: row(h).update(size="1"),
         lambda h: row(h).update(size=store.LARGEST_CODE + 1),
-        lambda h: row(h).update(sha256="x"),
-        lambda h: row(h).pop("metadata"),
+        lambda h: row(h).update(sha256="x"), lambda h: row(h).pop("metadata"),
     ],
-)
+)  # fmt: skip
 def test_an_index_beyond_the_format_is_refused(
     change: Callable[[dict[str, Any]], Any], folder: Path
 ) -> None:

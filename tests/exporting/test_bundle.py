@@ -19,6 +19,7 @@ import pytest
 import torch
 from command import Elsa
 from PIL import Image
+from processes import python
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, ExportError, NothingPatchedError, UnavailableError
@@ -173,8 +174,7 @@ RANDOM = "warning: the weights are random, and so are the results\n"
 def test_load_py_runs_alone_on_an_image(bundle: Bundle, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (80, 100, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.png")
-    command = [sys.executable, str(bundle.path / "load.py"), "image.png", "--format", "onnx"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = python(bundle.path / "load.py", "image.png", "--format", "onnx", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, RANDOM), done.stderr
     head, *lines = done.stdout.splitlines()
     assert head == "image.png"
@@ -210,8 +210,7 @@ expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
 torch.testing.assert_close(out, expected)
 assert elsa.explain(*(q.detach(),) * 3).backend == "native"
 """
-    command = [sys.executable, "-B", "-c", program, str(bundle.path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python("-B", "-c", program, bundle.path)
     assert done.returncode == 0, done.stderr
 
 

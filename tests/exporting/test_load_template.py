@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from command import Answer
 from PIL import Image
+from processes import python
 
 from elsa_core.exporting.templates import load as template
 
@@ -250,10 +251,7 @@ def run_without(package: str, bundle: Bundle, *arguments: str) -> subprocess.Com
         f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    return subprocess.run(
-        [sys.executable, "-c", hidden, bundle.py.__file__, *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    return python("-c", hidden, bundle.py.__file__, *arguments, timeout=60)
 
 
 @pytest.mark.parametrize("package", ["numpy", "PIL"])

@@ -4,14 +4,13 @@ another package, with nodes of its own and without."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from onnx_files import no_worse, run
+from processes import python
 from sampling import thinned
 from torch import Tensor, nn
 from torch.fx import Graph, Node
@@ -204,10 +203,7 @@ for library in (None, {library!r}):
 assert not {{"torch", "elsa_core", "onnx"}} & set(sys.modules)
 print("served")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False,
-        cwd=written.parent,
-    )  # fmt: skip
+    done = python("-c", program, cwd=written.parent)
     assert done.stdout.strip() == "served", done.stderr
 
 

@@ -46,16 +46,12 @@ def keys(folder: Path, ssh: bool = False) -> tuple[Path, Path]:
     """A new key: the files of its private and its public half."""
     key = Ed25519PrivateKey.generate()
     private, public = folder / "key", folder / "key.pub"
-    form = serialization.PrivateFormat
-    private.write_bytes(
-        key.private_bytes(PEM, form.OpenSSH if ssh else form.PKCS8, serialization.NoEncryption())
-    )
-    public_form = serialization.PublicFormat
-    public.write_bytes(
-        key.public_key().public_bytes(
-            SSH if ssh else PEM, public_form.OpenSSH if ssh else public_form.SubjectPublicKeyInfo
-        )
-    )
+    form, public_form = serialization.PrivateFormat, serialization.PublicFormat
+    own, others = (form.PKCS8, public_form.SubjectPublicKeyInfo)
+    if ssh:
+        own, others = (form.OpenSSH, public_form.OpenSSH)
+    private.write_bytes(key.private_bytes(PEM, own, serialization.NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(SSH if ssh else PEM, others))
     return private, public
 
 
@@ -205,21 +201,13 @@ def test_export_signs(vit: Loaded, report: CheckReport, tmp_path: Path, elsa: El
 
 def test_keys_that_are_none(tmp_path: Path) -> None:
     private, public = keys(tmp_path)
-    other = tmp_path / "other"
-    other.write_bytes(
-        ec.generate_private_key(ec.SECP256R1()).private_bytes(
-            PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )
-    locked = tmp_path / "locked"
-    locked.write_bytes(
-        Ed25519PrivateKey.generate().private_bytes(
-            PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
-        )
-    )
-    junk = tmp_path / "junk"
+    other, locked, junk, fifo = (tmp_path / name for name in ("other", "locked", "junk", "fifo"))
+    for path, key, closed in (
+        (other, ec.generate_private_key(ec.SECP256R1()), serialization.NoEncryption()),
+        (locked, Ed25519PrivateKey.generate(), serialization.BestAvailableEncryption(b"x")),
+    ):
+        path.write_bytes(key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, closed))
     junk.write_bytes(b"\xff" * 100)
-    fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     for path in (other, locked, junk, public, tmp_path / "none", tmp_path, fifo, Path("/dev/zero")):
         with pytest.raises(ArgumentError, match=r"\(--sign\)"):
