@@ -168,9 +168,8 @@ def test_every_instruction_set(isa: str) -> None:
         pytest.skip(f"{isa} kernels are what the rows above run")
     if "lacks it" in run("-c", ASKED, ELSA_CPU_ISA=isa).stderr:
         pytest.skip(f"this CPU has no {isa}")
-    done = run("-m", "tests.conformance.draw", "--table", "--backend", "native", "--every",
-               "1" if WHOLE else "5", ELSA_CPU_ISA=isa)  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    every = "1" if WHOLE else "5"
+    without_fault("--table", "--backend", "native", "--every", every, ELSA_CPU_ISA=isa)
 
 
 # Of each operator's rows, one in so many is in the fixed sample.
@@ -186,18 +185,15 @@ def test_triton_kernels_by_the_interpreter(operator: str) -> None:
     """Forward and gradients, with a fence behind every buffer; before anyone has Triton, hence a
     process of its own."""
     pytest.importorskip("triton")
-    every = 1 if WHOLE else INTERPRETED[operator]
-    done = run("-m", "tests.conformance.draw", "--table", "--on-cpu", "triton", "--operator",
-               operator, "--every", str(every), TRITON_INTERPRET="1")  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    every = "1" if WHOLE else str(INTERPRETED[operator])
+    words = ("--operator", operator, "--every", every)
+    without_fault("--table", "--on-cpu", "triton", *words, TRITON_INTERPRET="1")
 
 
 @pytest.mark.long
 def test_edges_of_triton_kernels_by_the_interpreter() -> None:
     pytest.importorskip("triton")
-    done = run("-m", "tests.conformance.draw", "--edges", "--on-cpu", "triton",
-               TRITON_INTERPRET="1")  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    without_fault("--edges", "--on-cpu", "triton", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
@@ -216,8 +212,12 @@ def test_edges_on_the_cpu(edge: edges.Edge, backend: str) -> None:
 @pytest.mark.long
 def test_portable_kernels_as_cpp() -> None:
     """Thread by thread, each tile size compiled anew: hence few rows."""
-    done = run("-m", "tests.conformance.draw", "--table", "--on-cpu", "portable", "--every",
-               "1" if WHOLE else "12")  # fmt: skip
+    without_fault("--table", "--on-cpu", "portable", "--every", "1" if WHOLE else "12")
+
+
+def without_fault(*words: str, **variables: str) -> None:
+    """The command that draws calls finds none."""
+    done = run("-m", "tests.conformance.draw", *words, **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 

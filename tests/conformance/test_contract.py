@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import environment, python
+from processes import forked
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -568,6 +569,7 @@ def test_native_operators_check_what_they_read(operator: str) -> None:
 
 MEMORY = """
 import resource, sys, torch, elsa_core
+torch.set_num_threads(2)
 def step(n):
     q = torch.randn(1, 1, n, 8, requires_grad=sys.argv[1] == "train")
     call = elsa_core.entmax_attention if sys.argv[1] == "entmax" else elsa_core.attention
@@ -582,12 +584,12 @@ print((peak() - before) / 1024)
 """
 
 
-@pytest.mark.parametrize("mode", ["infer", "train", "entmax"])
-def test_native_memory_is_linear_in_tokens(mode: str) -> None:
+def test_native_memory_is_linear_in_tokens(tmp_path: Path) -> None:
     """The scores would take 256 MiB."""
-    done = python("-c", MEMORY, mode, env=environment(OMP_NUM_THREADS="2"))
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 64  # MiB: operands, output and two workspaces of a few
+    rows = [(MEMORY, [mode], {}) for mode in ("infer", "train", "entmax")]
+    for done in forked(tmp_path, *rows):
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout) < 64  # MiB: operands, output and two workspaces of a few
 
 
 def test_sparsity_leaves_out_tiles_and_says_so() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import environment, python
 
-from . import cpp, python
+from . import cpp
+from . import python as sources
 from .judge import ROOT, tracked
 from .report import tables
 from .source import chosen, identity
@@ -52,7 +51,7 @@ def test_changes_of_cpp() -> None:
 
 
 def test_changes_of_python() -> None:
-    found = changes(python.mutants("a.py", PYTHON, kernels=True))
+    found = changes(sources.mutants("a.py", PYTHON, kernels=True))
     assert ("x < N", "(x <= N)") in found
     assert ("tl.load(x, mask=x < N, other=0.0)", "(tl.load(x, other=0.0))") in found
     assert ("tl.where(m > 1, m, tl.max(y, 0))", "(m)") in found
@@ -60,7 +59,7 @@ def test_changes_of_python() -> None:
     assert not any("4" in before or "ValueError" in before for before, _ in found)
 
 
-@pytest.mark.parametrize(("mutants", "text"), [(cpp.mutants, CPP), (python.mutants, PYTHON)])
+@pytest.mark.parametrize(("mutants", "text"), [(cpp.mutants, CPP), (sources.mutants, PYTHON)])
 def test_a_mutant_differs_in_its_place_alone(mutants: object, text: str) -> None:
     for one in mutants("a", text):  # type: ignore[operator]
         other = one.applied(text)
@@ -125,11 +124,8 @@ def test_a_mutant_is_noticed(tmp_path: Path) -> None:
     In a process of its own: those that judge are forked, and must not hold the unchanged package.
     The tests that notice it need no kernels, which would be compiled for the copy.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", NOTICED, str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
-        env={**os.environ, "ELSA_NATIVE": "0"},
-    )  # fmt: skip
+    env = environment(ELSA_NATIVE="0")
+    done = python("-c", NOTICED, tmp_path, cwd=ROOT, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("killed ") and "test_stale" in done.stdout
 
