@@ -106,12 +106,9 @@ def test_a_part_of_a_gpu_has_its_table_and_its_own_size() -> None:
 
 @pytest.mark.parametrize(
     ("name", "held"),
-    [
-        ("NVIDIA H200", True),
-        ("NVIDIA H200 MIG 1g.18gb", False),
-        ("NVIDIA H200 MIG 7g.141gb", False),
-    ],
-)
+    [("NVIDIA H200", True), ("NVIDIA H200 MIG 1g.18gb", False),
+     ("NVIDIA H200 MIG 7g.141gb", False)],
+)  # fmt: skip
 def test_rows_of_a_whole_gpu_do_not_hold_for_a_part(
     name: str, held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,13 +53,9 @@ def request(**changes):
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [
-        ({"device_type": "cpu"}, "GPU"),
-        ({"head_dim": 512}, "512"),
-        ({"value_dim": 257}, "257"),
-        ({"dtype": torch.float64}, "float64"),
-    ],
-)
+    [({"device_type": "cpu"}, "GPU"), ({"head_dim": 512}, "512"), ({"value_dim": 257}, "257"),
+     ({"dtype": torch.float64}, "float64")],
+)  # fmt: skip
 def test_unsupported_says_why(changes, word):
     answer = triton.support(request(**changes))
     assert not answer.ok and word in answer.reason

@@ -17,14 +17,10 @@ WHOLE = os.environ.get("WHOLE_MATRICES", "0") != "0"
 _OURS = {"eager": "any", "native": "cpu", "triton": "cuda"}
 HAS = {
     "attention": _OURS | {"sdpa": "any", "portable": "cuda"},
-    "window_attention": _OURS,
-    "linear": {"eager": "any", "triton": "cuda"},
-    "varlen_attention": _OURS,
-    "entmax_attention": _OURS,
-    "entmax_varlen_attention": _OURS,
-    "sparsity": _OURS,
-    "dropout": {"eager": "any", "native": "cpu"},
-}
+    "window_attention": _OURS, "linear": {"eager": "any", "triton": "cuda"},
+    "varlen_attention": _OURS, "entmax_attention": _OURS, "entmax_varlen_attention": _OURS,
+    "sparsity": _OURS, "dropout": {"eager": "any", "native": "cpu"},
+}  # fmt: skip
 MODES = ("infer", "train", "infer lse", "train lse")
 # What takes longer, of some cases: compiled as one graph, exported, and by `torch.func`.
 RARE = ("infer compiled", "train compiled", "infer exported", "train func", "tangent", "twice")

@@ -223,12 +223,9 @@ def _body(op: Writer, query: Value, key: Value) -> Value:
 
 
 SQUARED = OnnxOperator(
-    name="TestSquared",
-    inputs=("query", "key"),
-    attributes={"scale": "FLOAT"},
-    write=_body,
+    name="TestSquared", inputs=("query", "key"), attributes={"scale": "FLOAT"}, write=_body,
     needs=lambda node, given, newest: (set(), set()),
-)
+)  # fmt: skip
 
 
 def _rewrite(graph: Graph, node: Node) -> None:
@@ -238,14 +235,8 @@ def _rewrite(graph: Graph, node: Node) -> None:
 
 
 def _record(name: str, **parts: Any) -> ops.Operator:
-    return ops.register(
-        ops.Operator(
-            name=name,
-            schema="(Tensor query, Tensor key, float scale) -> Tensor",
-            reference=_squared,
-            **parts,
-        )
-    )
+    schema = "(Tensor query, Tensor key, float scale) -> Tensor"
+    return ops.register(ops.Operator(name=name, schema=schema, reference=_squared, **parts))
 
 
 EXPORT = OnnxExport(operators=(SQUARED,), rewrite=_rewrite)
