@@ -1,7 +1,5 @@
 """What one run of the command left."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

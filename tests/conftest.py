@@ -1,7 +1,5 @@
 """How tests share a machine: side by side, one thread each, alone where time is measured."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os

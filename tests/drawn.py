@@ -1,7 +1,5 @@
 """Operands of attention that the tests of streamed and of distributed calls draw."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

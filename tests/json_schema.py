@@ -6,8 +6,6 @@ Fields may be added under the same schema_version; none is removed or changes it
 Non-finite numbers are null. Times are in seconds, sizes in bytes, errors relative to float64.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The driver takes the best one that the processor has, or the one named in ELSA_C
 looks at the rest. As a program it is such a compiler: `python one_set.py SET ARGUMENTS`.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

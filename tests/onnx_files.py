@@ -1,7 +1,5 @@
 """Files of ONNX in ONNX Runtime, and the rule that their outputs are judged by."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of other libraries, of which older releases cannot run all that newer ones do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Processes and threads that tests start, and which processes run, as Linux tells it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

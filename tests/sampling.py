@@ -4,8 +4,6 @@ Which part is a number, SAMPLE, from 0 to 11: 0 where the variable names none. T
 the same part. WHOLE_MATRICES=1 takes all.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterable

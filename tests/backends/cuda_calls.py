@@ -4,8 +4,6 @@ Tensors lie on the CPU, whose addresses the stub takes for a device's. Triton's 
 kernels for sm_90; nothing is run, so results are memory that nobody wrote.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Every function of a module's CHECKS runs in a child of this process, which has i
 they need: a library's operators and driver are for the life of a process.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """What the first planned calls of a process load, run by `test_cuda_library.py`."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,8 +1,6 @@
 """The CUDA library on a real GPU against Triton's launcher, bit by bit; `test_cuda_library_gpu.py`
 runs these tests in a process that asks for the library."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -2,8 +2,6 @@
 `test_cuda_library.py` over a stub driver.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -2,8 +2,6 @@
 `test_cuda_library.py`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -1,7 +1,5 @@
 """Calls past the dispatcher over a stub driver, run by `test_cuda_library.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import struct

@@ -1,8 +1,6 @@
 """The FMA fallback of `hopper.forward`, by Triton's interpreter: blocks with a flag are folded
 again and right, and nothing else is written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conformance import quick_interpreter  # noqa: F401

@@ -1,7 +1,5 @@
 """Split products of linear layers, by Triton's interpreter, are exact for numbers of every size."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

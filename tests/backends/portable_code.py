@@ -1,7 +1,5 @@
 """The portable kernels compiled for GPUs that are not here, and what is in their code."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

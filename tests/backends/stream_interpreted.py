@@ -1,7 +1,5 @@
 """Stream-K, by Triton's interpreter, joins the shares of packed sequences in any order."""
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 

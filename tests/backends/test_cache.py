@@ -1,7 +1,5 @@
 """The cache of built libraries: whose they are, whether whole, and what a killed build left."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

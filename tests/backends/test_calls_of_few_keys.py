@@ -1,7 +1,5 @@
 """The one-launch kernels for few keys: who is given them, and what the compiler makes of them."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The warp-specialised kernel of sm_90, compiled without a GPU: what the assembler made of it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

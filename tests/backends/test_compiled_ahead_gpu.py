@@ -1,7 +1,5 @@
 """A model patched with an example has its kernels before its first call, which is right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Drivers and devices that are not the usual ones: too old, found elsewhere, a part of a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The CUDA library without a GPU: what it launches, over a driver that writes down its calls."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

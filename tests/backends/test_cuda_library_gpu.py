@@ -1,7 +1,5 @@
 """The CUDA library on a real GPU gives Triton's bits in less of the host's time."""
 
-from __future__ import annotations
-
 import csv
 import subprocess
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Kernels by Triton's interpreter: each file listed here is tests for a process of their own, since
 TRITON_INTERPRET is read where Triton is imported."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

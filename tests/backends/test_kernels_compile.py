@@ -1,8 +1,6 @@
 """Triton's kernels compile for GPUs that are not here, fit their shared memory, add no floats by
 atomics, and multiply as their precision says."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

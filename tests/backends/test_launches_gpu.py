@@ -1,7 +1,5 @@
 """Calls past PyTorch's dispatcher on a GPU have the bits of the operator's, and its gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Building, caching and loading the CPU library: every way it can go wrong is one clear line."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """The kernels' own exp2, log and 16-bit conversions, compiled alone and compared with float64."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

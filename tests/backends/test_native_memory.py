@@ -1,7 +1,5 @@
 """The kernels' own memory: an error of every operator where it cannot be had, and none is lost."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

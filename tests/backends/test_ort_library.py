@@ -1,7 +1,5 @@
 """The ONNX Runtime library on its own: hand-made models, hostile ones, threads, old runtimes."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import math

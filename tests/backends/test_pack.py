@@ -1,7 +1,5 @@
 """Kernel packs in use: plans without a GPU, keys, and the first call of a launch."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import threading

@@ -1,7 +1,5 @@
 """`elsa build --cuda`: code as Triton's JIT compiles it, the same bytes each time."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

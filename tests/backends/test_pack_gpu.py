@@ -1,7 +1,5 @@
 """Kernel packs on a real GPU: what they compute is what the JIT's kernels compute, bit by bit."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """The file of a kernel pack: written whole or not at all, read only where it can be trusted."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -2,8 +2,6 @@
 their code compiled for GPUs, and the way to both.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The portable kernels on a real GPU, by twice the error of PyTorch's own operator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

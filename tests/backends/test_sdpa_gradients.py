@@ -1,7 +1,5 @@
 """Gradients by PyTorch's kernels: what they are given on a GPU, looked at without one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

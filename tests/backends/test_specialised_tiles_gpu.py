@@ -1,8 +1,6 @@
 """Every warp-specialised tile of sm_90 is exact, whatever the table would choose: by twice the
 error of PyTorch's kernel, with the same bits in every call."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Stream-K's code fits a GPU, and its joins order memory as they must."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """On a GPU launches share nothing across streams and graphs, wait for nothing, follow lengths that
 change in a recorded graph, and reach elements beyond 32 bits."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

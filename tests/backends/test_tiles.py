@@ -1,8 +1,6 @@
 """Tiles of Triton's kernels serve every call and fit their GPU; plans follow layouts alone, hold no
 tensor, and say why they refuse."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Warm launches: the arguments that Triton's own launch would pass on, without its bookkeeping."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of the benchmarks share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measuring: who takes part, how rounds interleave, what a result holds, when it is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The cases as data: complete, named, selectable."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`elsa bench attention` as a user runs it: tables, documents, exit codes, what stays unwritten."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

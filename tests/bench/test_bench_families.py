@@ -1,7 +1,5 @@
 """`elsa bench models --table families`: every family of the coverage table, a few rounds each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """`elsa bench linear`: products beside PyTorch's own; what --tune lists, refuses and concludes, and
 who reads its table."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

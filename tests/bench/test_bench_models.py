@@ -1,7 +1,5 @@
 """`elsa bench models` and `--compare`: cases, documents, tables, regressions."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

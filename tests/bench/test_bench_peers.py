@@ -1,7 +1,5 @@
 """Every contender of an operator's cases computes what it says, against float64."""
 
-from __future__ import annotations
-
 import sys
 import types
 from dataclasses import replace

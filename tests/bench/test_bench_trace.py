@@ -1,7 +1,5 @@
 """The structural proof: partitions come from the backends, replays are exact, lies are caught."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

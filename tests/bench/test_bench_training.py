@@ -1,7 +1,5 @@
 """`elsa bench training`: steps are measured, kept, resumed and shown; a wrong gradient fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

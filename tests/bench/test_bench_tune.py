@@ -1,7 +1,5 @@
 """`elsa bench attention --tune`: its candidates, its choice, and the user's table of tiles."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`elsa bench attention --plot`: which cases are drawn, and files that are written whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The list of cases that kernel packs are built for is what its models compute."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

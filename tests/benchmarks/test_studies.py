@@ -1,7 +1,5 @@
 """Every study that a CPU can run gives rows of the published form; what one computes is judged."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import importlib

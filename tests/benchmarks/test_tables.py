@@ -1,7 +1,5 @@
 """From result documents to CSV and Markdown; the published tables are those of the results."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

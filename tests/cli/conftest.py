@@ -1,7 +1,5 @@
 """How the tests run the command: in this process where only the answer counts, else in its own."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

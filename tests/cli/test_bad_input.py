@@ -1,7 +1,5 @@
 """Whatever is wrong ends with one line, the right exit code, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

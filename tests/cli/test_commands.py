@@ -1,7 +1,5 @@
 """inspect, patch and check on a tiny model: results, documents, files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import MISSING, fields, replace
 from functools import partial

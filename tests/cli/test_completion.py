@@ -1,7 +1,5 @@
 """Completion: the scripts are valid, and names come without an import of timm."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Flag, variable, file, default: in this order; and a bad file is one line."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

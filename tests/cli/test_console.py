@@ -1,7 +1,5 @@
 """stdout and stderr: what goes where, in every terminal, pipe and encoding."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Every exception becomes one line and the right exit code."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """`elsa export` and `elsa verify` say what they assume and refuse; a signal leaves nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`elsa inspect --all`: table, document, page, exit codes; no model is built for the records."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What inspecting does not need is not imported: the compiler, triton, the client of the hub."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`elsa list` and `elsa help`: names and numbers at once, without an import of torch or timm."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """doctor and build: what the machine has, and what happens when it lacks something."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """A small file that would fill the machine: exit 4, one line, and little memory, in a process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Typing errors in MODEL are answered before torch or timm is imported, with close names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`python:PACKAGE.MODULE:FACTORY`: models of the user's own code, and inputs of their own."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

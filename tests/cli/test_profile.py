@@ -1,8 +1,6 @@
 """`elsa profile` as a user runs it: results, files, sweeps that stop, and whatever is wrong; with
 `--train` it measures steps, leaves the model as it was and says what steps lack."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shlex

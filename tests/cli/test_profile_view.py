@@ -1,7 +1,5 @@
 """The tables of `elsa profile` add up, keep paths whole, and say why a site is undecided."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What must be instant is instant, and says nothing of torch."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

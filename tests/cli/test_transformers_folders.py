@@ -1,7 +1,5 @@
 """Folders of transformers' `save_pretrained` as MODEL, through every command."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A case in which a backend refuses what this table gives it fails: the table, not
 what is promised.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 

@@ -4,8 +4,6 @@ A row names what differs from `DEFAULTS`; `build` makes the call, the same one f
 Random draws (`draw.py`) are rows of the same kind, so that a failing one can be printed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import mmap

@@ -3,8 +3,6 @@ random calls against float64; a failing one is printed as a command that makes i
 `--table` the cases of the suite instead, on every backend or the one that is named.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -3,8 +3,6 @@ equal bits of packed and single sequences, tiles left out. Each raises Assertion
 not hold, of a backend on a device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@ mostly nobody's, and what a masked load without `other` leaves where it reads no
 anything on a GPU.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

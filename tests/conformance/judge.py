@@ -5,8 +5,6 @@ on contiguous copies, plus a band of rounding; if rows that see nothing are zero
 operands, and what lies around them, are as before. What a call allocates was filled with NaN.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -5,8 +5,6 @@ Each row is a fault of the product that is open. Its results are judged by the f
 PyTorch's error. `math.inf`: the result is NaN. docs/limits.md says these in words.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -4,8 +4,6 @@
 compared with the original in float64.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import re

@@ -6,8 +6,6 @@ differs. `serves` says which cases it must serve there. TRITON_INTERPRET must be
 is imported: `python -m tests.conformance.draw --table --on-cpu triton`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

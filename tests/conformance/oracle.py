@@ -4,8 +4,6 @@ In float64 they are the oracle; in a call's own dtype, with scores and sums in f
 operators that PyTorch does not have. Each gives its results by name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise, product

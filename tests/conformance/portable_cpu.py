@@ -1,7 +1,5 @@
 """The portable kernel's source compiled for the CPU with `portable_shim.h`, and run there."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

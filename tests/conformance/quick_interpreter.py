@@ -8,8 +8,6 @@ assertion that only Triton's debug mode makes. Every tensor works out its shape,
 checked again. Operands of one type and shape are cast and broadcast to what they are.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from typing import Any

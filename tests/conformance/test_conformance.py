@@ -1,7 +1,5 @@
 """Every operator gives float64's results, on every backend that must serve a case, in each mode."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -4,8 +4,6 @@ Shapes of any rank, dtypes under autocast, shapes without data, programs for any
 in float64, seeds of dropout, `explain`, and errors of one line that name the argument.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Every call is compared with float64; its error may be twice that of PyTorch's own call.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

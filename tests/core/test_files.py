@@ -1,7 +1,5 @@
 """Files and directories appear whole or not at all, with the rights that the user's others have."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

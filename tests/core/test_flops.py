@@ -1,7 +1,5 @@
 """`torch.utils.flop_counter` counts for elsa's operators what it counts for PyTorch's own calls."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

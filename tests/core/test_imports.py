@@ -1,7 +1,5 @@
 """What importing costs, and that no optional package is needed for the rest to work."""
 
-from __future__ import annotations
-
 from processes import python, without
 
 _ATTENTION = """

@@ -1,7 +1,5 @@
 """Who computes a linear layer: what the table gives PyTorch, and oneDNN where MKL lags."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """The algebra of block summaries: laws, reductions, gradients, dtypes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

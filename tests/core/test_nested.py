@@ -1,7 +1,5 @@
 """`elsa.attention` of jagged nested tensors gives each sequence what it has alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

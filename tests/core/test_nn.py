@@ -1,7 +1,5 @@
 """`elsa.nn`: layers made of the operators take timm's weights and compute what those do."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

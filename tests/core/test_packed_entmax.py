@@ -1,7 +1,5 @@
 """Packed attention, mostly alpha-entmax: what is refused, what is not computed, open lengths."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

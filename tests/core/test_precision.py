@@ -1,7 +1,5 @@
 """Each precision takes its dtypes, and errors of merges stay inside Theorem 1."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

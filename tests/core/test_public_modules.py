@@ -1,7 +1,5 @@
 """Other packages import what a package's `__init__` exports, and nothing else of it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator

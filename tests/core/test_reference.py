@@ -1,7 +1,5 @@
 """The oracle is attention in float64; the paper's reference and Table 9 follow from it."""
 
-from __future__ import annotations
-
 import json
 import math
 

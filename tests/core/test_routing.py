@@ -1,8 +1,6 @@
 """Who serves a call and why: the shipped table, PyTorch's own kernels, and guests of other
 packages."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """PyTorch's own kernels as a backend, on a GPU: gradients of our forward, and whole calls."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,8 +1,6 @@
 """Functions on the host stay under 65 lines of code, files under 480, rooms within their budgets;
 limits are said once."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import re

@@ -1,7 +1,5 @@
 """Results show themselves as tables, in `print` and at the prompt."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

@@ -1,7 +1,5 @@
 """Arguments of a wrong type are refused by a TypeError that names the argument."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `elsa.attention` takes as PyTorch's operator does: mixed ranks, unequal heads, layouts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Calls of attention over ranks: whole operands by name, cut into the shards of each rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What the ranks found, started once for all tests: most of their time goes to imports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

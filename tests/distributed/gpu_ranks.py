@@ -1,7 +1,5 @@
 """What each of two processes does with a GPU of its own."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

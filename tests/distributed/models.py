@@ -1,8 +1,6 @@
 """Small ViTs that are sharded over ranks, by name, and what a rank finds of each, of their heads
 and of hooks."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the processes of the tests do: one start of Python for everything of a world size."""
 
-from __future__ import annotations
-
 import datetime
 import multiprocessing
 import os

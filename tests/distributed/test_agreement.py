@@ -1,7 +1,5 @@
 """Ranks that make different calls, hang or have ended: one line on every rank, and no hang."""
 
-from __future__ import annotations
-
 import pytest
 
 from elsa_core.errors import ArgumentError, UnavailableError

@@ -1,7 +1,5 @@
 """Attention over two and three processes on gloo against float64, and against one process."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`elsa profile --sequence-parallel` gives one document under torchrun, and one line without it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Attention and a model over two GPUs and NCCL, against float64 and one GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

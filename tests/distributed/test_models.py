@@ -1,8 +1,6 @@
 """Sharded ViTs on two and three ranks against one process, by the rule of `check`: whole models,
 heads on features of an earlier forward, and hooks that come after `shard`."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """States of a rank's rows merge in any dtype, and their gradients read no rounded normaliser."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

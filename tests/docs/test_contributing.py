@@ -1,7 +1,5 @@
 """The worked examples of CONTRIBUTING.md, applied to a copy of the sources as they stand there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

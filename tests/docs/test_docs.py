@@ -1,7 +1,5 @@
 """What the documentation shows runs as written, and its chart is that of the results."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Accuracy before and after patching, on real images that a trained model has not seen."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """examples/train.py on generated images: it learns, resumes, and elsa opens what it wrote."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One bundle for all tests of the package: a small ViT in every format."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import shlex

@@ -5,8 +5,6 @@ tensors whose addresses, allocator and stream are its own. A status is a number,
 kept; every other handle is the number of a Python object.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The words by which the CUDA library knows a call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`export`: what a bundle holds, that it runs alone, and that a failure leaves nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """examples/cpp: built with CMake against this torch, it runs bundles on an image without Python."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A bundle of a CUDA model with its own library: loaded here, run where there is a GPU."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

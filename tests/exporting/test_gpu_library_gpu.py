@@ -1,7 +1,5 @@
 """A bundle of a CUDA model with its own library, exported and run on a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`verify` on bundles that were damaged or made to do harm: one line, and nothing outside."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """load.py of a bundle, alone: what it prints, writes and refuses, and which images it opens."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import importlib.util

@@ -1,8 +1,6 @@
 """Whole models as ONNX: three modes, two opsets, files, names, and what is refused; an operator of
 another package, with nodes of its own and without."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

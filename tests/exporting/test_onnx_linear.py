@@ -1,7 +1,5 @@
 """`elsa::linear` in ONNX: one node with a body, or standard operators, with every term."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """elsa's ONNX operators: the body, the library's kernel, PyTorch and float64 on the same inputs."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

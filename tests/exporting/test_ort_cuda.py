@@ -1,8 +1,6 @@
 """The library for ONNX Runtime's CUDA provider without a GPU: over a driver that writes down its
 calls, and a runtime that this package's tests play; and in a real CPU session."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

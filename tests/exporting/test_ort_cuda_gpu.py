@@ -1,7 +1,5 @@
 """model.onnx on ONNX Runtime's CUDA provider, by the library and plans of a bundle, on a GPU."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

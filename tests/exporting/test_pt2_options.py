@@ -1,8 +1,6 @@
 """`--dynamic-size`: model.pt2 takes other image sizes, or one line says that the model does not.
 `--aoti`: a package that AOTInductor compiled, verified beside the operator library."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import zipfile

@@ -1,7 +1,5 @@
 """fp16 and INT8 on request: what they cost against float64 is measured, shown and verified."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A patched model in torch.onnx.export, by torch.export and by tracing, and in torch.jit.script."""
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whose bundle it is: signatures, the question before its library runs, and what is only read."""
 
-from __future__ import annotations
-
 import os
 import pty
 import resource

@@ -4,8 +4,6 @@ Every round has a seed of its own, which is printed before it: a round that fail
 process with it, is repeated by `--seed`.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import random

@@ -1,7 +1,5 @@
 """How a target is explored: examples of its strategy until they, or the time, are used up."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable

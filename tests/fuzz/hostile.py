@@ -1,7 +1,5 @@
 """What is generated for each reader, and what its answer must be."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib

@@ -5,8 +5,6 @@ called with small numbers and extreme ones. Each call gives a result or an error
 the process or takes more than 20 seconds is a finding. The last line printed is the case.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import math

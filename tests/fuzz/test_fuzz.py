@@ -1,7 +1,5 @@
 """Six seconds of generated inputs for each of a third of the readers, the same ones each time."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

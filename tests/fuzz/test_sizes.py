@@ -1,7 +1,5 @@
 """Sizes and attributes at the ends of 64 bits give a result or an error and end no process."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

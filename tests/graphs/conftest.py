@@ -1,7 +1,5 @@
 """The fixture of tests on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

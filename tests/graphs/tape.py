@@ -4,8 +4,6 @@ As a CUDA graph does, a replay runs no Python of the model, reads and writes the
 capture, whatever its tensors have become since, and leaves its results where they were.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """`graphed` over a tape: replays run no Python, and nothing that they would miss is missed."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

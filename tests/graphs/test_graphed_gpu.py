@@ -1,7 +1,5 @@
 """`graphed` on a real GPU: replays agree with eager calls, and follow what changes."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any

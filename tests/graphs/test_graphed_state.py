@@ -1,7 +1,5 @@
 """`graphed` over a tape: forwards with a state, and settings that decide which kernels run."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """`graphed` in training over a tape: bit by bit what an eager loop computes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

@@ -1,7 +1,5 @@
 """`graphed` in training on a real GPU: random loops, mutations of live models, memory, DDP."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterator

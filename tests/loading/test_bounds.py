@@ -1,7 +1,5 @@
 """Files that would stall or fill the machine are refused before they are read, in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

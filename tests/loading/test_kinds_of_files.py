@@ -1,8 +1,6 @@
 """Each kind of weights file: architecture, preprocessing and class names are right or said to be
 assumed, and the model that it holds is the one that comes out."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

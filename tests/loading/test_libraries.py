@@ -1,7 +1,5 @@
 """A library is one record: its names, recipes, models, configurations and files need no other."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

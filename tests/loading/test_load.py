@@ -1,7 +1,5 @@
 """`load`: names, sizes, files and architectures; what cannot be is one clear error."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Preprocessing that a file does not say is assumed, said, and can be given."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model is the one that the file's tensors were made for, and holds every one of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

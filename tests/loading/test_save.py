@@ -1,7 +1,5 @@
 """`save`: whole or not at all, and what was saved loads again as it was, patched."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Sharded weights: joined by their index, and no index is trusted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Names, aliases and paths as a user types them; each mistake is one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What no tensor of a file shows is taken from the architecture's name, and said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

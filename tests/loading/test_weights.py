@@ -1,7 +1,5 @@
 """Weights files are hostile until checked; a good one reads as it was written."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import struct

@@ -1,7 +1,5 @@
 """Packages import those below them alone; what a wheel holds."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import os

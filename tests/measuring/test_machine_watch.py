@@ -1,7 +1,5 @@
 """Why a measurement may not be believed; energy and memory limits, with fakes for a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How sure a difference is: the interval of a ratio, the rounds, the words for them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

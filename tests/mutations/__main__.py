@@ -6,8 +6,6 @@ verdicts; a run that was ended goes on where it was. The sources of csrc are com
 project's own build, without most of the optimisation.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ tree with the change), ELSA_PLAIN (the tree without), ELSA_CHANGED (the changed 
 (a folder), ELSA_SET (the instruction set).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Mutants of C++ sources, found in the text: the sources are formatted, so blanks tell much."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

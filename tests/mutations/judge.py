@@ -3,8 +3,6 @@
 The copy alone is changed. A process that hangs or grows is ended with all that it started.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Mutants of Python sources, found in the syntax tree: host code, and kernels of Triton."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The verdicts as Markdown: counts by file, and each survivor with its line."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from typing import Any
 

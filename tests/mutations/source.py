@@ -1,7 +1,5 @@
 """What a mutant is, and what the two languages share in finding them."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Which files are changed, which tests judge them, and how many mutants of each file there are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch

@@ -1,7 +1,5 @@
 """The command's own parts: what it changes, which changes it takes, and what it must notice."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

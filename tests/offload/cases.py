@@ -1,7 +1,5 @@
 """Calls of streamed attention by name, with odd lengths, and what they are held against."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

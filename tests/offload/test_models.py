@@ -1,7 +1,5 @@
 """`patch(model, offload="host")`: what a backward needs is kept in host memory."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Streamed attention on a CPU: the order of blocks, sums, what is copied and what is refused."""
 
-from __future__ import annotations
-
 import functools
 import re
 import weakref

@@ -1,7 +1,5 @@
 """Streamed attention on a GPU: exact, the same bits, hidden copies, and memory that stays small."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests of patched models share: which calls of packed attention a model made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A patched module against itself: float64 decides, at twice the unpatched module's error."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The operators that run within a `with` block."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,7 +1,5 @@
 """timm's and open_clip's eager attentions, patched: each against its class in float64."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """`torch.nn.MultiheadAttention` on elsa: alone, in PyTorch's encoder layer, open_clip and
 torchvision."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """transformers' vision towers of packed images (Qwen-VL) pass the check, each image by elsa."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

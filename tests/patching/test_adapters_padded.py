@@ -1,8 +1,6 @@
 """Batches of images of different size in timm's NaFlexViT and transformers' SigLIP 2: padding is
 left out, and only that; no gradient, copy or recorded program changes by it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

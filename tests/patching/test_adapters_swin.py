@@ -1,7 +1,5 @@
 """Swin, in timm and torchvision, on elsa: padding and shift on both axes, sizes that change."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """The written adapters err at most twice what the classes they replace do, term by term."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

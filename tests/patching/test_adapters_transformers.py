@@ -1,7 +1,5 @@
 """`register` puts elsa behind transformers' attention interface: models compute what they did."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from types import SimpleNamespace

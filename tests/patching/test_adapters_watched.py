@@ -1,7 +1,5 @@
 """What others do to an attention that elsa computes: watch it, drop its weights, replace it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Windows without shift on elsa: timm's Twins, DaViT and TinyViT, padded on both axes, and MaxViT's
 windows and grids with every kind of relative positions."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

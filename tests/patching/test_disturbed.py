@@ -5,8 +5,6 @@ subclasses and other settings: of one part of each name in each family, before `
 and after a call.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Small images and few blocks: what differs between families is in one block.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

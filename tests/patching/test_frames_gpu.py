@@ -1,7 +1,5 @@
 """A warm eager call on a GPU enters few of elsa's functions before it launches."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

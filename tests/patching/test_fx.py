@@ -1,7 +1,5 @@
 """torch.fx traces a patched model as it traces the original, with the names of its nodes."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

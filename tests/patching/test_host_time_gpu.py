@@ -1,7 +1,5 @@
 """Small eager calls on a GPU wait for the host: a patched model takes it no longer."""
 
-from __future__ import annotations
-
 import math
 import time
 from statistics import median

@@ -1,7 +1,5 @@
 """Classes without an adapter: their own forward runs, and attention in it is elsa's."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import pickle

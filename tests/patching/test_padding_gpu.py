@@ -1,7 +1,5 @@
 """Padding is left out on a real GPU: the same outputs, sooner where half of a batch is padding."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

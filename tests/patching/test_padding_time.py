@@ -4,8 +4,6 @@
 The time is that of the process's threads, which other processes change less than the clock's.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import statistics

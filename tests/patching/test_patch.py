@@ -1,7 +1,5 @@
 """What must survive patching: state dicts, copies, pickles, hooks, compilers, training."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """An adapter of another package: registered in one call, it is inspected, patched and checked."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import io

@@ -1,7 +1,5 @@
 """`patch(scope="model")`: linear layers, MLPs and blocks compute, train and hook as before."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

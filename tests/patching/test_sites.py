@@ -1,7 +1,5 @@
 """`inspect`: what it finds, what it says about it, and that the model stays as it was."""
 
-from __future__ import annotations
-
 import copy
 import json
 

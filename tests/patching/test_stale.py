@@ -1,8 +1,6 @@
 """What is derived from weights follows every write to them, also those that PyTorch does not count
 (fused optimizers, `.data`, numpy views), unless the caller has frozen them."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """Grouping of sites: short labels that stand for exactly their members."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

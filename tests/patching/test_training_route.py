@@ -1,7 +1,5 @@
 """A patched site trains by its original forward where the shipped table finds that faster."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """One small model, profiled once for all tests that look at a report."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A site's time is its attention's: what a block computes besides is not in it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of --html and the charts of --plot: whole, escaped, and right in a real browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

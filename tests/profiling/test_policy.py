@@ -1,7 +1,5 @@
 """From measured sites to a plan: what is left alone, and why; and the grid of a sweep."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`profile`: a model against itself, the rows' sum, what the report says."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess

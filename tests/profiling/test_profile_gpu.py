@@ -1,7 +1,5 @@
 """`profile` on a real GPU: sites inside CUDA graphs, and what the rows add up to."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

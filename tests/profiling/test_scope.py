@@ -1,7 +1,5 @@
 """Of models that are patched as a whole, every layer has one row that says what serves it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

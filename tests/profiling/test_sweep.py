@@ -1,7 +1,5 @@
 """What a sweep measures of a document that holds points already, and when it is complete."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a profile says: one verdict in plain words, numbers as people write them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Each test shows both: the check that passes, and the default one, which fails an
 The last one shows that right kernels pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

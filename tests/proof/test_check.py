@@ -1,7 +1,5 @@
 """The check: what passes, what must fail and name its site, and what it leaves behind."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

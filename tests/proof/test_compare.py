@@ -1,7 +1,5 @@
 """The parts of the check: the criterion's arithmetic, generated and hard cases, the capture."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """`check(grad=True)`: right gradients pass, broken gradient kernels fail and are named."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

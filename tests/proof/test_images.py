@@ -1,7 +1,5 @@
 """Folders of images: what timm's own transform gives, and what a user may have in a folder."""
 
-from __future__ import annotations
-
 import os
 import struct
 import warnings

@@ -3,8 +3,6 @@
 Where a test says so, what is captured is called again in place of a CUDA graph.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`check(paths=...)` on a GPU: the model as a CUDA graph, compiled and both, by the same rule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The errors beside times are of the very calls that are timed: their batch, graph or compiler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

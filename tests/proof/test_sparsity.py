@@ -1,7 +1,5 @@
 """`check` grants sparsity its bound and nothing beyond: not to layers, not to the exact kind."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer

@@ -1,7 +1,5 @@
 """Sites found by running a model once on an example: whatever its attention is written in."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """What a watched forward leaves as it is: values that are kept, changed or hooked, and everything
 that it is run within."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

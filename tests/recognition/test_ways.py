@@ -2,8 +2,6 @@
 gradients by the rule of checks, one operator in what is exported and traced. Random programs of
 what is done to scores: watched, they compute what they compute unwatched."""
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings

@@ -4,8 +4,6 @@ Each is a function of (module, q, k, v), [B, H, N, D] each, that returns [B, H, 
 `Site` can bring to it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Minutes for each set. The exit code is 1 where a sanitizer or a test found somet
 compiler has no sanitizers.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

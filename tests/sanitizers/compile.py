@@ -5,8 +5,6 @@ and ELSA_OBJECTS, a folder of objects that are not compiled again while their te
 tables of the other sets stay empty: see `one_set.py`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -11,8 +11,6 @@ Hours for all files. The exit code is 1 where a sanitizer or a test found someth
 is no compute-sanitizer or no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

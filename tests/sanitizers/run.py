@@ -1,7 +1,5 @@
 """Building the libraries with the sanitizers, and running tests with their runtime loaded first."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """compute-sanitizer over GPU tests: what the command makes of its answers, and a short pass."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 short pass's tests every third one.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ The whole list takes hours (`elsa inspect --all --check --state FILE`); here eve
 looked at, by its first architecture, and a few small ones are proved.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Small models that train, and the criterion: twice the original's error against float64."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compiled steps and the transforms of torch.func on a patched model, beside the original's."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 

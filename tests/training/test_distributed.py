@@ -1,7 +1,5 @@
 """A patched model in two processes over gloo, DDP and FSDP2, against one with all images."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable

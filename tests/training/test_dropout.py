@@ -1,7 +1,5 @@
 """A ViT that drops attention weights: the original's distribution, and exact for equal masks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """timm's way to train, on a patched model: its loader's parts, optimizer, schedule, scaler, EMA."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Steps of training: mixed precision, accumulation, checkpoints, frozen and changed parts."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import Counter
