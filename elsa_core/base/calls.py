@@ -27,7 +27,7 @@ NO_TENSOR_SCALE = "scale must be a number, not a tensor: multiply query by it to
 _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _transforms = torch._C._functorch.peek_interpreter_stack
 _batched = torch._C._functorch.is_legacy_batchedtensor
-# whether a CUDA graph is captured on this thread's current stream
+# Whether a CUDA graph records the current stream. Only for calls of CUDA tensors.
 capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 # Checks of arguments hold for a trace too. PyTorch leaves out the warnings of its own modules so.

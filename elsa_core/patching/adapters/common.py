@@ -156,8 +156,8 @@ def is_small(site: Any, x: Tensor, work: int, operator: str = "attention") -> bo
     """Whether this is a small eager call on a GPU of a site patched without names: Python overhead
     bounds it, and the original forward may have less. Asked anew in every call. A CUDA graph saves
     the host's time and records elsa's kernels."""
-    # in few frames of Python, each of which takes 2 us in a model's call; first what is constant
-    # for a compiler, which may read no length
+    # in few frames of Python, since a model's weights empty the caches between two sites; first
+    # what is constant for a compiler, which may read no length
     if not x.is_cuda or calls.traced() or work >= dispatch.eager_least(operator, x.dtype):
         return False
     space = site.__dict__

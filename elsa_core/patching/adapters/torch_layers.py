@@ -20,7 +20,6 @@ from elsa_core.ops.linear.api import served
 from elsa_core.patching.adapters.common import is_small, project_by, why_no_weight
 
 _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
-_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)  # none without CUDA
 
 
 class ElsaLinear(nn.Linear):
@@ -40,9 +39,10 @@ class ElsaLinear(nn.Linear):
             or (
                 input.is_cuda
                 and not is_dynamo_compiling()  # which may read no length
+                # other compilers work within a mode; most calls are spared the longer question
                 and (_modes() == 0 or not is_compiling())
                 and input.numel() * weight.shape[0] < dispatch.eager_least("linear", input.dtype)
-                and not _capturing()
+                and not calls.capturing()
                 and _tracing() is None
             )
         ):
