@@ -113,7 +113,8 @@ def test_code_is_what_the_jit_compiles(packs: Path) -> None:
         first, second = code_of(pack.cubin(entry)), code_of(theirs.asm["cubin"])
         assert any(name.startswith(".text") for name in first) and first == second
         for name, value in theirs.metadata._asdict().items():
-            if name not in ("hash", "triton_version"):
+            # Triton's cache keeps the paths of the environment that compiled first
+            if name not in ("hash", "triton_version", "extern_libs"):
                 assert getattr(ours.metadata, name) in (value, _plain(value)), name
         assert ours.packed_metadata == theirs.packed_metadata
         first, second = kernel_of(ours), kernel_of(theirs)
